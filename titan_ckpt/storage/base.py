@@ -1,0 +1,71 @@
+"""The seam between content and bytes: what a format must offer to be read from and written to.
+
+Owns no format. A third party's format implements `TensorReader`, and is proved by `titan_ckpt.testing.StorageTests`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from titan_ckpt.tensors import Chunk, TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """Fill `into` with the values of `chunk` of the file tensor `key`.
+
+    `into` may be any strided view of live memory; in row-major order its elements are those of the chunk.
+    A dtype that differs from the file's is cast by the reader; who may cast is decided before, by the planner.
+    """
+
+    key: str
+    chunk: Chunk
+    into: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file of a checkpoint as committed: name inside its folder, size in bytes, xxh3-128 hex digest."""
+
+    name: str
+    num_bytes: int
+    digest: str
+
+
+class TensorReader(ABC):
+    """An open checkpoint folder of one format. A context manager; close() is idempotent."""
+
+    path: Path
+    format: str
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Return every tensor's global shape and dtype by its name in the file (dequantised where quantised)."""
+
+    @abstractmethod
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Fill every request's memory, in any order, verifying what is read where the format carries digests.
+
+        Raises: CorruptCheckpointError naming the file; OSError. Values already written are then undefined.
+        """
+
+    def metadata(self) -> dict[str, Any]:
+        """Return what the format says beside the tensors (hf: config.json, peft: adapter_config.json)."""
+        return {}
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

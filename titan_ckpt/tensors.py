@@ -1,0 +1,175 @@
+"""Where a tensor's values lie: chunks of a global shape, blocks of local memory, lazy tensors.
+
+Owns the geometry of sharded tensors. Knows no files, no names and no process groups beyond a DTensor's own mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """An axis-aligned box inside a global shape, in elements. A scalar's chunk has no dims and one element."""
+
+    offsets: Shape
+    sizes: Shape
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Chunk:
+        return Chunk((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def intersect(self, other: Chunk) -> Chunk | None:
+        """Return the box both cover, in global coordinates, or None if it is empty."""
+        starts = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
+        ends = tuple(
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        if any(e <= s for s, e in zip(starts, ends, strict=True)):
+            return None
+        return Chunk(starts, tuple(e - s for s, e in zip(starts, ends, strict=True)))
+
+    def within(self, outer: Chunk) -> tuple[slice, ...]:
+        """Return the index of this box inside a block that holds `outer`."""
+        return tuple(
+            slice(o - base, o - base + n)
+            for o, n, base in zip(self.offsets, self.sizes, outer.offsets, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Global shape and dtype of a tensor, wherever it is."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """This rank's values of one chunk. `data.shape == chunk.sizes`; aliases the owner's memory where it can."""
+
+    chunk: Chunk
+    data: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor that is computed when it is written: a merged weight, a cast, a dequantised source.
+
+    `blocks()` runs on every rank, in the same order of tensors, so it may be collective when `collective` is set;
+    it returns the chunks that this rank holds (replicas included).
+    """
+
+    info: TensorInfo
+    blocks: Callable[[], list[Block]]
+    collective: bool = False
+
+
+def info_of(value: torch.Tensor | LazyTensor) -> TensorInfo:
+    """Return global shape and dtype; of a DTensor the global shape."""
+    return value.info if isinstance(value, LazyTensor) else TensorInfo(tuple(value.shape), value.dtype)
+
+
+def blocks_of(value: torch.Tensor | LazyTensor) -> list[Block]:
+    """Return the chunks of the tensor that this rank holds, replicas included, as views of the live memory."""
+    if isinstance(value, LazyTensor):
+        return value.blocks()
+    value = value.detach()
+    if not isinstance(value, DTensor):
+        return [Block(Chunk.whole(value.shape), value)]
+    local = value._local_tensor
+    return [Block(chunk, local[index]) for chunk, index in local_chunks(value) if chunk.numel]
+
+
+def local_chunks(value: DTensor) -> Iterator[tuple[Chunk, tuple[slice, ...]]]:
+    """Yield (global chunk, index into the local tensor) for each contiguous run of rows this rank holds.
+
+    Every placement splits one dim of what the placements before it left, so each dim is a list of runs
+    [start, stop) in global coordinates; Shard takes a prefix-balanced piece of the list, _StridedShard first cuts
+    what is there in `split_factor` pieces and takes its share of each. One run per dim is the ordinary case.
+    """
+    runs: list[list[tuple[int, int]]] = [[(0, n)] for n in value.shape]
+    coordinate = value.device_mesh.get_coordinate()
+    if coordinate is None:
+        return
+    for mesh_dim, placement in enumerate(value.placements):
+        size = value.device_mesh.size(mesh_dim)
+        if isinstance(placement, Replicate):
+            continue
+        if isinstance(placement, _StridedShard):
+            total = sum(b - a for a, b in runs[placement.dim])
+            pieces = _split(0, total, placement.split_factor)
+            picked = [_split(a, b, size)[coordinate[mesh_dim]] for a, b in pieces]
+            runs[placement.dim] = [r for a, b in picked for r in _take(runs[placement.dim], a, b)]
+        elif isinstance(placement, Shard):
+            total = sum(b - a for a, b in runs[placement.dim])
+            a, b = _split(0, total, size)[coordinate[mesh_dim]]
+            runs[placement.dim] = _take(runs[placement.dim], a, b)
+        else:
+            raise TypeError(f"cannot checkpoint a DTensor with placement {placement}: reduce it first")
+    merged = [_merge(r) for r in runs]
+    if not merged:
+        yield Chunk((), ()), ()
+        return
+    yield from _product(merged)
+
+
+def _split(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
+    """Cut [start, stop) like torch.chunk, padding with empty parts."""
+    step = -(-(stop - start) // parts)
+    return [(min(start + i * step, stop), min(start + (i + 1) * step, stop)) for i in range(parts)]
+
+
+def _take(runs: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+    """Return the part [start, stop) of a list of runs, counted along the list."""
+    out, position = [], 0
+    for a, b in runs:
+        lo, hi = max(start, position), min(stop, position + b - a)
+        if hi > lo:
+            out.append((a + lo - position, a + hi - position))
+        position += b - a
+    return out
+
+
+def _merge(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    out: list[tuple[int, int]] = []
+    for a, b in runs:
+        if out and out[-1][1] == a:
+            out[-1] = (out[-1][0], b)
+        else:
+            out.append((a, b))
+    return out or [(0, 0)]
+
+
+def _product(runs: list[list[tuple[int, int]]]) -> Iterator[tuple[Chunk, tuple[slice, ...]]]:
+    """Cross the runs of each dim; local coordinates count along each dim's list."""
+    head, *rest = runs
+    position = 0
+    for a, b in head:
+        for chunk, index in _product(rest) if rest else [(Chunk((), ()), ())]:
+            yield (
+                Chunk((a, *chunk.offsets), (b - a, *chunk.sizes)),
+                (slice(position, position + b - a), *index),
+            )
+        position += b - a

@@ -1,0 +1,103 @@
+"""What a load will read, decided before anything is read: pure, printable, the same on every rank.
+
+Owns the precedence of sources. Reads nothing; the directory's content is handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
+from titan_ckpt.errors import CheckpointNotFoundError
+from titan_ckpt.types import Format
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedStep:
+    """A valid step of the run's own folder, as far as planning needs it."""
+
+    step: int
+    kind: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSource:
+    """One folder to read model weights from."""
+
+    path: Path
+    format: Format
+    cast: bool = False
+    revision: str | None = None
+    adapter: bool = False
+    """Holds converter-owned keys only."""
+
+    def __str__(self) -> str:
+        what = "adapter" if self.adapter else "weights"
+        return f"{what} from {self.path} ({self.format}{', cast' if self.cast else ''})"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Where weights and, when resuming, training state come from."""
+
+    resume: CommittedStep | None = None
+    sources: tuple[LoadSource, ...] = ()
+    exclude: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        head = f"resume step {self.resume.step}" if self.resume else "initial load" if self.sources else "start afresh"
+        lines = [head, *(f"  {i}. {source}" for i, source in enumerate(self.sources, 1))]
+        if self.exclude:
+            lines.append(f"  not loaded: {', '.join(sorted(self.exclude))}")
+        return "\n".join(lines)
+
+
+def resolve(
+    config: CheckpointConfig,
+    step: CommittedStep | None,
+    describe: Callable[[InitialLoadConfig], tuple[Format, bool]],
+    base_folder: Path,
+) -> LoadPlan:
+    """Return the plan: a committed step wins over initial sources; an adapter-only step needs its base under it.
+
+    `describe` says of an initial source its format and whether it is an adapter.
+    """
+    exclude = frozenset(config.resume.exclude)
+    initial = []
+    if step is None or (step.kind == "adapter" and "model" not in exclude):
+        for source in config.initial_load:
+            format_, adapter = describe(source)
+            path = (base_folder / source.path).resolve() if not Path(source.path).is_absolute() else Path(source.path)
+            initial.append(LoadSource(path, format_, source.cast, source.revision, adapter))
+    if step is None:
+        return LoadPlan(None, tuple(initial), frozenset())
+    if "model" in exclude:
+        return LoadPlan(step, (), exclude)
+    own = LoadSource(step.path, "native", adapter=step.kind == "adapter")
+    bases = tuple(source for source in initial if not source.adapter)
+    if step.kind == "adapter" and not bases:
+        raise CheckpointNotFoundError(
+            f"{step.path} holds only adapter weights, and no base is configured: name the base it was trained on in "
+            "[[checkpoint.initial_load]]"
+        )
+    return LoadPlan(step, (*bases, own), exclude)
+
+
+def choose(steps: Sequence[CommittedStep], requested: int | None) -> list[CommittedStep]:
+    """Return the steps to try, in order: the one asked for alone, or all that can be resumed from, newest first.
+
+    Raises: CheckpointNotFoundError for a step asked for by number that is not there or holds weights only.
+    """
+    resumable = sorted((s for s in steps if s.kind in ("full", "adapter")), key=lambda s: -s.step)
+    if requested is None:
+        return resumable
+    found = [s for s in resumable if s.step == requested]
+    if not found:
+        weights_only = any(s.step == requested for s in steps)
+        why = "holds model weights only, so training cannot resume from it" if weights_only else "is not there"
+        have = ", ".join(str(s.step) for s in resumable) or "none"
+        raise CheckpointNotFoundError(f"step {requested} was asked for and {why}; valid steps: {have}")
+    return found

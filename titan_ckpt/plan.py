@@ -59,7 +59,6 @@ def resolve(
     config: CheckpointConfig,
     step: CommittedStep | None,
     describe: Callable[[InitialLoadConfig], tuple[Format, bool]],
-    base_folder: Path,
 ) -> LoadPlan:
     """Return the plan: a committed step wins over initial sources; an adapter-only step needs its base under it.
 
@@ -70,8 +69,7 @@ def resolve(
     if step is None or (step.kind == "adapter" and "model" not in exclude):
         for source in config.initial_load:
             format_, adapter = describe(source)
-            path = (base_folder / source.path).resolve() if not Path(source.path).is_absolute() else Path(source.path)
-            initial.append(LoadSource(path, format_, source.cast, source.revision, adapter))
+            initial.append(LoadSource(Path(source.path), format_, source.cast, source.revision, adapter))
     if step is None:
         return LoadPlan(None, tuple(initial), frozenset())
     if "model" in exclude:

@@ -78,12 +78,14 @@ class LazyTensor:
     """A tensor that is computed when it is written: a merged weight, a cast, a dequantised source.
 
     `blocks()` runs on every rank, in the same order of tensors, so it may be collective when `collective` is set;
-    it returns the chunks that this rank holds (replicas included).
+    it returns the chunks that this rank holds (replicas included). `like` is a tensor whose chunks they are: it tells
+    which ranks hold the same values, so that one writes them. Without it every rank writes what it holds.
     """
 
     info: TensorInfo
     blocks: Callable[[], list[Block]]
     collective: bool = False
+    like: torch.Tensor | None = None
 
 
 def info_of(value: torch.Tensor | LazyTensor) -> TensorInfo:

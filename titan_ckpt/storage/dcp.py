@@ -152,7 +152,7 @@ class DcpReader(TensorReader):
     def _contained(self, index: MetadataIndex, info: _StorageInfo) -> _Stored:
         relative = PurePosixPath(info.relative_path)
         target = self.path / relative
-        if target.resolve() != self.path.resolve() / relative or target.is_symlink():
+        if not target.resolve().is_relative_to(self.path.resolve()) or target.is_symlink():
             raise CorruptCheckpointError(
                 f"{self.path / METADATA}: {index.fqn} points outside the folder, at {info.relative_path!r}", str(self.path)
             )

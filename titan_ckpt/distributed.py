@@ -1,0 +1,212 @@
+"""Ranks that talk before and after they write: bounded, error-carrying exchanges through the job's key-value store.
+
+Owns agreement between ranks. Starts no process group and sends nothing through one, so it works beside training
+traffic, from a background thread, and while another rank hangs in a collective. Knows no files and no tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from titan_ckpt.errors import PeerError
+from titan_ckpt.strict_json import Json
+
+Store = Any
+"""A torch.distributed Store; its stubs lack `clone`."""
+
+_instances = itertools.count()
+
+
+class Coordinator:
+    """This rank's line to all others. Collective: every rank makes the same calls, in the same order.
+
+    One instance serves one thread at a time; `background()` gives another to another thread.
+    """
+
+    def __init__(self, rank: int, world_size: int, store: Store | None, prefix: str, timeout_seconds: float) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_seconds = timeout_seconds
+        self._store = store
+        self._prefix = prefix
+        self._sequence = itertools.count()
+        self._clones = itertools.count()
+        self._stale: list[str] = []
+        self._stuck: PeerError | None = None
+
+    @staticmethod
+    def current(timeout_seconds: float = 1800.0) -> Coordinator:
+        """Build from the default process group, or for one rank where there is none. Collective."""
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return Coordinator(0, 1, None, "", timeout_seconds)
+        # A clone has its own connection: a long wait here must not block others who use the default store.
+        default: Store = _get_default_store()
+        return Coordinator(
+            dist.get_rank(), dist.get_world_size(), default.clone(), f"titan_ckpt/{next(_instances)}", timeout_seconds
+        )
+
+    def background(self) -> Coordinator:
+        """Return an independent line with its own connection, for use by one other thread. Collective."""
+        store = None if self._store is None else self._store.clone()
+        prefix = f"{self._prefix}/{next(self._clones)}"
+        return Coordinator(self.rank, self.world_size, store, prefix, self.timeout_seconds)
+
+    def barrier(self, tag: str, error: BaseException | None = None, timeout_seconds: float | None = None) -> None:
+        """Wait until every rank is here. Raises: as `gather`."""
+        self.gather(tag, None, error, timeout_seconds)
+
+    def broadcast(
+        self, tag: str, value: Json, error: BaseException | None = None, timeout_seconds: float | None = None
+    ) -> Json:
+        """Return rank 0's value on every rank; the others' is ignored. Also a barrier. Raises: as `gather`."""
+        return self.gather(tag, value if self.rank == 0 else None, error, timeout_seconds)[0]
+
+    def gather(
+        self, tag: str, value: Json, error: BaseException | None = None, timeout_seconds: float | None = None
+    ) -> list[Json]:
+        """Return every rank's value on every rank, or fail on all of them.
+
+        1. Every rank posts its value, or its error. 2. Rank 0 collects them and posts one verdict. 3. All read it.
+        Raises: `error` itself on the rank that passed one; PeerError on the others, naming each rank that failed and
+        why, and each that did not post within `timeout_seconds`.
+        """
+        if self._store is None:
+            if error is not None:
+                raise error
+            return [json.loads(json.dumps(value))]
+        if self._stuck is not None:
+            raise error or self._stuck
+        bound = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        post: dict[str, Json] = {"tag": tag, "value": value}
+        if error is not None:
+            post = {"tag": tag, "error": f"{type(error).__name__}: {error}"}
+        try:
+            exchange = _Exchange(self._store, f"{self._prefix}/{next(self._sequence)}", self.rank, self.world_size)
+            verdict = self._run(exchange, tag, json.dumps(post), bound)
+        except PeerError:
+            if error is not None:
+                raise error from None
+            raise
+        if error is not None:
+            raise error
+        if verdict.failures:
+            lines = "".join(f"\n  rank {rank} {cause}" for rank, cause in verdict.failures)
+            raise PeerError(f"{tag}: stopped on all ranks because{lines}", [rank for rank, _ in verdict.failures])
+        return verdict.values
+
+    def _run(self, exchange: _Exchange, tag: str, post: str, bound: float) -> _Verdict:
+        """Run the exchange in a thread of its own: some store calls have no timeout where the store's host stops."""
+        done: list[_Verdict | BaseException] = []
+
+        def target() -> None:
+            try:
+                done.append(exchange.run(post, bound, self._stale))
+            except BaseException as error:  # noqa: BLE001 - carried to the calling thread, which raises it.
+                done.append(error)
+
+        thread = threading.Thread(target=target, name=f"titan_ckpt exchange {tag}", daemon=True)
+        thread.start()
+        thread.join(bound + 4 * _grace(bound))
+        if not done:
+            self._stuck = PeerError(
+                f"{tag}: the store of the process group has not answered for {bound:g} s. It is served by rank 0 or its "
+                "launcher, which hangs or cannot be reached",
+                [0],
+            )
+            raise self._stuck
+        if isinstance(done[0], dist.DistError):
+            self._stuck = PeerError(
+                f"{tag}: lost the store of the process group, which rank 0 or its launcher serves: {done[0]}", [0]
+            )
+            raise self._stuck from done[0]
+        if isinstance(done[0], BaseException):
+            raise done[0]
+        return done[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What rank 0 tells all: each failed rank with its cause, or every rank's value."""
+
+    failures: list[tuple[int, str]]
+    values: list[Json]
+
+
+class _Exchange:
+    """One gather: its keys in the store and both sides of the conversation."""
+
+    def __init__(self, store: Store, prefix: str, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._posts = [f"{prefix}/{peer}" for peer in range(world_size)]
+        self._verdict = f"{prefix}/verdict"
+
+    def run(self, post: str, bound: float, stale: list[str]) -> _Verdict:
+        self._store.set(self._posts[self._rank], post)
+        if self._rank != 0:
+            return self._await_verdict(bound)
+        verdict, complete = self._collect(bound)
+        self._store.set(self._verdict, json.dumps([verdict.failures, verdict.values]))
+        self._forget(complete, stale)
+        return verdict
+
+    def _collect(self, bound: float) -> tuple[_Verdict, bool]:
+        """Rank 0: wait for every post, make the verdict, and say whether all ranks posted."""
+        complete = self._wait(self._posts, bound)
+        present = [complete or self._store.check([key]) for key in self._posts]
+        there = [key for key, here in zip(self._posts, present, strict=True) if here]
+        texts = iter(self._store.multi_get(there) if self._store.has_extended_api() else map(self._store.get, there))
+        posts = [json.loads(next(texts)) if here else None for here in present]
+        tag = json.loads(self._store.get(self._posts[0]))["tag"]
+        failures: list[tuple[int, str]] = []
+        for rank, post in enumerate(posts):
+            if post is None:
+                failures.append((rank, f"did not arrive within {bound:g} s"))
+            elif "error" in post:
+                failures.append((rank, f"failed: {post['error']}"))
+            elif post["tag"] != tag:
+                failures.append((rank, f"is at {post['tag']!r}"))
+        values = [] if failures else [post["value"] for post in posts if post is not None]
+        return _Verdict(failures, values), complete
+
+    def _await_verdict(self, bound: float) -> _Verdict:
+        """Other ranks: wait a little longer than rank 0 does, so that its verdict names the silent ones for all."""
+        if not self._wait([self._verdict], bound + _grace(bound)):
+            silent = [rank for rank, key in enumerate(self._posts) if not self._store.check([key])]
+            if not silent and not self._wait([self._verdict], _grace(bound)):
+                silent = [0]
+            if silent:
+                return _Verdict([(rank, f"did not answer within {bound:g} s") for rank in silent], [])
+        return _Verdict(*json.loads(self._store.get(self._verdict)))
+
+    def _wait(self, keys: Sequence[str], seconds: float) -> bool:
+        try:
+            self._store.wait(list(keys), timedelta(seconds=seconds))
+        except dist.DistStoreError:
+            return False
+        return True
+
+    def _forget(self, complete: bool, stale: list[str]) -> None:
+        """Rank 0: drop keys nobody will read again, so that the store does not grow.
+
+        A rank that posts here has read every verdict before; after an incomplete exchange a late one may still come.
+        """
+        if complete:
+            for key in (*stale, *self._posts):
+                self._store.delete_key(key)
+            stale[:] = [self._verdict]
+        else:
+            stale += [*self._posts, self._verdict]
+
+
+def _grace(bound: float) -> float:
+    return 1.0 + 0.05 * bound

@@ -91,7 +91,7 @@ class PermuteRotary(TensorOp):
         first, last = -(-start // head_dim), stop // head_dim
         if first < last:  # whole heads stay contiguous in the file
             rows = block[first * head_dim - start : last * head_dim - start]
-            view = rows.unflatten(0, (last - first, half, 2)).transpose(1, 2)
+            view = rows.view(last - first, half, 2, *rest_sizes).transpose(1, 2)
             yield Piece(0, Chunk((first * head_dim, *rest), (rows.shape[0], *rest_sizes)), view)
         ragged = [(start, stop)] if first > last else [(start, first * head_dim), (last * head_dim, stop)]
         for a, b in ragged:
@@ -122,11 +122,15 @@ class Unstack(TensorOp):
     def file_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         if not shapes[0] or shapes[0][0] != self.num:
             raise KeyMapError(f"dim 0 of {list(shapes[0])} is not {self.num} experts")
+        if self.transpose and len(shapes[0]) != 3:
+            raise KeyMapError(f"experts can be transposed if they are matrices, not {list(shapes[0][1:])}")
         one = shapes[0][1:]
         return [one[::-1] if self.transpose else one] * self.num
 
     def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         one = shapes[0]
+        if differing := [list(s) for s in shapes if s != one]:
+            raise KeyMapError(f"experts differ in shape: {list(one)} and {differing[0]}")
         return [(self.num, *(one[::-1] if self.transpose else one))]
 
     def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
@@ -163,13 +167,13 @@ class Concat(TensorOp):
         return len(self.rows)
 
     def file_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
-        if tuple(s[0] for s in shapes) != self.rows:
-            raise KeyMapError(f"rows {[s[0] for s in shapes]} are not {list(self.rows)}")
+        if any(not s or s[0] != n or s[1:] != shapes[0][1:] for s, n in zip(shapes, self.rows, strict=True)):
+            raise KeyMapError(f"{[list(s) for s in shapes]} cannot be one tensor of rows {list(self.rows)}")
         return [(sum(self.rows), *shapes[0][1:])]
 
     def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
-        if shapes[0][0] != sum(self.rows):
-            raise KeyMapError(f"{shapes[0][0]} rows cannot be split into {list(self.rows)}")
+        if not shapes[0] or shapes[0][0] != sum(self.rows):
+            raise KeyMapError(f"{list(shapes[0])} cannot be split into rows {list(self.rows)}")
         return [(n, *shapes[0][1:]) for n in self.rows]
 
     def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
@@ -203,6 +207,7 @@ class Split(TensorOp):
 
 
 IDENTITY = Identity()
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True)
@@ -222,6 +227,9 @@ class KeyRule:
         other = (file,) if isinstance(file, str) else tuple(file)
         if (len(one), len(other)) != (op.num_native, op.num_file):
             raise KeyMapError(f"{one} <-> {other} does not fit {op}: {op.num_native} <-> {op.num_file} names")
+        placeholders = {frozenset(_PLACEHOLDER.findall(pattern)) for pattern in (*one, *other)}
+        if len(placeholders) > 1:
+            raise KeyMapError(f"{one} <-> {other} is not reversible: every name needs the same placeholders")
         return KeyRule(one, other, op)
 
 
@@ -234,6 +242,9 @@ class KeyGroup:
     op: TensorOp
 
 
+_Rows = tuple[tuple[str, re.Pattern[str], KeyRule], ...]
+
+
 @dataclass(frozen=True)
 class KeyMap:
     """A reversible table of rules. An unknown name raises, with the nearest known ones.
@@ -243,12 +254,12 @@ class KeyMap:
 
     rules: tuple[KeyRule, ...] = ()
     identity: bool = False
-    _native: tuple[tuple[re.Pattern[str], KeyRule], ...] = field(init=False, repr=False, compare=False)
-    _file: tuple[tuple[re.Pattern[str], KeyRule], ...] = field(init=False, repr=False, compare=False)
+    _native: _Rows = field(init=False, repr=False, compare=False)
+    _file: _Rows = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        native = tuple((_compile(p), r) for r in self.rules for p in r.native)
-        file = tuple((_compile(p), r) for r in self.rules for p in r.file)
+        native = tuple((p, _compile(p), r) for r in self.rules for p in r.native)
+        file = tuple((p, _compile(p), r) for r in self.rules for p in r.file)
         object.__setattr__(self, "_native", native)
         object.__setattr__(self, "_file", file)
 
@@ -260,8 +271,8 @@ class KeyMap:
         """Return the group a file key belongs to. Raises: KeyMapError naming the nearest known patterns."""
         return self._group(key, self._file, "file key")
 
-    def _group(self, name: str, table: tuple[tuple[re.Pattern[str], KeyRule], ...], what: str) -> KeyGroup:
-        for pattern, rule in table:
+    def _group(self, name: str, table: _Rows, what: str) -> KeyGroup:
+        for _, pattern, rule in table:
             if match := pattern.fullmatch(name):
                 values = match.groupdict()
                 return KeyGroup(
@@ -271,16 +282,20 @@ class KeyMap:
                 )
         if self.identity:
             return KeyGroup((name,), (name,), IDENTITY)
-        known = [_unescape(p.pattern) for p, _ in table]
+        known = [text for text, _, _ in table]
         near = difflib.get_close_matches(re.sub(r"\.\d+\.", ".{i}.", name), known, n=3, cutoff=0.3)
         hint = f"; nearest known: {', '.join(near)}" if near else ""
         raise KeyMapError(f"the model's table has no {what} {name!r}{hint}", (name,))
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
-    parts = re.split(r"\{(\w+)\}", pattern)
-    return re.compile("".join(f"(?P<{p}>[^.]+)" if i % 2 else re.escape(p) for i, p in enumerate(parts)))
-
-
-def _unescape(pattern: str) -> str:
-    return re.sub(r"\\(.)", r"\1", re.sub(r"\(\?P<(\w+)>\[\^\.\]\+\)", r"{\1}", pattern))
+    """Turn a name pattern into a regular expression; a placeholder's second use must repeat its first."""
+    seen: set[str] = set()
+    text = ""
+    for i, part in enumerate(_PLACEHOLDER.split(pattern)):
+        if i % 2 == 0:
+            text += re.escape(part)
+        else:
+            text += f"(?P={part})" if part in seen else f"(?P<{part}>[^.]+)"
+            seen.add(part)
+    return re.compile(text)

@@ -1,0 +1,247 @@
+"""Who writes which chunk: replicas are shared out, so that ranks write about equal bytes and nothing twice.
+
+Owns the division of a state dict over ranks. Knows no files and moves no values.
+
+Every rank decides for itself, from the same facts, so nothing but those facts is exchanged: each rank's list of names,
+shapes and layouts, and of that only a digest where ranks have the same list (they mostly do).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import xxhash
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.errors import StateEncodingError
+from titan_ckpt.tensors import Chunk, TensorInfo, local_chunks
+
+MIN_PART_BYTES = 1 << 20
+"""A chunk is cut among its replicas only into parts of at least this many bytes; a smaller one goes to one rank."""
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A chunk that this rank writes. `index` finds it in the local tensor; None is all of it."""
+
+    fqn: str
+    info: TensorInfo
+    chunk: Chunk
+    index: Index | None
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """What this rank writes, and every tensor of the checkpoint by name."""
+
+    shares: tuple[Share, ...]
+    tensors: Mapping[str, TensorInfo]
+
+
+@dataclass(slots=True)
+class _Holders:
+    """Which ranks hold a tensor, and how. `meshes` are disjoint, of one shape, each with a whole copy of the tensor."""
+
+    info: TensorInfo
+    mesh_shape: tuple[int, ...] | None
+    placements: list[str]
+    ranks: list[int]
+    meshes: list[tuple[int, ...]]
+
+
+def divide(tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> Division:
+    """Divide the tensors of all ranks. Collective.
+
+    1. Every rank lists its names and layouts and posts the list's digest. 2. The lowest rank of each distinct digest
+    posts its list. 3. Every rank computes its own shares. 4. All compare the sum of their bytes with the tensors'.
+    Raises: StateEncodingError (on all ranks as PeerError) if ranks disagree about a tensor.
+    """
+    lists = _exchange(_describe(tensors), coordinator)
+    error: Exception | None = None
+    division = Division((), {})
+    try:
+        holders = _merge(lists)
+        shares = _Sharing(coordinator.rank, holders).shares(tensors)
+        division = Division(tuple(shares), {fqn: h.info for fqn, h in holders.items()})
+    except (StateEncodingError, TypeError) as caught:
+        error = caught
+    mine = sum(s.chunk.numel * s.info.dtype.itemsize for s in division.shares)
+    total = sum(cast("list[int]", coordinator.gather("plan/bytes", mine, error)))
+    expected = sum(info.nbytes for info in division.tensors.values())
+    if total != expected:
+        raise StateEncodingError(
+            f"the shards of all ranks hold {total} bytes, their tensors {expected}: ranks list different shards. "
+            "Every rank of a DTensor's mesh must list it"
+        )
+    return division
+
+
+def _describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return this rank's list as JSON, each mesh once."""
+    meshes: dict[DeviceMesh, int] = {}
+    rows = []
+    for fqn, value in tensors.items():
+        dtype = str(value.dtype).removeprefix("torch.")
+        if isinstance(value, DTensor):
+            mesh = meshes.setdefault(value.device_mesh, len(meshes))
+            rows.append([fqn, dtype, list(value.shape), mesh, [repr(p) for p in value.placements]])
+        else:
+            rows.append([fqn, dtype, list(value.shape), -1, []])
+    return {"meshes": [[list(m.mesh.shape), m.mesh.flatten().tolist()] for m in meshes], "tensors": rows}
+
+
+def _exchange(mine: dict[str, Any], coordinator: Coordinator) -> dict[tuple[int, ...], dict[str, Any]]:
+    """Return each distinct list with the ranks that have it."""
+    if coordinator.world_size == 1:
+        return {(0,): mine}
+    text = json.dumps(mine, separators=(",", ":"))
+    digests = coordinator.gather("plan/digests", xxhash.xxh3_128_hexdigest(text.encode()))
+    first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
+    speaks = coordinator.rank in first.values() and len(first) > 1
+    packed = base64.b64encode(zlib.compress(text.encode(), 1)).decode() if speaks else None
+    posted = coordinator.gather("plan/lists", packed) if len(first) > 1 else [None] * coordinator.world_size
+    lists = {}
+    for digest, speaker in first.items():
+        ranks = tuple(rank for rank, other in enumerate(digests) if other == digest)
+        sent = posted[speaker]
+        lists[ranks] = json.loads(zlib.decompress(base64.b64decode(sent))) if isinstance(sent, str) else mine
+    return lists
+
+
+def _merge(lists: Mapping[tuple[int, ...], dict[str, Any]]) -> dict[str, _Holders]:
+    """Say for each tensor of the checkpoint who holds it. Where layouts differ, the lowest rank's one counts."""
+    holders: dict[str, _Holders] = {}
+    faults = []
+    for ranks, listed in sorted(lists.items()):
+        meshes = [(tuple(shape), tuple(members)) for shape, members in listed["meshes"]]
+        for fqn, dtype, shape, mesh, placements in listed["tensors"]:
+            mesh_shape, members = meshes[mesh] if mesh >= 0 else (None, ())
+            known = holders.get(fqn)
+            if known is None:
+                info = TensorInfo(tuple(shape), getattr(torch, dtype))
+                holders[fqn] = _Holders(info, mesh_shape, placements, list(ranks), [members])
+            elif known.info.shape != tuple(shape) or str(known.info.dtype) != f"torch.{dtype}":
+                faults.append(f"{fqn}: rank {known.ranks[0]} has {known.info}, rank {ranks[0]} has {dtype}{shape}")
+            elif known.mesh_shape == mesh_shape and known.placements == placements:
+                known.ranks.extend(ranks)
+                if members not in known.meshes:
+                    known.meshes.append(members)
+    if faults:
+        raise StateEncodingError("ranks disagree about tensors of the same name: " + "; ".join(faults))
+    return holders
+
+
+@dataclass(slots=True)
+class _Replicas:
+    """Ranks that hold the same chunks, and how many bytes each was given so far."""
+
+    ranks: tuple[int, ...]
+    loads: list[int]
+
+    def hand_out(self, nbytes: int, max_parts: int) -> list[int]:
+        """Return the ranks that write a chunk, one per equal part; the least loaded ones, lower ranks first."""
+        count = max(1, min(len(self.ranks), nbytes // MIN_PART_BYTES, max_parts))
+        chosen = sorted(range(len(self.ranks)), key=self.loads.__getitem__)[:count]
+        for i in chosen:
+            self.loads[i] += nbytes // count
+        return [self.ranks[i] for i in chosen]
+
+
+class _Sharing:
+    """One rank's shares. All replicas of a chunk go through it in the same order with the same loads."""
+
+    def __init__(self, rank: int, holders: Mapping[str, _Holders]) -> None:
+        self._rank = rank
+        self._holders = holders
+        self._replicas: dict[tuple[tuple[int, ...], ...], _Replicas] = {}
+        self._chunks: dict[tuple[Any, ...], list[tuple[Chunk, Index | None]]] = {}
+
+    def shares(self, tensors: Mapping[str, torch.Tensor]) -> list[Share]:
+        """Return this rank's shares in the order of its state dict."""
+        found = {fqn: list(self._shares_of(fqn, tensors[fqn])) for fqn in sorted(tensors)}
+        return [share for fqn in tensors for share in found[fqn]]
+
+    def _shares_of(self, fqn: str, value: torch.Tensor) -> Iterator[Share]:
+        holders = self._holders[fqn]
+        if self._rank not in holders.ranks:
+            return
+        if not value.numel():
+            if self._rank == min(holders.ranks):
+                yield Share(fqn, holders.info, Chunk.whole(value.shape), None)
+            return
+        chunks = self._chunks_of(value)
+        if not chunks:
+            return
+        if len(holders.ranks) == 1:
+            yield from (Share(fqn, holders.info, chunk, index) for chunk, index in chunks)
+            return
+        replicas = self._replicas_of(value, holders)
+        for chunk, index in chunks:
+            if len(replicas.ranks) == 1:
+                yield Share(fqn, holders.info, chunk, index)
+                continue
+            nbytes = chunk.numel * value.dtype.itemsize
+            dim = _dim_to_cut(chunk, min(len(replicas.ranks), nbytes // MIN_PART_BYTES))
+            writers = replicas.hand_out(nbytes, chunk.sizes[dim] if chunk.sizes else 1)
+            if len(writers) > 1 and self._rank in writers:
+                yield Share(fqn, holders.info, *_part(chunk, index, dim, writers.index(self._rank), len(writers)))
+            elif self._rank in writers:
+                yield Share(fqn, holders.info, chunk, index)
+
+    def _chunks_of(self, value: torch.Tensor) -> list[tuple[Chunk, Index | None]]:
+        if not isinstance(value, DTensor):
+            return [(Chunk.whole(value.shape), None)]
+        key = (value.device_mesh, value.placements, value.shape)
+        if key not in self._chunks:
+            held: list[tuple[Chunk, Index | None]] = [(c, index) for c, index in local_chunks(value) if c.numel]
+            self._chunks[key] = held if len(held) > 1 else [(chunk, None) for chunk, _ in held]
+        return self._chunks[key]
+
+    def _replicas_of(self, value: torch.Tensor, holders: _Holders) -> _Replicas:
+        """Find the ranks at the same place as this one along the sharded axes, in every mesh with a copy."""
+        if isinstance(value, DTensor):
+            mesh = value.device_mesh
+            place = mesh.get_coordinate()
+            assert place is not None and holders.mesh_shape is not None
+            at = tuple(
+                slice(None) if isinstance(p, Replicate) else c for p, c in zip(value.placements, place, strict=True)
+            )
+            key = tuple(
+                tuple(torch.tensor(members).view(holders.mesh_shape)[at].flatten().tolist())
+                for members in holders.meshes
+            )
+        else:
+            key = (tuple(holders.ranks),)
+        if key not in self._replicas:
+            ranks = tuple(sorted(rank for members in key for rank in members))
+            self._replicas[key] = _Replicas(ranks, [0] * len(ranks))
+        return self._replicas[key]
+
+
+def _dim_to_cut(chunk: Chunk, parts: int) -> int:
+    """Return the first dim with enough rows for every part, so that parts stay runs of memory; else the longest."""
+    for dim, size in enumerate(chunk.sizes):
+        if size >= parts:
+            return dim
+    return max(range(len(chunk.sizes)), key=chunk.sizes.__getitem__, default=0)
+
+
+def _part(chunk: Chunk, index: Index | None, dim: int, part: int, parts: int) -> tuple[Chunk, Index]:
+    """Cut one of `parts` equal parts out of a chunk along a dim, with its index into the local tensor."""
+    size = chunk.sizes[dim]
+    a, b = part * size // parts, (part + 1) * size // parts
+    offsets = (*chunk.offsets[:dim], chunk.offsets[dim] + a, *chunk.offsets[dim + 1 :])
+    sizes = (*chunk.sizes[:dim], b - a, *chunk.sizes[dim + 1 :])
+    whole = index or tuple(slice(0, n) for n in chunk.sizes)
+    begin = whole[dim].start
+    return Chunk(offsets, sizes), (*whole[:dim], slice(begin + a, begin + b), *whole[dim + 1 :])

@@ -1,0 +1,115 @@
+"""The host arena: a copy of a rank's data section, taken quickly so that training may go on while it is written.
+
+Owns the arena's memory and the copy into it. Decides neither what is saved nor when, and writes no files.
+
+Fresh memory is slow: its first touch costs ten times the copy. So the arena is allocated and touched before the first
+save and used for every save after; it is as large as this rank's file, and that is all an asynchronous save needs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from titan_ckpt.storage.engine import IO_BYTES, run_workers
+from titan_ckpt.storage.memory import Buffer, round_up
+from titan_ckpt.storage.segments import Segments
+
+logger = logging.getLogger(__name__)
+
+
+class StagingHandle:
+    """A copy into the arena under way."""
+
+    def __init__(self, segments: Segments, arena: Arena) -> None:
+        self._segments: Segments | None = segments
+        self._event: torch.cuda.Event | None = None
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if segments.has_device_tensors:
+            self._event = arena.copy_from_device(segments)
+        else:
+            self._thread = threading.Thread(target=self._copy, args=(arena,), name="titan_ckpt-staging", daemon=True)
+            self._thread.start()
+
+    def _copy(self, arena: Arena) -> None:
+        assert self._segments is not None
+        try:
+            arena.copy_from_host(self._segments)
+        except BaseException as error:
+            self._error = error
+
+    def wait(self) -> None:
+        """Return when the live tensors may change again: called right before the optimizer step.
+
+        On a device only the current stream waits, not this thread. Raises: what the copy raised.
+        """
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        else:
+            self.finish()
+
+    def finish(self) -> None:
+        """Block until the arena holds all bytes: called by the writing thread. Raises: what the copy raised."""
+        if self._event is not None:
+            self._event.synchronize()
+        if self._thread is not None:
+            self._thread.join()
+        self._segments = None
+        if self._error is not None:
+            raise self._error
+
+
+class Arena:
+    """Reusable host memory for one staged save, pinned where it is filled from a device."""
+
+    def __init__(self, num_bytes: int, pinned: bool) -> None:
+        """Allocate and touch the memory. `num_bytes`: of the data section."""
+        self.num_bytes = num_bytes
+        self.buffer = Buffer.allocate(round_up(num_bytes))
+        self._pinned = pinned and _pin(self.buffer)
+        self._stream = torch.cuda.Stream() if pinned else None  # type: ignore[no-untyped-call]
+        run_workers(range(0, num_bytes, IO_BYTES), lambda: self._touch)
+
+    def _touch(self, start: int) -> None:
+        self.buffer.tensor[start : start + IO_BYTES].zero_()
+
+    def stage(self, starts: Sequence[int], tensors: Sequence[torch.Tensor]) -> StagingHandle:
+        """Begin copying the tensors; they must not change before `wait` on the handle returns."""
+        return StagingHandle(Segments(starts, tensors), self)
+
+    def copy_from_host(self, segments: Segments) -> None:
+        """Copy all segments with several threads."""
+
+        def fill(start: int) -> None:
+            segments.fill(start, min(start + IO_BYTES, self.num_bytes), self.buffer, start)
+
+        run_workers(range(0, self.num_bytes, IO_BYTES), lambda: fill)
+
+    def copy_from_device(self, segments: Segments) -> torch.cuda.Event:
+        """Enqueue the copies on a side stream, after what the current stream has queued; return their end's event."""
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            segments.fill(0, self.num_bytes, self.buffer)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return event
+
+    def close(self) -> None:
+        """Give the pinned pages back; the memory goes with the last view of it."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.buffer.address)  # type: ignore[no-untyped-call]
+            self._pinned = False
+
+
+def _pin(buffer: Buffer) -> bool:
+    """Lock the pages for the copy engine; register rather than allocate, which would round up to a power of two."""
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = int(cudart.cudaHostRegister(buffer.address, len(buffer.view), 0))
+    if status:
+        logger.warning("cannot pin %d bytes (CUDA error %d): staging will be slower", len(buffer.view), status)
+    return not status

@@ -1,0 +1,212 @@
+"""How this package moves many bytes: worker threads, direct writes and reads, questions to the page cache.
+
+Owns the ladder O_DIRECT -> buffered and the size of one I/O. Knows no formats and no tensors' geometry.
+Why direct: one thread with 8 MiB blocks saturates the disk at an eighth of the processor time of buffered writes,
+which leave the page cache full of bytes nobody reads again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import functools
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Self, TypeVar
+
+from titan_ckpt import posix
+from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.storage.memory import ALIGNMENT, round_up
+
+IO_BYTES = 8 << 20
+"""Bytes of one read or write; also of each worker's bounce buffer."""
+
+NUM_WORKERS = 2
+"""Threads of one save or load on one rank: while one copies and hashes, the other's write is in flight."""
+
+_Item = TypeVar("_Item")
+
+
+def run_workers(
+    items: Iterable[_Item], make_worker: Callable[[], Callable[[_Item], None]], num_workers: int = NUM_WORKERS
+) -> None:
+    """Hand the items in order to `num_workers` threads, each with a function of its own making.
+
+    The first error stops all workers at their next item and is raised here; the caller's thread is one of them.
+    """
+    todo = iter(items)
+    end = object()
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            function = make_worker()
+            while not errors:
+                with lock:
+                    item = next(todo, end)
+                if item is end:
+                    return
+                function(item)  # type: ignore[arg-type]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, name="titan_ckpt-io", daemon=True) for _ in range(num_workers - 1)]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+class FileWriter:
+    """A new file written in aligned blocks, directly where the file system can, buffered where it cannot.
+
+    A context manager: leaving it closes the file; `finish` makes it durable. Writes may come from several threads.
+    """
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        try:
+            self._fd = posix.open_exclusive(path, os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._fd = posix.open_exclusive(path)
+        try:
+            posix.fallocate(self._fd, round_up(num_bytes))
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write a block whose memory, offset and length are aligned; `finish` cuts off what reaches past the end."""
+        try:
+            posix.pwrite_all(self._fd, view, offset)
+        except OSError as error:
+            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                raise
+            # some file systems accept the flag at open and refuse the write
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            posix.pwrite_all(self._fd, view, offset)
+
+    def finish(self) -> None:
+        """Cut the padding of the last block and fsync."""
+        if round_up(self.num_bytes) != self.num_bytes:
+            posix.truncate(self._fd, self.num_bytes)
+        posix.fsync(self._fd)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            posix.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class FileReader:
+    """An open regular file, read at offsets through the page cache or around it. Threads may share it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        """Open the file. Raises: OSError, also for a symbolic link; CorruptCheckpointError if it is no regular file."""
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        self._direct_fd = -1
+        status = os.fstat(self._fd)
+        self.num_bytes = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise CorruptCheckpointError(f"{path}: is no regular file; remove it and copy the right one", str(path))
+
+    def read_into(self, views: list[memoryview], offset: int) -> None:
+        """Fill the views one after the other with the bytes from `offset` on, through the page cache.
+
+        Raises: EOFError if the file ends before.
+        """
+        views = list(views)
+        while views:
+            got = os.preadv(self._fd, views[:_MAX_VIEWS], offset)
+            if got == 0:
+                raise EOFError(f"{self.path} ends at byte {offset}")
+            offset += got
+            while views and got >= len(views[0]):
+                got -= len(views.pop(0))
+            if got:
+                views[0] = views[0][got:]
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Return the bytes, fewer at the end of the file."""
+        parts = []
+        while num_bytes > 0 and (part := os.pread(self._fd, num_bytes, offset)):
+            parts.append(part)
+            offset += len(part)
+            num_bytes -= len(part)
+        return b"".join(parts)
+
+    def read_aligned(self, buffer: memoryview, offset: int, num_bytes: int) -> None:
+        """Fill the aligned buffer's first `num_bytes` from an aligned offset, around the page cache where possible.
+
+        The buffer must have room for `num_bytes` rounded up. Raises: EOFError if the file ends before.
+        """
+        done = 0
+        while done < num_bytes:
+            fd = self._direct() if done % ALIGNMENT == 0 else self._fd
+            try:
+                got = os.preadv(fd, [buffer[done : round_up(num_bytes)]], offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or fd == self._fd:
+                    raise
+                self._direct_fd = self._fd
+                continue
+            if got == 0:
+                raise EOFError(f"{self.path} ends at byte {offset + done}")
+            done += got
+
+    def _direct(self) -> int:
+        if self._direct_fd < 0:
+            try:
+                self._direct_fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._direct_fd = self._fd
+        return self._direct_fd
+
+    def is_cached(self, offset: int, num_bytes: int) -> bool:
+        """Say whether (nearly) all of these bytes are in the page cache; False where the kernel cannot tell."""
+        pages = _cached_pages(self._fd, offset, num_bytes)
+        return pages * ALIGNMENT >= 0.95 * num_bytes
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        for fd in {self._fd, self._direct_fd} - {-1}:
+            os.close(fd)
+        self._fd = self._direct_fd = -1
+
+
+_MAX_VIEWS = 1024
+_CACHESTAT = 451
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _cached_pages(fd: int, offset: int, num_bytes: int) -> int:
+    """Count pages in the page cache. Source: cachestat(2), Linux 6.5."""
+    area = (ctypes.c_uint64 * 2)(offset, num_bytes)
+    counts = (ctypes.c_uint64 * 5)()
+    failed = _libc().syscall(_CACHESTAT, fd, ctypes.byref(area), ctypes.byref(counts), 0)
+    return 0 if failed else int(counts[0])

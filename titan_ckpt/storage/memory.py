@@ -1,0 +1,56 @@
+"""Page-aligned memory and raw copies: the buffers that direct I/O needs, and tensors as bytes without a copy.
+
+Knows no files and no formats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT = 4096
+"""Bytes. Direct I/O wants offsets, lengths and memory aligned to the logical block of the device; 4 KiB suits all."""
+
+move_bytes = ctypes.memmove
+"""memmove(to_address, from_address, num_bytes); releases the interpreter lock."""
+
+
+def round_up(num_bytes: int, multiple: int = ALIGNMENT) -> int:
+    return -(-num_bytes // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Aligned memory seen three ways; `view`, `tensor` (uint8) and `address` are the same bytes."""
+
+    view: memoryview
+    tensor: torch.Tensor
+    address: int
+
+    @staticmethod
+    def allocate(num_bytes: int) -> Buffer:
+        """Map anonymous pages, huge ones where the kernel gives them; not touched yet, all zero."""
+        return Buffer.of(mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), num_bytes)
+
+    @staticmethod
+    def of(mapping: mmap.mmap, num_bytes: int) -> Buffer:
+        """Wrap a writable mapping, which lives as long as the tensor or the view."""
+        if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= 2 << 20:
+            with contextlib.suppress(OSError):  # a kernel without huge pages copies a little slower
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=max(num_bytes, 1))[:num_bytes]
+        return Buffer(memoryview(mapping)[:num_bytes], tensor, tensor.data_ptr() if num_bytes else 0)
+
+
+def bytes_at(address: int, num_bytes: int) -> memoryview:
+    """View raw memory as writable bytes; the caller keeps its owner alive."""
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Say whether the tensor's values are one run of bytes in host memory, in row-major order."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -1,0 +1,351 @@
+"""The header of a rank's file: which entries it holds, where they lie in global tensors, the digests of its blocks.
+
+Owns the layout written down in docs/format.md, and every check of it. Moves no tensor values and opens no files.
+
+The file is a safetensors file. Digests are of the data section, so they are known only when it is written, while the
+header stands before it: their room is fixed when the file is laid out, and `Layout.seal` fills it in at the end. The
+header's own digest covers the digests of all blocks, so it stands for the whole file (a tree of two levels).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+import xxhash
+
+from titan_ckpt.errors import CorruptCheckpointError, StateEncodingError
+from titan_ckpt.storage.memory import ALIGNMENT, round_up
+from titan_ckpt.tensors import Chunk, Shape, TensorInfo
+
+FORMAT_VERSION = 1
+BLOCK_BYTES = 1 << 20
+"""Bytes of the data section under one digest: small enough that a resharded load reads little beside what it wants."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of safetensors itself (tensor.rs, MAX_HEADER_SIZE); beyond it no other reader opens the file."""
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+_CARRIERS: Mapping[torch.dtype, tuple[torch.dtype, int]] = {
+    torch.complex128: (torch.float64, 2),
+    torch.complex32: (torch.float16, 2),
+    torch.float4_e2m1fn_x2: (torch.uint8, 1),
+}
+"""Dtypes that safetensors readers do not share, each with the one that carries its bytes and how many make one."""
+STORED_DTYPES = (*DTYPE_NAMES, *_CARRIERS)
+_CARRIED = {str(dtype).removeprefix("torch."): dtype for dtype in _CARRIERS}
+
+_PREFIX = b'{"__metadata__":{"titan_ckpt.digest":"'
+_DIGEST_AT = 8 + len(_PREFIX)
+_DIGEST_CHARS = 32
+_NO_DIGEST = b"0" * _DIGEST_CHARS
+_BLOCKS_KEY = b'","titan_ckpt.blocks":"'
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a rank's file: a chunk of the global tensor `fqn`. `start` counts from the data section's begin."""
+
+    name: str
+    fqn: str
+    info: TensorInfo
+    chunk: Chunk
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.chunk.numel * self.info.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A rank's file before it is written."""
+
+    entries: tuple[Entry, ...]
+    data_start: int
+    data_bytes: int
+    _template: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data_start + self.data_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.data_bytes // BLOCK_BYTES)
+
+    def seal(self, block_digests: Sequence[str]) -> tuple[bytes, str]:
+        """Return the header's bytes and its digest, which stands for the whole file."""
+        assert len(block_digests) == self.num_blocks
+        header = bytearray(self._template)
+        at = _DIGEST_AT + _DIGEST_CHARS + len(_BLOCKS_KEY)
+        header[at : at + _DIGEST_CHARS * self.num_blocks] = "".join(block_digests).encode()
+        digest = xxhash.xxh3_128_hexdigest(header)
+        header[_DIGEST_AT : _DIGEST_AT + _DIGEST_CHARS] = digest.encode()
+        return bytes(header), digest
+
+
+def lay_out(
+    chunks: Sequence[tuple[str, TensorInfo, Chunk]],
+    rank: int,
+    world_size: int,
+    elsewhere: Mapping[str, TensorInfo] | None = None,
+) -> Layout:
+    """Lay out a rank's file for chunks of global tensors.
+
+    `elsewhere` (rank 0): tensors of the checkpoint that this file has no chunk of, so that rank 0's file names all.
+    Wider elements come first, so that every entry starts at a multiple of its element size without gaps.
+    Raises: StateEncodingError if the header is over the limit of the safetensors format.
+    """
+    order = sorted(chunks, key=lambda c: -c[1].dtype.itemsize)
+    names = _entry_names([fqn for fqn, _, _ in order])
+    sizes = [chunk.numel * info.dtype.itemsize for _, info, chunk in order]
+    starts = list(accumulate(sizes, initial=0))
+    data_bytes = starts.pop()
+    entries = tuple(
+        Entry(name, fqn, info, chunk, start)
+        for name, (fqn, info, chunk), start in zip(names, order, starts, strict=True)
+    )
+    metadata = {
+        "titan_ckpt.version": str(FORMAT_VERSION),
+        "titan_ckpt.rank": str(rank),
+        "titan_ckpt.world_size": str(world_size),
+        "titan_ckpt.block_bytes": str(BLOCK_BYTES),
+        "format": "pt",
+    }
+    rows = [_chunk_row(entry) for entry in entries]
+    if any(rows):
+        metadata["titan_ckpt.chunks"] = _compact(rows)
+    if elsewhere:
+        infos = {fqn: [str(i.dtype).removeprefix("torch."), list(i.shape)] for fqn, i in elsewhere.items()}
+        metadata["titan_ckpt.elsewhere"] = _compact(infos)
+    tensors = {e.name: _tensor_row(e) for e in entries}
+    blocks = b"0" * (_DIGEST_CHARS * -(-data_bytes // BLOCK_BYTES))
+    head = _PREFIX + _NO_DIGEST + _BLOCKS_KEY + blocks + b'",' + _compact(metadata).encode()[1:]
+    text = head + (b"," + _compact(tensors).encode()[1:] if tensors else b"}")
+    length = round_up(8 + len(text)) - 8
+    if length > MAX_HEADER_BYTES:
+        raise StateEncodingError(
+            f"rank {rank} would write {len(entries)} tensors under a header of {length} bytes, over the "
+            f"{MAX_HEADER_BYTES} of the safetensors format: stack small tensors, or use more ranks"
+        )
+    return Layout(entries, 8 + length, data_bytes, struct.pack("<Q", length) + text.ljust(length))
+
+
+def _entry_names(fqns: Sequence[str]) -> list[str]:
+    """Give further chunks of one fqn a name of their own, `<fqn>#<n>`, not taken by any tensor."""
+    taken = set(fqns)
+    seen = {"__metadata__": 1}
+    names = []
+    for fqn in fqns:
+        count = seen.get(fqn, 0)
+        name = fqn
+        while count and (name := f"{fqn}#{count}") in taken:
+            count += 1
+        taken.add(name)
+        seen[fqn] = count + 1
+        names.append(name)
+    return names
+
+
+def _chunk_row(entry: Entry) -> Any:
+    """0 for a whole tensor under its own name; else [shape, offsets], and where they differ its fqn and dtype."""
+    carried = entry.info.dtype in _CARRIERS
+    whole = entry.chunk.sizes == entry.info.shape
+    if whole and not carried and entry.name == entry.fqn:
+        return 0
+    row: list[Any] = [entry.info.shape, entry.chunk.offsets]
+    if carried or entry.name != entry.fqn:
+        row.append(entry.fqn)
+    if carried:
+        row.append(str(entry.info.dtype).removeprefix("torch."))
+    return row
+
+
+def _tensor_row(entry: Entry) -> dict[str, Any]:
+    dtype, shape = entry.info.dtype, entry.chunk.sizes
+    if dtype in _CARRIERS:
+        dtype, count = _CARRIERS[dtype]
+        shape = (*shape, count)
+    return {
+        "dtype": DTYPE_NAMES[dtype],
+        "shape": shape,
+        "data_offsets": (entry.start, entry.start + entry.nbytes),
+    }
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Hold the cyclic collector back: it would walk the 10^5 new lists of a large header again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """A checked header. `entries` in file order; `elsewhere` only in rank 0's file."""
+
+    path: str
+    rank: int
+    world_size: int
+    digest: str
+    block_bytes: int
+    block_digests: str
+    data_start: int
+    data_bytes: int
+    entries: tuple[Entry, ...]
+    elsewhere: Mapping[str, TensorInfo]
+
+    def block_digest(self, block: int) -> str:
+        return self.block_digests[block * _DIGEST_CHARS : (block + 1) * _DIGEST_CHARS]
+
+
+def parse_header(raw: bytes, file_bytes: int, path: str) -> RankFile:
+    """Check and read a header. `raw` is the file's begin, up to the data section.
+
+    Raises: CorruptCheckpointError for anything but a header that this module wrote, whatever the bytes are.
+    """
+    digest = raw[_DIGEST_AT : _DIGEST_AT + _DIGEST_CHARS]
+    if raw[8:_DIGEST_AT] != _PREFIX:
+        raise _corrupt(path, "it is not a rank's file of this package (no titan_ckpt header)")
+    state = xxhash.xxh3_128(raw[:_DIGEST_AT])
+    state.update(_NO_DIGEST)
+    state.update(memoryview(raw)[_DIGEST_AT + _DIGEST_CHARS :])
+    if state.hexdigest().encode() != digest:
+        raise _corrupt(path, f"its header has digest {state.hexdigest()}, expected {digest.decode('ascii', 'replace')}")
+    try:
+        with _without_collector():
+            header = json.loads(raw[8:])
+            return _read(header, digest.decode("ascii"), len(raw), file_bytes, path)
+    except CorruptCheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, RecursionError, AttributeError, IndexError, OverflowError) as error:
+        raise _corrupt(path, f"its header cannot be read ({type(error).__name__}: {str(error)[:200]})") from error
+
+
+def header_bytes(prefix: bytes, file_bytes: int, path: str) -> int:
+    """Return where the data section begins, from the file's first 8 bytes. Raises: CorruptCheckpointError."""
+    if len(prefix) < 8:
+        raise _corrupt(path, f"it has {file_bytes} bytes, too few for a header")
+    length = int(struct.unpack("<Q", prefix[:8])[0])
+    if length > min(MAX_HEADER_BYTES, file_bytes - 8) or (8 + length) % ALIGNMENT:
+        raise _corrupt(path, f"its first 8 bytes claim a header of {length} bytes in a file of {file_bytes}")
+    return 8 + length
+
+
+def _read(header: dict[str, Any], digest: str, data_start: int, file_bytes: int, path: str) -> RankFile:
+    metadata = header.pop("__metadata__")
+    version = int(metadata["titan_ckpt.version"])
+    if version != FORMAT_VERSION:
+        raise _corrupt(path, f"its format version is {version}; this release reads {FORMAT_VERSION}: use a newer one")
+    rank, world_size = int(metadata["titan_ckpt.rank"]), int(metadata["titan_ckpt.world_size"])
+    _require(0 <= rank < world_size <= 1 << 24, "rank outside its world")
+    block_bytes = int(metadata["titan_ckpt.block_bytes"])
+    _require(ALIGNMENT <= block_bytes <= 64 << 20 and block_bytes & (block_bytes - 1) == 0, "odd block size")
+    rows = json.loads(metadata["titan_ckpt.chunks"]) if "titan_ckpt.chunks" in metadata else [0] * len(header)
+    _require(type(rows) is list and len(rows) == len(header), "one chunk row per tensor")
+    entries = []
+    position = 0
+    for (name, tensor), row in zip(header.items(), rows, strict=True):
+        entry, stop = _read_entry(name, tensor, row, position)
+        entries.append(entry)
+        position = stop
+    if data_start + position != file_bytes:
+        raise _corrupt(path, f"it has {file_bytes} bytes, expected {data_start + position}; it was cut or grew")
+    blocks = metadata["titan_ckpt.blocks"]
+    _require(len(blocks) == _DIGEST_CHARS * -(-position // block_bytes), "one digest per block")
+    elsewhere = {}
+    if "titan_ckpt.elsewhere" in metadata:
+        for fqn, (dtype, shape) in json.loads(metadata["titan_ckpt.elsewhere"]).items():
+            elsewhere[fqn] = TensorInfo(_shape(shape), _dtype_by_name(dtype))
+    return RankFile(
+        path, rank, world_size, digest, block_bytes, blocks, data_start, position, tuple(entries), elsewhere
+    )
+
+
+def _read_entry(name: str, tensor: dict[str, Any], row: Any, position: int) -> tuple[Entry, int]:
+    """Check one tensor against its chunk row; return it and where the next must start."""
+    dtype = _DTYPES[tensor["dtype"]]
+    sizes = _shape(tensor["shape"])
+    start, stop = tensor["data_offsets"]
+    _require(type(start) is int and start == position, "a hole or an overlap between tensors")
+    if row == 0:
+        fqn, shape, offsets = name, sizes, (0,) * len(sizes)
+    else:
+        shape, offsets = _shape(row[0]), _shape(row[1])
+        fqn = row[2] if len(row) > 2 else name
+        _require(type(fqn) is str and len(row) <= 4, "an odd chunk row")
+        if len(row) > 3:
+            carried = _CARRIED[row[3]]
+            carrier, count = _CARRIERS[carried]
+            _require(carrier == dtype and sizes[-1:] == (count,), "an odd carrier")
+            dtype, sizes = carried, sizes[:-1]
+        _require(len(shape) == len(offsets) == len(sizes), "dims of a chunk")
+        _require(all(o + n <= s for o, n, s in zip(offsets, sizes, shape, strict=True)), "a chunk outside its tensor")
+    itemsize = dtype.itemsize
+    _require(stop == start + prod(sizes) * itemsize and start % itemsize == 0, "bytes of a tensor")
+    return Entry(name, fqn, TensorInfo(shape, dtype), Chunk(offsets, sizes), start), stop
+
+
+def _shape(value: Any) -> Shape:
+    _require(type(value) is list and len(value) <= 64, "a shape")
+    for size in value:
+        _require(type(size) is int and 0 <= size < 1 << 62, "a size")
+    return tuple(value)
+
+
+def _dtype_by_name(name: str) -> torch.dtype:
+    for dtype in STORED_DTYPES:
+        if str(dtype) == f"torch.{name}":
+            return dtype
+    raise ValueError(f"dtype {name!r}")
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise ValueError(what)
+
+
+def _corrupt(path: str, cause: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{path}: {cause}. Load another step, or copy the file again from where it is whole", path
+    )

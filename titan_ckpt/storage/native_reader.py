@@ -1,0 +1,248 @@
+"""Reading a checkpoint of this package's own format: any part of any tensor, from the ranks' files that hold it.
+
+Owns the index over the files of one folder. Knows neither how a folder became a checkpoint nor what a model wants.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, NotACheckpointError
+from titan_ckpt.storage.base import FileRecord, ReadRequest, TensorReader
+from titan_ckpt.storage.engine import FileReader
+from titan_ckpt.storage.native_header import Entry, RankFile, header_bytes, parse_header
+from titan_ckpt.storage.native_writer import rank_file_name
+from titan_ckpt.storage.transfers import BlockReader, Transfer
+from titan_ckpt.tensors import Chunk, TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """One opened rank's file."""
+
+    file: FileReader
+    header: RankFile
+    entries: Mapping[str, tuple[Entry, ...]]
+
+
+class NativeReader(TensorReader):
+    """Reads the ranks' files of one folder. Headers are opened when needed: this rank's own first, then rank 0's."""
+
+    format = "native"
+
+    def __init__(self, path: Path, verify: bool = True, files: Sequence[FileRecord] | None = None) -> None:
+        """Open this rank's file and rank 0's.
+
+        `files`: what the manifest says was committed; sizes and digests must then agree.
+        Raises: CheckpointNotFoundError; NotACheckpointError if there is no rank's file; CorruptCheckpointError.
+        """
+        self.path = Path(path)
+        self._verify = verify
+        self._records = None if files is None else {record.name: record for record in files}
+        self._sources: dict[int, _Source] = {}
+        if not self.path.is_dir():
+            raise CheckpointNotFoundError(f"{self.path}: no such folder")
+        first = self._open(0)
+        self._world_size = first.header.world_size
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self._own = self._open(rank) if rank < self._world_size else first
+        self._tensors = {fqn: entries[0].info for fqn, entries in first.entries.items()}
+        self._tensors.update(first.header.elsewhere)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._tensors
+
+    def _open(self, rank: int) -> _Source:
+        """Open and check one rank's file, once."""
+        if rank in self._sources:
+            return self._sources[rank]
+        name = rank_file_name(rank)
+        path = self.path / name
+        try:
+            file = FileReader(path)
+        except FileNotFoundError:
+            if rank == 0 and not self._records:
+                raise NotACheckpointError(f"{self.path}: holds no {name}, so no checkpoint of this format") from None
+            raise CorruptCheckpointError(
+                f"{path}: is missing. Load another step, or copy the folder again from where it is whole", str(path)
+            ) from None
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise CorruptCheckpointError(f"{path}: is a symbolic link; put the file itself there", str(path)) from None
+        try:
+            header = _read_header(file, str(path))
+            if header.rank != rank or (self._sources and header.world_size != self._world_size):
+                raise CorruptCheckpointError(
+                    f"{path}: was written by rank {header.rank} of {header.world_size}; it belongs to another "
+                    "checkpoint. Copy the folder again from where it is whole",
+                    str(path),
+                )
+            self._check_record(name, header, file.num_bytes)
+        except BaseException:
+            file.close()
+            raise
+        by_fqn: dict[str, tuple[Entry, ...]] = {}
+        for entry in header.entries:
+            known = by_fqn.get(entry.fqn)
+            by_fqn[entry.fqn] = (entry,) if known is None else (*known, entry)
+        self._sources[rank] = _Source(file, header, by_fqn)
+        return self._sources[rank]
+
+    def _check_record(self, name: str, header: RankFile, num_bytes: int) -> None:
+        if self._records is None:
+            return
+        record = self._records.get(name)
+        found = f"{num_bytes} bytes, digest {header.digest}"
+        expected = "no such file" if record is None else f"{record.num_bytes} bytes, digest {record.digest}"
+        if found != expected:
+            raise CorruptCheckpointError(
+                f"{header.path}: expected {expected} by the manifest, found {found}; the file is of another save. "
+                "Load another step, or copy the folder again from where it is whole",
+                header.path,
+            )
+
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Fill every request's memory with exactly the blocks that hold it, verified.
+
+        Raises: CorruptCheckpointError naming the file, the damaged tensors and those overwritten in memory so far, or
+        a tensor whose stored chunks do not cover it once; KeyError for a name that is not in `tensors`.
+        """
+        transfers: dict[int, list[Transfer]] = {}
+        arranged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for request in requests:
+            if not request.chunk.numel:
+                continue
+            into = request.into.detach()
+            if into.shape != request.chunk.sizes:
+                into = _reshaped(into, request, arranged)
+            for rank, entry, part in self._locate(request.key, request.chunk):
+                target = into if part == request.chunk else into[part.within(request.chunk)]
+                box = Chunk(
+                    tuple(o - base for o, base in zip(part.offsets, entry.chunk.offsets, strict=True)), part.sizes
+                )
+                transfers.setdefault(rank, []).append(
+                    Transfer(request.key, entry.start, entry.chunk.sizes, entry.info.dtype, box, target)
+                )
+        for rank, of_file in sorted(transfers.items()):
+            source = self._sources[rank]
+            BlockReader(source.file, source.header, self._verify).read(of_file)
+        with torch.no_grad():
+            for target, values in arranged:
+                target.copy_(values.view(target.shape))
+
+    def _locate(self, fqn: str, chunk: Chunk) -> list[tuple[int, Entry, Chunk]]:
+        """Find the stored parts that make up a chunk; looks in other ranks' files only if this rank's lacks any."""
+        own = self._own
+        for entry in own.entries.get(fqn, ()):
+            if entry.chunk == chunk:
+                return [(own.header.rank, entry, chunk)]
+        found = _parts(own, fqn, chunk)
+        if sum(part.numel for _, _, part in found) < chunk.numel:
+            found = [hit for rank in range(self._world_size) for hit in _parts(self._open(rank), fqn, chunk)]
+        _check_cover(fqn, chunk, [part for _, _, part in found], str(self.path))
+        return found
+
+    def verify(self) -> None:
+        """Check every byte of every file, and that the chunks of each tensor tile it once.
+
+        Raises: CorruptCheckpointError at the first file or tensor that is not as it was written.
+        """
+        whole: dict[str, list[Chunk]] = {fqn: [] for fqn in self.tensors}
+        for rank in range(self._world_size):
+            source = self._open(rank)
+            scratch = torch.empty(0)
+            everything = [
+                Transfer(e.fqn, e.start, e.chunk.sizes, e.info.dtype, Chunk.whole(e.chunk.sizes), scratch)
+                for e in source.header.entries
+                if e.nbytes
+            ]
+            BlockReader(source.file, source.header, True).check(everything)
+            for fqn, entries in source.entries.items():
+                if fqn not in whole or any(e.info != self._tensors[fqn] for e in entries):
+                    raise CorruptCheckpointError(
+                        f"{source.header.path}: holds {fqn} as {entries[0].info}, rank 0's file says "
+                        f"{self._tensors.get(fqn)}. Copy the folder again from where it is whole",
+                        source.header.path,
+                    )
+                whole[fqn] += [e.chunk for e in entries if e.chunk.numel]
+        for fqn, chunks in whole.items():
+            _check_cover(fqn, Chunk.whole(self._tensors[fqn].shape), chunks, str(self.path))
+
+    def close(self) -> None:
+        sources, self._sources = self._sources, {}
+        for source in sources.values():
+            source.file.close()
+
+
+def _read_header(file: FileReader, path: str) -> RankFile:
+    length = header_bytes(file.read(0, 8), file.num_bytes, path)
+    return parse_header(file.read(0, length), file.num_bytes, path)
+
+
+def _parts(source: _Source, fqn: str, chunk: Chunk) -> list[tuple[int, Entry, Chunk]]:
+    """Return what a file holds of a chunk, in global coordinates."""
+    hits = ((entry, entry.chunk.intersect(chunk)) for entry in source.entries.get(fqn, ()))
+    return [(source.header.rank, entry, part) for entry, part in hits if part is not None]
+
+
+def _reshaped(
+    into: torch.Tensor, request: ReadRequest, arranged: list[tuple[torch.Tensor, torch.Tensor]]
+) -> torch.Tensor:
+    """View the target in the chunk's shape; where its strides forbid that, read aside and arrange afterwards."""
+    try:
+        return into.view(request.chunk.sizes)
+    except RuntimeError:
+        aside = torch.empty(request.chunk.sizes, dtype=into.dtype)
+        arranged.append((into, aside))
+        return aside
+
+
+def _check_cover(fqn: str, chunk: Chunk, parts: Sequence[Chunk], path: str) -> None:
+    """Raises: CorruptCheckpointError unless the parts, which lie within the chunk, tile it exactly once."""
+    covered = sum(part.numel for part in parts)
+    if covered == chunk.numel and _disjoint(parts):
+        return
+    what = "overlap" if covered >= chunk.numel else "leave a hole"
+    raise CorruptCheckpointError(
+        f"{path}: the stored chunks of {fqn} {what}: {covered} of {chunk.numel} elements at {list(chunk.offsets)}"
+        f"+{list(chunk.sizes)}. A rank's file is missing, or from another save: load another step",
+        path,
+    )
+
+
+def _disjoint(parts: Sequence[Chunk]) -> bool:
+    """Say whether no two boxes overlap, by counting them on the grid of their own edges."""
+    if len(parts) < 2:
+        return True
+    if len(parts) == 2:
+        return parts[0].intersect(parts[1]) is None
+    edges = []
+    for dim in range(len(parts[0].sizes)):
+        begins = {p.offsets[dim] for p in parts}
+        edges.append(sorted(begins | {p.offsets[dim] + p.sizes[dim] for p in parts}))
+    position = [{edge: i for i, edge in enumerate(of_dim)} for of_dim in edges]
+    if prod(len(of_dim) for of_dim in edges) > _MAX_GRID:
+        return all(a.intersect(b) is None for a, b in combinations(parts, 2))
+    counts = np.zeros([len(of_dim) for of_dim in edges], dtype=np.uint8)
+    for p in parts:
+        box = tuple(
+            slice(at[o], at[o + n]) for at, o, n in zip(position, p.offsets, p.sizes, strict=True)
+        )
+        if counts[box].any():
+            return False
+        counts[box] = 1
+    return True
+
+
+_MAX_GRID = 1 << 24

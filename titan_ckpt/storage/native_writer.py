@@ -1,0 +1,199 @@
+"""Writing this rank's file of a checkpoint, straight from live memory or from the staging arena.
+
+Owns the plan (who writes what, where in the file) and keeps it between saves. Names no folders and commits nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.errors import StateEncodingError
+from titan_ckpt.ownership import Share, divide
+from titan_ckpt.staging import Arena, StagingHandle
+from titan_ckpt.storage.base import FileRecord
+from titan_ckpt.storage.engine import IO_BYTES, NUM_WORKERS, FileWriter, run_workers
+from titan_ckpt.storage.memory import Buffer, round_up
+from titan_ckpt.storage.native_header import BLOCK_BYTES, STORED_DTYPES, Layout, lay_out
+from titan_ckpt.storage.segments import Segments
+
+
+def rank_file_name(rank: int) -> str:
+    """Return the name of a rank's file inside a checkpoint's folder."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What this rank writes. `layout.entries[i]` holds `shares[i]`."""
+
+    shares: tuple[Share, ...]
+    layout: Layout
+    starts: tuple[int, ...]
+
+
+class NativeWriter:
+    """Writes one rank's file, again and again. One save at a time; `write_staged` may run in a background thread."""
+
+    def __init__(self, file_name: str | None = None) -> None:
+        """`file_name`: by default rank_file_name of this rank."""
+        self._file_name = file_name
+        self._key: tuple[Any, ...] = ()
+        self._plan: _Plan | None = None
+        self._arena: Arena | None = None
+        self._bounces = [Buffer.allocate(IO_BYTES) for _ in range(NUM_WORKERS)]
+
+    def plan(self, tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> None:
+        """Decide what this rank writes; keep the plan of the last save if no rank's tensors changed. Collective.
+
+        Raises: StateEncodingError naming every tensor that cannot be stored; PeerError where another rank has one.
+        """
+        key = tuple((fqn, *_kind(value)) for fqn, value in tensors.items())
+        stale = self._plan is None or key != self._key
+        if not any(coordinator.gather("plan/stale", stale)):
+            return
+        faults = [fault for fqn, value in tensors.items() if (fault := _fault(fqn, value))]
+        error = StateEncodingError("; ".join(faults)) if faults else None
+        coordinator.barrier("plan/dtypes", error)
+        division = divide(tensors, coordinator)
+        shares = tuple(sorted(division.shares, key=lambda s: -s.info.dtype.itemsize))
+        elsewhere = {}
+        if coordinator.rank == 0:
+            here = {share.fqn for share in shares}
+            elsewhere = {fqn: info for fqn, info in division.tensors.items() if fqn not in here}
+        chunks = [(s.fqn, s.info, s.chunk) for s in shares]
+        layout = lay_out(chunks, coordinator.rank, coordinator.world_size, elsewhere)
+        self._plan = _Plan(shares, layout, tuple(entry.start for entry in layout.entries))
+        self._key = key
+        self._file_name = self._file_name or rank_file_name(coordinator.rank)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of this rank's file."""
+        return self._planned.layout.num_bytes
+
+    @property
+    def _planned(self) -> _Plan:
+        assert self._plan is not None, "plan() comes first"
+        return self._plan
+
+    def write(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> list[FileRecord]:
+        """Write the file from live memory, through one bounce buffer per worker; durable when it returns.
+
+        Raises: OSError; the file is then incomplete and the attempt must be abandoned.
+        """
+        plan = self._planned
+        segments = Segments(plan.starts, _bind(plan, tensors))
+
+        def through_bounce(start: int, stop: int, bounce: Buffer) -> memoryview:
+            segments.fill(start, stop, bounce)
+            return bounce.view[: round_up(stop - start)]
+
+        return self._write(folder, through_bounce)
+
+    def allocate(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Make the arena for these tensors ready, so that the first staged save is as quick as the later ones."""
+        layout = self._planned.layout
+        if self._arena is not None and self._arena.num_bytes == layout.data_bytes:
+            return
+        self.close()  # give the old memory back before taking the new
+        self._arena = Arena(layout.data_bytes, any(t.device.type == "cuda" for t in tensors.values()))
+
+    def begin_staging(self, tensors: Mapping[str, torch.Tensor]) -> StagingHandle:
+        """Begin to copy the tensors into the arena, in the background; they must not change before handle.wait()."""
+        self.allocate(tensors)
+        assert self._arena is not None
+        plan = self._planned
+        return self._arena.stage(plan.starts, _bind(plan, tensors))
+
+    def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy the tensors into the arena."""
+        self.begin_staging(tensors).finish()
+
+    def write_staged(self, folder: Path) -> list[FileRecord]:
+        """Write the file from the arena, whose staging is finished; durable when it returns. Raises: as `write`."""
+        assert self._arena is not None, "begin_staging() comes first"
+        staged = self._arena.buffer.view
+        return self._write(folder, lambda start, stop, _: staged[start : round_up(stop)])
+
+    def _write(self, folder: Path, data: Callable[[int, int, Buffer], memoryview]) -> list[FileRecord]:
+        """Write blocks as they come, each hashed while it is hot, then the header that holds their digests.
+
+        `data(start, stop, bounce)` returns those bytes of the data section, in aligned memory, padded to its multiple.
+        """
+        layout = self._planned.layout
+        assert self._file_name is not None
+        digests = [""] * layout.num_blocks
+        bounces = iter(self._bounces)
+        with FileWriter(folder / self._file_name, layout.num_bytes) as file:
+
+            def make_worker() -> Callable[[int], None]:
+                bounce = next(bounces)
+
+                def write_piece(start: int) -> None:
+                    stop = min(start + IO_BYTES, layout.data_bytes)
+                    view = data(start, stop, bounce)
+                    for at in range(0, stop - start, BLOCK_BYTES):
+                        block = view[at : min(at + BLOCK_BYTES, stop - start)]
+                        digests[(start + at) // BLOCK_BYTES] = xxhash.xxh3_128_hexdigest(block)
+                    file.write(view, layout.data_start + start)
+
+                return write_piece
+
+            run_workers(range(0, layout.data_bytes, IO_BYTES), make_worker)
+            header, digest = layout.seal(digests)
+            aligned = Buffer.allocate(len(header))
+            aligned.view[:] = header
+            file.write(aligned.view, 0)
+            file.finish()
+        return [FileRecord(self._file_name, layout.num_bytes, digest)]
+
+    def close(self) -> None:
+        """Give the arena back."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+
+def _bind(plan: _Plan, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Find the live memory of every planned entry."""
+    bound = []
+    for share in plan.shares:
+        value = tensors[share.fqn]
+        local = _local(value)
+        bound.append(local if share.index is None else local[share.index])
+    return bound
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's memory; `to_local()` would record an autograd node per tensor."""
+    return value._local_tensor if isinstance(value, DTensor) else value  # noqa: SLF001
+
+
+def _kind(value: torch.Tensor) -> tuple[Any, ...]:
+    """Return what the plan depends on, quickly: it is compared before every save."""
+    if isinstance(value, DTensor):
+        return value.shape, value.dtype, value.device_mesh, value.placements
+    return value.shape, value.dtype, None, None
+
+
+def _fault(fqn: str, value: object) -> str | None:
+    """Say why the tensor cannot be stored, if it cannot."""
+    if not isinstance(value, torch.Tensor):
+        return f"{fqn}: expected a tensor, found {type(value).__name__}"
+    local = _local(value)
+    if local.layout != torch.strided or local.is_meta or is_traceable_wrapper_subclass(local):
+        kind = "meta" if local.is_meta else f"{type(local).__name__}, {local.layout}"
+        return f"{fqn}: expected a plain tensor with memory of its own, found {kind}; unwrap or materialise it first"
+    if local.dtype not in STORED_DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORED_DTYPES)
+        return f"{fqn}: {local.dtype} cannot be stored; convert it before saving to one of {known}"
+    return None

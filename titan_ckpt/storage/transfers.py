@@ -1,0 +1,239 @@
+"""Moving parts of one rank's file into memory: only the blocks that hold them, each verified as it comes.
+
+Owns the choice between the page cache and direct reads, and the scatter into tensors. Decides nothing about names.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import xxhash
+
+from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.storage.box import boxes_of_range, element_span, spans
+from titan_ckpt.storage.engine import IO_BYTES, FileReader, run_workers
+from titan_ckpt.storage.memory import Buffer, bytes_at, is_plain_memory, move_bytes
+from titan_ckpt.storage.native_header import RankFile
+from titan_ckpt.tensors import Chunk, Shape
+
+Window = tuple[int, int]
+"""Bytes [start, stop) of the data section; start is a multiple of the block size."""
+
+MIN_DIRECT_BYTES = 256 << 10
+"""Tensors are read without a bounce buffer where a window has that many bytes of each on average."""
+
+
+@dataclass(slots=True)
+class Transfer:
+    """Fill `into`, of shape box.sizes, with a box of an array of `sizes` that is stored at byte `start` of the data."""
+
+    fqn: str
+    start: int
+    sizes: Shape
+    dtype: torch.dtype
+    box: Chunk
+    into: torch.Tensor
+    address: int = 0
+    """Where the bytes go as they are, when the box and its target are both one run of memory; 0 otherwise."""
+    first: int = 0
+    stop: int = 0
+    """Bytes of the data section that the box spans."""
+
+    def __post_init__(self) -> None:
+        itemsize = self.dtype.itemsize
+        low, high = element_span(self.sizes, self.box)
+        self.first, self.stop = self.start + low * itemsize, self.start + high * itemsize
+        if self.into.dtype == self.dtype and high - low == self.box.numel and is_plain_memory(self.into):
+            self.address = self.into.data_ptr()
+
+
+class BlockReader:
+    """Executes the transfers of one file."""
+
+    def __init__(self, file: FileReader, header: RankFile, verify: bool) -> None:
+        self._file = file
+        self._header = header
+        self._verify = verify
+        self._transfers: list[Transfer] = []
+        self._firsts: list[int] = []
+        self._reach: list[int] = []
+        self._bad: list[int] = []
+
+    def read(self, transfers: Sequence[Transfer]) -> None:
+        """Fill every target. Raises: CorruptCheckpointError naming the tensors with bad bytes and those overwritten."""
+        self._execute(transfers, check_only=False)
+
+    def check(self, transfers: Sequence[Transfer]) -> None:
+        """Verify the blocks that hold these transfers and fill nothing. Raises: as `read`."""
+        self._execute(transfers, check_only=True)
+
+    def _execute(self, transfers: Sequence[Transfer], check_only: bool) -> None:
+        self._transfers = sorted(transfers, key=lambda t: t.first)
+        self._firsts = [t.first for t in self._transfers]
+        self._reach = list(accumulate((t.stop for t in self._transfers), max))
+        windows = list(self._windows())
+        begun: list[Window] = []
+        cached = all(self._file.is_cached(self._header.data_start + a, b - a) for a, b in windows)
+
+        def make_worker() -> Callable[[Window], None]:
+            bounce = Buffer.allocate(IO_BYTES)
+
+            def read_window(window: Window) -> None:
+                if not check_only:
+                    begun.append(window)
+                self._read_window(window, bounce, cached, check_only)
+
+            return read_window
+
+        try:
+            run_workers(windows, make_worker)
+        except EOFError as error:
+            message = f"{error}, before its header says. Load another step"
+            raise CorruptCheckpointError(message, self._header.path) from error
+        if self._bad:
+            raise self._corrupt(begun)
+
+    def _windows(self) -> Iterator[Window]:
+        """Yield the pieces to read: runs of the blocks that are wanted, each of at most IO_BYTES."""
+        block, end = self._header.block_bytes, self._header.data_bytes
+        wanted: set[int] = set()
+        for t in self._transfers:
+            itemsize = t.dtype.itemsize
+            if t.stop - t.first <= 2 * block or t.address:
+                wanted.update(range(t.first // block, -(-t.stop // block)))
+                continue
+            for low, high in spans(t.sizes, t.box, block // itemsize):
+                wanted.update(range((t.start + low * itemsize) // block, -(-(t.start + high * itemsize) // block)))
+        start = stop = -1
+        for index in sorted(wanted):
+            a, b = index * block, min((index + 1) * block, end)
+            if a == stop and b - start <= IO_BYTES:
+                stop = b
+                continue
+            if stop > 0:
+                yield start, stop
+            start, stop = a, b
+        if stop > 0:
+            yield start, stop
+
+    def _read_window(self, window: Window, bounce: Buffer, cached: bool, check_only: bool) -> None:
+        start, stop = window
+        here = [
+            t
+            for t in self._transfers[bisect_right(self._reach, start) : bisect_left(self._firsts, stop)]
+            if t.stop > start
+        ]
+        views = self._tiling(here, window) if cached and not check_only else None
+        at = self._header.data_start + start
+        if views is not None:
+            self._file.read_into(views, at)
+            self._check(start, views)
+            return
+        if cached:
+            self._file.read_into([bounce.view[: stop - start]], at)
+        else:
+            self._file.read_aligned(bounce.view, at, stop - start)
+        if self._check(start, [bounce.view[: stop - start]]) and not check_only:
+            _scatter(here, window, bounce)
+
+    def _tiling(self, transfers: Sequence[Transfer], window: Window) -> list[memoryview] | None:
+        """Return the targets' memory for the window, if they take all of its bytes one after the other."""
+        start, stop = window
+        if len(transfers) * MIN_DIRECT_BYTES > stop - start:
+            return None
+        views = []
+        position = start
+        for t in transfers:
+            if not t.address or max(t.first, start) != position:
+                return None
+            position = min(t.stop, stop)
+            begin = max(t.first, start)
+            views.append(bytes_at(t.address + begin - t.first, position - begin))
+        return views if position == stop else None
+
+    def _check(self, start: int, views: Sequence[memoryview]) -> bool:
+        """Compare the digests of the blocks that lie in the views, one after the other, from byte `start` on."""
+        if not self._verify:
+            return True
+        block, good = self._header.block_bytes, True
+        index, room, state = start // block, block, xxhash.xxh3_128()
+        for view in views:
+            at = 0
+            while at < len(view):
+                part = view[at : at + room]
+                state.update(part)
+                at += len(part)
+                room -= len(part)
+                if not room:
+                    good &= self._compare(index, state)
+                    index, room, state = index + 1, block, xxhash.xxh3_128()
+        if room < block:
+            good &= self._compare(index, state)
+        return good
+
+    def _compare(self, index: int, state: xxhash.xxh3_128) -> bool:
+        if state.hexdigest() == self._header.block_digest(index):
+            return True
+        self._bad.append(index)
+        return False
+
+    def _corrupt(self, begun: Sequence[Window]) -> CorruptCheckpointError:
+        block, base = self._header.block_bytes, self._header.data_start
+        bad = sorted(self._bad)
+        damaged = self._names([(i * block, (i + 1) * block) for i in bad])
+        touched = self._names(begun)
+        end = self._file.num_bytes
+        where = ", ".join(f"{base + i * block}-{min(base + (i + 1) * block, end) - 1}" for i in bad[:8])
+        return CorruptCheckpointError(
+            f"{self._header.path}: {len(bad)} block(s) do not have the digest they were written with: bytes {where}"
+            f"{', ...' if len(bad) > 8 else ''}; they hold values of {_listed(damaged)}. "
+            f"Overwritten in memory so far: {_listed(touched)}. Load another step, or copy the file again",
+            self._header.path,
+        )
+
+    def _names(self, windows: Sequence[Window]) -> list[str]:
+        """Return the fqns whose wanted bytes lie in any of the windows."""
+        names = {t.fqn: None for t in self._transfers for a, b in windows if t.first < b and a < t.stop}
+        return list(names)
+
+
+def _scatter(transfers: Sequence[Transfer], window: Window, bounce: Buffer) -> None:
+    """Copy from the bounce buffer, which holds the window, into each target what the window has of it."""
+    start, stop = window
+    base = bounce.address - start
+    for t in transfers:
+        if not t.address:
+            _scatter_box(t, window, bounce)
+        elif t.first >= start and t.stop <= stop:
+            move_bytes(t.address, base + t.first, t.stop - t.first)
+        else:
+            begin, end = max(start, t.first), min(stop, t.stop)
+            move_bytes(t.address + begin - t.first, base + begin, end - begin)
+
+
+@torch.no_grad()
+def _scatter_box(t: Transfer, window: Window, bounce: Buffer) -> None:
+    """Copy, arranging and casting, what the window holds of a box; elements never straddle a window."""
+    start, stop = window
+    itemsize = t.dtype.itemsize
+    low = (max(start, t.first) - t.start) // itemsize
+    high = (min(stop, t.stop) - t.start) // itemsize
+    into = t.into.detach()
+    for box in boxes_of_range(t.sizes, low, high):
+        part = box.intersect(t.box)
+        if part is None:
+            continue
+        at = t.start + element_span(t.sizes, box)[0] * itemsize - start
+        source = bounce.tensor[at : at + box.numel * itemsize].view(t.dtype).view(box.sizes)
+        into[part.within(t.box)].copy_(source[part.within(box)])
+
+
+def _listed(names: Sequence[str], limit: int = 12) -> str:
+    if not names:
+        return "no tensor"
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"{len(names)} tensor(s): {', '.join(names[:limit])}{more}"

@@ -41,6 +41,12 @@ class Snapshot:
     rank: dict[str, Any]
     """Per rank: random generators, dataloader position."""
     components: tuple[str, ...]
+    volatile: frozenset[str] = frozenset()
+    """Tensors that a forward pass may change: buffers and user states, as opposed to what only an optimizer changes."""
+
+    def frozen_tensors(self) -> StateDict:
+        """Return the tensors with copies of the volatile ones: the rest stays as it is until an optimizer steps."""
+        return {name: value.clone() if name in self.volatile else value for name, value in self.tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -84,9 +90,12 @@ class RunState:
         if self.states:
             components.append("states")
             run["states"] = {
-                name: _take_tensors(state.state_dict(), f"{STATES}{name}", tensors) for name, state in self.states.items()
+                name: _take_tensors(state.state_dict(), f"{STATES}{name}", tensors)
+                for name, state in self.states.items()
             }
-        return Snapshot(tensors, run, rank, tuple(c for c in COMPONENTS if c in components))
+        parameters = {MODEL + fqn for fqn in self.model.parameter_names().values()}
+        volatile = frozenset(n for n in tensors if n not in parameters and not n.startswith(OPTIMIZER))
+        return Snapshot(tensors, run, rank, tuple(c for c in COMPONENTS if c in components), volatile)
 
     def destinations(self, available: Mapping[str, TensorInfo], exclude: frozenset[str]) -> StateDict:
         """Return a tensor to fill for every stored tensor that is not the model's; nothing is attached yet.
@@ -109,7 +118,9 @@ class RunState:
                         out[key] = torch.empty(info.shape, dtype=info.dtype)
         return out
 
-    def apply(self, run: dict[str, Any], rank: dict[str, Any] | None, tensors: StateDict, exclude: frozenset[str]) -> None:
+    def apply(
+        self, run: dict[str, Any], rank: dict[str, Any] | None, tensors: StateDict, exclude: frozenset[str]
+    ) -> None:
         """Give everything that was read back to its owner; the random generators last.
 
         `rank` is None where the checkpoint was written by another number of ranks.
@@ -139,7 +150,9 @@ class RunState:
             own = {k: v for k, v in tensors.items() if k.startswith(OPTIMIZER)}
             out["optimizer"] = (lambda: optimizer.apply(own, run["optimizer"])) if "optimizer" in run else None
         if self.lr_schedulers:
-            out["lr_scheduler"] = (lambda: self._load_schedulers(run["lr_scheduler"])) if "lr_scheduler" in run else None
+            out["lr_scheduler"] = (
+                (lambda: self._load_schedulers(run["lr_scheduler"])) if "lr_scheduler" in run else None
+            )
         if self.states:
             there = run.get("states", {})
             full = {n: _give_tensors(v, f"{STATES}{n}", tensors) for n, v in there.items() if n in self.states}

@@ -6,9 +6,12 @@ Owns the merging of several sources and the verdict over all keys. Decides no pr
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 from titan_ckpt.components import MODEL
 from titan_ckpt.distributed import Coordinator
@@ -22,6 +25,9 @@ from titan_ckpt.transforms import ReadPlan, StateDictTransforms
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
 
 logger = logging.getLogger(__name__)
+BASE_RECORD = "titan_ckpt_base"
+"""Where an adapter folder's metadata holds the identity of its base (base_identity.py)."""
+_OTHER_COMPONENTS = ("optimizer.", "optim.", "lr_scheduler", "dataloader", "train_state", "states.")
 _LISTED = 12
 
 
@@ -32,48 +38,71 @@ class _Opened:
     plan: ReadPlan
 
 
-def load_model(
+@dataclass(frozen=True, slots=True)
+class PreparedLoad:
+    """Sources that are open and known to fit. A context manager that closes them."""
+
+    report: LoadReport
+    _opened: Sequence[_Opened]
+    _stack: ExitStack
+
+    def read(self) -> None:
+        """Fill the model's live tensors with this rank's slices. Raises: CorruptCheckpointError; OSError."""
+        for one in self._opened:
+            one.reader.read(one.plan.requests)
+
+    def adapter_bases(self) -> list[tuple[Path, dict[str, Any]]]:
+        """Return, for each adapter that records the digest of its base, its folder and that record."""
+        found = [
+            (one.source.path, one.reader.metadata().get(BASE_RECORD)) for one in self._opened if one.source.adapter
+        ]
+        return [(path, record) for path, record in found if record]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self._stack.close()
+
+
+def prepare_load(
     sources: Sequence[LoadSource],
     wrapper: ModelWrapper,
     transforms: StateDictTransforms,
     coordinator: Coordinator,
     *,
     require_owned: bool,
-) -> LoadReport:
-    """Fill the model from all sources; every rank reads its own slices. Returns what became of every key.
+) -> PreparedLoad:
+    """Open and plan all sources; all ranks agree that everything fits, or all raise. Nothing live is touched. Collective.
 
-    Steps: 1 every rank opens and plans every source; 2 all ranks agree that everything fits, or all raise;
-    3 every rank reads; 4 all ranks agree that everything was read.
     `require_owned`: converter-owned keys that no source holds are missing (a resume), not left at initialisation.
-    Raises: LoadMismatchError listing every fault; before step 3 nothing live is touched.
+    Raises: LoadMismatchError listing every fault; CorruptCheckpointError; NotACheckpointError; PeerError.
     """
+    stack = ExitStack()
     wanted = wrapper.state_dict("full")
-    with ExitStack() as stack:
+    opened: list[_Opened] = []
+    try:
         error: BaseException | None = None
-        opened: list[_Opened] = []
-        report = LoadReport()
         try:
             for source in sources:
                 reader = stack.enter_context(open_reader(source.path, source.format))
                 opened.append(_Opened(source, reader, _plan(source, reader, wanted, wrapper, transforms)))
-            report = _verdict(opened, wanted, wrapper, require_owned=require_owned)
         except Exception as e:
             error = e
-        coordinator.barrier("load-plan", error)
-        for one in opened:
-            logger.info("load: %s: %d tensors", one.source, len(one.plan.report.loaded))
+        unexpected = coordinator.gather("load-plan", [list(one.plan.report.unexpected) for one in opened], error)
+        everywhere = [set.intersection(*map(set, per_rank)) for per_rank in zip(*unexpected, strict=True)]
+        report = LoadReport()
         try:
-            for one in opened:
-                one.reader.read(one.plan.requests)
+            report = _verdict(opened, everywhere, wanted, wrapper, require_owned=require_owned)
         except Exception as e:
             error = e
-        coordinator.barrier("load-read", error)
-    return report
-
-
-def native_requests(wanted: StateDict, available: Mapping[str, TensorInfo]) -> ReadPlan:
-    """Plan a read under the same names, dtypes and shapes: how this package reads its own files."""
-    return StateDictTransforms().from_file(wanted, available, None, cast=False)
+        coordinator.barrier("load-verdict", error)
+    except BaseException:
+        stack.close()
+        raise
+    for one in opened:
+        logger.info("load: %s: %d tensors", one.source, len(one.plan.report.loaded))
+    return PreparedLoad(report, opened, stack)
 
 
 def _plan(
@@ -86,40 +115,61 @@ def _plan(
                 f"{source.path} is an adapter, and no converter of this run owns adapter weights: add the converter it "
                 'belongs to, such as [[converters]] kind = "lora"'
             )
-    if source.format != "native":
+    if source.format not in ("native", "dcp"):
         return transforms.from_file(wanted, reader.tensors, wrapper.hooks, cast=source.cast)
-    available = {k.removeprefix(MODEL): info for k, info in reader.tensors.items() if k.startswith(MODEL)}
+    prefix, available = _under_own_names(reader, wanted)
     plan = StateDictTransforms().from_file(wanted, available, None, cast=source.cast)
-    requests = [ReadRequest(MODEL + r.key, r.chunk, r.into) for r in plan.requests]
+    requests = [ReadRequest(prefix + r.key, r.chunk, r.into) for r in plan.requests]
     return replace(plan, requests=requests)
 
 
+def _under_own_names(reader: TensorReader, wanted: StateDict) -> tuple[str, dict[str, TensorInfo]]:
+    """Find the model in a checkpoint under native names: where most wanted tensors are, at the top or under `model.`.
+
+    Source of the names at the top: torchtitan, components/checkpoint.py, which flattens the model there.
+    """
+    inside = {k.removeprefix(MODEL): info for k, info in reader.tensors.items() if k.startswith(MODEL)}
+    top = {k: info for k, info in reader.tensors.items() if not k.startswith(_OTHER_COMPONENTS)}
+    if reader.format == "native" or sum(k in inside for k in wanted) > sum(k in top for k in wanted):
+        return MODEL, inside
+    return "", top
+
+
 def _verdict(
-    opened: Sequence[_Opened], wanted: StateDict, wrapper: ModelWrapper, *, require_owned: bool
+    opened: Sequence[_Opened],
+    unknown: Sequence[set[str]],
+    wanted: StateDict,
+    wrapper: ModelWrapper,
+    *,
+    require_owned: bool,
 ) -> LoadReport:
-    """Merge the sources' reports; raise one error that lists everything wrong."""
+    """Merge the sources' reports; raise one error that lists everything wrong.
+
+    `unknown`: per source the keys that no rank has a place for (a pipeline stage lacks the others' keys).
+    """
     loaded: dict[str, LoadSource] = {}
     twice: list[str] = []
     unexpected: list[str] = []
     mismatched: list[Mismatch] = []
     cast: dict[str, str] = {}
     problems: list[str] = []
-    for one in opened:
+    for one, strangers in zip(opened, unknown, strict=True):
         report = one.plan.report
         for fqn in report.loaded:
             if fqn in loaded:
                 twice.append(f"{fqn} (in {loaded[fqn].path} and {one.source.path})")
             loaded[fqn] = one.source
         cast |= report.cast
-        unexpected += [*report.unexpected]
+        unexpected += sorted(strangers)
         mismatched += [*report.mismatched]
         if report.mismatched:
             lines = [f"{m.key}: expected {m.expected}, found {m.found}" for m in report.mismatched]
             problems.append(f"{one.source.path}: {len(lines)} of another shape or dtype: {_listed(lines)}")
-        if report.unexpected:
-            problems.append(
-                f"{one.source.path}: {len(report.unexpected)} that the model does not have: {_listed(report.unexpected)}"
-            )
+        if strangers:
+            near = {key: one.plan.near(key) for key in sorted(strangers)[:_LISTED]}
+            lines = [f"{key} (like {', '.join(found)}?)" if found else key for key, found in near.items()]
+            lines += sorted(strangers)[_LISTED:]
+            problems.append(f"{one.source.path}: {len(lines)} that the model does not have: {_listed(lines)}")
     misfits = {m.key for m in mismatched}
     absent = [fqn for fqn in wanted if fqn not in loaded and fqn not in misfits]
     has_adapter = any(one.source.adapter for one in opened)
@@ -131,12 +181,11 @@ def _verdict(
         problems.append(f"{where}: {len(missing)} missing: {_listed(missing)}")
     if twice:
         problems.append(f"{len(twice)} in two sources: {_listed(twice)}. Name each weight's source once")
-    report = LoadReport(
-        tuple(loaded), tuple(missing), tuple(unexpected), tuple(mismatched), tuple(initialised), cast
-    )
+    report = LoadReport(tuple(loaded), tuple(missing), tuple(unexpected), tuple(mismatched), tuple(initialised), cast)
     if problems:
         raise LoadMismatchError(
-            "the weights do not fit the model; nothing was loaded\n  " + "\n  ".join(problems)
+            "the weights do not fit the model; nothing was loaded\n  "
+            + "\n  ".join(problems)
             + "\n  Was it saved from a different model config?",
             report,
         )

@@ -67,7 +67,9 @@ class OptimizerState:
                 described.append(
                     {
                         "hyperparameters": {k: v for k, v in group.items() if k != "params"},
-                        "shared": {n: v.detach().clone() if isinstance(v, torch.Tensor) else v for n, v in shared.items()},
+                        "shared": {
+                            n: v.detach().clone() if isinstance(v, torch.Tensor) else v for n, v in shared.items()
+                        },
                         "fqns": [self._names[p] for p in group["params"]],
                     }
                 )
@@ -106,7 +108,8 @@ class OptimizerState:
             problems.append(f"{len(misfits)} of a shape that cannot be placed: {'; '.join(misfits[:8])}")
         if problems:
             raise LoadMismatchError(
-                "optimizer state does not fit this run's parameters: " + "; ".join(problems)
+                "optimizer state does not fit this run's parameters: "
+                + "; ".join(problems)
                 + '. Train the same parameters, or start the optimizer afresh with checkpoint.resume.exclude = ["optimizer"]'
             )
         return out

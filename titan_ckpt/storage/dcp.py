@@ -154,7 +154,8 @@ class DcpReader(TensorReader):
         target = self.path / relative
         if not target.resolve().is_relative_to(self.path.resolve()) or target.is_symlink():
             raise CorruptCheckpointError(
-                f"{self.path / METADATA}: {index.fqn} points outside the folder, at {info.relative_path!r}", str(self.path)
+                f"{self.path / METADATA}: {index.fqn} points outside the folder, at {info.relative_path!r}",
+                str(self.path),
             )
         if info.transform_descriptors:
             raise CorruptCheckpointError(
@@ -217,7 +218,9 @@ def write_dcp(folder: Path, tensors: StateDict, coordinator: Coordinator) -> Non
                     buffer = io.BytesIO()
                     torch.save(block.data.detach().cpu().contiguous().clone(), buffer)
                     posix.pwrite_all(fd, buffer.getbuffer(), position)
-                    places.append([name, block.chunk.offsets, block.chunk.sizes, data_file, position, len(buffer.getbuffer())])
+                    places.append(
+                        [name, block.chunk.offsets, block.chunk.sizes, data_file, position, len(buffer.getbuffer())]
+                    )
                     position += len(buffer.getbuffer())
             posix.fsync(fd)
         finally:
@@ -267,7 +270,8 @@ def _read_metadata(path: Path) -> Metadata:
         if isinstance(error, OSError):
             raise
         raise CorruptCheckpointError(
-            f"{path} is not the metadata of a DCP checkpoint, and may be hostile: {error}. Nothing was executed", str(path)
+            f"{path} is not the metadata of a DCP checkpoint, and may be hostile: {error}. Nothing was executed",
+            str(path),
         ) from error
     return metadata
 

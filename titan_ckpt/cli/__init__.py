@@ -1,0 +1,1 @@
+"""The `titan-ckpt` command: looks at checkpoints without a process group and without unpickling."""

@@ -1,0 +1,89 @@
+"""`titan-ckpt ls | inspect | verify`: arguments, tables and exit codes. Knows no format of its own."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from titan_ckpt.directory import CheckpointDirectory
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.errors import CheckpointError
+from titan_ckpt.storage import detect_format, open_reader
+from titan_ckpt.storage.verify import verify_files
+
+
+@dataclass(frozen=True)
+class Ls:
+    """List the committed steps of a run's checkpoint folder, and why any folder is not one."""
+
+    folder: tyro.conf.Positional[Path]
+
+    def run(self, console: Console) -> int:
+        directory = CheckpointDirectory(self.folder, Coordinator.current())
+        table = Table("step", "kind", "ranks", "MiB", "components", "converters")
+        for step in directory.steps():
+            m = directory.manifest(step)
+            size = sum(f.num_bytes for f in m.files) / 2**20
+            converters = ", ".join(str(c.get("kind")) for c in m.converters)
+            table.add_row(str(step), m.kind, str(m.world_size), f"{size:.1f}", ", ".join(m.components), converters)
+        console.print(table)
+        return 0
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """List the tensors of a checkpoint of any format: native step, Hugging Face folder, PEFT adapter, DCP."""
+
+    path: tyro.conf.Positional[Path]
+
+    def run(self, console: Console) -> int:
+        with open_reader(self.path) as reader:
+            table = Table("tensor", "dtype", "shape", "MiB")
+            for key, info in sorted(reader.tensors.items()):
+                dtype = str(info.dtype).removeprefix("torch.")
+                table.add_row(key, dtype, str(list(info.shape)), f"{info.nbytes / 2**20:.3f}")
+            console.print(table)
+            total = sum(info.nbytes for info in reader.tensors.values())
+            console.print(f"{reader.format}: {len(reader.tensors)} tensors, {total / 2**20:.1f} MiB")
+        return 0
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Read a native step whole and compare every file with the digest that was committed."""
+
+    path: tyro.conf.Positional[Path]
+
+    def run(self, console: Console) -> int:
+        found = detect_format(self.path)
+        if found != "native":
+            console.print(f"{self.path} is a {found} folder, which carries no digests: `inspect` shows what it holds")
+            return 2
+        num_files, num_bytes = verify_files(self.path)
+        console.print(f"{self.path}: {num_files} files, {num_bytes / 2**20:.1f} MiB, every digest holds")
+        return 0
+
+
+Command = Annotated[Ls, tyro.conf.subcommand("ls")] | Annotated[Inspect, tyro.conf.subcommand("inspect")]
+Command = Command | Annotated[Verify, tyro.conf.subcommand("verify")]  # type: ignore[misc]
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run the command line; 0 on success, 1 for a checkpoint that is not as it should be, 2 for bad arguments."""
+    command = tyro.cli(Command, args=args, prog="titan-ckpt", description=__doc__)  # type: ignore[call-overload]
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    try:
+        return int(command.run(console))
+    except (CheckpointError, OSError) as error:
+        Console(stderr=True).print(f"titan-ckpt: {error}", style="red", markup=False)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

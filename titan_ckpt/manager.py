@@ -1,0 +1,255 @@
+"""CheckpointManager: conducts loads, saves and exports of one run. No policy, no format, no tensor maths."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+from torch.optim import Optimizer
+
+from titan_ckpt import plan, policy
+from titan_ckpt.base_identity import check_base, identify_base
+from titan_ckpt.components import RunState
+from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
+from titan_ckpt.directory import CheckpointDirectory
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConverterError, CorruptCheckpointError
+from titan_ckpt.exporting import Exporter
+from titan_ckpt.loading import PreparedLoad, prepare_load
+from titan_ckpt.manifest import Manifest
+from titan_ckpt.model_wrapper import ModelWrapper
+from titan_ckpt.plan import CommittedStep, LoadPlan
+from titan_ckpt.resume import ResumeState
+from titan_ckpt.saving import Saver, SaveRequest
+from titan_ckpt.storage import detect_format
+from titan_ckpt.transforms import StateDictTransforms
+from titan_ckpt.types import Format, LoadReport, ModelHooks, Stateful
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """Where training goes on: `step` is 0 after an initial load or a fresh start."""
+
+    step: int
+    plan: LoadPlan
+    report: LoadReport
+
+
+class CheckpointManager:
+    """Checkpoints of one training run. A context manager; every method is collective over all ranks.
+
+    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], ...) as manager:
+        start = manager.load().step
+        for step in range(start + 1, steps + 1):
+            loss(...).backward()
+            manager.maybe_wait_for_staging()  # a copy of the weights may still be under way
+            optimizer.step()
+            manager.save(step, last_step=step == steps)
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        *,
+        model_parts: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer] = (),
+        lr_schedulers: Sequence[Stateful] = (),
+        dataloader: Stateful | None = None,
+        states: Mapping[str, Stateful] | None = None,
+        sd_transforms: StateDictTransforms | None = None,
+        model_converters: ModelHooks | None = None,
+        base_folder: str | Path = ".",
+    ) -> None:
+        """Bind to a run's objects; touches no file. `config.folder` and export folders are under `base_folder`."""
+        timeout = config.save.timeout_seconds if config.save else 1800.0
+        self.config = config
+        self._transforms = sd_transforms or StateDictTransforms()
+        self._hooks = model_converters
+        self._model = ModelWrapper(model_parts, model_converters)
+        self._run = RunState(self._model, optimizers, lr_schedulers, dataloader, dict(states or {}))
+        self._coordinator = Coordinator.current(timeout)
+        storage_line = self._coordinator.background()
+        self._directory = CheckpointDirectory(Path(base_folder) / config.folder, storage_line)
+        self._saver = Saver(self._directory, storage_line, config.save) if config.save else None
+        self._exporter = Exporter(Path(base_folder), self._model, self._transforms, self._coordinator)
+        for optimizer in optimizers:  # so that a loop that forgets maybe_wait_for_staging() saves no mixture
+            optimizer.register_step_pre_hook(lambda *_: self.maybe_wait_for_staging())
+        self._base: dict[str, Any] | None = None
+        self._resumed_from: dict[str, Any] | None = None
+        self._saved_step: int | None = None
+
+    @property
+    def _owns_keys(self) -> bool:
+        return bool(self._hooks) and any(self._model.owns(fqn) for fqn in self._model.state_dict("full"))
+
+    # load
+
+    def load(self, step: int = -1) -> LoadResult:
+        """Resume, or load the initial sources, or start afresh, in this order of preference.
+
+        `step` (or config.resume.step) asks for one step and never falls back; -1 takes the newest valid one, then older
+        ones, logging why each was skipped. Call it before the first step, and again to roll back.
+        Raises: CheckpointNotFoundError; LoadMismatchError; CorruptCheckpointError when no candidate can be read;
+        BaseMismatchError; ConverterError for another set of converters.
+        """
+        self.wait()
+        requested = step if step >= 0 else self.config.resume.step
+        candidates = plan.choose(self._committed_steps(), requested)
+        if not candidates:
+            return self._load(None)
+        for i, candidate in enumerate(candidates):
+            try:
+                return self._load(candidate)
+            except CheckpointError as error:
+                corrupt = any(self._coordinator.gather("ladder", isinstance(error, CorruptCheckpointError)))
+                if not corrupt or requested is not None or i + 1 == len(candidates):
+                    raise
+                logger.warning("step %d cannot be resumed from, going on to step %d: %s", candidate.step,
+                               candidates[i + 1].step, error)  # fmt: skip
+        raise AssertionError("the last candidate returns or raises")
+
+    def _load(self, resume: CommittedStep | None) -> LoadResult:
+        """1 Plan. 2 Open everything and check that it fits. 3 Read. 4 Hand over what is not a tensor."""
+        load_plan = plan.resolve(self.config, resume, self._describe)
+        logger.info("%s", load_plan)
+        if resume is None:
+            with self._prepare(load_plan, resuming=False) as prepared:
+                self._read(prepared)
+                self._identify_base(load_plan, prepared, None)
+            self._saved_step = None
+            return LoadResult(0, load_plan, prepared.report)
+        manifest = self._directory.manifest(resume.step)
+        self._check_converters(manifest)
+        with self._prepare(load_plan, resuming=True) as prepared:
+            state = ResumeState.open(resume.path, manifest, self._run, load_plan.exclude, self._coordinator)
+            with state:
+                self._read(prepared, state)
+            self._identify_base(load_plan, prepared, manifest)
+        state.apply(self._run, load_plan.exclude)
+        self._resumed_from = {"step": resume.step, "attempt": manifest.attempt}
+        self._directory.resume_from(resume.step)
+        self._saved_step = resume.step
+        return LoadResult(resume.step, load_plan, prepared.report)
+
+    def _prepare(self, load_plan: LoadPlan, *, resuming: bool) -> PreparedLoad:
+        return prepare_load(load_plan.sources, self._model, self._transforms, self._coordinator, require_owned=resuming)
+
+    def _read(self, prepared: PreparedLoad, state: ResumeState | None = None) -> None:
+        error: BaseException | None = None
+        try:
+            prepared.read()
+            if state is not None:
+                state.read()
+        except Exception as e:
+            error = e
+        self._coordinator.barrier("load-read", error)
+
+    def _identify_base(self, load_plan: LoadPlan, prepared: PreparedLoad, manifest: Manifest | None) -> None:
+        """Digest the base that converter-owned weights stand on, and hold it against what each adapter records."""
+        if not self._owns_keys:
+            return
+        own_base = manifest.base if manifest is not None and manifest.kind == "full" else None
+        self._base = identify_base(self._model, load_plan.sources, own_base, self._coordinator)
+        if manifest is not None and manifest.base is not None:
+            check_base(self._base, manifest.base, f"step {manifest.step}")
+        for path, recorded in prepared.adapter_bases():
+            check_base(self._base, recorded, str(path))
+
+    def _committed_steps(self) -> list[CommittedStep]:
+        found = []
+        for step in self._directory.steps():
+            found.append(CommittedStep(step, self._directory.manifest(step).kind, self._directory.step_path(step)))
+        return found
+
+    def _describe(self, source: InitialLoadConfig) -> tuple[Format, bool]:
+        path = Path(source.path)
+        if not path.exists():
+            raise CheckpointNotFoundError(
+                f"checkpoint.initial_load: {path} is not there; name an existing folder or file"
+            )
+        found = source.format or detect_format(path)
+        return found, found == "peft"
+
+    def _check_converters(self, manifest: Manifest) -> None:
+        here = self._hooks.describe() if self._hooks else []
+        if here != manifest.converters:
+            raise ConverterError(
+                f"step {manifest.step} was saved with converters {manifest.converters or 'none'}, this run has "
+                f"{here or 'none'}: resume with the same [[converters]], or start from it as [[checkpoint.initial_load]] "
+                "in another folder"
+            )
+
+    # save
+
+    def save(self, step: int, last_step: bool = False) -> bool:
+        """Save if the step is due; on the last step also wait for it and make the exports. Returns whether it saved.
+
+        Raises: what an earlier save in the background raised, once; SaveError; ExportError.
+        """
+        saved = False
+        if self._saver is not None and policy.is_due(step, self.config.save, last_step) and step != self._saved_step:
+            saved = self._save(step)
+        if last_step:
+            self.wait()
+            for export in self.config.export:
+                self._exporter.export(export, step, self._base)
+        return saved
+
+    def _save(self, step: int) -> bool:
+        assert self._saver is not None and self.config.save is not None
+        busy = self._coordinator.broadcast("busy", self._saver.busy)
+        if busy and self.config.save.if_busy == "skip":
+            logger.warning("step %d is due and not saved: the save before it is still being written", step)
+            return False
+        self.wait()
+        base_is_stored = self._base is not None and self._base["path"] is not None
+        adapter_only = base_is_stored and not self.config.save.include_base
+        model = self._model.owned_state_dict() if adapter_only else self._model.state_dict("full")
+        request = SaveRequest(
+            step,
+            "adapter" if adapter_only else "full",
+            converters=self._hooks.describe() if self._hooks else [],
+            base=self._base,
+            resumed_from=self._resumed_from,
+        )
+        self._saver.save(request, self._run.snapshot(step, model))
+        if self.config.save.async_mode == "disabled":
+            self._saver.wait()
+        self._saved_step = step
+        return True
+
+    def maybe_wait_for_staging(self) -> None:
+        """Return when the weights may change; call right before the optimizer's step."""
+        if self._saver is not None:
+            self._saver.wait_staged()
+
+    def wait(self) -> None:
+        """Wait until the save in flight is committed. Raises: what it raised, once."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def close(self) -> None:
+        """Finish the save in flight and release the folder. Raises: what that save raised, once."""
+        try:
+            self.wait()
+        finally:
+            self._directory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if value is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception:  # the run's own error is the one to be seen
+            logger.exception("the last save failed while the run was stopping because of another error")

@@ -1,0 +1,196 @@
+"""What can be said about a run's checkpoints, and what cannot: frozen dataclasses, one per TOML table.
+
+Owns the settings and the rules between them. How TOML becomes a dataclass is strict_toml.py's, offered here by name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from titan_ckpt.overrides import apply_overrides
+from titan_ckpt.strict_toml import Check, from_dict, load_config, read_toml, validate
+from titan_ckpt.types import Format
+
+__all__ = [
+    "CheckpointConfig",
+    "Component",
+    "ExportConfig",
+    "InitialLoadConfig",
+    "KeepConfig",
+    "NonEmpty",
+    "NonNegative",
+    "PositiveInt",
+    "PositiveSeconds",
+    "PositiveSteps",
+    "ResumeConfig",
+    "SaveConfig",
+    "apply_overrides",
+    "from_dict",
+    "load_config",
+    "read_toml",
+    "validate",
+]
+
+Component = Literal["model", "optimizer", "lr_scheduler", "dataloader", "rng", "states"]
+
+NonEmpty = Annotated[str, Check("a string that is not empty", str.strip)]
+NonNegative = Annotated[int, Check("an integer, 0 or more", lambda n: n >= 0)]
+PositiveInt = Annotated[int, Check("a positive integer", lambda n: n > 0)]
+PositiveSeconds = Annotated[float, Check("a positive number (seconds)", lambda s: s > 0)]
+PositiveSteps = Annotated[int, Check("a positive integer (steps)", lambda n: n > 0)]
+
+
+@dataclass(frozen=True, slots=True)
+class KeepConfig:
+    """Which committed steps stay. A step stays if any rule holds for it; the newest one always does."""
+
+    latest: PositiveInt | None = None
+    """How many of the newest steps stay; more than one guards against a bad newest one."""
+    every: PositiveSteps | None = None
+    """Steps divisible by this stay for good."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    def problems(self) -> Iterator[str]:
+        if self.latest is None and self.every is None:
+            yield "latest: required where `every` is not set; to keep every checkpoint leave `keep` out"
+
+
+@dataclass(frozen=True, slots=True)
+class SaveConfig:
+    """When and how steps are saved."""
+
+    interval: PositiveSteps
+    """Steps between saves; the last step is saved as well."""
+    async_mode: Literal["disabled", "thread", "process"] = "disabled"
+    """Who writes: the training loop itself, or a thread or process while training goes on."""
+    keep: KeepConfig | None = None
+    """What is removed after a commit; absent: nothing."""
+    first_step: bool = False
+    """Save after step 1 too, so that a folder that does not work shows at once."""
+    include_base: bool = False
+    """Write frozen base weights too where converters own keys; else a save holds the adapter and names its base."""
+    if_busy: Literal["wait", "skip"] = "wait"
+    """When a save is due while one is in flight: wait for it, or leave this one out."""
+    timeout_seconds: PositiveSeconds = 1800.0
+    """How long a rank waits for its peers before it gives up and names them."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeConfig:
+    """How a run takes up what its own folder holds."""
+
+    step: Annotated[int, Check("a step (0 or more; left out for the newest)", lambda n: n >= 0)] | None = None
+    """This step and no other; absent: the newest valid one."""
+    exclude: tuple[Component, ...] = ()
+    """Parts that are not taken over and start afresh."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True, slots=True)
+class InitialLoadConfig:
+    """One source of weights for a run that has no checkpoint of its own yet."""
+
+    path: NonEmpty
+    """A checkpoint step, a Hugging Face folder, a PEFT adapter, or a DCP folder."""
+    format: Format | None = None
+    """Insist on a format; absent: found from the content."""
+    cast: bool = False
+    """Allow floating-point dtypes to change to the model's; every cast is reported."""
+    revision: NonEmpty | None = None
+    """The version of `path`, recorded as the base's identity beside an adapter."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportConfig:
+    """Weights for other tools, written after the last step to <base_folder>/<folder>/step-N, or step-N-peft."""
+
+    format: Literal["hf", "peft", "dcp"]
+    """hf: a Hugging Face folder, adapters merged; peft: the adapter alone; dcp: torch.distributed.checkpoint."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """What floating-point tensors become; absent: each keeps its own."""
+    max_shard_bytes: PositiveInt = 5_000_000_000
+    """Bytes of one safetensors file at most, unless a single tensor is larger."""
+    folder: NonEmpty = "exports"
+    """Relative to the run's base folder, and outside the checkpoint folder, so that a resume cannot meet it."""
+    assets: NonEmpty | None = None
+    """A Hugging Face folder whose tokenizer, generation config and the like are copied beside the weights."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    def lands_in(self) -> str:
+        """Return the folder pattern that two exports of one run must not share."""
+        return os.path.join(os.path.normpath(self.folder), "step-N-peft" if self.format == "peft" else "step-N")
+
+
+_TORCHTITAN_KEYS = {
+    "enable": "[checkpoint.save] being there is what turns saving on",
+    "interval": "checkpoint.save.interval",
+    "async_mode": 'checkpoint.save.async_mode = "thread" for "async", "process" for "async_with_pinned_mem"',
+    "keep_latest_k": "checkpoint.save.keep = { latest = K }, left out to keep all",
+    "enable_first_step_checkpoint": "checkpoint.save.first_step = true",
+    "load_only": "a run without [checkpoint.save] only loads",
+    "load_step": "checkpoint.resume.step, left out for the newest",
+    "exclude_from_loading": 'checkpoint.resume.exclude = ["dataloader", ...]',
+    "initial_load_path": '[[checkpoint.initial_load]] with path = "..."',
+    "initial_load_in_hf": 'checkpoint.initial_load.format = "hf", or left out to find it from the content',
+    "initial_load_in_hf_quantized": "the format of checkpoint.initial_load.path is found from its content",
+    "initial_load_model_only": "checkpoint.initial_load only takes model weights; to take over a run, name its folder "
+    "in checkpoint.folder",
+    "last_save_in_hf": '[checkpoint.export] with format = "hf"',
+    "last_save_model_only": "every save can be resumed from; weights alone are a [checkpoint.export]",
+    "export_dtype": "checkpoint.export.dtype",
+    "create_seed_checkpoint": "name a step of any other run in checkpoint.initial_load, also one of another layout",
+    "enable_ft_dataloader_checkpoints": "nothing, torchft has no part in it",
+}
+"""A flat key of torchtitan and what says the same here. Source: torchtitan, components/checkpointer/base.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """[checkpoint]: alone, resume from what the folder holds and write nothing."""
+
+    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = {
+        key: f"a torchtitan key; here: {answer}" for key, answer in _TORCHTITAN_KEYS.items()
+    }
+
+    folder: NonEmpty = "checkpoints"
+    """Relative to the run's base folder."""
+    save: SaveConfig | None = None
+    """Absent: nothing is saved."""
+    resume: ResumeConfig = field(default_factory=ResumeConfig)
+    initial_load: tuple[InitialLoadConfig, ...] = ()
+    """In order, and only where the folder holds no checkpoint; an adapter-only checkpoint takes its base from here."""
+    export: tuple[ExportConfig, ...] = ()
+    """One table, or several by [[checkpoint.export]]; absent: none."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    def problems(self) -> Iterator[str]:
+        targets: dict[str, int] = {}
+        own = os.path.normpath(self.folder)
+        for i, export in enumerate(self.export):
+            target = export.lands_in()
+            if target in targets:
+                yield f"export.{i}: lands in {target}, as export.{targets[target]} does; give one another folder"
+            targets.setdefault(target, i)
+            if os.path.commonpath([os.path.abspath(target), os.path.abspath(own)]) == os.path.abspath(own):
+                yield f"export.{i}.folder: {export.folder} is inside the checkpoint folder {self.folder}; name another"
+        paths = [os.path.normpath(source.path) for source in self.initial_load]
+        for i, path in enumerate(paths):
+            if path in paths[:i]:
+                yield f"initial_load.{i}.path: {path} is named twice; each weight has one source"

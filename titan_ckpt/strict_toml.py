@@ -1,0 +1,310 @@
+"""TOML to frozen dataclasses, strictly: a key, type or value that cannot mean anything is answered, never ignored.
+
+Owns reading and binding to any dataclass; all faults are gathered into one ConfigError. Knows no setting: they are in
+config.py and beside what they configure.
+
+A dataclass takes part by its annotations alone: int, float, str, bool, Path, Literal, nested dataclasses, `X | None`,
+`tuple[X, ...]`, `tuple[X, Y]`, `dict[str, X]`, and unions of dataclasses told apart by a Literal field `kind`. One
+table where an array of tables is expected is an array of one. A dataclass may add
+- `Annotated[X, Check(...)]` for a narrower value,
+- `problems(self) -> Iterable[str]` for rules across fields, each line `field: cause`,
+- `FOREIGN_KEYS: ClassVar[Mapping[str, str]]`, answers to keys that users of another tool will try,
+- `__post_init__` that calls `validate(self)`, so that code that builds it is held to the same rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+import tomli
+
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.overrides import merge_overrides
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Narrows a value: `Annotated[int, Check("a positive integer (steps)", lambda n: n > 0)]`."""
+
+    expected: str
+    holds: Callable[[Any], object]
+
+
+def load_config(cls: type[T], path: str | Path, argv: Sequence[str] = ()) -> T:
+    """Read a TOML file, apply overrides, bind: one error lists the faults of the file and of the command line.
+
+    Raises: ConfigError.
+    """
+    raw, problems = merge_overrides(read_toml(path), argv)
+    source = f"{path} with the command line" if argv else str(path)
+    return _finish(cls, _Binder(cls, problems), raw, source)
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Read a TOML file. Raises: ConfigError if it is absent, unreadable, no TOML, or gives a key twice."""
+    try:
+        with Path(path).open("rb") as file:
+            return tomli.load(file)
+    except tomli.TOMLDecodeError as error:
+        line = error.doc.splitlines()[error.lineno - 1 :][:1]
+        raise ConfigError([f"line {error.lineno}: {error.msg}: {''.join(line).strip()}"], str(path)) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"not valid TOML: byte {error.start} is not UTF-8"], str(path)) from None
+    except OSError as error:
+        raise ConfigError([f"cannot be read: {error.strerror}"], str(path)) from None
+
+
+def from_dict(cls: type[T], raw: Mapping[str, Any], source: str = "config") -> T:
+    """Return `raw` as a `cls`. Raises: ConfigError listing everything that does not fit, one line each."""
+    return _finish(cls, _Binder(cls, []), raw, source)
+
+
+def validate(config: Any) -> None:
+    """Check a dataclass that code is building, field by field; for use as the last line of `__post_init__`.
+
+    Values that TOML spells differently are settled in place: a list becomes a tuple, an int in a float field a float.
+    Raises: ConfigError.
+    """
+    binder = _Binder(type(config), [])
+    for name, kind in _hints(type(config)).items():
+        bound = binder.value(kind, getattr(config, name), name)
+        if bound is not _BAD:
+            object.__setattr__(config, name, bound)
+    if problems := binder.problems or _cross_field(config):
+        raise ConfigError(problems, type(config).__name__)
+
+
+_BAD: Any = object()
+"""Stands for a value that was reported."""
+
+_NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    Path: "a path",
+}
+
+
+def _finish(cls: type[T], binder: _Binder, raw: Mapping[str, Any], source: str) -> T:
+    bound = binder.table(cls, raw, "")
+    if binder.problems:
+        raise ConfigError(binder.problems, source)
+    assert isinstance(bound, cls)
+    return bound
+
+
+@dataclass(frozen=True, slots=True)
+class _Binder:
+    """One pass over one tree of values; gathers problems."""
+
+    root: type
+    problems: list[str]
+
+    def value(self, kind: Any, value: Any, path: str, expected: str | None = None) -> Any:
+        """Return `value` as `kind`, or _BAD after reporting why not; `expected` words a narrower wish."""
+        origin, args = get_origin(kind), get_args(kind)
+        if kind is Any:
+            return value
+        if origin is Annotated:
+            return self._checked(args, value, path)
+        if origin in (typing.Union, types.UnionType):
+            return self._union(args, value, path, expected)
+        if origin is Literal:
+            known = any(value == arm and type(value) is type(arm) for arm in args)
+            return value if known else self._not_literal(args, value, path)
+        if dataclasses.is_dataclass(kind):
+            return self.table(typing.cast("type[Any]", kind), value, path)
+        if origin is tuple:
+            return self._array(args, value, path)
+        if origin in (dict, Mapping):
+            return self._mapping(args[1], value, path)
+        converted = _convert(kind, value)
+        return converted if converted is not _BAD else self._expected(expected or _NAMES[kind], value, path)
+
+    def table(self, cls: type[Any], value: Any, path: str) -> Any:
+        """Return a Mapping as the dataclass `cls`."""
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            return self._expected("a table", value, path)
+        hints = _hints(cls)
+        self.problems.extend(_unknown(self.root, cls, hints, key, path) for key in value if key not in hints)
+        arguments = {
+            name: self.value(kind, value[name], _join(path, name)) for name, kind in hints.items() if name in value
+        }
+        for f in dataclasses.fields(cls):
+            if f.name in hints and f.name not in value and f.default is MISSING and f.default_factory is MISSING:
+                self.problems.append(f"{_join(path, f.name)}: required, expected {_describe(hints[f.name])}")
+                arguments[f.name] = _BAD
+        if any(argument is _BAD for argument in arguments.values()):
+            return _BAD
+        try:
+            built = cls(**arguments)
+            faults: Sequence[str] = _cross_field(built)
+        except ConfigError as error:
+            faults = error.problems
+        self.problems.extend(_join(path, line) for line in faults)
+        return _BAD if faults else built
+
+    def _expected(self, what: str, value: Any, path: str, more: str = "") -> Any:
+        self.problems.append(f"{path}: expected {what}, found {_show(value)}{more}")
+        return _BAD
+
+    def _not_literal(self, arms: Sequence[Any], value: Any, path: str) -> Any:
+        close = difflib.get_close_matches(value, [a for a in arms if isinstance(a, str)]) if type(value) is str else []
+        more = f"; did you mean {_show(close[0])}?" if close else ""
+        return self._expected(f"one of {', '.join(map(_show, arms))}", value, path, more)
+
+    def _checked(self, args: tuple[Any, ...], value: Any, path: str) -> Any:
+        kind, *checks = args
+        wanted = [check for check in checks if isinstance(check, Check)]
+        bound = self.value(kind, value, path, wanted[0].expected if wanted else None)
+        for check in wanted:
+            if bound is not _BAD and not check.holds(bound):
+                bound = self._expected(check.expected, value, path)
+        return bound
+
+    def _union(self, args: tuple[Any, ...], value: Any, path: str, expected: str | None) -> Any:
+        if value is None and types.NoneType in args:
+            return None
+        arms = [arm for arm in args if arm is not types.NoneType]
+        if len(arms) == 1:
+            return self.value(arms[0], value, path, expected)
+        if isinstance(value, Mapping):
+            tagged = [arm for arm in arms if dataclasses.is_dataclass(arm)]
+            return self._tagged(tagged, value, path) if tagged else self._no_arm(arms, value, path)
+        for arm in arms:
+            attempt = _Binder(self.root, [])
+            bound = attempt.value(arm, value, path)
+            if not attempt.problems:
+                return bound
+        return self._no_arm(arms, value, path)
+
+    def _no_arm(self, arms: Sequence[Any], value: Any, path: str) -> Any:
+        return self._expected(" or ".join(map(_describe, arms)), value, path)
+
+    def _tagged(self, arms: Sequence[Any], value: Mapping[str, Any], path: str) -> Any:
+        by_kind = {tag: arm for arm in arms for tag in get_args(_hints(arm)["kind"])}
+        tag = value.get("kind")
+        if "kind" not in value:
+            self.problems.append(f"{_join(path, 'kind')}: required, expected one of {', '.join(map(_show, by_kind))}")
+            return _BAD
+        if not isinstance(tag, str) or tag not in by_kind:
+            return self._not_literal(tuple(by_kind), tag, _join(path, "kind"))
+        return self.table(by_kind[tag], value, path)
+
+    def _array(self, args: tuple[Any, ...], value: Any, path: str) -> Any:
+        if isinstance(value, Mapping) and _tables_in(args[0]):
+            element = self.value(args[0], value, path)
+            return _BAD if element is _BAD else (element,)
+        if not isinstance(value, (list, tuple)):
+            return self._expected("an array of tables" if _tables_in(args[0]) else "an array", value, path)
+        kinds = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
+        if len(kinds) != len(value):
+            return self._expected(f"an array of {len(kinds)} values", value, path)
+        bound = [self.value(kind, v, f"{path}.{i}") for i, (kind, v) in enumerate(zip(kinds, value, strict=True))]
+        return _BAD if any(b is _BAD for b in bound) else tuple(bound)
+
+    def _mapping(self, kind: Any, value: Any, path: str) -> Any:
+        if not isinstance(value, Mapping):
+            return self._expected("a table", value, path)
+        bound = {key: self.value(kind, v, _join(path, key)) for key, v in value.items()}
+        return _BAD if any(b is _BAD for b in bound.values()) else bound
+
+
+def _convert(kind: Any, value: Any) -> Any:
+    """Return a scalar as `kind` where nothing is lost by it, else _BAD; a bool is not a number."""
+    assert kind in _NAMES, f"no TOML value is a {kind}"
+    if kind is Path:
+        return Path(value) if isinstance(value, (str, Path)) and str(value) else _BAD
+    if kind is float:
+        finite = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return float(value) if finite else _BAD
+    return value if type(value) is kind else _BAD
+
+
+def _cross_field(built: Any) -> list[str]:
+    rules: Callable[[], Iterable[str]] | None = getattr(built, "problems", None)
+    return list(rules()) if rules else []
+
+
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    """Return the annotations of what can be set, in order."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
+
+
+def _tables_in(kind: Any) -> list[type[Any]]:
+    """Return the dataclasses that an annotation allows, at any depth."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return [kind]
+    if get_origin(kind) is Annotated:
+        return _tables_in(get_args(kind)[0])
+    return [found for arm in get_args(kind) for found in _tables_in(arm)]
+
+
+def _describe(kind: Any) -> str:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return next((m.expected for m in args[1:] if isinstance(m, Check)), _describe(args[0]))
+    if origin is Literal:
+        return f"one of {', '.join(map(_show, args))}"
+    if origin is tuple:
+        return "an array of tables" if _tables_in(args[0]) else "an array"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_describe(arm) for arm in args if arm is not types.NoneType)
+    return _NAMES.get(kind, "a table")
+
+
+def _show(value: Any) -> str:
+    """Write a value as TOML has it, tables and arrays by their kind."""
+    if isinstance(value, Mapping):
+        return "a table"
+    if isinstance(value, (list, tuple)):
+        return f"an array of {len(value)}"
+    if isinstance(value, (str, bool)):
+        text = json.dumps(value, ensure_ascii=False)
+        return text if len(text) <= 80 else f'{text[:76]}..."'
+    return "nothing" if value is None else str(value)
+
+
+def _join(path: str, line: str) -> str:
+    return f"{path}.{line}" if path else line
+
+
+def _unknown(root: type[Any], cls: type[Any], hints: Mapping[str, Any], key: str, path: str) -> str:
+    """Word the answer to a key that `cls`, at `path`, does not have."""
+    where = _join(path, key)
+    foreign: Mapping[str, str] = getattr(cls, "FOREIGN_KEYS", {})
+    if key in foreign:
+        return f"{where}: {foreign[key]}"
+    leaves: dict[str, list[str]] = {}
+    for known in dict.fromkeys(_paths(root, "", ())):
+        leaves.setdefault(known.rpartition(".")[2], []).append(known)
+    found = leaves.get(key) or [_join(path, name) for name in difflib.get_close_matches(key, hints, n=1)]
+    if not found:
+        found = [p for leaf in difflib.get_close_matches(key, leaves, n=1, cutoff=0.7) for p in leaves[leaf]]
+    if found:
+        return f"{where}: unknown key; did you mean {' or '.join(found[:3])}?"
+    return f"{where}: unknown key; known here: {', '.join(hints)}"
+
+
+def _paths(cls: type[Any], path: str, above: tuple[type[Any], ...]) -> Iterator[str]:
+    """Yield the dotted path of every key below `cls`; elements of an array have the array's path."""
+    for name, kind in _hints(cls).items():
+        yield _join(path, name)
+        for table in _tables_in(kind):
+            if table not in above:
+                yield from _paths(table, _join(path, name), (*above, cls))

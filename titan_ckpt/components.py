@@ -6,6 +6,7 @@ rank). Knows no files.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -131,8 +132,8 @@ class RunState:
         lacking = [name for name, restore in wanted.items() if restore is None]
         if lacking:
             raise LoadMismatchError(
-                f"the checkpoint has no state for: {', '.join(lacking)}. It was saved by a run without them; to start them "
-                f"afresh say checkpoint.resume.exclude = {lacking}".replace("'", '"')
+                f"the checkpoint has no state for: {', '.join(lacking)}. It was saved by a run without them, or by "
+                f"another number of ranks; to start afresh with them: checkpoint.resume.exclude = {json.dumps(lacking)}"
             )
         if "model" in run:
             self.model.load_extra_state(run["model"])
@@ -150,12 +151,11 @@ class RunState:
             own = {k: v for k, v in tensors.items() if k.startswith(OPTIMIZER)}
             out["optimizer"] = (lambda: optimizer.apply(own, run["optimizer"])) if "optimizer" in run else None
         if self.lr_schedulers:
-            out["lr_scheduler"] = (
-                (lambda: self._load_schedulers(run["lr_scheduler"])) if "lr_scheduler" in run else None
-            )
+            fits = len(run.get("lr_scheduler", [])) == len(self.lr_schedulers)
+            out["lr_scheduler"] = (lambda: self._load_schedulers(run["lr_scheduler"])) if fits else None
         if self.states:
             there = run.get("states", {})
-            full = {n: _give_tensors(v, f"{STATES}{n}", tensors) for n, v in there.items() if n in self.states}
+            full = {n: _give_tensors(v, tensors) for n, v in there.items() if n in self.states}
             out["states"] = (lambda: self._load_states(full)) if set(self.states) <= set(there) else None
         dataloader = self.dataloader
         if dataloader is not None:
@@ -193,9 +193,9 @@ def _take_tensors(value: Any, path: str, into: StateDict) -> Any:
     return value
 
 
-def _give_tensors(value: Any, path: str, tensors: StateDict) -> Any:
+def _give_tensors(value: Any, tensors: StateDict) -> Any:
     if type(value) is dict:
         if set(value) == {"$tensor_file"}:
             return tensors[value["$tensor_file"]]
-        return {k: _give_tensors(v, f"{path}.{k}", tensors) for k, v in value.items()}
+        return {k: _give_tensors(v, tensors) for k, v in value.items()}
     return value

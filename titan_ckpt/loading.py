@@ -73,7 +73,7 @@ def prepare_load(
     *,
     require_owned: bool,
 ) -> PreparedLoad:
-    """Open and plan all sources; all ranks agree that everything fits, or all raise. Nothing live is touched. Collective.
+    """Open and plan all sources; all ranks agree that everything fits, or all raise. Touches nothing live. Collective.
 
     `require_owned`: converter-owned keys that no source holds are missing (a resume), not left at initialisation.
     Raises: LoadMismatchError listing every fault; CorruptCheckpointError; NotACheckpointError; PeerError.

@@ -163,10 +163,8 @@ class CheckpointManager:
             check_base(self._base, recorded, str(path))
 
     def _committed_steps(self) -> list[CommittedStep]:
-        found = []
-        for step in self._directory.steps():
-            found.append(CommittedStep(step, self._directory.manifest(step).kind, self._directory.step_path(step)))
-        return found
+        directory = self._directory
+        return [CommittedStep(s, directory.manifest(s).kind, directory.step_path(s)) for s in directory.steps()]
 
     def _describe(self, source: InitialLoadConfig) -> tuple[Format, bool]:
         path = Path(source.path)
@@ -182,8 +180,8 @@ class CheckpointManager:
         if here != manifest.converters:
             raise ConverterError(
                 f"step {manifest.step} was saved with converters {manifest.converters or 'none'}, this run has "
-                f"{here or 'none'}: resume with the same [[converters]], or start from it as [[checkpoint.initial_load]] "
-                "in another folder"
+                f"{here or 'none'}: resume with the same [[converters]], or start from it in another folder as "
+                "[[checkpoint.initial_load]]"
             )
 
     # save

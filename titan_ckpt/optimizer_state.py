@@ -35,7 +35,7 @@ class OptimizerState:
                 for i, parameter in enumerate(group["params"]):
                     if parameter not in names:
                         raise LoadMismatchError(
-                            f"parameter {i} (shape {list(parameter.shape)}) of {type(optimizer).__name__} belongs to no "
+                            f"parameter {i} (shape {list(parameter.shape)}) of {type(optimizer).__name__} is in no "
                             "model part: pass every module the optimizer trains in model_parts"
                         )
 
@@ -110,7 +110,8 @@ class OptimizerState:
             raise LoadMismatchError(
                 "optimizer state does not fit this run's parameters: "
                 + "; ".join(problems)
-                + '. Train the same parameters, or start the optimizer afresh with checkpoint.resume.exclude = ["optimizer"]'
+                + ". Train the same parameters, or start the optimizer afresh: "
+                'checkpoint.resume.exclude = ["optimizer"]'
             )
         return out
 
@@ -124,8 +125,8 @@ class OptimizerState:
         there = [len(g) for g in groups]
         if here != there:
             raise LoadMismatchError(
-                f"the checkpoint has {len(there)} optimizer(s) with {there} parameter groups, this run has {len(here)} with "
-                f'{here}: build the same groups, or use checkpoint.resume.exclude = ["optimizer"]'
+                f"the checkpoint has {len(there)} optimizer(s) with {there} parameter groups, this run {len(here)} "
+                f'with {here}: build the same groups, or use checkpoint.resume.exclude = ["optimizer"]'
             )
         by_fqn: dict[str, dict[str, torch.Tensor]] = {}
         for key, value in tensors.items():

@@ -89,7 +89,7 @@ class Saver:
         return self._handle is not None and not self._handle.done
 
     def prepare(self, snapshot: Snapshot) -> int:
-        """Plan the tensors, and reserve what staging needs. Returns this rank's bytes. Collective; before the first save."""
+        """Plan the tensors, and reserve what staging needs, before the first save; return its bytes. Collective."""
         self._writer.plan(snapshot.tensors, self._coordinator)
         if self._config.async_mode != "disabled":
             self._writer.allocate(snapshot.tensors)
@@ -120,7 +120,7 @@ class Saver:
         return handle
 
     def wait_staged(self) -> None:
-        """Return when live tensors may change: everything of the save in flight is copied. Raises: what the copy raised."""
+        """Return when live tensors may change: the save in flight has copied them. Raises: what the copy raised."""
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.wait()

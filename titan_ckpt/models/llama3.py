@@ -20,6 +20,8 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.keymap import KeyMap, KeyRule, PermuteRotary
 
 _INIT_STD = 0.02
+_FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+"""What this model always is, as config.json says it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class Llama3Config:
         """
         problems = [
             f"{key}: {config[key]!r} is not supported, expected {expected!r}"
-            for key, expected in {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}.items()
+            for key, expected in _FIXED.items()
             if config.get(key, expected) != expected
         ]
         required = (
@@ -78,7 +80,7 @@ class Llama3Config:
         rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type not in ("default", "llama3"):
-            problems.append(f"rope_parameters.rope_type: {rope_type!r} is not supported, expected 'default' or 'llama3'")
+            problems.append(f"rope_parameters.rope_type: {rope_type!r} is not supported, expected default or llama3")
         if problems:
             raise ConfigError(problems, source)
         heads = config["num_attention_heads"]
@@ -118,7 +120,7 @@ class Llama3Config:
             }
         return {
             "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            **_FIXED,
             "hidden_size": self.dim,
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": self.num_heads,
@@ -130,9 +132,6 @@ class Llama3Config:
             "rms_norm_eps": self.norm_eps,
             "rope_parameters": rope,
             "tie_word_embeddings": self.tie_embeddings,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
             "attention_dropout": 0.0,
             "initializer_range": _INIT_STD,
             "dtype": "float32",
@@ -144,9 +143,7 @@ class Llama3Config:
 
 
 def _debug(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, tied: bool) -> Llama3Config:
-    return Llama3Config(
-        dim, layers, heads, kv_heads, dim // heads, ffn, vocab, max_seq_len=1024, rope_theta=10_000.0, tie_embeddings=tied
-    )
+    return Llama3Config(dim, layers, heads, kv_heads, dim // heads, ffn, vocab, 1024, 10_000.0, tie_embeddings=tied)
 
 
 _8B = Llama3Config(
@@ -154,13 +151,15 @@ _8B = Llama3Config(
     max_seq_len=131_072, rope_scaling=RopeScaling(8.0),
 )  # fmt: skip
 
+_SMALL = replace(_8B, ffn_dim=8192, rope_scaling=RopeScaling(32.0), tie_embeddings=True)
+
 FLAVORS: Mapping[str, Llama3Config] = {
     "debug-0.5m": _debug(96, 3, 4, 2, 256, 2048, tied=True),
     "debug-2m": _debug(192, 4, 6, 2, 512, 2048, tied=False),
     "debug-8m": _debug(320, 6, 8, 4, 896, 4096, tied=True),
     "debug-20m": _debug(448, 7, 8, 4, 1216, 4096, tied=False),
-    "1B": replace(_8B, dim=2048, num_layers=16, head_dim=64, ffn_dim=8192, rope_scaling=RopeScaling(32.0), tie_embeddings=True),
-    "3B": replace(_8B, dim=3072, num_layers=28, num_heads=24, ffn_dim=8192, rope_scaling=RopeScaling(32.0), tie_embeddings=True),
+    "1B": replace(_SMALL, dim=2048, num_layers=16, head_dim=64),
+    "3B": replace(_SMALL, dim=3072, num_layers=28, num_heads=24),
     "8B": _8B,
     "70B": replace(_8B, dim=8192, num_layers=80, num_heads=64, ffn_dim=28672),
 }
@@ -190,7 +189,7 @@ def apply_rotary(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
     Shape: x (batch, seq, heads, head_dim), table (seq, head_dim / 2); same shape and dtype out.
     """
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * table[None, :, None, :]).flatten(-2).type_as(x)
 
 
@@ -247,9 +246,10 @@ class TransformerBlock(nn.Module):
 
     def init_weights(self, residual_std: float) -> None:
         """Fill in place; `residual_std` is for the two matrices that write into the residual stream."""
-        for linear in (self.attention.wq, self.attention.wk, self.attention.wv, self.feed_forward.w1, self.feed_forward.w3):
+        attention, feed_forward = self.attention, self.feed_forward
+        for linear in (attention.wq, attention.wk, attention.wv, feed_forward.w1, feed_forward.w3):
             nn.init.trunc_normal_(linear.weight, std=_INIT_STD)
-        for linear in (self.attention.wo, self.feed_forward.w2):
+        for linear in (attention.wo, feed_forward.w2):
             nn.init.trunc_normal_(linear.weight, std=residual_std)
         for norm in (self.attention_norm, self.ffn_norm):
             norm.reset_parameters()
@@ -277,7 +277,10 @@ class Llama3(nn.Module):
         self.register_buffer("rope_table", rotary_table(config), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return logits. Shape: (batch, seq) token ids, or (batch, seq, dim) on a later stage; (batch, seq, vocab) out."""
+        """Return logits.
+
+        Shape: (batch, seq) token ids, or (batch, seq, dim) on a later stage; (batch, seq, vocab) out.
+        """
         if tokens.shape[1] > self.config.max_seq_len:
             raise ValueError(f"{tokens.shape[1]} tokens are longer than max_seq_len {self.config.max_seq_len}")
         x = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
@@ -317,7 +320,7 @@ class Llama3(nn.Module):
         table = self._buffers["rope_table"]
         assert table is not None
         self._buffers["rope_table"] = None
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = fn(torch.empty(0, device=table.device)).device
         self._buffers["rope_table"] = rotary_table(self.config, device) if device != table.device else table
         return self

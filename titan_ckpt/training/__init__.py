@@ -1,0 +1,1 @@
+"""The training loop that the checkpoints are of. A leaf: nothing of the core imports it."""

@@ -1,0 +1,78 @@
+"""Text to train on: documents of the built-in corpus, of a text file or of a jsonl file. Knows no tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_ckpt.errors import ConfigError
+
+BUILTIN = "builtin"
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Documents in a fixed order, and a digest that changes with any of them."""
+
+    name: str
+    documents: tuple[str, ...]
+    digest: str
+
+    @staticmethod
+    def of(name: str, documents: Sequence[str]) -> Corpus:
+        """Build from documents, dropping empty ones. Raises: ConfigError if nothing is left."""
+        kept = tuple(d for d in documents if d.strip())
+        if not kept:
+            raise ConfigError([f"data.corpus: {name} holds no text"])
+        hasher = hashlib.sha256()
+        for document in kept:
+            data = document.encode()
+            hasher.update(len(data).to_bytes(8, "little") + data)
+        return Corpus(name, kept, hasher.hexdigest())
+
+
+def open_corpus(name: str) -> Corpus:
+    """Read a corpus: "builtin", or the path of a .jsonl file (one {"text": ...} a line) or of any UTF-8 text file.
+
+    The built-in one is the Python reference's help topics, part of every Python: 79 documents, 0.5 MB of English.
+    A text file is one document.
+    Raises: ConfigError for a missing file, bytes that are not UTF-8, and lines that are no such object.
+    """
+    if name == BUILTIN:
+        from pydoc_data.topics import topics  # 0.5 MB of literals: parsed only when it is trained on
+
+        return Corpus.of(name, [topics[key] for key in sorted(topics)])
+    path = Path(name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError([f'data.corpus: {path} is not there; expected a text or jsonl file, or "builtin"']) from None
+    except IsADirectoryError:
+        raise ConfigError([f"data.corpus: {path} is a folder; expected a .txt or .jsonl file"]) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"data.corpus: {path} is not UTF-8 text: {error}"]) from None
+    return Corpus.of(name, _jsonl_texts(path, text) if path.suffix == ".jsonl" else [text])
+
+
+def _jsonl_texts(path: Path, text: str) -> list[str]:
+    documents: list[str] = []
+    problems: list[str] = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            problems.append(f"data.corpus: {path}:{number}: not JSON: {error}")
+            continue
+        if isinstance(value, dict) and isinstance(value.get("text"), str):
+            documents.append(value["text"])
+        else:
+            problems.append(f'data.corpus: {path}:{number}: expected an object with a string "text"')
+    if problems:
+        more = [f"data.corpus: and {len(problems) - 8} more lines"] if len(problems) > 8 else []
+        raise ConfigError([*problems[:8], *more])
+    return documents

@@ -1,0 +1,43 @@
+"""The learning rate as a factor of its peak, step by step. Pure; the optimizer is torch's LambdaLR's business."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import assert_never
+
+from titan_ckpt.training.config import ScheduleConfig
+
+
+def rate_factor(config: ScheduleConfig, num_steps: int) -> Callable[[int], float]:
+    """Return the factor for the optimizer step with a given index, counted from 0 to num_steps - 1.
+
+    Warm-up rises linearly and reaches 1 at its last step; its length is rounded up, so any ratio above zero warms up.
+    After it, the factor falls to `min_ratio`, reached after the last step: at once in a straight line (linear), along
+    half a cosine, or in a straight line over the last `decay_ratio` of all steps (wsd: warm-up, stable, decay).
+    """
+    warmup = math.ceil(config.warmup_ratio * num_steps)
+    decay = max(num_steps - warmup, 1)
+    if config.kind == "wsd":
+        decay = min(math.ceil(config.decay_ratio * num_steps), decay)
+
+    def factor(index: int) -> float:
+        if index < warmup:
+            return (index + 1) / warmup
+        left = min(max((num_steps - index) / max(decay, 1), 0.0), 1.0)
+        return config.min_ratio + (1 - config.min_ratio) * _shape(config, left)
+
+    return factor
+
+
+def _shape(config: ScheduleConfig, left: float) -> float:
+    """Return what of the fall is left, from 1 to 0, where `left` of its steps are."""
+    match config.kind:
+        case "constant":
+            return 1.0
+        case "linear" | "wsd":
+            return left
+        case "cosine":
+            return 0.5 * (1 + math.cos(math.pi * (1 - left)))
+        case _:
+            assert_never(config.kind)

@@ -1,0 +1,154 @@
+"""One model, held in every layout that training uses, with its true values known: what saves and loads are tested on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement
+
+from titan_ckpt.tensors import Chunk, blocks_of
+
+Tensors = dict[str, torch.Tensor]
+
+WIDTH, HIDDEN = 10, 103
+"""Neither divides by 4; the 3 rows of the table leave one of 4 ranks with nothing."""
+
+
+class Block(nn.Module):
+    """A small model with rows that divide unevenly, a table of 3 rows, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+        self.table = nn.Parameter(torch.empty(3, 7))
+        self.norm = nn.Parameter(torch.empty(WIDTH))
+
+
+def true_values() -> Tensors:
+    """Return every tensor's whole value, the same on every rank."""
+    generator = torch.Generator().manual_seed(7)
+    values = {
+        name: torch.randn(p.shape, generator=generator) for name, p in sorted(Block().named_parameters())
+    }
+    return values | {
+        "large": torch.randn(1200, 1024, generator=generator),
+        "wide.bf16": torch.randn(6, 50, 9, generator=generator).bfloat16(),
+        "bytes.fp8": torch.randn(11, 6, generator=generator).to(torch.float8_e4m3fn),
+        "complex": torch.randn(5, 4, dtype=torch.complex128, generator=generator),
+        "mask": torch.rand(9, 5, generator=generator) > 0.5,
+        "step": torch.tensor(41.0, dtype=torch.float64),
+        "none": torch.empty(0, 4),
+    }
+
+
+def _distributed(mesh: DeviceMesh, *placements: Placement) -> Tensors:
+    """Hold every tensor as a DTensor, with placements that name dims it lacks replaced by Replicate."""
+    tensors: Tensors = {}
+    for name, value in true_values().items():
+        fitting = [Replicate() if isinstance(p, Shard) and p.dim >= value.dim() else p for p in placements]
+        tensors[name] = _place(value, mesh, fitting)
+    return tensors
+
+
+def _place(value: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DTensor:
+    """Distribute without communication, which lacks some dtypes on gloo."""
+    return distribute_tensor(value, mesh, placements, src_data_rank=None)
+
+
+def _parallel(mesh: DeviceMesh, sharded: DeviceMesh, tensor_parallel: DeviceMesh | None) -> Tensors:
+    """Hold the model as FSDP2 (and tensor parallelism before it) leaves it, the other tensors as Shard(0)."""
+    values = true_values()
+    model = Block()
+    model.load_state_dict({name: values[name] for name, _ in model.named_parameters()})
+    if tensor_parallel is not None:
+        parallelize_module(model, tensor_parallel, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=sharded)
+    tensors: Tensors = {name: p.detach() for name, p in model.named_parameters()}
+    rest = {name: value for name, value in values.items() if name not in tensors}
+    placements: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    for name, value in rest.items():
+        tensors[name] = _place(value, mesh, placements if value.dim() else [Replicate()] * mesh.ndim)
+    return tensors
+
+
+def fsdp() -> Tensors:
+    mesh = init_device_mesh("cpu", (_world(),))
+    return _parallel(mesh, mesh, None)
+
+
+def hsdp() -> Tensors:
+    mesh = init_device_mesh("cpu", (2, _world() // 2), mesh_dim_names=("replicate", "shard"))
+    return _parallel(mesh, mesh, None)
+
+
+def fsdp_and_tensor_parallel() -> Tensors:
+    mesh = init_device_mesh("cpu", (2, _world() // 2), mesh_dim_names=("shard", "tensor"))
+    return _parallel(mesh, mesh["shard"], mesh["tensor"])
+
+
+def columns() -> Tensors:
+    return _distributed(init_device_mesh("cpu", (_world(),)), Shard(1))
+
+
+def rows_and_columns() -> Tensors:
+    return _distributed(init_device_mesh("cpu", (2, _world() // 2)), Shard(1), Shard(0))
+
+
+def rows_twice() -> Tensors:
+    return _distributed(init_device_mesh("cpu", (2, _world() // 2)), Shard(0), Shard(0))
+
+
+def replicated() -> Tensors:
+    return _distributed(init_device_mesh("cpu", (_world(),)), Replicate())
+
+
+def plain() -> Tensors:
+    return true_values()
+
+
+LAYOUTS: dict[str, Callable[[], Tensors]] = {
+    f.__name__: f
+    for f in (fsdp, hsdp, fsdp_and_tensor_parallel, columns, rows_and_columns, rows_twice, replicated, plain)
+}
+
+
+def _world() -> int:
+    return torch.distributed.get_world_size()
+
+
+def zeroed(tensors: Tensors) -> Tensors:
+    """Return the same layouts over memory of their own, all zero bytes."""
+    out: Tensors = {}
+    for name, value in tensors.items():
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        clean = torch.zeros(local.nbytes, dtype=torch.uint8).view(local.dtype).view(local.shape)
+        if isinstance(value, DTensor):
+            spec = (value.device_mesh, value.placements)
+            out[name] = DTensor.from_local(clean, *spec, run_check=False, shape=value.shape, stride=value.stride())
+        else:
+            out[name] = clean
+    return out
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """Return a tensor's bytes in row-major order."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def assert_true_values(tensors: Tensors) -> None:
+    """Fail unless every value this rank holds is, bit for bit, the true one at its place."""
+    truth = true_values()
+    for name, value in tensors.items():
+        blocks = blocks_of(value)
+        for block in blocks:
+            index = block.chunk.within(Chunk.whole(truth[name].shape))
+            assert raw(block.data) == raw(truth[name][index]), (name, block.chunk)
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        assert sum(block.chunk.numel for block in blocks) == local.numel(), name

@@ -6,10 +6,11 @@ traffic, from a background thread, and while another rank hangs in a collective.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -60,6 +61,14 @@ class Coordinator:
         prefix = f"{self._prefix}/{next(self._clones)}"
         return Coordinator(self.rank, self.world_size, store, prefix, self.timeout_seconds)
 
+    def close(self, timeout_seconds: float = 10.0) -> None:
+        """Keep rank 0, which may serve the store, until all have read what it said last. Collective; never raises."""
+        if self._store is None or self._stuck is not None:
+            return
+        exchange = _Exchange(self._store, f"{self._prefix}/{next(self._sequence)}", self.rank, self.world_size)
+        with contextlib.suppress(PeerError):
+            self._run(lambda: exchange.part(timeout_seconds, self._stale), "close", timeout_seconds)
+
     def barrier(self, tag: str, error: BaseException | None = None, timeout_seconds: float | None = None) -> None:
         """Wait until every rank is here. Raises: as `gather`."""
         self.gather(tag, None, error, timeout_seconds)
@@ -91,7 +100,8 @@ class Coordinator:
             post = {"tag": tag, "error": f"{type(error).__name__}: {error}"}
         try:
             exchange = _Exchange(self._store, f"{self._prefix}/{next(self._sequence)}", self.rank, self.world_size)
-            verdict = self._run(exchange, tag, json.dumps(post), bound)
+            text = json.dumps(post)
+            verdict = self._run(lambda: exchange.run(text, bound, self._stale), tag, bound)
         except PeerError:
             if error is not None:
                 raise error from None
@@ -103,14 +113,14 @@ class Coordinator:
             raise PeerError(f"{tag}: stopped on all ranks because{lines}", [rank for rank, _ in verdict.failures])
         return verdict.values
 
-    def _run(self, exchange: _Exchange, tag: str, post: str, bound: float) -> _Verdict:
+    def _run(self, conversation: Callable[[], _Verdict], tag: str, bound: float) -> _Verdict:
         """Run the exchange in a thread of its own: some store calls have no timeout where the store's host stops."""
         done: list[_Verdict | BaseException] = []
 
         def target() -> None:
             try:
-                done.append(exchange.run(post, bound, self._stale))
-            except BaseException as error:  # noqa: BLE001 - carried to the calling thread, which raises it.
+                done.append(conversation())
+            except BaseException as error:
                 done.append(error)
 
         thread = threading.Thread(target=target, name=f"titan_ckpt exchange {tag}", daemon=True)
@@ -118,8 +128,8 @@ class Coordinator:
         thread.join(bound + 4 * _grace(bound))
         if not done:
             self._stuck = PeerError(
-                f"{tag}: the store of the process group has not answered for {bound:g} s. It is served by rank 0 or its "
-                "launcher, which hangs or cannot be reached",
+                f"{tag}: the store of the process group has not answered for {bound:g} s. It is served by rank 0 or "
+                "its launcher, which hangs or cannot be reached",
                 [0],
             )
             raise self._stuck
@@ -159,6 +169,13 @@ class _Exchange:
         self._forget(complete, stale)
         return verdict
 
+    def part(self, bound: float, stale: list[str]) -> _Verdict:
+        """Say goodbye: rank 0 waits for all posts, the others only post."""
+        self._store.set(self._posts[self._rank], "")
+        if self._rank == 0:
+            self._forget(self._wait(self._posts, bound), stale)
+        return _Verdict([], [])
+
     def _collect(self, bound: float) -> tuple[_Verdict, bool]:
         """Rank 0: wait for every post, make the verdict, and say whether all ranks posted."""
         complete = self._wait(self._posts, bound)
@@ -174,7 +191,7 @@ class _Exchange:
             elif "error" in post:
                 failures.append((rank, f"failed: {post['error']}"))
             elif post["tag"] != tag:
-                failures.append((rank, f"is at {post['tag']!r}"))
+                failures.append((rank, f"is at {post['tag']!r} while rank 0 is at {tag!r}"))
         values = [] if failures else [post["value"] for post in posts if post is not None]
         return _Verdict(failures, values), complete
 

@@ -14,7 +14,7 @@ from typing import NoReturn, TypeAlias
 
 from titan_ckpt.errors import CorruptCheckpointError
 
-Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 _MAX_DIMS = 64
 

@@ -21,7 +21,7 @@ import torch
 
 from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.strict_json import Json, parse, to_base64, to_text
-from titan_ckpt.typed_json_decoder import FACTORIES, MAX_DEPTH, NUMPY_DTYPE, decode
+from titan_ckpt.typed_json_decoder import FACTORIES, MAX_DEPTH, NUMPY_DTYPE, TENSOR_DTYPES, decode
 
 __all__ = ["Json", "decode", "dumps", "encode", "loads"]
 
@@ -32,7 +32,7 @@ MAX_INLINE_BYTES = 16 * 2**20
 _MAX_LISTED = 50
 _PLAIN_INT_BITS = 63
 _PLATFORM_DTYPES = ("f16", "c32")
-_NUMPY_SCALARS = frozenset(np.sctypeDict.values())
+_NUMPY_SCALARS = frozenset(np.sctypeDict.values()) - {np.str_, np.bytes_}
 
 
 def dumps(value: Any, path: str = "state") -> bytes:
@@ -91,6 +91,8 @@ class _Encoder:
             return self._int(value, path)
         if kind is float:
             return value if math.isfinite(value) else {"$float": str(value)}
+        if kind is np.str_:
+            return {"$numpy.str": self.encode(str(value), path, depth)}
         if kind in _CONTAINERS:
             return self._container(value, path, depth)
         if kind is np.ndarray or kind in _NUMPY_SCALARS:
@@ -159,7 +161,7 @@ class _Encoder:
     def _atom(self, value: Any, path: str) -> Json:
         kind = type(value)
         tag, to_json = _ATOMS[kind]
-        if kind in (bytes, bytearray) and len(value) > MAX_INLINE_BYTES:
+        if kind in (bytes, bytearray, np.bytes_) and len(value) > MAX_INLINE_BYTES:
             return self._refuse(path, f"{len(value)} bytes, at most {MAX_INLINE_BYTES} are kept in JSON")
         if kind in (datetime.datetime, datetime.time) and type(value.tzinfo) not in (type(None), datetime.timezone):
             return self._refuse(path, f"a {kind.__name__} with time zone {value.tzinfo!r}; use datetime.timezone")
@@ -168,7 +170,7 @@ class _Encoder:
     def _numpy(self, value: Any, path: str) -> Json:
         name = value.dtype.str
         scalar = type(value) in _NUMPY_SCALARS
-        if not NUMPY_DTYPE.fullmatch(name) or name[1:] in _PLATFORM_DTYPES or not (scalar or value.dtype.itemsize):
+        if not NUMPY_DTYPE.fullmatch(name) or name[1:] in _PLATFORM_DTYPES or not value.dtype.itemsize:
             return self._refuse(path, f"numpy data of dtype {value.dtype}")
         if value.nbytes > MAX_INLINE_BYTES:
             return self._refuse(path, f"an array of {value.nbytes} bytes, at most {MAX_INLINE_BYTES} are kept in JSON")
@@ -176,8 +178,9 @@ class _Encoder:
         return {"$numpy.scalar": [name, data]} if scalar else {"$numpy": [name, list(value.shape), data]}
 
     def _tensor(self, value: torch.Tensor, path: str) -> Json:
+        name = str(value.dtype).removeprefix("torch.")
         num_bytes = value.numel() * value.element_size()
-        if value.requires_grad or value.layout is not torch.strided or value.is_meta or value.is_quantized:
+        if value.requires_grad or value.layout is not torch.strided or value.is_meta or name not in TENSOR_DTYPES:
             return self._refuse(
                 path, f"a tensor that is not plain data ({value.dtype}, {value.device}, {value.layout})"
             )
@@ -185,13 +188,14 @@ class _Encoder:
             return self._refuse(path, f"a tensor of {num_bytes} bytes, at most {MAX_INLINE_BYTES} are kept in JSON")
         flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-        return {"$tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), to_base64(data)]}
+        return {"$tensor": [name, list(value.shape), to_base64(data)]}
 
 
 _CONTAINERS = frozenset({list, dict, tuple, set, frozenset, torch.Size, deque, defaultdict, OrderedDict, Counter})
 
 _ATOMS: dict[type, tuple[str, Callable[[Any], Json]]] = {
     bytes: ("$bytes", to_base64),
+    np.bytes_: ("$numpy.bytes", to_base64),
     bytearray: ("$bytearray", to_base64),
     complex: ("$complex", lambda value: [repr(value.real), repr(value.imag)]),
     range: ("$range", lambda value: [value.start, value.stop, value.step]),

@@ -9,6 +9,7 @@ import datetime
 import math
 import pathlib
 import re
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -18,6 +19,8 @@ import torch
 
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.strict_json import Json, as_int, as_list, as_shape, as_str, from_base64
+
+_NOT_PLAIN_DATA = re.compile(r"q.*|u?int[1-7]")
 
 MAX_DEPTH = 64
 NUMPY_DTYPE = re.compile(r"[<>|][biufcSUmM]\d{1,6}(\[\d{0,6}[a-zA-Z]{1,2}\])?")
@@ -29,11 +32,15 @@ FACTORIES: dict[str, Callable[[], Any] | None] = {
     },
 }
 """What a defaultdict may call for a missing key."""
+TENSOR_DTYPES = {
+    name: value
+    for name, value in vars(torch).items()
+    if isinstance(value, torch.dtype)
+    and name == str(value).removeprefix("torch.")
+    and not _NOT_PLAIN_DATA.fullmatch(name)
+}
 
 _TORCH_DEVICE = re.compile(r"[a-z]{1,16}(:\d{1,6})?")
-_TORCH_DTYPES = {
-    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
-}
 
 
 def decode(encoded: Json, source: str = "state") -> Any:
@@ -107,7 +114,7 @@ def _counter_of(payload: Json, path: str, depth: int) -> Any:
 
 def _tensor_of(payload: Json, path: str, depth: int) -> torch.Tensor:
     name, shape, data = as_list(payload, 3)
-    dtype = _TORCH_DTYPES[as_str(name)]
+    dtype = TENSOR_DTYPES[as_str(name)]
     sizes = as_shape(shape)
     raw = bytearray(from_base64(data))
     if len(raw) != math.prod(sizes) * dtype.itemsize:
@@ -134,16 +141,14 @@ def _array_of(payload: Json, path: str, depth: int) -> Any:
     if not raw:
         return np.empty(sizes, dtype)
     array = np.frombuffer(bytearray(raw), dtype).reshape(sizes)
-    if dtype.kind == "U":
-        array.tolist()  # Raises on bytes that are no text, here rather than in whatever uses the array.
+    if dtype.kind == "U" and array.reshape(-1).view(f"{dtype.byteorder}u4").max() > sys.maxunicode:
+        raise ValueError("not text")
     return array
 
 
 def _scalar_of(payload: Json, path: str, depth: int) -> Any:
     name, data = as_list(payload, 2)
     raw = from_base64(data)
-    if name in ("<U0", "|S0") and not raw:
-        return np.str_() if name == "<U0" else np.bytes_()
     (value,) = np.frombuffer(raw, _numpy_dtype(name))
     return value
 
@@ -169,6 +174,13 @@ def _time_of(payload: Json, path: str, depth: int) -> datetime.time:
 def _timedelta_of(payload: Json, path: str, depth: int) -> datetime.timedelta:
     days, seconds, microseconds = as_list(payload, 3)
     return datetime.timedelta(as_int(days), as_int(seconds), as_int(microseconds))
+
+
+def _dtype_of(payload: Json, path: str, depth: int) -> torch.dtype:
+    value = vars(torch)[as_str(payload)]
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"torch.{payload} is no dtype")
+    return value
 
 
 def _device_of(payload: Json, path: str, depth: int) -> torch.device:
@@ -207,8 +219,10 @@ _DECODERS: dict[str, Callable[[Json, str, int], Any]] = {
     "$posixpath": lambda payload, path, depth: pathlib.PurePosixPath(as_str(payload)),
     "$numpy": _array_of,
     "$numpy.scalar": _scalar_of,
+    "$numpy.str": lambda payload, path, depth: np.str_(as_str(_decode(payload, path, depth + 1))),
+    "$numpy.bytes": lambda payload, path, depth: np.bytes_(from_base64(payload)),
     "$tensor": _tensor_of,
-    "$torch.dtype": lambda payload, path, depth: _TORCH_DTYPES[as_str(payload)],
+    "$torch.dtype": _dtype_of,
     "$torch.device": _device_of,
     "$torch.Size": lambda payload, path, depth: torch.Size([as_int(size) for size in as_list(payload)]),
 }

@@ -81,6 +81,7 @@ class CheckpointManager:
         self._exporter = Exporter(Path(base_folder), self._model, self._transforms, self._coordinator)
         for optimizer in optimizers:  # so that a loop that forgets maybe_wait_for_staging() saves no mixture
             optimizer.register_step_pre_hook(lambda *_: self.maybe_wait_for_staging())
+        self._exporter.check(config.export)
         self._base: dict[str, Any] | None = None
         self._resumed_from: dict[str, Any] | None = None
         self._saved_step: int | None = None

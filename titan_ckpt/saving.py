@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from titan_ckpt import posix, typed_json
+from titan_ckpt import typed_json
 from titan_ckpt.components import Snapshot
 from titan_ckpt.config import SaveConfig
 from titan_ckpt.directory import CheckpointDirectory
@@ -25,6 +25,7 @@ from titan_ckpt.manifest import Manifest
 from titan_ckpt.staging import StagingHandle
 from titan_ckpt.storage.base import FileRecord
 from titan_ckpt.storage.native import NativeWriter
+from titan_ckpt.storage.staged_folder import write_file
 
 logger = logging.getLogger(__name__)
 
@@ -192,10 +193,5 @@ class Saver:
 
 
 def _write_file(path: Path, data: bytes) -> FileRecord:
-    fd = posix.open_exclusive(path)
-    try:
-        posix.pwrite_all(fd, data, 0)
-        posix.fsync(fd)
-    finally:
-        posix.close(fd)
+    write_file(path, data, fsync=True)
     return FileRecord(path.name, len(data), xxhash.xxh3_128_hexdigest(data))

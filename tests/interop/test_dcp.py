@@ -18,6 +18,8 @@ from titan_ckpt.storage.base import ReadRequest
 from titan_ckpt.storage.dcp import DcpReader, write_dcp
 from titan_ckpt.tensors import Chunk
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp in one process, as meant here
+
 
 def tensors() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)

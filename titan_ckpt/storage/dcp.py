@@ -30,6 +30,7 @@ from titan_ckpt import posix
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.storage.base import ReadRequest, TensorReader
+from titan_ckpt.storage.staged_folder import StagedFolder, write_file
 from titan_ckpt.tensors import Chunk, TensorInfo, blocks_of, info_of
 from titan_ckpt.types import StateDict
 
@@ -191,6 +192,35 @@ class DcpReader(TensorReader):
         return CorruptCheckpointError(f"{path}, needed for {name}, {what}. Take another checkpoint", str(path))
 
 
+def export_dcp(folder: Path, tensors: StateDict, coordinator: Coordinator) -> None:
+    """Write a state dict as a DCP folder and publish it whole. Lazy tensors are resolved one at a time. Collective.
+
+    Raises: FileExistsError; OSError; PeerError. Nothing is left under the folder's name then.
+    """
+    staged: StagedFolder | None = None
+    error: BaseException | None = None
+    path = ""
+    try:
+        if coordinator.rank == 0:
+            staged = StagedFolder.begin(folder)
+            path = str(staged.path)
+    except Exception as e:
+        error = e
+    path = coordinator.broadcast("dcp-begin", path, error)
+    try:
+        write_dcp(Path(path), tensors, coordinator)
+        try:
+            if staged is not None:
+                staged.publish(fsync=True)
+        except Exception as e:
+            error = e
+        coordinator.barrier("dcp-publish", error)
+    except BaseException:
+        if staged is not None and staged.path.exists():
+            staged.abandon()
+        raise
+
+
 def write_dcp(folder: Path, tensors: StateDict, coordinator: Coordinator) -> None:
     """Write a state dict so that plain `dcp.load` reads it. Lazy tensors are resolved one at a time.
 
@@ -250,13 +280,7 @@ def _write_metadata(folder: Path, gathered: list[Any]) -> None:
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
     metadata = Metadata(dict(entries), planner_data={n: (n,) for n in entries}, storage_data=storage)
     metadata.storage_meta = StorageMeta()
-    fd = posix.open_exclusive(folder / METADATA)
-    try:
-        posix.pwrite_all(fd, pickle.dumps(metadata), 0)
-        posix.fsync(fd)
-    finally:
-        posix.close(fd)
-    posix.fsync_folder(folder)
+    write_file(folder / METADATA, pickle.dumps(metadata), fsync=True)
 
 
 def _read_metadata(path: Path) -> Metadata:

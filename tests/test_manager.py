@@ -1,0 +1,407 @@
+"""CheckpointManager as a user meets it: save, resume, bad input. Real files, real optimizers."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from titan_ckpt.config import (
+    CheckpointConfig,
+    InitialLoadConfig,
+    KeepConfig,
+    ResumeConfig,
+    SaveConfig,
+)
+from titan_ckpt.errors import (
+    CheckpointNotFoundError,
+    ConverterError,
+    CorruptCheckpointError,
+    LoadMismatchError,
+    NotACheckpointError,
+)
+from titan_ckpt.manager import CheckpointManager
+
+
+class Run:
+    """A tiny training run: model, AdamW in two groups, scheduler, data position, counters."""
+
+    def __init__(self, seed: int = 0, width: int = 8, bias: bool = True, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(4, width, bias=bias), nn.Linear(width, 4)).to(dtype)
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in self.model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+                {"params": [p for p in self.model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+            ],
+            lr=1e-2,
+        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        self.data = Position()
+        self.counters = Position()
+        self.losses: list[float] = []
+
+    def manager(self, folder: Path, **settings: Any) -> CheckpointManager:
+        settings.setdefault("save", SaveConfig(interval=2))
+        return CheckpointManager(
+            CheckpointConfig(**settings),
+            model_parts=[self.model],
+            optimizers=[self.optimizer],
+            lr_schedulers=[self.scheduler],
+            dataloader=self.data,
+            states={"counters": self.counters},
+            base_folder=folder,
+        )
+
+    def step(self) -> None:
+        """One step on data that depends on every generator and on the data position."""
+        self.data.value += 1
+        dtype = next(self.model.parameters()).dtype
+        noise = random.random() + float(np.random.rand()) + self.data.value  # noqa: NPY002
+        x = torch.randn(3, 4, dtype=dtype) + noise
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        self.counters.value += 7
+        self.losses.append(loss.item())
+
+    def train(self, manager: CheckpointManager, last: int, stop: int | None = None) -> None:
+        for step in range(manager.load().step + 1, (stop or last) + 1):
+            self.step()
+            manager.save(step, last_step=step == last)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": {k: v.clone() for k, v in self.model.state_dict().items()},
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "data": self.data.value,
+            "counters": self.counters.value,
+            "rng": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()),  # noqa: NPY002
+        }
+
+
+class Position:
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict["value"]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Compare nested states bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(p.name.removeprefix("step-")) for p in (folder / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("mode", ["disabled", "thread"])
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, mode: Any) -> None:
+    """Three steps, a new process's objects, three more: every bit as six in a row."""
+    whole = Run()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
+    with whole.manager(tmp_path / "whole", save=SaveConfig(interval=3, async_mode=mode)) as manager:
+        whole.train(manager, 6)
+    first = Run()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
+    with first.manager(tmp_path / "halves", save=SaveConfig(interval=3, async_mode=mode)) as manager:
+        first.train(manager, 6, stop=3)
+    second = Run(seed=5)
+    with second.manager(tmp_path / "halves", save=SaveConfig(interval=3, async_mode=mode)) as manager:
+        second.train(manager, 6)
+    assert first.losses + second.losses == whole.losses
+    assert same(second.state(), whole.state())
+
+
+def test_saves_follow_the_interval_and_the_last_step(tmp_path: Path) -> None:
+    """Interval 2 and 5 steps: 2, 4 and the last one."""
+    run = Run()
+    with run.manager(tmp_path) as manager:
+        run.train(manager, 5)
+    assert steps_in(tmp_path) == [2, 4, 5]
+
+
+def test_retention_keeps_what_it_says(tmp_path: Path) -> None:
+    """Latest 2 and every 4 of the steps 2, 4, .., 10."""
+    run = Run()
+    with run.manager(tmp_path, save=SaveConfig(interval=2, keep=KeepConfig(latest=2, every=4))) as manager:
+        run.train(manager, 10)
+    assert steps_in(tmp_path) == [4, 8, 10]
+
+
+def test_a_run_without_a_save_table_writes_nothing(tmp_path: Path) -> None:
+    """Load-only: it resumes, and leaves the folder as it was."""
+    run = Run()
+    with run.manager(tmp_path) as manager:
+        run.train(manager, 2)
+    before = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*"))
+    other = Run(seed=3)
+    with other.manager(tmp_path, save=None) as manager:
+        assert manager.load().step == 2
+        other.step()
+        manager.save(3, last_step=True)
+    assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == before
+
+
+def test_a_step_can_be_asked_for_and_rolled_back_to(tmp_path: Path) -> None:
+    """load(2) of 2, 4 goes back to 2, training goes on, and the abandoned 4 is not resumed from."""
+    run = Run()
+    with run.manager(tmp_path) as manager:
+        run.train(manager, 4)
+    again = Run(seed=3)
+    with again.manager(tmp_path, resume=ResumeConfig(step=2)) as manager:
+        assert manager.load().step == 2
+        again.step()
+        again.step()
+        manager.save(4, last_step=True)
+    assert same(again.model.state_dict(), run.model.state_dict())
+    assert steps_in(tmp_path) == [2, 4]
+
+
+def test_a_missing_step_is_named_with_those_that_are_there(tmp_path: Path) -> None:
+    """A step asked for by number never falls back."""
+    run = Run()
+    with run.manager(tmp_path) as manager:
+        run.train(manager, 4)
+    with Run().manager(tmp_path) as manager, pytest.raises(CheckpointNotFoundError, match=r"step 3 .*valid steps: 4, 2"):
+        manager.load(3)
+
+
+def damage(folder: Path) -> None:
+    path = folder / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_falls_back_to_the_step_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The newest step is damaged: the one before is taken, and the log says why."""
+    run = Run()
+    with run.manager(tmp_path) as manager:
+        run.train(manager, 4)
+    damage(tmp_path / "checkpoints" / "step-4")
+    with Run().manager(tmp_path) as manager:
+        assert manager.load().step == 2
+    assert "step 4" in caplog.text
+
+
+def test_nothing_readable_is_never_a_fresh_start(tmp_path: Path) -> None:
+    """All steps are damaged: an error, not step 0."""
+    run = Run()
+    with run.manager(tmp_path) as manager:
+        run.train(manager, 4)
+    for step in (2, 4):
+        damage(tmp_path / "checkpoints" / f"step-{step}")
+    with Run().manager(tmp_path) as manager, pytest.raises(CorruptCheckpointError):
+        manager.load()
+
+
+def other_runs() -> Sequence[tuple[str, Run, str]]:
+    return [
+        ("shape", Run(width=9), r"0\.weight: expected float32\[9, 4\], found float32\[8, 4\]"),
+        ("dtype", Run(dtype=torch.float64), r"expected float64\[8, 4\], found float32\[8, 4\]"),
+        ("extra", Run(bias=False), r"1 that the model does not have: .*0\.bias"),
+    ]
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_a_model_that_does_not_fit_is_one_error_and_nothing_is_touched(tmp_path: Path, index: int) -> None:
+    """Shapes, dtypes and names: everything is listed, the live model is as it was."""
+    with (run := Run()).manager(tmp_path) as manager:
+        run.train(manager, 2)
+    _, other, message = other_runs()[index]
+    before = {k: v.clone() for k, v in other.model.state_dict().items()}
+    with other.manager(tmp_path) as manager, pytest.raises(LoadMismatchError, match=message):
+        manager.load()
+    assert same(other.model.state_dict(), before)
+
+
+def test_missing_keys_are_listed(tmp_path: Path) -> None:
+    """A checkpoint of a model without a bias does not fill one that has it."""
+    with (run := Run(bias=False)).manager(tmp_path) as manager:
+        run.train(manager, 2)
+    with Run().manager(tmp_path) as manager, pytest.raises(LoadMismatchError, match=r"1 missing: 0\.bias"):
+        manager.load()
+
+
+@pytest.mark.parametrize("missing", ["folder", "checkpoint"])
+def test_an_initial_source_that_is_not_there_stops_the_run(tmp_path: Path, missing: str) -> None:
+    """Never a silent random start."""
+    path = tmp_path / "elsewhere"
+    if missing == "checkpoint":
+        path.mkdir()
+        (path / "notes.txt").write_text("hello")
+    source = (InitialLoadConfig(str(path)),)
+    error = CheckpointNotFoundError if missing == "folder" else NotACheckpointError
+    with Run().manager(tmp_path, initial_load=source) as manager, pytest.raises(error, match="elsewhere"):
+        manager.load()
+
+
+def test_a_native_step_is_a_source_of_weights(tmp_path: Path) -> None:
+    """Another run starts from a step of this one: its weights, step 0, a fresh optimizer."""
+    with (run := Run()).manager(tmp_path / "a") as manager:
+        run.train(manager, 2)
+    other = Run(seed=9)
+    source = (InitialLoadConfig(str(tmp_path / "a" / "checkpoints" / "step-2")),)
+    with other.manager(tmp_path / "b", initial_load=source) as manager:
+        result = manager.load()
+    assert result.step == 0
+    assert same(other.model.state_dict(), run.model.state_dict())
+    assert not other.optimizer.state
+
+
+def test_excluded_components_start_afresh(tmp_path: Path) -> None:
+    """exclude = optimizer, dataloader: weights come back, those two do not."""
+    with (run := Run()).manager(tmp_path) as manager:
+        run.train(manager, 2)
+    other = Run(seed=9)
+    with other.manager(tmp_path, resume=ResumeConfig(exclude=("optimizer", "dataloader"))) as manager:
+        assert manager.load().step == 2
+    assert same(other.model.state_dict(), run.model.state_dict())
+    assert not other.optimizer.state
+    assert other.data.value == 0
+    assert other.counters.value == run.counters.value
+
+
+class Named:
+    """A converter that owns nothing and is called something."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def key_filter(self, fqn: str) -> bool:
+        return False
+
+    def state_dict_transform(self, state_dict: dict[str, Any], last_step: bool) -> dict[str, Any]:
+        return dict(state_dict)
+
+    def state_dict_adapter(self) -> None:
+        return None
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [{"kind": self.kind}]
+
+
+def test_another_set_of_converters_is_named(tmp_path: Path) -> None:
+    """A step saved with one converter is not resumed with another."""
+    config = CheckpointConfig(save=SaveConfig(interval=1))
+    hooks = Named("float8")
+    with CheckpointManager(
+        config, model_parts=[nn.Linear(2, 2)], model_converters=hooks, base_folder=tmp_path
+    ) as manager:
+        manager.save(1)
+    with (
+        CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=tmp_path) as manager,
+        pytest.raises(ConverterError, match=r"float8.*this run has none"),
+    ):
+        manager.load()
+
+
+def test_a_failed_background_save_is_raised_once(tmp_path: Path) -> None:
+    """An error in the writing thread shows at the next save, once; saving goes on after it."""
+    run = Run()
+    config = SaveConfig(interval=1, async_mode="thread")
+    with run.manager(tmp_path, save=config) as manager:
+        manager.load()
+        run.step()
+        manager.save(1)
+        manager.wait()
+        staging = tmp_path / "checkpoints" / ".staging"
+        hidden = staging.with_name("hidden")
+        staging.rename(hidden)
+        staging.write_text("a file where a folder should be")
+        run.step()
+        manager.save(2)
+        run.step()
+        with pytest.raises(OSError, match="staging"):
+            manager.save(3)
+        staging.unlink()
+        hidden.rename(staging)
+        manager.save(3)
+        manager.wait()
+    assert steps_in(tmp_path) == [1, 3]
+
+
+def test_an_optimizer_step_waits_for_staging(tmp_path: Path) -> None:
+    """A plain loop that never calls maybe_wait_for_staging saves the weights of the step it asked for."""
+    torch.manual_seed(0)
+    model = nn.Linear(2048, 2048)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="thread"))
+    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path) as manager:
+        for step in range(1, 4):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            wanted = model.weight.detach().clone()
+            manager.save(step)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    fresh = nn.Linear(2048, 2048)
+    optimizer = torch.optim.SGD(fresh.parameters(), lr=1.0)
+    with CheckpointManager(config, model_parts=[fresh], optimizers=[optimizer], base_folder=tmp_path) as manager:
+        manager.load()
+    assert torch.equal(fresh.weight, wanted)
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+    """On a real 4 MiB file system the save that does not fit is one clear error and the step before it resumes."""
+    script = textwrap.dedent(
+        """
+        import torch, subprocess, sys
+        from pathlib import Path
+        from torch import nn
+        from titan_ckpt.config import CheckpointConfig, SaveConfig
+        from titan_ckpt.manager import CheckpointManager
+        folder = Path(sys.argv[1])
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True)
+        config = CheckpointConfig(save=SaveConfig(interval=1))
+        torch.manual_seed(0)
+        small = nn.Linear(700, 700)
+        with CheckpointManager(config, model_parts=[small], base_folder=folder) as manager:
+            manager.save(1)
+            try:
+                manager.save(2)
+                manager.save(3)
+            except OSError as error:
+                print("raised:", type(error).__name__, error)
+        weight = small.weight.detach().clone()
+        nn.init.zeros_(small.weight)
+        with CheckpointManager(config, model_parts=[small], base_folder=folder) as manager:
+            print("resumed:", manager.load().step, torch.equal(small.weight, weight))
+        """
+    )
+    mounted = subprocess.run(
+        ["unshare", "-rm", sys.executable, "-c", script, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "raised:" in mounted.stdout, mounted.stdout + mounted.stderr
+    assert "resumed: 1 True" in mounted.stdout or "resumed: 2 True" in mounted.stdout, mounted.stdout + mounted.stderr
+    assert "space" in mounted.stdout

@@ -1,0 +1,118 @@
+"""The model as the outside world should see it, in a folder of its own that a resume never meets.
+
+Owns which tensors go into which kind of export, and where. Writing and proving are each format's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_ckpt.config import ExportConfig
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.errors import ExportError
+from titan_ckpt.loading import BASE_RECORD
+from titan_ckpt.model_wrapper import ModelWrapper
+from titan_ckpt.storage.dcp import export_dcp
+from titan_ckpt.storage.huggingface_export import export_huggingface
+from titan_ckpt.storage.peft import export_peft
+from titan_ckpt.tensors import Block, LazyTensor, TensorInfo, blocks_of, info_of
+from titan_ckpt.transforms import CASTABLE, StateDictTransforms
+from titan_ckpt.types import StateDict
+
+logger = logging.getLogger(__name__)
+
+
+class Exporter:
+    """Makes the exports of one run."""
+
+    def __init__(
+        self, base_folder: Path, model: ModelWrapper, transforms: StateDictTransforms, coordinator: Coordinator
+    ) -> None:
+        self._base_folder = base_folder
+        self._model = model
+        self._transforms = transforms
+        self._coordinator = coordinator
+
+    def check(self, configs: Sequence[ExportConfig]) -> None:
+        """Find before training what would make an export fail after it.
+
+        Raises: ExportError listing every export that cannot be made; KeyMapError for names without a file key.
+        """
+        problems = []
+        for config in configs:
+            if config.format == "hf" and self._transforms.hf_config is None:
+                problems.append(
+                    "hf: the model has no table to Hugging Face names; give the manager "
+                    "sd_transforms=StateDictTransforms(key_map=..., hf_config=...)"
+                )
+            if config.format == "peft" and not self._model.owned_state_dict():
+                problems.append('peft: no converter owns adapter weights; add [[converters]] kind = "lora"')
+            if config.assets is not None and not Path(config.assets).is_dir():
+                problems.append(f"assets: {config.assets} is no folder")
+        if problems:
+            raise ExportError("checkpoint.export cannot be made: " + "; ".join(problems))
+        if any(config.format == "hf" for config in configs):
+            self._transforms.to_file(self._model.state_dict("base"), None, None)
+        if any(config.format == "peft" for config in configs):
+            self._transforms.to_file(self._model.owned_state_dict(), self._model.hooks, None)
+
+    def export(self, config: ExportConfig, step: int, base: dict[str, Any] | None) -> Path:
+        """Write, prove and publish one export, and return its folder. Collective.
+
+        Raises: ExportError; OSError; PeerError. Nothing is left under the folder's name then.
+        """
+        dtype: torch.dtype | None = None if config.dtype is None else getattr(torch, config.dtype)
+        name = f"step-{step}-peft" if config.format == "peft" else f"step-{step}"
+        folder = self._base_folder / config.folder / name
+        if config.format == "hf":
+            self._export_hf(folder, config, dtype)
+        elif config.format == "peft":
+            self._export_peft(folder, dtype, base)
+        else:
+            export_dcp(folder, self._under_own_names(dtype), self._coordinator)
+        logger.info("exported %s to %s", config.format, folder)
+        return folder
+
+    def _export_hf(self, folder: Path, config: ExportConfig, dtype: torch.dtype | None) -> None:
+        groups = self._transforms.to_file(self._model.state_dict("export"), self._model.hooks, dtype)
+        assets = Path(config.assets) if config.assets else self._transforms.assets
+        export_huggingface(
+            folder,
+            groups,
+            config=dict(self._transforms.hf_config or {}),
+            assets=assets,
+            max_shard_bytes=config.max_shard_bytes,
+            coordinator=self._coordinator,
+        )
+
+    def _export_peft(self, folder: Path, dtype: torch.dtype | None, base: dict[str, Any] | None) -> None:
+        hooks = self._model.hooks
+        adapter = None if hooks is None else hooks.state_dict_adapter()
+        owned = self._model.owned_state_dict()
+        if adapter is None or not owned:
+            raise ExportError('a peft export needs a converter that owns adapter weights, such as kind = "lora"')
+        config = adapter.file_config(self._transforms.key_map)
+        if base is not None:
+            config |= {"base_model_name_or_path": base["path"], "revision": base["revision"], BASE_RECORD: base}
+        export_peft(folder, self._transforms.to_file(owned, hooks, dtype), config=config, coordinator=self._coordinator)
+
+    def _under_own_names(self, dtype: torch.dtype | None) -> StateDict:
+        """Return the export's tensors under native names, floating ones cast when they are written."""
+        tensors = self._model.state_dict("export")
+        if dtype is None:
+            return tensors
+        return {n: _cast(v, dtype) if info_of(v).dtype in CASTABLE else v for n, v in tensors.items()}
+
+
+def _cast(value: torch.Tensor | LazyTensor, dtype: torch.dtype) -> LazyTensor:
+    return LazyTensor(
+        TensorInfo(info_of(value).shape, dtype),
+        lambda: [Block(block.chunk, block.data.to(dtype)) for block in blocks_of(value)],
+        collective=isinstance(value, LazyTensor) and value.collective,
+        like=value.like if isinstance(value, LazyTensor) else value,
+    )

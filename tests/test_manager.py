@@ -186,7 +186,10 @@ def test_a_missing_step_is_named_with_those_that_are_there(tmp_path: Path) -> No
     run = Run()
     with run.manager(tmp_path) as manager:
         run.train(manager, 4)
-    with Run().manager(tmp_path) as manager, pytest.raises(CheckpointNotFoundError, match=r"step 3 .*valid steps: 4, 2"):
+    with (
+        Run().manager(tmp_path) as manager,
+        pytest.raises(CheckpointNotFoundError, match=r"step 3 .*valid steps: 4, 2"),
+    ):
         manager.load(3)
 
 

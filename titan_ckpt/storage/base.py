@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 
+from titan_ckpt.manifest import FileRecord as FileRecord  # of this seam too: what a writer reports
 from titan_ckpt.tensors import Chunk, TensorInfo
 
 
@@ -28,15 +29,6 @@ class ReadRequest:
     key: str
     chunk: Chunk
     into: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """One file of a checkpoint as committed: name inside its folder, size in bytes, xxh3-128 hex digest."""
-
-    name: str
-    num_bytes: int
-    digest: str
 
 
 class TensorReader(ABC):

@@ -1,4 +1,4 @@
-"""One model, held in every layout that training uses, with its true values known: what saves and loads are tested on."""
+"""One model in every layout that training uses, with its true values known: what saves and loads are tested on."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ class Block(nn.Module):
 def true_values() -> Tensors:
     """Return every tensor's whole value, the same on every rank."""
     generator = torch.Generator().manual_seed(7)
-    values = {
-        name: torch.randn(p.shape, generator=generator) for name, p in sorted(Block().named_parameters())
-    }
+    values = {name: torch.randn(p.shape, generator=generator) for name, p in sorted(Block().named_parameters())}
     return values | {
         "large": torch.randn(1200, 1024, generator=generator),
         "wide.bf16": torch.randn(6, 50, 9, generator=generator).bfloat16(),

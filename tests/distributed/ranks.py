@@ -1,4 +1,4 @@
-"""Start real processes in a gloo group and run one function on each; a failing rank fails the test with its traceback."""
+"""Start real processes in a gloo group and run a function on each; a failing rank fails the test with its traceback."""
 
 from __future__ import annotations
 

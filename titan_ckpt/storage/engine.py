@@ -11,10 +11,12 @@ import ctypes
 import errno
 import fcntl
 import functools
+import gc
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -63,6 +65,18 @@ def run_workers(
         thread.join()
     if errors:
         raise errors[0]
+
+
+@contextmanager
+def collector_held() -> Iterator[None]:
+    """Hold the cyclic collector back: it would walk the 10^6 new objects of a large plan again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class FileWriter:

@@ -53,4 +53,4 @@ def bytes_at(address: int, num_bytes: int) -> memoryview:
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Say whether the tensor's values are one run of bytes in host memory, in row-major order."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -9,20 +9,20 @@ header's own digest covers the digests of all blocks, so it stands for the whole
 
 from __future__ import annotations
 
-import gc
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
+from operator import add, le, mod, mul, sub
 from typing import Any
 
 import torch
 import xxhash
 
 from titan_ckpt.errors import CorruptCheckpointError, StateEncodingError
+from titan_ckpt.storage.engine import collector_held
 from titan_ckpt.storage.memory import ALIGNMENT, round_up
 from titan_ckpt.tensors import Chunk, Shape, TensorInfo
 
@@ -208,21 +208,13 @@ def _compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Hold the cyclic collector back: it would walk the 10^5 new lists of a large header again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """A checked header. `entries` in file order; `elsewhere` only in rank 0's file."""
+    """A checked header, kept in columns: 10^5 small tensors are ordinary, and an object for each is slow to make.
+
+    `by_fqn`: the position in file order of the entry of a tensor, or of several chunks' entries.
+    `elsewhere`: only in rank 0's file.
+    """
 
     path: str
     rank: int
@@ -232,11 +224,49 @@ class RankFile:
     block_digests: str
     data_start: int
     data_bytes: int
-    entries: tuple[Entry, ...]
+    names: list[str]
+    sizes: list[Shape]
+    dtypes: list[torch.dtype]
+    starts: list[int]
+    rows: list[Any]
+    by_fqn: Mapping[str, int | list[int]]
     elsewhere: Mapping[str, TensorInfo]
 
     def block_digest(self, block: int) -> str:
         return self.block_digests[block * _DIGEST_CHARS : (block + 1) * _DIGEST_CHARS]
+
+    def entire(self, fqn: str, chunk: Chunk) -> tuple[int, Shape, torch.dtype] | None:
+        """Return (start, sizes, dtype) of the entry that is exactly this chunk, if there is one and it is the only."""
+        at = self.by_fqn.get(fqn)
+        if type(at) is not int or self.sizes[at] != chunk.sizes:
+            return None
+        row = self.rows[at]
+        if any(chunk.offsets) if row == 0 else tuple(row[1]) != chunk.offsets:
+            return None
+        return self.starts[at], chunk.sizes, self.dtypes[at]
+
+    def entries_of(self, fqn: str) -> list[Entry]:
+        """Return the chunks of a tensor that this file holds."""
+        at = self.by_fqn.get(fqn)
+        if at is None:
+            return []
+        return [self.entry(i) for i in ([at] if isinstance(at, int) else at)]
+
+    def entry(self, i: int) -> Entry:
+        """Return the i-th entry in file order."""
+        row, sizes, name = self.rows[i], self.sizes[i], self.names[i]
+        if row == 0:
+            return Entry(name, name, TensorInfo(sizes, self.dtypes[i]), Chunk.whole(sizes), self.starts[i])
+        fqn = row[2] if len(row) > 2 else name
+        info = TensorInfo(tuple(row[0]), self.dtypes[i])
+        return Entry(name, fqn, info, Chunk(tuple(row[1]), sizes), self.starts[i])
+
+    def infos(self) -> dict[str, TensorInfo]:
+        """Return every tensor with an entry in this file; tensors of one shape and dtype share their object."""
+        shapes = [s if row == 0 else tuple(row[0]) for s, row in zip(self.sizes, self.rows, strict=True)]
+        kinds = list(zip(shapes, self.dtypes, strict=True))
+        shared = {kind: TensorInfo(*kind) for kind in set(kinds)}
+        return {fqn: shared[kinds[at if isinstance(at, int) else at[0]]] for fqn, at in self.by_fqn.items()}
 
 
 def parse_header(raw: bytes, file_bytes: int, path: str) -> RankFile:
@@ -253,7 +283,7 @@ def parse_header(raw: bytes, file_bytes: int, path: str) -> RankFile:
     if state.hexdigest().encode() != digest:
         raise _corrupt(path, f"its header has digest {state.hexdigest()}, expected {digest.decode('ascii', 'replace')}")
     try:
-        with _without_collector():
+        with collector_held():
             header = json.loads(raw[8:])
             return _read(header, digest.decode("ascii"), len(raw), file_bytes, path)
     except CorruptCheckpointError:
@@ -283,54 +313,80 @@ def _read(header: dict[str, Any], digest: str, data_start: int, file_bytes: int,
     _require(ALIGNMENT <= block_bytes <= 64 << 20 and block_bytes & (block_bytes - 1) == 0, "odd block size")
     rows = json.loads(metadata["titan_ckpt.chunks"]) if "titan_ckpt.chunks" in metadata else [0] * len(header)
     _require(type(rows) is list and len(rows) == len(header), "one chunk row per tensor")
-    entries = []
-    position = 0
-    for (name, tensor), row in zip(header.items(), rows, strict=True):
-        entry, stop = _read_entry(name, tensor, row, position)
-        entries.append(entry)
-        position = stop
-    if data_start + position != file_bytes:
-        raise _corrupt(path, f"it has {file_bytes} bytes, expected {data_start + position}; it was cut or grew")
+    names, tensors = list(header), list(header.values())
+    sizes = [tensor["shape"] for tensor in tensors]
+    _check_shapes(sizes)
+    dtypes = [_DTYPES[tensor["dtype"]] for tensor in tensors]
+    starts, data_bytes = _check_offsets([tensor["data_offsets"] for tensor in tensors], sizes, dtypes)
+    if data_start + data_bytes != file_bytes:
+        raise _corrupt(path, f"it has {file_bytes} bytes, expected {data_start + data_bytes}; it was cut or grew")
+    fqns = _check_rows(rows, names, sizes, dtypes)
     blocks = metadata["titan_ckpt.blocks"]
-    _require(len(blocks) == _DIGEST_CHARS * -(-position // block_bytes), "one digest per block")
+    _require(type(blocks) is str and len(blocks) == _DIGEST_CHARS * -(-data_bytes // block_bytes), "a digest per block")
     elsewhere = {}
     if "titan_ckpt.elsewhere" in metadata:
         for fqn, (dtype, shape) in json.loads(metadata["titan_ckpt.elsewhere"]).items():
-            elsewhere[fqn] = TensorInfo(_shape(shape), _dtype_by_name(dtype))
+            _check_shapes([shape])
+            elsewhere[fqn] = TensorInfo(tuple(shape), _dtype_by_name(dtype))
     return RankFile(
-        path, rank, world_size, digest, block_bytes, blocks, data_start, position, tuple(entries), elsewhere
-    )
+        path, rank, world_size, digest, block_bytes, blocks, data_start, data_bytes,
+        names, list(map(tuple, sizes)), dtypes, starts, rows, _index(fqns), elsewhere,
+    )  # fmt: skip
 
 
-def _read_entry(name: str, tensor: dict[str, Any], row: Any, position: int) -> tuple[Entry, int]:
-    """Check one tensor against its chunk row; return it and where the next must start."""
-    dtype = _DTYPES[tensor["dtype"]]
-    sizes = _shape(tensor["shape"])
-    start, stop = tensor["data_offsets"]
-    _require(type(start) is int and start == position, "a hole or an overlap between tensors")
-    if row == 0:
-        fqn, shape, offsets = name, sizes, (0,) * len(sizes)
-    else:
-        shape, offsets = _shape(row[0]), _shape(row[1])
-        fqn = row[2] if len(row) > 2 else name
-        _require(type(fqn) is str and len(row) <= 4, "an odd chunk row")
+def _check_shapes(shapes: list[Any]) -> None:
+    _require(set(map(type, shapes)) <= {list} and max(map(len, shapes), default=0) <= 64, "a shape")
+    flat = list(chain.from_iterable(shapes))
+    _require(set(map(type, flat)) <= {int} and min(flat, default=0) >= 0 and max(flat, default=0) < 1 << 62, "a size")
+
+
+def _check_offsets(offsets: list[Any], sizes: list[list[int]], dtypes: list[torch.dtype]) -> tuple[list[int], int]:
+    """Check that tensors follow each other and have the bytes of their shape; return their starts and the end."""
+    _check_shapes(offsets)
+    _require(set(map(len, offsets)) <= {2}, "two offsets")
+    starts, stops = [pair[0] for pair in offsets], [pair[1] for pair in offsets]
+    _require([0, *stops] == [*starts, stops[-1] if stops else 0], "a hole or an overlap between tensors")
+    itemsizes = [dtype.itemsize for dtype in dtypes]
+    expected = map(mul, map(prod, sizes), itemsizes)
+    _require(list(map(sub, stops, starts)) == list(expected), "bytes of a tensor")
+    _require(not any(map(mod, starts, itemsizes)), "a tensor that is not aligned to its elements")
+    return starts, stops[-1] if stops else 0
+
+
+def _check_rows(rows: list[Any], names: list[str], sizes: list[list[int]], dtypes: list[torch.dtype]) -> list[str]:
+    """Check the chunk of every entry; put carried dtypes and their sizes in place; return the fqns."""
+    chunks = [i for i, row in enumerate(rows) if row != 0]
+    if not chunks:
+        return names
+    fqns = list(names)
+    for i in chunks:
+        row = rows[i]
+        _require(type(row) is list and 2 <= len(row) <= 4, "a chunk row")
+        if len(row) > 2:
+            _require(type(row[2]) is str, "a name")
+            fqns[i] = row[2]
         if len(row) > 3:
-            carried = _CARRIED[row[3]]
-            carrier, count = _CARRIERS[carried]
-            _require(carrier == dtype and sizes[-1:] == (count,), "an odd carrier")
-            dtype, sizes = carried, sizes[:-1]
-        _require(len(shape) == len(offsets) == len(sizes), "dims of a chunk")
-        _require(all(o + n <= s for o, n, s in zip(offsets, sizes, shape, strict=True)), "a chunk outside its tensor")
-    itemsize = dtype.itemsize
-    _require(stop == start + prod(sizes) * itemsize and start % itemsize == 0, "bytes of a tensor")
-    return Entry(name, fqn, TensorInfo(shape, dtype), Chunk(offsets, sizes), start), stop
+            carrier, count = _CARRIERS[_CARRIED[row[3]]]
+            _require(carrier == dtypes[i] and sizes[i][-1:] == [count], "an odd carrier")
+            dtypes[i], sizes[i] = _CARRIED[row[3]], sizes[i][:-1]
+    shapes, offsets = [rows[i][0] for i in chunks], [rows[i][1] for i in chunks]
+    inner = [sizes[i] for i in chunks]
+    _check_shapes(shapes)
+    _check_shapes(offsets)
+    _require(list(map(len, shapes)) == list(map(len, offsets)) == list(map(len, inner)), "dims of a chunk")
+    ends = map(add, chain.from_iterable(offsets), chain.from_iterable(inner))
+    _require(all(map(le, ends, chain.from_iterable(shapes))), "a chunk outside its tensor")
+    return fqns
 
 
-def _shape(value: Any) -> Shape:
-    _require(type(value) is list and len(value) <= 64, "a shape")
-    for size in value:
-        _require(type(size) is int and 0 <= size < 1 << 62, "a size")
-    return tuple(value)
+def _index(fqns: list[str]) -> dict[str, int | list[int]]:
+    index: dict[str, int | list[int]] = dict(zip(fqns, range(len(fqns)), strict=True))
+    if len(index) < len(fqns):
+        several: dict[str, list[int]] = {}
+        for i, fqn in enumerate(fqns):
+            several.setdefault(fqn, []).append(i)
+        index.update({fqn: at for fqn, at in several.items() if len(at) > 1})
+    return index
 
 
 def _dtype_by_name(name: str) -> torch.dtype:

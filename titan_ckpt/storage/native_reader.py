@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
+from operator import sub
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, NotACheckpointError
 from titan_ckpt.storage.base import FileRecord, ReadRequest, TensorReader
-from titan_ckpt.storage.engine import FileReader
+from titan_ckpt.storage.engine import FileReader, collector_held
 from titan_ckpt.storage.native_header import Entry, RankFile, header_bytes, parse_header
 from titan_ckpt.storage.native_writer import rank_file_name
 from titan_ckpt.storage.transfers import BlockReader, Transfer
@@ -31,7 +32,6 @@ class _Source:
 
     file: FileReader
     header: RankFile
-    entries: Mapping[str, tuple[Entry, ...]]
 
 
 class NativeReader(TensorReader):
@@ -51,12 +51,12 @@ class NativeReader(TensorReader):
         self._sources: dict[int, _Source] = {}
         if not self.path.is_dir():
             raise CheckpointNotFoundError(f"{self.path}: no such folder")
-        first = self._open(0)
-        self._world_size = first.header.world_size
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self._own = self._open(rank) if rank < self._world_size else first
-        self._tensors = {fqn: entries[0].info for fqn, entries in first.entries.items()}
-        self._tensors.update(first.header.elsewhere)
+        with collector_held():
+            first = self._open(0)
+            self._world_size = first.header.world_size
+            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+            self._own = self._open(rank) if rank < self._world_size else first
+            self._tensors = {**first.header.infos(), **first.header.elsewhere}
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -92,11 +92,7 @@ class NativeReader(TensorReader):
         except BaseException:
             file.close()
             raise
-        by_fqn: dict[str, tuple[Entry, ...]] = {}
-        for entry in header.entries:
-            known = by_fqn.get(entry.fqn)
-            by_fqn[entry.fqn] = (entry,) if known is None else (*known, entry)
-        self._sources[rank] = _Source(file, header, by_fqn)
+        self._sources[rank] = _Source(file, header)
         return self._sources[rank]
 
     def _check_record(self, name: str, header: RankFile, num_bytes: int) -> None:
@@ -118,22 +114,23 @@ class NativeReader(TensorReader):
         Raises: CorruptCheckpointError naming the file, the damaged tensors and those overwritten in memory so far, or
         a tensor whose stored chunks do not cover it once; KeyError for a name that is not in `tensors`.
         """
-        transfers: dict[int, list[Transfer]] = {}
+        with collector_held():
+            self._read(requests)
+
+    def _read(self, requests: Sequence[ReadRequest]) -> None:
+        own: list[Transfer] = []
+        transfers = {self._own.header.rank: own}
         arranged: list[tuple[torch.Tensor, torch.Tensor]] = []
         for request in requests:
-            if not request.chunk.numel:
+            chunk, into = request.chunk, request.into
+            if into.shape != chunk.sizes:
+                into = _reshaped(into.detach(), request, arranged)
+            if (entire := self._own.header.entire(request.key, chunk)) is not None:
+                own.append(Transfer(request.key, *entire, None, into))
                 continue
-            into = request.into.detach()
-            if into.shape != request.chunk.sizes:
-                into = _reshaped(into, request, arranged)
-            for rank, entry, part in self._locate(request.key, request.chunk):
-                target = into if part == request.chunk else into[part.within(request.chunk)]
-                box = Chunk(
-                    tuple(o - base for o, base in zip(part.offsets, entry.chunk.offsets, strict=True)), part.sizes
-                )
-                transfers.setdefault(rank, []).append(
-                    Transfer(request.key, entry.start, entry.chunk.sizes, entry.info.dtype, box, target)
-                )
+            for source, entry, part in self._locate(request.key, chunk):
+                target = into if part is chunk else into[part.within(chunk)]
+                transfers.setdefault(source.header.rank, []).append(_transfer(entry, part, target))
         for rank, of_file in sorted(transfers.items()):
             source = self._sources[rank]
             BlockReader(source.file, source.header, self._verify).read(of_file)
@@ -141,13 +138,13 @@ class NativeReader(TensorReader):
             for target, values in arranged:
                 target.copy_(values.view(target.shape))
 
-    def _locate(self, fqn: str, chunk: Chunk) -> list[tuple[int, Entry, Chunk]]:
+    def _locate(self, fqn: str, chunk: Chunk) -> list[tuple[_Source, Entry, Chunk]]:
         """Find the stored parts that make up a chunk; looks in other ranks' files only if this rank's lacks any."""
-        own = self._own
-        for entry in own.entries.get(fqn, ()):
-            if entry.chunk == chunk:
-                return [(own.header.rank, entry, chunk)]
-        found = _parts(own, fqn, chunk)
+        if fqn not in self._tensors:
+            raise KeyError(f"{self.path}: holds no tensor {fqn}")
+        if not chunk.numel:
+            return []
+        found = _parts(self._own, fqn, chunk)
         if sum(part.numel for _, _, part in found) < chunk.numel:
             found = [hit for rank in range(self._world_size) for hit in _parts(self._open(rank), fqn, chunk)]
         _check_cover(fqn, chunk, [part for _, _, part in found], str(self.path))
@@ -161,21 +158,19 @@ class NativeReader(TensorReader):
         whole: dict[str, list[Chunk]] = {fqn: [] for fqn in self.tensors}
         for rank in range(self._world_size):
             source = self._open(rank)
+            entries = [source.header.entry(i) for i in range(len(source.header.names))]
             scratch = torch.empty(0)
-            everything = [
-                Transfer(e.fqn, e.start, e.chunk.sizes, e.info.dtype, Chunk.whole(e.chunk.sizes), scratch)
-                for e in source.header.entries
-                if e.nbytes
-            ]
+            everything = [_transfer(e, e.chunk, scratch) for e in entries if e.nbytes]
             BlockReader(source.file, source.header, True).check(everything)
-            for fqn, entries in source.entries.items():
-                if fqn not in whole or any(e.info != self._tensors[fqn] for e in entries):
+            for e in entries:
+                if self._tensors.get(e.fqn) != e.info:
                     raise CorruptCheckpointError(
-                        f"{source.header.path}: holds {fqn} as {entries[0].info}, rank 0's file says "
-                        f"{self._tensors.get(fqn)}. Copy the folder again from where it is whole",
+                        f"{source.header.path}: holds {e.fqn} as {e.info}, rank 0's file says "
+                        f"{self._tensors.get(e.fqn)}. Copy the folder again from where it is whole",
                         source.header.path,
                     )
-                whole[fqn] += [e.chunk for e in entries if e.chunk.numel]
+                if e.chunk.numel:
+                    whole[e.fqn].append(e.chunk)
         for fqn, chunks in whole.items():
             _check_cover(fqn, Chunk.whole(self._tensors[fqn].shape), chunks, str(self.path))
 
@@ -190,10 +185,17 @@ def _read_header(file: FileReader, path: str) -> RankFile:
     return parse_header(file.read(0, length), file.num_bytes, path)
 
 
-def _parts(source: _Source, fqn: str, chunk: Chunk) -> list[tuple[int, Entry, Chunk]]:
+def _transfer(entry: Entry, part: Chunk, into: torch.Tensor) -> Transfer:
+    """Fill `into` with a part, given in global coordinates, of a stored chunk."""
+    sizes = entry.chunk.sizes
+    box = None if part == entry.chunk else Chunk(tuple(map(sub, part.offsets, entry.chunk.offsets)), part.sizes)
+    return Transfer(entry.fqn, entry.start, sizes, entry.info.dtype, box, into)
+
+
+def _parts(source: _Source, fqn: str, chunk: Chunk) -> list[tuple[_Source, Entry, Chunk]]:
     """Return what a file holds of a chunk, in global coordinates."""
-    hits = ((entry, entry.chunk.intersect(chunk)) for entry in source.entries.get(fqn, ()))
-    return [(source.header.rank, entry, part) for entry, part in hits if part is not None]
+    hits = ((entry, entry.chunk.intersect(chunk)) for entry in source.header.entries_of(fqn))
+    return [(source, entry, part) for entry, part in hits if part is not None]
 
 
 def _reshaped(
@@ -236,9 +238,7 @@ def _disjoint(parts: Sequence[Chunk]) -> bool:
         return all(a.intersect(b) is None for a, b in combinations(parts, 2))
     counts = np.zeros([len(of_dim) for of_dim in edges], dtype=np.uint8)
     for p in parts:
-        box = tuple(
-            slice(at[o], at[o + n]) for at, o, n in zip(position, p.offsets, p.sizes, strict=True)
-        )
+        box = tuple(slice(at[o], at[o + n]) for at, o, n in zip(position, p.offsets, p.sizes, strict=True))
         if counts[box].any():
             return False
         counts[box] = 1

@@ -20,7 +20,7 @@ from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.ownership import Share, divide
 from titan_ckpt.staging import Arena, StagingHandle
 from titan_ckpt.storage.base import FileRecord
-from titan_ckpt.storage.engine import IO_BYTES, NUM_WORKERS, FileWriter, run_workers
+from titan_ckpt.storage.engine import IO_BYTES, NUM_WORKERS, FileWriter, collector_held, run_workers
 from titan_ckpt.storage.memory import Buffer, round_up
 from titan_ckpt.storage.native_header import BLOCK_BYTES, STORED_DTYPES, Layout, lay_out
 from titan_ckpt.storage.segments import Segments
@@ -46,7 +46,7 @@ class NativeWriter:
     def __init__(self, file_name: str | None = None) -> None:
         """`file_name`: by default rank_file_name of this rank."""
         self._file_name = file_name
-        self._key: tuple[Any, ...] = ()
+        self._key: list[tuple[str, torch.Size, torch.dtype, tuple[Any, Any] | None]] = []
         self._plan: _Plan | None = None
         self._arena: Arena | None = None
         self._bounces = [Buffer.allocate(IO_BYTES) for _ in range(NUM_WORKERS)]
@@ -56,10 +56,26 @@ class NativeWriter:
 
         Raises: StateEncodingError naming every tensor that cannot be stored; PeerError where another rank has one.
         """
-        key = tuple((fqn, *_kind(value)) for fqn, value in tensors.items())
-        stale = self._plan is None or key != self._key
-        if not any(coordinator.gather("plan/stale", stale)):
-            return
+        stale = self._plan is None or not self._is_as_planned(tensors)
+        if any(coordinator.gather("plan/stale", stale)):
+            with collector_held():
+                self._make_plan(tensors, coordinator)
+
+    def _is_as_planned(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Compare with what the plan was made from; quick, because every save does it."""
+        if len(tensors) != len(self._key):
+            return False
+        for (fqn, value), (name, shape, dtype, layout) in zip(tensors.items(), self._key, strict=True):
+            if fqn != name or value.dtype is not dtype or value.shape != shape:
+                return False
+            if isinstance(value, DTensor):
+                if layout is None or value.placements != layout[1] or value.device_mesh != layout[0]:
+                    return False
+            elif layout is not None:
+                return False
+        return True
+
+    def _make_plan(self, tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> None:
         faults = [fault for fqn, value in tensors.items() if (fault := _fault(fqn, value))]
         error = StateEncodingError("; ".join(faults)) if faults else None
         coordinator.barrier("plan/dtypes", error)
@@ -72,7 +88,7 @@ class NativeWriter:
         chunks = [(s.fqn, s.info, s.chunk) for s in shares]
         layout = lay_out(chunks, coordinator.rank, coordinator.world_size, elsewhere)
         self._plan = _Plan(shares, layout, tuple(entry.start for entry in layout.entries))
-        self._key = key
+        self._key = [(fqn, v.shape, v.dtype, _layout(v)) for fqn, v in tensors.items()]
         self._file_name = self._file_name or rank_file_name(coordinator.rank)
 
     @property
@@ -178,11 +194,8 @@ def _local(value: torch.Tensor) -> torch.Tensor:
     return value._local_tensor if isinstance(value, DTensor) else value  # noqa: SLF001
 
 
-def _kind(value: torch.Tensor) -> tuple[Any, ...]:
-    """Return what the plan depends on, quickly: it is compared before every save."""
-    if isinstance(value, DTensor):
-        return value.shape, value.dtype, value.device_mesh, value.placements
-    return value.shape, value.dtype, None, None
+def _layout(value: torch.Tensor) -> tuple[Any, Any] | None:
+    return (value.device_mesh, value.placements) if isinstance(value, DTensor) else None
 
 
 def _fault(fqn: str, value: object) -> str | None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 
 import torch
 import xxhash
@@ -27,28 +27,26 @@ MIN_DIRECT_BYTES = 256 << 10
 """Tensors are read without a bounce buffer where a window has that many bytes of each on average."""
 
 
-@dataclass(slots=True)
 class Transfer:
-    """Fill `into`, of shape box.sizes, with a box of an array of `sizes` that is stored at byte `start` of the data."""
+    """Fill `into` with a box of an array of `sizes` that is stored from byte `start` of the data section on.
 
-    fqn: str
-    start: int
-    sizes: Shape
-    dtype: torch.dtype
-    box: Chunk
-    into: torch.Tensor
-    address: int = 0
-    """Where the bytes go as they are, when the box and its target are both one run of memory; 0 otherwise."""
-    first: int = 0
-    stop: int = 0
-    """Bytes of the data section that the box spans."""
+    `into.shape` is the box's. `first` and `stop`: the bytes of the data section that the box spans. `address`: where
+    they go as they are, if the box and its target are both one run of memory; else 0.
+    """
 
-    def __post_init__(self) -> None:
-        itemsize = self.dtype.itemsize
-        low, high = element_span(self.sizes, self.box)
-        self.first, self.stop = self.start + low * itemsize, self.start + high * itemsize
-        if self.into.dtype == self.dtype and high - low == self.box.numel and is_plain_memory(self.into):
-            self.address = self.into.data_ptr()
+    __slots__ = ("address", "box", "dtype", "first", "fqn", "into", "sizes", "start", "stop")
+
+    def __init__(
+        self, fqn: str, start: int, sizes: Shape, dtype: torch.dtype, box: Chunk | None, into: torch.Tensor
+    ) -> None:
+        """`box`: in the stored array's own coordinates; None is all of it."""
+        self.fqn, self.start, self.sizes, self.dtype, self.box, self.into = fqn, start, sizes, dtype, box, into
+        numel = prod(sizes) if box is None else box.numel
+        low, high = (0, numel) if box is None else element_span(sizes, box)
+        itemsize = dtype.itemsize
+        self.first, self.stop = start + low * itemsize, start + high * itemsize
+        as_it_is = into.dtype is dtype and high - low == numel and is_plain_memory(into)
+        self.address = into.data_ptr() if as_it_is else 0
 
 
 class BlockReader:
@@ -106,7 +104,7 @@ class BlockReader:
             if t.stop - t.first <= 2 * block or t.address:
                 wanted.update(range(t.first // block, -(-t.stop // block)))
                 continue
-            for low, high in spans(t.sizes, t.box, block // itemsize):
+            for low, high in spans(t.sizes, t.box or Chunk.whole(t.sizes), block // itemsize):
                 wanted.update(range((t.start + low * itemsize) // block, -(-(t.start + high * itemsize) // block)))
         start = stop = -1
         for index in sorted(wanted):
@@ -222,14 +220,14 @@ def _scatter_box(t: Transfer, window: Window, bounce: Buffer) -> None:
     itemsize = t.dtype.itemsize
     low = (max(start, t.first) - t.start) // itemsize
     high = (min(stop, t.stop) - t.start) // itemsize
-    into = t.into.detach()
+    wanted = t.box or Chunk.whole(t.sizes)
     for box in boxes_of_range(t.sizes, low, high):
-        part = box.intersect(t.box)
+        part = box.intersect(wanted)
         if part is None:
             continue
         at = t.start + element_span(t.sizes, box)[0] * itemsize - start
         source = bounce.tensor[at : at + box.numel * itemsize].view(t.dtype).view(box.sizes)
-        into[part.within(t.box)].copy_(source[part.within(box)])
+        t.into[part.within(wanted)].copy_(source[part.within(box)])
 
 
 def _listed(names: Sequence[str], limit: int = 12) -> str:

@@ -1,0 +1,43 @@
+"""What every test has: one thread, a fixed seed, no network, and effort that grows where a soak asks for it."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch or transformers are imported: ranks share two cores, and a test that reaches for a hub must fail.
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    HF_HUB_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+    WANDB_MODE="offline",
+)
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+
+settings.register_profile(
+    "check",
+    max_examples=100,
+    deadline=None,  # a busy machine is no failure
+    derandomize=True,  # a change is judged by the same examples as the change before it
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.register_profile("soak", settings.get_profile("check"), max_examples=5000, derandomize=False)
+settings.load_profile("soak" if os.environ.get("TITAN_CKPT_SOAK") == "1" else "check")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests that need a CUDA device where there is none."""
+    if not torch.cuda.is_available():
+        without = [item for item in items if item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if item not in without]
+        config.hook.pytest_deselected(items=without)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,305 @@
+"""`@distributed`: a test whose body runs in several real processes.
+
+Owns how a test's ranks are started, watched and ended. Knows nothing of checkpoints.
+Source: the idea of one decorator: torchsnapshot, test_utils.py; OLMo-core, testing/distributed.py.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, forkserver
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
+P = ParamSpec("P")
+_Filter = tuple[Any, str, Any, str, int]
+
+_PRELOADED = ["pytest", "torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", __name__]
+_GRACE_SECONDS = 5.0
+"""After a first failure, how long the other ranks may go on, so that they can say how it looked from their side."""
+_DONE = "titan_ckpt.testing/done"
+_END = "titan_ckpt.testing/end"
+
+
+class RankError(AssertionError):
+    """Some rank of a `@distributed` test failed. Carries `ranks`, in the order in which they ended."""
+
+    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        super().__init__(message)
+
+
+def distributed(nproc: int = 2, *, timeout_seconds: float = 120.0) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Run a test's body in `nproc` processes with a gloo process group, one thread each.
+
+    Fixtures and parameters are evaluated once, here, and sent to every rank, so they must pickle (tmp_path does). Every
+    rank has RANK, WORLD_SIZE and their like in its environment, and the warning filters of the test.
+    A rank that raises, dies, or still runs after `timeout_seconds` fails the test, with its traceback or with where it
+    was; then all ranks are ended, and with each its own child processes.
+
+    The processes are forked from a server that has imported torch and done nothing else: a rank starts in milliseconds
+    and shares no thread, lock or random state with the test process. The store is the test process's, as torchrun's is
+    its agent's: it outlives a killed rank 0.
+    Raises: RankError.
+    """
+
+    def decorate(body: Callable[P, None]) -> Callable[P, None]:
+        @functools.wraps(body)
+        def run(*args: P.args, **kwargs: P.kwargs) -> None:
+            __tracebackhide__ = True
+            _run_ranks(body, nproc, timeout_seconds, args, kwargs)
+
+        return run
+
+    return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What a rank is told."""
+
+    module: str
+    file: str
+    qualname: str
+    arguments: bytes
+    nproc: int
+    port: int
+    timeout_seconds: float
+    folder: str
+    environment: dict[str, str]
+    filters: list[_Filter]
+
+    def notes(self, rank: int) -> Path:
+        """Where a rank writes why it failed."""
+        return Path(self.folder, f"rank-{rank}.txt")
+
+    def stack(self, rank: int) -> Path:
+        """Where a rank writes where it is, when asked by SIGUSR1."""
+        return Path(self.folder, f"rank-{rank}.stack.txt")
+
+
+def _run_ranks(
+    body: Callable[..., None], nproc: int, timeout_seconds: float, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    __tracebackhide__ = True
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        job = _Job(
+            body.__module__,
+            body.__code__.co_filename,
+            body.__qualname__,
+            _pickled(args, kwargs),
+            nproc,
+            store.port,
+            timeout_seconds,
+            folder,
+            dict(os.environ),
+            _filters(),
+        )
+        with _started(job) as processes:
+            failed, hung = _watch(processes, job, store)
+        if failed or hung:
+            why = {rank: _why_failed(job, rank, processes[rank].exitcode) for rank in failed}
+            why |= {rank: _why_hung(job, rank) for rank in hung}
+            report = "".join(f"\n--- rank {rank}: {text}" for rank, text in why.items())
+            raise RankError(f"{len(why)} of {nproc} ranks failed: {body.__qualname__}{report}", tuple(why))
+
+
+def _filters() -> list[_Filter]:
+    """Return this process's warning filters as warnings.filterwarnings takes them, in order."""
+    return [
+        (action, getattr(message, "pattern", ""), category, getattr(module, "pattern", ""), line)
+        for action, message, category, module, line in warnings.filters
+    ]
+
+
+def _pickled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """Raises: TypeError naming the argument that ranks cannot be given."""
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise TypeError(f"argument {name} of a @distributed test cannot be sent to its ranks: {error}") from None
+    return pickle.dumps((args, kwargs))
+
+
+@functools.cache
+def _context() -> multiprocessing.context.ForkServerContext:
+    """Start the server that ranks are forked from; it must import with one thread, since only that one is forked."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+    return context
+
+
+@contextmanager
+def _started(job: _Job) -> Iterator[list[ForkServerProcess]]:
+    processes: list[ForkServerProcess] = []
+    try:
+        for rank in range(job.nproc):
+            process = _context().Process(target=_rank_main, args=(job, rank), name=f"rank {rank}")
+            process.start()
+            processes.append(process)
+        yield processes
+    finally:
+        for process in processes:
+            _kill(process)
+
+
+def _kill(process: ForkServerProcess) -> None:
+    """End a rank and whatever it started; it leads a session of its own, unless it has not got so far."""
+    assert process.pid is not None
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
+def _watch(processes: Sequence[ForkServerProcess], job: _Job, store: Store) -> tuple[list[int], list[int]]:
+    """Wait until all ranks ended or the time is over; return those that failed, in that order, and those that hang."""
+    deadline = time.monotonic() + job.timeout_seconds
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    failed: list[int] = []
+    time_is_over = False
+    while running:
+        ended = connection.wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
+        if not ended and time_is_over:
+            break
+        if not ended:
+            # Ranks that are through and wait for the others leave now; what stays hangs.
+            time_is_over = True
+            store.set(_END, "time is over")
+            deadline = time.monotonic() + 1.0
+        for sentinel in ended:
+            assert isinstance(sentinel, int)
+            rank = running.pop(sentinel)
+            processes[rank].join()
+            if processes[rank].exitcode != 0:
+                failed.append(rank)
+                store.set(_END, "a rank failed")
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+    for rank in running.values():
+        pid = processes[rank].pid
+        assert pid is not None
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    if running:
+        time.sleep(0.5)
+    return failed, sorted(running.values())
+
+
+def _why_failed(job: _Job, rank: int, exit_code: int | None) -> str:
+    if job.notes(rank).exists():
+        return job.notes(rank).read_text()
+    assert exit_code is not None
+    return f"ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
+
+
+def _why_hung(job: _Job, rank: int) -> str:
+    stack = job.stack(rank).read_text() if job.stack(rank).exists() else ""
+    return f"did not end and was ended by force, at\n{stack or '  nowhere known: it answered no signal'}"
+
+
+def _rank_main(job: _Job, rank: int) -> None:
+    """Run the body as one rank; the exit code says whether it passed."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(
+        job.environment
+        | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.nproc), "LOCAL_WORLD_SIZE": str(job.nproc)}
+        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job.port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    )
+    torch.set_num_threads(1)
+    with job.stack(rank).open("w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack)
+        # Nobody is left to end a hung rank where the test process itself was killed.
+        faulthandler.dump_traceback_later(job.timeout_seconds + 60, exit=True, file=stack)
+        try:
+            _rank_body(job, rank)
+        except BaseException as error:
+            job.notes(rank).write_text(_explain(error))
+            sys.stdout.flush()
+            # Not sys.exit: a thread that a failed body left behind would hold the process.
+            os._exit(1)
+
+
+def _rank_body(job: _Job, rank: int) -> None:
+    warnings.resetwarnings()
+    for action, message, category, module, line in job.filters:
+        warnings.filterwarnings(action, message, category, module, line, append=True)
+    timeout = timedelta(seconds=job.timeout_seconds)
+    store = TCPStore("127.0.0.1", job.port, is_master=False, timeout=timeout)
+    body = _find(job)
+    args, kwargs = pickle.loads(job.arguments)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.nproc, timeout=timeout)
+    body(*args, **kwargs)
+    # A rank that leaves closes its connections, which a slower one would take for a failure.
+    if store.add(_DONE, 1) == job.nproc:
+        store.set(_END, "all done")
+    store.wait([_END], timeout)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _find(job: _Job) -> Callable[..., None]:
+    """Return the undecorated body; a test file that no path leads to is loaded from where it is."""
+    try:
+        found: Any = importlib.import_module(job.module)
+    except ModuleNotFoundError:
+        spec = importlib.util.spec_from_file_location(job.module, job.file)
+        assert spec is not None
+        assert spec.loader is not None
+        found = importlib.util.module_from_spec(spec)
+        sys.modules[job.module] = found
+        spec.loader.exec_module(found)
+    for name in job.qualname.split("."):
+        found = getattr(found, name)
+    body: Callable[..., None] = found.__wrapped__
+    return body
+
+
+def _explain(error: BaseException) -> str:
+    """Return the traceback, and the local variables where it was raised: assertions in ranks are not rewritten."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    text = "".join(traceback.format_exception(error))
+    if frames:
+        values = [f"    {name} = {_clip(value)}" for name, value in frames[-1][0].f_locals.items()]
+        text += "\n".join(["with", *values]) if values else ""
+    return text
+
+
+def _clip(value: Any) -> str:
+    try:
+        text = re.sub(r"\s+", " ", repr(value))
+    except Exception as error:
+        text = f"<no repr: {error}>"
+    return text if len(text) <= 300 else text[:297] + "..."

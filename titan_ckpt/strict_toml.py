@@ -193,7 +193,7 @@ class _Binder:
         return self._no_arm(arms, value, path)
 
     def _no_arm(self, arms: Sequence[Any], value: Any, path: str) -> Any:
-        return self._expected(" or ".join(map(_describe, arms)), value, path)
+        return self._expected(" or ".join(dict.fromkeys(map(_describe, arms))), value, path)
 
     def _tagged(self, arms: Sequence[Any], value: Mapping[str, Any], path: str) -> Any:
         by_kind = {tag: arm for arm in arms for tag in get_args(_hints(arm)["kind"])}
@@ -290,9 +290,11 @@ def _unknown(root: type[Any], cls: type[Any], hints: Mapping[str, Any], key: str
     foreign: Mapping[str, str] = getattr(cls, "FOREIGN_KEYS", {})
     if key in foreign:
         return f"{where}: {foreign[key]}"
+    itself = ".".join(part for part in where.split(".") if not part.isdecimal())
     leaves: dict[str, list[str]] = {}
     for known in dict.fromkeys(_paths(root, "", ())):
-        leaves.setdefault(known.rpartition(".")[2], []).append(known)
+        if known != itself:  # true of another kind of the same array of tables
+            leaves.setdefault(known.rpartition(".")[2], []).append(known)
     found = leaves.get(key) or [_join(path, name) for name in difflib.get_close_matches(key, hints, n=1)]
     if not found:
         found = [p for leaf in difflib.get_close_matches(key, leaves, n=1, cutoff=0.7) for p in leaves[leaf]]

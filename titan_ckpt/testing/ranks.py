@@ -31,7 +31,6 @@ from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
 
 P = ParamSpec("P")
 _Filter = tuple[Any, str, Any, str, int]
@@ -104,7 +103,7 @@ def _run_ranks(
     body: Callable[..., None], nproc: int, timeout_seconds: float, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     __tracebackhide__ = True
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         job = _Job(
             body.__module__,
@@ -184,7 +183,7 @@ def _kill(process: ForkServerProcess) -> None:
     process.join()
 
 
-def _watch(processes: Sequence[ForkServerProcess], job: _Job, store: Store) -> tuple[list[int], list[int]]:
+def _watch(processes: Sequence[ForkServerProcess], job: _Job, store: dist.Store) -> tuple[list[int], list[int]]:
     """Wait until all ranks ended or the time is over; return those that failed, in that order, and those that hang."""
     deadline = time.monotonic() + job.timeout_seconds
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
@@ -257,7 +256,7 @@ def _rank_body(job: _Job, rank: int) -> None:
     for action, message, category, module, line in job.filters:
         warnings.filterwarnings(action, message, category, module, line, append=True)
     timeout = timedelta(seconds=job.timeout_seconds)
-    store = TCPStore("127.0.0.1", job.port, is_master=False, timeout=timeout)
+    store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timeout)
     body = _find(job)
     args, kwargs = pickle.loads(job.arguments)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.nproc, timeout=timeout)

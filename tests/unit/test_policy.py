@@ -1,0 +1,95 @@
+"""When a save is due, and which steps expire: laws over all steps and settings."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_ckpt.config import KeepConfig, SaveConfig
+from titan_ckpt.policy import expired_steps, is_due
+
+step_numbers = st.integers(0, 200)
+step_lists = st.lists(step_numbers, max_size=20)
+step_sets = st.frozensets(step_numbers, max_size=5)
+some = st.integers(1, 30)
+keeps = st.one_of(
+    st.builds(KeepConfig, latest=some),
+    st.builds(KeepConfig, every=some),
+    st.builds(KeepConfig, latest=some, every=some),
+)
+
+
+@given(step_numbers, st.booleans())
+def test_nothing_is_due_where_saving_is_not_configured(step: int, last_step: bool) -> None:
+    """A load-only run never saves, not even at its end."""
+    assert not is_due(step, None, last_step)
+
+
+@given(step_numbers, some, st.booleans())
+def test_the_last_step_is_always_due(step: int, interval: int, first_step: bool) -> None:
+    """A run that ends leaves its end on disk, whatever the interval."""
+    assert is_due(step, SaveConfig(interval, first_step=first_step), last_step=True)
+
+
+@given(some, st.integers(0, 100))
+def test_due_steps_are_the_multiples_of_the_interval(interval: int, num_steps: int) -> None:
+    """Step 0, before any training, is no multiple; nothing between multiples is due."""
+    due = [s for s in range(num_steps + 1) if is_due(s, SaveConfig(interval), last_step=False)]
+    assert due == list(range(interval, num_steps + 1, interval))
+
+
+def test_the_first_step_is_due_on_request() -> None:
+    """first_step adds step 1 and nothing else."""
+    save = SaveConfig(interval=10, first_step=True)
+    assert [s for s in range(21) if is_due(s, save, last_step=False)] == [1, 10, 20]
+
+
+@given(step_lists, step_sets)
+def test_nothing_expires_without_a_policy(steps: list[int], protected: frozenset[int]) -> None:
+    """No keep table means keep all."""
+    assert expired_steps(steps, None, protected) == []
+
+
+@given(step_lists, keeps, step_sets)
+def test_expired_steps_are_committed_ones_oldest_first(
+    steps: list[int], keep: KeepConfig, protected: frozenset[int]
+) -> None:
+    """Only steps that are there are named, each once, in the order in which they are to go."""
+    expired = expired_steps(steps, keep, protected)
+    assert set(expired) <= set(steps)
+    assert expired == sorted(set(expired))
+
+
+@given(step_lists, keeps, step_sets)
+def test_never_fewer_than_the_latest_stay(steps: list[int], keep: KeepConfig, protected: frozenset[int]) -> None:
+    """What remains has at least min(k, valid) steps, among them the k newest; without k, the newest one."""
+    valid = sorted(set(steps))
+    remaining = sorted(set(valid) - set(expired_steps(steps, keep, protected)))
+    k = keep.latest or 1
+    assert len(remaining) >= min(k, len(valid))
+    assert remaining[-k:] == valid[-k:]
+
+
+@given(step_lists, keeps, step_sets)
+def test_protected_steps_and_milestones_never_expire(
+    steps: list[int], keep: KeepConfig, protected: frozenset[int]
+) -> None:
+    """The step a run came from, pinned steps and multiples of `every` outlive any number of newer ones."""
+    expired = set(expired_steps(steps, keep, protected))
+    assert not expired & protected
+    assert not [step for step in expired if keep.every is not None and step % keep.every == 0]
+
+
+@given(step_lists, some, step_sets)
+def test_what_no_rule_keeps_expires(steps: list[int], latest: int, protected: frozenset[int]) -> None:
+    """With `latest` alone, exactly the k newest and the protected remain: old steps do not pile up."""
+    valid = sorted(set(steps))
+    remaining = set(valid) - set(expired_steps(steps, KeepConfig(latest=latest), protected))
+    assert remaining == set(valid[-latest:]) | (protected & set(valid))
+
+
+@given(step_lists, keeps, step_sets)
+def test_removing_the_expired_settles_it(steps: list[int], keep: KeepConfig, protected: frozenset[int]) -> None:
+    """After the removal nothing more expires: an interrupted removal can be taken up by deciding again."""
+    remaining = set(steps) - set(expired_steps(steps, keep, protected))
+    assert expired_steps(sorted(remaining), keep, protected) == []

@@ -1,0 +1,169 @@
+"""ModelConverters: several converters as one. Order, one owner per key, transforms undone last-first.
+
+Owns the rules of combination. Knows no particular converter.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from converters.protocol import ModelConverter
+from titan_ckpt.errors import ConverterError
+from titan_ckpt.keymap import KeyMap
+from titan_ckpt.model_wrapper import clean_fqn
+from titan_ckpt.types import StateDict, StateDictAdapter
+
+logger = logging.getLogger(__name__)
+_LISTED = 4
+
+
+class ModelConverters:
+    """Converters in the order in which they are applied. Satisfies titan_ckpt.types.ModelHooks.
+
+    Raises: ConverterError listing every rule of combination that is broken.
+    """
+
+    def __init__(self, converters: Sequence[ModelConverter] = ()) -> None:
+        problems = [*_order_problems(converters), *_duplicates(converters), *_adapters_without_filter(converters)]
+        if problems:
+            raise ConverterError("these converters cannot be combined\n  " + "\n  ".join(problems))
+        self._converters = tuple(converters)
+
+    def __iter__(self) -> Iterator[ModelConverter]:
+        return iter(self._converters)
+
+    def __len__(self) -> int:
+        return len(self._converters)
+
+    def convert(self, model: nn.Module) -> None:
+        """Apply every converter in place, in order, checking after each that it kept the laws.
+
+        Raises: ConverterError from a converter, or naming the one that dropped, hid or claimed what is not its own.
+        """
+        replaced: dict[str, str] = {}
+        for converter in self._converters:
+            keys, types = _keys(model), _types(model)
+            converter.convert(model)
+            self._check_keys(converter, keys, _keys(model))
+            if converter.stage == "replace":
+                _check_replacements(converter, replaced, types, _types(model))
+        logger.info("model converters: %s", ", ".join(c.kind for c in self._converters) or "none")
+
+    def key_filter(self, fqn: str) -> bool:
+        """Say whether any converter owns the key."""
+        return any(converter.key_filter(fqn) for converter in self._converters)
+
+    def state_dict_transform(self, state_dict: StateDict, last_step: bool) -> StateDict:
+        """Undo the converters, the last one first."""
+        result = dict(state_dict)
+        for converter in reversed(self._converters):
+            result = converter.state_dict_transform(result, last_step)
+        return result
+
+    def state_dict_adapter(self) -> StateDictAdapter | None:
+        """Return how owned keys are named in files, of all converters that own any."""
+        adapters = [a for a in (converter.state_dict_adapter() for converter in self._converters) if a is not None]
+        if len(adapters) > 1:
+            return _JoinedAdapters(adapters)
+        return adapters[0] if adapters else None
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return one JSON object per converter, in order."""
+        return [one for converter in self._converters for one in converter.describe()]
+
+    def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None:
+        """Give the added tensors among `fqns` (None: all) their initial values."""
+        for converter in self._converters:
+            converter.initialize(model_parts, fqns)
+
+    def post_optimizer_hook(self, model_parts: Sequence[nn.Module]) -> None:
+        """Run every converter's hook, in order."""
+        for converter in self._converters:
+            converter.post_optimizer_hook(model_parts)
+
+    def _check_keys(self, converter: ModelConverter, before: set[str], after: set[str]) -> None:
+        added = after - before
+        problems = []
+        if lost := sorted(before - after):
+            problems.append(f"dropped or renamed {_listed(lost)}")
+        if foreign := sorted(fqn for fqn in before if converter.key_filter(fqn)):
+            problems.append(f"claims keys that it did not add: {_listed(foreign)}")
+        if hidden := sorted(fqn for fqn in added if not converter.key_filter(fqn)):
+            problems.append(f"added keys that it does not claim: {_listed(hidden)}")
+        others = [other for other in self._converters if other is not converter]
+        if shared := sorted(fqn for fqn in added if any(other.key_filter(fqn) for other in others)):
+            problems.append(f"added keys that another converter claims too: {_listed(shared)}")
+        if problems:
+            raise ConverterError(f"converter {converter.kind!r} " + "; it ".join(problems))
+
+
+class _JoinedAdapters:
+    """Several adapters' tables as one. A folder for another tool holds one adapter, so it has no config."""
+
+    def __init__(self, adapters: Sequence[StateDictAdapter]) -> None:
+        self._adapters = adapters
+
+    def key_map(self, base: KeyMap) -> KeyMap:
+        return KeyMap(tuple(rule for adapter in self._adapters for rule in adapter.key_map(base).rules))
+
+    def file_config(self, base: KeyMap) -> dict[str, Any]:
+        raise ConverterError(
+            f"{len(self._adapters)} converters own keys, and one adapter folder describes one: export them one by one"
+        )
+
+
+def _order_problems(converters: Sequence[ModelConverter]) -> list[str]:
+    right = sorted(converters, key=lambda c: c.stage == "adapt")
+    if [c.stage for c in right] == [c.stage for c in converters]:
+        return []
+    given, wanted = (", ".join(c.kind for c in some) for some in (converters, right))
+    why = "a converter that replaces modules drops what others have attached to them"
+    return [f"order {given}: {why}. Write them in this order: {wanted}"]
+
+
+def _duplicates(converters: Sequence[ModelConverter]) -> list[str]:
+    kinds = [c.kind for c in converters]
+    twice = sorted({kind for kind in kinds if kinds.count(kind) > 1})
+    return [f"{kind!r} appears {kinds.count(kind)} times: give it once" for kind in twice]
+
+
+def _adapters_without_filter(converters: Sequence[ModelConverter]) -> list[str]:
+    return [
+        f"{c.kind!r} has a state_dict_adapter and no key_filter: without the filter nothing says which keys it names"
+        for c in converters
+        if type(c).state_dict_adapter is not ModelConverter.state_dict_adapter
+        and type(c).key_filter is ModelConverter.key_filter
+    ]
+
+
+def _keys(model: nn.Module) -> set[str]:
+    return {clean_fqn(name) for name in model.state_dict()}
+
+
+def _types(model: nn.Module) -> dict[str, type[nn.Module]]:
+    return {clean_fqn(name): type(module) for name, module in model.named_modules()}
+
+
+def _check_replacements(
+    converter: ModelConverter,
+    replaced: dict[str, str],
+    before: dict[str, type[nn.Module]],
+    after: dict[str, type[nn.Module]],
+) -> None:
+    """Note which modules were replaced by whom; two replacements of one module undo each other without an error."""
+    changed = [name for name, kind in before.items() if after.get(name) is not kind]
+    if twice := [name for name in changed if name in replaced]:
+        raise ConverterError(
+            f"converter {converter.kind!r} replaces what {replaced[twice[0]]!r} has replaced: {_listed(twice)}. "
+            "Use one of them, or exclude these modules from one"
+        )
+    replaced.update(dict.fromkeys(changed, converter.kind))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more

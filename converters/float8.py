@@ -1,0 +1,157 @@
+"""Float8 training as a model converter: torchao's float8 matrix products, plain weights in every checkpoint.
+
+Owns recipes, the modules they go to, and the unwrapping of float8-aware parameters. torchao is imported when a model is
+converted, not before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from converters.protocol import ModelConverter, Stage
+from converters.targets import excluded, plain_linears
+from titan_ckpt.config import validate
+from titan_ckpt.errors import ConverterError
+from titan_ckpt.model_wrapper import clean_fqn
+from titan_ckpt.types import StateDict
+
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
+
+logger = logging.getLogger(__name__)
+_MULTIPLE = 16
+"""Float8 matrix units take dims that divide by this; a module with others stays as it is."""
+_CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Config:
+    """Float8 matrix products in training; parameters and optimizer keep their dtype."""
+
+    kind: Literal["float8"] = "float8"
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """One scale per tensor; one per row; one per row with the weight's gradient computed in high precision."""
+    emulate: bool = False
+    """Compute in high precision on values rounded to float8: for machines without float8 matrix units."""
+    fsdp_all_gather: bool = False
+    """Gather FSDP2's weights as float8; tensorwise only."""
+    exclude_modules: tuple[str, ...] | None = None
+    """Linear modules that stay as they are: names as in LoRA's target_modules. Absent: the output head."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    def problems(self) -> Iterator[str]:
+        if self.fsdp_all_gather and self.recipe != "tensorwise":
+            yield f"fsdp_all_gather: a gathered weight has one scale, and recipe {self.recipe!r} wants one per row"
+
+
+class Float8Converter(ModelConverter):
+    """Exchanges linear modules for torchao's Float8Linear. Adds no keys."""
+
+    stage: ClassVar[Stage] = "replace"
+    config: Float8Config
+
+    def convert(self, model: nn.Module) -> None:
+        """Exchange the linear modules that float8 units can take.
+
+        Raises: ConverterError for a machine without such units, unless emulating, and where nothing can be converted.
+        """
+        if not self.config.emulate:
+            _require_hardware()
+        from torchao.float8 import convert_to_float8_training
+
+        modules = plain_linears(model)
+        skipped = excluded(list(modules), self.config.exclude_modules)
+        odd = {fqn for fqn, m in modules.items() if any(n % _MULTIPLE for n in m.weight.shape)} - skipped
+        chosen = {fqn: m for fqn, m in modules.items() if fqn not in skipped | odd}
+        if sharded := [fqn for fqn, m in chosen.items() if isinstance(m.weight, DTensor)]:
+            raise ConverterError(f"float8: {sharded[0]} is sharded already; convert first, then parallelise")
+        left = f"{len(skipped)} excluded, {len(odd)} with dims that {_MULTIPLE} does not divide"
+        if not chosen:
+            raise ConverterError(f"float8: no linear module to convert: {left}")
+        convert_to_float8_training(
+            model, config=_torchao_config(self.config), module_filter_fn=lambda m, name: clean_fqn(name) in chosen
+        )
+        if self.config.fsdp_all_gather:
+            from converters.float8_gather import use_byte_gather
+
+            use_byte_gather(model)
+        logger.info("float8 %s: %d modules; left as they were: %s", self.config.recipe, len(chosen), left)
+
+    def state_dict_transform(self, state_dict: StateDict, last_step: bool) -> StateDict:
+        """Return the tensors without torchao's wrapping, aliasing the live memory, in every mode."""
+        return {fqn: _unwrapped(v) if isinstance(v, torch.Tensor) else v for fqn, v in state_dict.items()}
+
+    def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None:
+        """Forget scales computed from weights that a load has replaced."""
+        for part in model_parts:
+            for parameter in part.parameters():
+                local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter  # noqa: SLF001
+                if _is_wrapped(local):
+                    local._precomputed_scale = None  # type: ignore[attr-defined]  # noqa: SLF001
+
+    def post_optimizer_hook(self, model_parts: Sequence[nn.Module]) -> None:
+        """Compute the scales of all gathered weights in one reduction instead of one each."""
+        if not self.config.fsdp_all_gather:
+            return
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        for part in model_parts:
+            precompute_float8_dynamic_scale_for_fsdp(part)
+
+
+def _torchao_config(config: Float8Config) -> Float8LinearConfig:
+    """Return torchao's settings: the recipe's, kept under emulation."""
+    from torchao.float8 import Float8LinearConfig
+
+    return dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(config.recipe),
+        emulate=config.emulate,
+        enable_fsdp_float8_all_gather=config.fsdp_all_gather,
+    )
+
+
+def _require_hardware() -> None:
+    found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if found is None or found < _CAPABILITY:
+        what = "no GPU" if found is None else f"a GPU of compute capability {found[0]}.{found[1]}"
+        raise ConverterError(
+            f"float8 needs a GPU of compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]} or more, found {what}. "
+            "Set emulate = true to compute with the same rounding in high precision"
+        )
+
+
+def _is_wrapped(value: torch.Tensor) -> bool:
+    if "torchao" not in sys.modules:
+        return False
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    return isinstance(value, WeightWithDynamicFloat8CastTensor)
+
+
+def _unwrapped(value: torch.Tensor) -> torch.Tensor:
+    """Return the high-precision tensor inside, on its own or as a DTensor of the same layout; others as they are."""
+    local = value._local_tensor if isinstance(value, DTensor) else value  # noqa: SLF001
+    if not _is_wrapped(local):
+        return value
+    inner: torch.Tensor = local._tensor.detach()  # type: ignore[attr-defined]  # noqa: SLF001
+    if not isinstance(value, DTensor):
+        return inner
+    return DTensor.from_local(
+        inner,
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )

@@ -1,0 +1,238 @@
+"""The modules that LoRA puts in the place of others, by class swap: every base parameter keeps its name.
+
+Owns the forward computation and initial values of adapted modules. Knows no names, no files and no state dicts.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import skip_init
+
+from converters.qat import QuantisedForward
+from titan_ckpt.tensors import Chunk, blocks_of
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What one module is given."""
+
+    rank: int
+    scaling: float
+    dropout: float
+    dora: bool
+    dtype: torch.dtype
+
+
+class LoRAUp(nn.Linear):
+    """B: starts at zero, so that a fresh adapter changes nothing. Shape: weight (out_features, rank)."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+class Magnitude(nn.Module):
+    """DoRA's trained length of every output row. Shape: weight (out_features,)."""
+
+    def __init__(self, num_rows: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_rows, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        """Fill with ones, a finite placeholder: the right values are the base weight's, once it is there."""
+        nn.init.ones_(self.weight)
+
+
+class LoRALinear(nn.Linear):
+    """A linear module, or a subclass of one, with a low-rank path beside its own.
+
+    `super().forward` is that of the class it was before, so quantised and float8 modules keep their computation.
+    """
+
+    adapter: Adapter
+    lora_a: nn.Linear
+    lora_b: LoRAUp
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name is torch's
+        """Compute both paths, the low-rank one in its own dtype; the result has the base's."""
+        base: torch.Tensor = super().forward(input)
+        dropped = F.dropout(input, self.adapter.dropout, self.training)
+        low: torch.Tensor = self.lora_b(self.lora_a(dropped.to(self.lora_a.weight.dtype))) * self.adapter.scaling
+        if not self.adapter.dora:
+            return (base + low).to(base.dtype)
+        factor = self.magnitude / _row_norms(self)
+        # dropout applies to the adapter's share of the base product too; Source: peft, tuners/lora/dora.py
+        plain: torch.Tensor = super().forward(dropped) if self.training and self.adapter.dropout else base
+        if self.bias is not None:
+            plain = plain - self.bias
+        return (base + (factor - 1) * plain + factor * low).to(base.dtype)
+
+    @property
+    def magnitude(self) -> torch.Tensor:
+        """DoRA's trained row lengths."""
+        return _weight(self, "lora_magnitude")
+
+    def merged_weight(self) -> torch.Tensor:
+        """Return the weight that base and adapter make together, differentiable in the adapter, in the base's dtype."""
+        merged = combine(self.weight, self.lora_a.weight, self.lora_b.weight, self.adapter.scaling)
+        if self.adapter.dora:
+            norms = torch.linalg.vector_norm(merged.detach(), dim=1)
+            merged = merged * (self.magnitude / norms)[:, None]
+        return merged.to(self.weight.dtype)
+
+
+class QuantisedLoRALinear(LoRALinear):
+    """An adapter on a fake-quantised linear: what is quantised is the merged weight, as it will be exported.
+
+    To quantise the base alone and add the adapter in high precision trains another model than the one that is exported.
+    """
+
+    quantised: QuantisedForward
+    """An attribute of the instance, so it is not bound."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return self.quantised(self, input, self.merged_weight())
+
+
+class LoRAEmbedding(nn.Embedding):
+    """An embedding with a low-rank table beside its own. A is (rank, num_embeddings), B (embedding_dim, rank)."""
+
+    adapter: Adapter
+    lora_a: nn.Linear
+    lora_b: nn.Linear
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        """Shape: token ids in, (..., embedding_dim) out."""
+        base = super().forward(input)
+        low = F.linear(F.embedding(input, self.lora_a.weight.t()), self.lora_b.weight)
+        out: torch.Tensor = (base + low * self.adapter.scaling).to(base.dtype)
+        return out
+
+
+class TrainedCopy(nn.Module):
+    """A module that is trained in full as a copy, `trained`, while its own parameters stay the frozen base's."""
+
+    trained: nn.Module
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        """Compute with the copy, in its dtype; the result has the base's."""
+        trained = next(self.trained.parameters()).dtype
+        cast = [a.to(trained) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+        out: torch.Tensor = self.trained(*cast)
+        return out.to(next(self.parameters(recurse=False)).dtype)
+
+
+def combine(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return b @ a * scaling + weight in float32, or in float64 for such a weight.
+
+    The same operations in the same order as converters/lora_merge.py, so that what was trained is what is exported.
+    """
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return (b.to(dtype) @ a.to(dtype)) * scaling + weight
+
+
+def attach(module: nn.Linear | nn.Embedding, adapter: Adapter, quantised: QuantisedForward | None) -> None:
+    """Turn the module into its adapted form, in place, with untrained adapters on the same device."""
+    where: dict[str, Any] = {"device": module.weight.device, "dtype": adapter.dtype}
+    embedding = isinstance(module, nn.Embedding)
+    num_out, num_in = module.weight.shape[::-1] if embedding else module.weight.shape
+    linear = LoRALinear if quantised is None else QuantisedLoRALinear
+    base: Any = type(module)
+    module.__class__ = _mixed(LoRAEmbedding if embedding else linear, base)
+    # skip_init: what is drawn here would be overwritten, and would move the run's generator
+    module.lora_a = skip_init(nn.Linear, num_in, adapter.rank, bias=False, **where)
+    up = nn.Linear if embedding else LoRAUp
+    module.lora_b = skip_init(up, adapter.rank, num_out, bias=False, **where)
+    if adapter.dora:
+        module.lora_magnitude = Magnitude(num_out, **where)
+    if quantised is not None:
+        module.quantised = quantised  # type: ignore[assignment]
+    module.adapter = adapter  # type: ignore[assignment]
+
+
+def attach_copy(module: nn.Module, dtype: torch.dtype) -> None:
+    """Turn a leaf module into one that computes with a trained copy of itself, in place."""
+    trained = copy.deepcopy(module).to(dtype).requires_grad_(True)
+    base: Any = type(module)
+    module.__class__ = _mixed(TrainedCopy, base)
+    module.trained = trained
+
+
+@cache
+def _mixed(kind: Any, base: Any) -> type[Any]:
+    """Return the class whose `super().forward` is `base`'s."""
+    return kind if base in kind.__mro__ else type(f"{kind.__name__}_{base.__name__}", (kind, base), {})
+
+
+@torch.no_grad()
+def initialize_adapter(module: nn.Module, fqn: str, wanted: Callable[[str], bool], seed: int) -> None:
+    """Give those tensors of an adapted module that are `wanted`, by fqn, their initial values, on any sharding."""
+    if isinstance(module, TrainedCopy):
+        base = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+        for name, value in (*module.trained.named_parameters(), *module.trained.named_buffers()):
+            if wanted(f"{fqn}.trained.{name}"):
+                _fill(value, _whole(base[name]))
+        return
+    assert isinstance(module, LoRALinear | LoRAEmbedding)
+    random, zero = ("lora_b", "lora_a") if isinstance(module, LoRAEmbedding) else ("lora_a", "lora_b")
+    if wanted(name := f"{fqn}.{random}.weight"):
+        weight = _weight(module, random)
+        draw = _embedding_values if isinstance(module, LoRAEmbedding) else _linear_values
+        _fill(weight, draw(weight.shape, _generator(name, seed)))
+    if wanted(f"{fqn}.{zero}.weight"):
+        for block in blocks_of(_weight(module, zero)):
+            block.data.zero_()
+    if module.adapter.dora and wanted(f"{fqn}.lora_magnitude.weight"):
+        rows = torch.linalg.vector_norm(_whole(module.weight).float(), dim=1)
+        _fill(_weight(module, "lora_magnitude"), rows)
+
+
+def _linear_values(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """kaiming_uniform(a=sqrt(5)), the initial values of a linear module."""
+    return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
+
+
+def _embedding_values(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Standard normal. Source: peft, tuners/lora/layer.py reset_lora_parameters."""
+    return torch.randn(shape, generator=generator)
+
+
+def _generator(name: str, seed: int) -> torch.Generator:
+    """Return a generator that depends on the name and the seed alone: the same on every rank."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
+
+
+def _fill(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy this rank's part of the whole `values`."""
+    whole = Chunk.whole(target.shape)
+    for block in blocks_of(target):
+        block.data.copy_(values[block.chunk.within(whole)])
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with all its values. Collective for a sharded one."""
+    full: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return full.detach()
+
+
+@torch.no_grad()
+def _row_norms(module: LoRALinear) -> torch.Tensor:
+    merged = combine(module.weight, module.lora_a.weight, module.lora_b.weight, module.adapter.scaling)
+    norms: torch.Tensor = torch.linalg.vector_norm(merged, dim=1)
+    return norms
+
+
+def _weight(module: nn.Module, child: str) -> torch.Tensor:
+    weight = module.get_submodule(child).weight
+    assert isinstance(weight, torch.Tensor)
+    return weight

@@ -1,0 +1,167 @@
+"""Base and adapter made one weight, chunk by chunk, when it is written; and the refusal of adapters that mean nothing.
+
+Owns the arithmetic of merging on shards. Changes nothing live; holds one tensor at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.errors import ExportError
+from titan_ckpt.tensors import Block, Chunk, LazyTensor, TensorInfo, blocks_of, info_of
+from titan_ckpt.types import StateDict
+
+_LISTED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedModule:
+    """One module's adapter, as far as names and state dicts know it."""
+
+    fqn: str
+    rank: int
+    alpha: float
+    scaling: float
+    dora: bool = False
+    embedding: bool = False
+    tied: bool = False
+    """The base weight is also another module's: to merge would change that one too."""
+
+    @property
+    def weight(self) -> str:
+        return f"{self.fqn}.weight"
+
+    @property
+    def lora_a(self) -> str:
+        return f"{self.fqn}.lora_a.weight"
+
+    @property
+    def lora_b(self) -> str:
+        return f"{self.fqn}.lora_b.weight"
+
+    @property
+    def lora_magnitude(self) -> str:
+        return f"{self.fqn}.lora_magnitude.weight"
+
+    @property
+    def owned(self) -> tuple[str, ...]:
+        """The fqns this adapter added."""
+        return (self.lora_a, self.lora_b, *((self.lora_magnitude,) if self.dora else ()))
+
+
+def merged(module: AdaptedModule, tensors: Mapping[str, torch.Tensor | LazyTensor]) -> LazyTensor:
+    """Return the module's merged weight, of which every rank computes its own chunks.
+
+    In float32 inside (float64 for a float64 base), rounded once to the base's dtype.
+    """
+    weight = tensors[module.weight]
+    a, b = (tensors[name] for name in (module.lora_a, module.lora_b))
+    magnitude = tensors[module.lora_magnitude] if module.dora else None
+    assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+
+    @torch.no_grad()
+    def blocks() -> list[Block]:
+        # gathered here and dropped again: both are small against the weight, and every rank takes part
+        dtype = torch.promote_types(info_of(weight).dtype, torch.float32)
+        left, right = _whole(b).to(dtype), _whole(a).to(dtype)
+        if module.embedding:
+            left, right = right.t(), left.t()
+        factor = None
+        if magnitude is not None:
+            assert isinstance(magnitude, torch.Tensor)
+            factor = _whole(magnitude).to(dtype) / _row_norms(weight, left, right, module.scaling)
+        return [_merge(block, left, right, module.scaling, factor) for block in blocks_of(weight)]
+
+    parts = (weight, a, b, *(() if magnitude is None else (magnitude,)))
+    collective = any(part.collective if isinstance(part, LazyTensor) else isinstance(part, DTensor) for part in parts)
+    like = weight.like if isinstance(weight, LazyTensor) else weight
+    return LazyTensor(info_of(weight), blocks, collective=collective, like=like)
+
+
+def rounded(value: torch.Tensor | LazyTensor, dtype: torch.dtype) -> torch.Tensor | LazyTensor:
+    """Return the tensor in another floating-point dtype, cast chunk by chunk when it is written."""
+    info = info_of(value)
+    if info.dtype == dtype:
+        return value
+
+    def blocks() -> list[Block]:
+        return [Block(block.chunk, block.data.to(dtype)) for block in blocks_of(value)]
+
+    if isinstance(value, LazyTensor):
+        return LazyTensor(TensorInfo(info.shape, dtype), blocks, collective=value.collective, like=value.like)
+    return LazyTensor(TensorInfo(info.shape, dtype), blocks, like=value)
+
+
+def check_adapters(modules: Mapping[str, AdaptedModule], tensors: StateDict, copies: Collection[str]) -> None:
+    """Refuse adapters that mean nothing, before they are merged. Collective over all ranks, by the job's store.
+
+    `copies`: trained copies of whole tensors; beside them an adapter needs no effect of its own.
+    Raises: ExportError, the same on every rank, for NaN or infinite values, and where no adapter has any effect.
+    """
+    broken: list[Any] = [name for name in copies if name in tensors and not _finite(tensors[name])]
+    effective: list[Any] = []
+    for module in modules.values():
+        if module.lora_a not in tensors:
+            continue
+        broken += [name for name in module.owned if not _finite(tensors[name])]
+        # a shard of A may be here and the matching shard of B on another rank: only all together have an effect
+        for name in (module.lora_a, module.lora_b):
+            effective += [name] if any(bool(block.data.any()) for block in blocks_of(tensors[name])) else []
+    everywhere: Any = Coordinator.current().gather("adapter-check", {"broken": broken, "effective": effective})
+    broken = sorted({name for rank in everywhere for name in rank["broken"]})
+    union = {name for rank in everywhere for name in rank["effective"]}
+    if broken:
+        raise ExportError(f"{len(broken)} adapter tensor(s) hold NaN or infinite values: {_listed(broken)}")
+    if not copies and not any({m.lora_a, m.lora_b} <= union for m in modules.values()):
+        raise ExportError(
+            f"none of the {len(modules)} adapters has any effect (A or B is zero everywhere): "
+            "what would be exported is the base. Was anything trained, or was the adapter's source loaded?"
+        )
+
+
+def _merge(block: Block, left: torch.Tensor, right: torch.Tensor, scaling: float, factor: torch.Tensor | None) -> Block:
+    """Return the block of left @ right * scaling + weight, with one rounding; `block.data` is left as it was."""
+    rows, columns = (slice(o, o + n) for o, n in zip(block.chunk.offsets, block.chunk.sizes, strict=True))
+    # in place on the product: no float32 copy of the weight, and a tensor subclass in `data` gives plain values
+    result = (left[rows] @ right[:, columns]).mul_(scaling).add_(block.data)
+    if factor is not None:
+        result.mul_(factor[rows, None])
+    return Block(block.chunk, result.to(block.data.dtype))
+
+
+def _finite(value: torch.Tensor | LazyTensor) -> bool:
+    return all(bool(torch.isfinite(block.data).all()) for block in blocks_of(value))
+
+
+def _row_norms(
+    weight: torch.Tensor | LazyTensor, left: torch.Tensor, right: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """Return the lengths of the merged rows; of those this rank does not hold, any value."""
+    norms = left.new_ones(info_of(weight).shape[0])
+    layout = weight.like if isinstance(weight, LazyTensor) else weight
+    if isinstance(layout, DTensor) and any(getattr(p, "dim", 0) == 1 for p in layout.placements):
+        # decided by placement and not by what is here: a rank with an empty shard has to take part in the gather
+        blocks = [Block(Chunk.whole(layout.shape), _whole(weight))]
+    else:
+        blocks = blocks_of(weight)
+    for block in blocks:
+        start, count = block.chunk.offsets[0], block.chunk.sizes[0]
+        whole = (left[start : start + count] @ right).mul_(scaling).add_(block.data)
+        norms[start : start + count] = torch.linalg.vector_norm(whole, dim=1)
+    return norms
+
+
+def _whole(value: torch.Tensor | LazyTensor) -> torch.Tensor:
+    assert isinstance(value, torch.Tensor)
+    return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more

@@ -202,7 +202,8 @@ class Split(TensorOp):
         for i, n in enumerate(self.rows):
             part = chunk.intersect(Chunk((start, *chunk.offsets[1:]), (n, *chunk.sizes[1:])))
             if part is not None:
-                yield Piece(i, Chunk((part.offsets[0] - start, *part.offsets[1:]), part.sizes), block[part.within(chunk)])
+                region = Chunk((part.offsets[0] - start, *part.offsets[1:]), part.sizes)
+                yield Piece(i, region, block[part.within(chunk)])
             start += n
 
 

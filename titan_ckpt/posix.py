@@ -11,6 +11,7 @@ import ctypes
 import errno
 import fcntl
 import functools
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,12 @@ def open_exclusive(path: str | os.PathLike[str], extra_flags: int = 0) -> int:
 
 
 @_mutating
+def open_or_create(path: str | os.PathLike[str]) -> int:
+    """Open a file for reading and writing, creating it empty where it is absent; never through a symbolic link."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+
+
+@_mutating
 def pwrite_all(fd: int, buffer: Any, offset: int) -> None:
     """Write the whole buffer at a byte offset, going on after short writes.
 
@@ -54,6 +61,15 @@ def pwrite_all(fd: int, buffer: Any, offset: int) -> None:
             raise OSError(errno.EIO, "write made no progress")
         view = view[written:]
         offset += written
+
+
+@_mutating
+def map_shared(fd: int, offset: int, num_bytes: int) -> mmap.mmap:
+    """Map part of a file that is open for reading and writing: what is stored into the memory is in the file.
+
+    The range must be allocated, for a store that finds the disk full ends the process.
+    """
+    return mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
 
 
 @_mutating
@@ -104,6 +120,29 @@ def fsync_folder(path: str | os.PathLike[str]) -> None:
 def mkdir(path: str | os.PathLike[str]) -> None:
     """Create one folder. Raises: FileExistsError."""
     os.mkdir(path)
+
+
+def make_folders(path: Path) -> None:
+    """Create a folder and the parents it lacks, each durable in its parent."""
+    if path.is_dir():
+        return
+    make_folders(path.parent)
+    try:
+        mkdir(path)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    fsync_folder(path.parent)
+
+
+def write_file(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a new file whose bytes are durable; its entry is when the folder is synced. Raises: FileExistsError."""
+    fd = open_exclusive(path)
+    try:
+        pwrite_all(fd, data, 0)
+        fsync(fd)
+    finally:
+        close(fd)
 
 
 @_mutating

@@ -73,8 +73,10 @@ class FileGroup:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What to read for the wanted tensors, and what becomes of every key. Under pipeline parallelism other ranks' keys
-    count as unexpected here: only what every rank reports is."""
+    """What to read for the wanted tensors, and what becomes of every key.
+
+    Under pipeline parallelism other ranks' keys count as unexpected here: only what every rank reports is.
+    """
 
     requests: list[ReadRequest]
     report: LoadReport
@@ -123,7 +125,7 @@ class StateDictTransforms:
                 problems.append(f"{', '.join(group.fqns)}: {error}")
         problems += _made_twice(made)
         if problems:
-            raise KeyMapError(f"{len(problems)} problem(s) on the way to file names\n  " + "\n  ".join(problems), unknown)
+            raise KeyMapError(f"{len(problems)} problem(s) with file names\n  " + "\n  ".join(problems), unknown)
         return made
 
     def from_file(

@@ -45,7 +45,7 @@ def reference(op: TensorOp, natives: list[torch.Tensor]) -> list[torch.Tensor]:
         case Concat():
             return [torch.cat(natives)]
         case Split(rows):
-            return list(natives[0].split(list(rows)))
+            return list(torch.split(natives[0], list(rows)))
     raise AssertionError(op)
 
 
@@ -79,11 +79,11 @@ def numbered(shapes: Sequence[Shape]) -> list[torch.Tensor]:
     return made
 
 
-def boxes(draw: st.DrawFn, shape: Shape) -> Iterator[Chunk]:
+def boxes(data: st.DataObject, shape: Shape) -> Iterator[Chunk]:
     """Cut a shape at random places along every dim."""
     cuts = []
     for n in shape:
-        inner = sorted(draw(st.sets(st.integers(1, max(n - 1, 1)), max_size=3)) - {n})
+        inner = sorted(data.draw(st.sets(st.integers(1, max(n - 1, 1)), max_size=3)) - {n})
         cuts.append(list(itertools.pairwise([0, *inner, n])))
     for box in itertools.product(*cuts):
         yield Chunk(tuple(a for a, _ in box), tuple(b - a for a, b in box))
@@ -92,7 +92,7 @@ def boxes(draw: st.DrawFn, shape: Shape) -> Iterator[Chunk]:
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_every_value_lands_once_where_it_belongs_and_comes_back(data: st.DataObject) -> None:
-    """For each operation and each chunking the pieces tile the file tensors, equal the reference, and undo themselves."""
+    """For each operation and chunking the pieces tile the file tensors, equal the reference, and undo themselves."""
     op, shapes = data.draw(cases())
     natives = numbered(shapes)
     expected = reference(op, natives)
@@ -103,7 +103,7 @@ def test_every_value_lands_once_where_it_belongs_and_comes_back(data: st.DataObj
     times = [torch.zeros(s, dtype=torch.int64) for s in file_shapes]
     restored = [torch.full_like(t, -1) for t in natives]
     for index, (native, back) in enumerate(zip(natives, restored, strict=True)):
-        for chunk in boxes(data.draw, tuple(native.shape)):
+        for chunk in boxes(data, tuple(native.shape)):
             where = chunk.within(Chunk.whole(native.shape))
             block, target = native[where], back[where]
             for piece in op.pieces(index, shapes, chunk, block):
@@ -221,7 +221,7 @@ def test_names_go_both_ways(fqn: str, keys: tuple[str, ...]) -> None:
 
 def test_an_unknown_name_is_answered_with_the_nearest_known_ones() -> None:
     """A misspelt key raises with the pattern it was most likely meant to be."""
-    with pytest.raises(KeyMapError, match=r"q_proj\.weight'; nearest known: .*layers\.\{i\}\.self_attn\.q_proj\.weight"):
+    with pytest.raises(KeyMapError, match=r"nearest known: .*layers\.\{i\}\.self_attn\.q_proj\.weight"):
         table().group_of_key("model.layers.3.self_atn.q_proj.weight")
     with pytest.raises(KeyMapError) as caught:
         table().group_of_fqn("layers.0.attention.wz.weight")

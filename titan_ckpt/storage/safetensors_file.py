@@ -11,13 +11,14 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from titan_ckpt import strict_json
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.tensors import TensorInfo
 
@@ -84,17 +85,15 @@ def read_header(path: Path) -> SafetensorsHeader:
         num_bytes = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         if len(prefix) < 8:
-            raise _corrupt(path, f"{num_bytes} bytes are too few for a safetensors file; the download or copy is cut short")
+            raise _corrupt(path, f"{num_bytes} bytes are too few for a safetensors file; it is cut short")
         (length,) = struct.unpack("<Q", prefix)
         if length > MAX_HEADER_BYTES:
             raise _corrupt(path, f"the header claims {length} bytes, more than the limit of {MAX_HEADER_BYTES}")
         if 8 + length > num_bytes:
             raise _corrupt(path, f"the header claims {length} bytes and the file has {num_bytes}; it is cut short")
         raw = file.read(length)
-    header = _parse_json(raw, path)
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise _corrupt(path, "__metadata__ is not a map from strings to strings")
+    header = _parse(raw, path)
+    metadata = _metadata(header.pop("__metadata__", {}), path)
     start = 8 + length
     entries = sorted((_entry(key, value, start, path) for key, value in header.items()), key=lambda e: (e[1], e[2]))
     position = start
@@ -140,25 +139,18 @@ def lay_out(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> Lay
     return Layout(struct.pack("<Q", len(text)) + text, entries, base + position)
 
 
-def _parse_json(raw: bytes, path: Path) -> dict[str, Any]:
-    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise _corrupt(path, f"the header names {', '.join(map(repr, twice))} twice")
-        return found
-
+def _parse(raw: bytes, path: Path) -> dict[str, strict_json.Json]:
     if raw[:1] != b"{":
         raise _corrupt(path, "the header does not start with '{': this is no safetensors file")
-    try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except CorruptCheckpointError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise _corrupt(path, f"the header is not JSON: {error}") from error
+    header = strict_json.parse(raw, MAX_HEADER_BYTES, f"{path}: header")
     assert isinstance(header, dict)  # it starts with a brace
     return header
+
+
+def _metadata(value: strict_json.Json, path: Path) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
+        raise _corrupt(path, "__metadata__ is not a map from strings to strings")
+    return {name: str(text) for name, text in value.items()}
 
 
 def _entry(key: str, value: object, base: int, path: Path) -> tuple[str, int, int, TensorInfo]:

@@ -1,0 +1,145 @@
+"""What an export will consist of: every rank's file tensors, who writes which part, and which bytes are whose.
+
+Owns the plan, which is the same on every rank whatever the parallelism, so that files are too. Writes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.errors import ExportError
+from titan_ckpt.ownership import divide
+from titan_ckpt.storage.safetensors_file import Layout, lay_out
+from titan_ckpt.tensors import Block, Chunk, LazyTensor, TensorInfo
+from titan_ckpt.transforms import FileGroup
+
+PackFiles = Callable[[Mapping[str, TensorInfo]], Mapping[str, Sequence[str]]]
+"""All tensors of an export -> file name -> keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPlan:
+    """All tensors of an export in their files, and this rank's part of the work."""
+
+    infos: Mapping[str, TensorInfo]
+    layouts: Mapping[str, Layout]
+    file_of: Mapping[str, str]
+    shares: Mapping[str, Sequence[Chunk] | None]
+    """native fqn -> the chunks this rank writes; None: whatever it holds."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all tensors, without headers."""
+        return sum(info.nbytes for info in self.infos.values())
+
+    def parts(self, fqn: str, block: Block) -> Iterable[Block]:
+        """Return what of a block this rank writes."""
+        shares = self.shares.get(fqn, ())
+        if shares is None:
+            return [block]
+        cuts = (block.chunk.intersect(share) for share in shares)
+        return [Block(cut, block.data[cut.within(block.chunk)]) for cut in cuts if cut is not None]
+
+    def writes(self, group: FileGroup) -> bool:
+        """Say whether this rank writes any of the group's values."""
+        return any(self.shares.get(fqn, ()) != () for fqn in group.fqns)
+
+
+def plan_export(groups: Sequence[FileGroup], pack: PackFiles, coordinator: Coordinator) -> ExportPlan:
+    """Agree on all tensors, and on who writes them. Collective.
+
+    1. Every rank posts the digest of its table; the lowest rank of each distinct one posts the table. 2. The tensors
+    are divided over the ranks that hold them. 3. Every rank lays out all files.
+    Raises: ExportError if ranks disagree about a tensor, or there is none.
+    """
+    infos = _merge(_exchange(groups, coordinator))
+    if not infos:
+        raise ExportError("there is no tensor to export")
+    shares: dict[str, Sequence[Chunk] | None] = {}
+    known: dict[str, torch.Tensor] = {}
+    for group in groups:
+        for fqn, value in zip(group.fqns, group.values, strict=True):
+            layout = _layout_of(value)
+            if layout is None:
+                shares[fqn] = None
+            else:
+                known[fqn] = layout
+                shares[fqn] = ()
+    for share in divide(known, coordinator).shares:
+        shares[share.fqn] = (*(shares[share.fqn] or ()), share.chunk)
+    files = pack(infos)
+    layouts = {name: lay_out({key: infos[key] for key in keys}, {"format": "pt"}) for name, keys in files.items()}
+    return ExportPlan(infos, layouts, {key: name for name, keys in files.items() for key in keys}, shares)
+
+
+def pack_model_files(infos: Mapping[str, TensorInfo], max_bytes: int) -> dict[str, list[str]]:
+    """Pack keys into files as transformers names them, in their natural order, each of at most `max_bytes`.
+
+    The order is that of names with numbers read as numbers: it does not depend on which rank holds what. A tensor
+    larger than the limit has a file of its own.
+    """
+    packed: list[list[str]] = []
+    room = -1
+    for key in sorted(infos, key=_natural):
+        num_bytes = infos[key].nbytes
+        if num_bytes > room:
+            packed.append([])
+            room = max_bytes
+        packed[-1].append(key)
+        room -= num_bytes
+    if len(packed) == 1:
+        return {"model.safetensors": packed[0]}
+    return {f"model-{i:05d}-of-{len(packed):05d}.safetensors": keys for i, keys in enumerate(packed, 1)}
+
+
+def _natural(key: str) -> list[tuple[int, int, str]]:
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", key)]
+
+
+def _layout_of(value: torch.Tensor | LazyTensor) -> torch.Tensor | None:
+    """Return a tensor that is held as the value is, or None where nothing says how it is held."""
+    if not isinstance(value, LazyTensor):
+        return value
+    like = value.like
+    if like is None or tuple(like.shape) != value.info.shape:
+        return None
+    return like
+
+
+def _exchange(groups: Sequence[FileGroup], coordinator: Coordinator) -> list[list[Any]]:
+    """Return each distinct table of (key, dtype, shape), those of lower ranks first."""
+    mine: list[Any] = [
+        [key, str(info.dtype).removeprefix("torch."), list(info.shape)]
+        for group in groups
+        for key, info in group.infos.items()
+    ]
+    if coordinator.world_size == 1:
+        return [mine]
+    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    digests = cast("list[str]", coordinator.gather("export/digests", digest))
+    first = {other: rank for rank, other in reversed(list(enumerate(digests)))}
+    if len(first) == 1:
+        return [mine]
+    posted = coordinator.gather("export/tables", mine if first[digest] == coordinator.rank else None)
+    return [cast("list[Any]", posted[rank]) for rank in sorted(first.values())]
+
+
+def _merge(tables: Sequence[Sequence[Any]]) -> dict[str, TensorInfo]:
+    infos: dict[str, TensorInfo] = {}
+    faults = []
+    for table in tables:
+        for key, dtype, shape in table:
+            info = TensorInfo(tuple(shape), getattr(torch, dtype))
+            if infos.setdefault(key, info) != info:
+                faults.append(f"{key}: {infos[key]} and {info}")
+    if faults:
+        raise ExportError(f"ranks disagree about {len(faults)} tensor(s): {'; '.join(faults)}")
+    return infos

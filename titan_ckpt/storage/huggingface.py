@@ -1,0 +1,206 @@
+"""Hugging Face folders, read: which safetensors files belong to it, and config.json.
+
+Owns the folder's structure and every check of it. The bytes are safetensors_reader's, writing is huggingface_export's.
+Source: transformers, `modeling_utils.py` (which file wins), huggingface_hub, `serialization/_base.py` (the index).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from titan_ckpt import strict_json
+from titan_ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LoadMismatchError,
+    NotACheckpointError,
+)
+from titan_ckpt.storage.base import ReadRequest, TensorReader
+from titan_ckpt.storage.safetensors_file import SafetensorsHeader, read_header
+from titan_ckpt.storage.safetensors_reader import SafetensorsFiles
+from titan_ckpt.tensors import TensorInfo
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+MAX_JSON_BYTES = 1 << 28
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+_LISTED = 8
+
+
+class HuggingFaceReader(TensorReader):
+    """A folder of safetensors files with or without an index, or one such file. Its names are the file's own."""
+
+    format = "hf"
+
+    def __init__(self, path: Path) -> None:
+        """Check config, index and headers; read no tensor.
+
+        Raises: CheckpointNotFoundError; NotACheckpointError if there are no safetensors files; CorruptCheckpointError
+        if files and index disagree; LoadMismatchError for quantised weights, naming the method.
+        """
+        self.path = path
+        folder = path if path.is_dir() else path.parent
+        self._config = read_config(folder / CONFIG)
+        _refuse_quantised(path, self._config)
+        self._files = SafetensorsFiles(_headers(path))
+        self._tensors = {key: entry.info for key, entry in self._files.entries.items()}
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._tensors
+
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Fill every request. Raises: CorruptCheckpointError if a file was cut short since it was opened; OSError."""
+        self._files.read(requests)
+
+    def metadata(self) -> dict[str, Any]:
+        """Return config.json; empty where there is none."""
+        return self._config
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a JSON object that people write by hand; an absent file is empty.
+
+    Lenient where transformers is (`Infinity` occurs in published configs). Raises: CorruptCheckpointError.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    if len(data) > MAX_JSON_BYTES:
+        raise CorruptCheckpointError(f"{path}: {len(data)} bytes are too many for a config", str(path))
+    try:
+        config = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path}: not JSON: {error}", str(path)) from error
+    if not isinstance(config, dict):
+        raise CorruptCheckpointError(f"{path}: expected a JSON object, found {type(config).__name__}", str(path))
+    return config
+
+
+def is_huggingface(path: Path) -> bool:
+    """Say whether this is a folder, or a file, that the reader would take for this format."""
+    if path.is_file():
+        return path.suffix == ".safetensors"
+    return (path / INDEX).exists() or bool(_weight_files(path))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("adapter_"))
+
+
+def _headers(path: Path) -> list[SafetensorsHeader]:
+    if path.is_file():
+        return [read_header(path)]
+    if not path.is_dir():
+        raise CheckpointNotFoundError(f"{path} is not there; name an existing folder or .safetensors file")
+    if (path / INDEX).exists():
+        return _indexed(path)
+    if (path / WEIGHTS).exists():
+        return [read_header(path / WEIGHTS)]
+    return [read_header(file) for file in _shards(path)]
+
+
+def _shards(folder: Path) -> list[Path]:
+    """Return the files of a folder without an index; a numbered series must be complete."""
+    files = _weight_files(folder)
+    if not files:
+        pickles = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pth"))
+        hint = ""
+        if pickles:
+            hint = (
+                f"; its weights are pickles ({pickles[0]}), which can run code when they are loaded: convert them once "
+                "with transformers' from_pretrained and save_pretrained"
+            )
+        raise NotACheckpointError(f"{folder}: no {WEIGHTS}, no {INDEX} and no other .safetensors file{hint}")
+    numbered = [match for file in files if (match := _SHARD.fullmatch(file.name))]
+    if not numbered:
+        return files
+    series = {(match["stem"], int(match["count"])) for match in numbered}
+    if len(series) > 1:
+        names = ", ".join(f"{stem}-*-of-{count:05d}" for stem, count in sorted(series))
+        raise CorruptCheckpointError(f"{folder}: files of several exports and no {INDEX}: {names}", str(folder))
+    ((stem, count),) = series
+    expected = [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    _require(folder, expected, f"of the series of {count}")
+    return [folder / name for name in expected]
+
+
+def _indexed(folder: Path) -> list[SafetensorsHeader]:
+    """Return the headers of the files that the index names, after comparing it with them key by key."""
+    path = folder / INDEX
+    index = strict_json.parse(path.read_bytes(), MAX_JSON_BYTES, str(path))
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptCheckpointError(f"{path}: no weight_map that names a file for each tensor", str(path))
+    names: list[str] = []
+    for key, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise CorruptCheckpointError(
+                f"{path}: tensor {key!r} is said to be in {name!r}, which is not the name of a .safetensors file here",
+                str(path),
+            )
+        names.append(name)
+    names = sorted(set(names))
+    _require(folder, names, f"named by {INDEX}")
+    if WEIGHTS not in names and (folder / WEIGHTS).exists():
+        raise CorruptCheckpointError(
+            f"{folder}: there are both {WEIGHTS} and an {INDEX} that does not name it: remove what is not wanted",
+            str(folder),
+        )
+    headers = [read_header(folder / name) for name in names]
+    _compare(path, weight_map, headers)
+    return headers
+
+
+def _compare(path: Path, weight_map: Mapping[str, strict_json.Json], headers: Sequence[SafetensorsHeader]) -> None:
+    """Raise unless the index is exactly what the files hold."""
+    faults = []
+    found: set[str] = set()
+    for header in headers:
+        for key in header.entries:
+            found.add(key)
+            if key not in weight_map:
+                faults.append(f"{key} is in {header.path.name} and not in the index")
+            elif weight_map[key] != header.path.name:
+                faults.append(f"{key} is in {header.path.name}, and the index says {weight_map[key]}")
+    absent = [(key, name) for key, name in weight_map.items() if key not in found]
+    faults += [f"{key} is not in {name}, where the index says it is" for key, name in absent]
+    if faults:
+        more = f"; and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
+        raise CorruptCheckpointError(
+            f"{path}: {len(faults)} tensor(s) are not where it says: {'; '.join(faults[:_LISTED])}{more}. "
+            "Are the files of one and the same export?",
+            str(path),
+        )
+
+
+def _require(folder: Path, names: Sequence[str], why: str) -> None:
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
+        raise CorruptCheckpointError(
+            f"{folder}: {len(missing)} of {len(names)} files {why} are missing: {', '.join(missing[:_LISTED])}{more}. "
+            "Is the download complete?",
+            str(folder),
+        )
+
+
+def _refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise for weights that mean nothing without their scales: read as they are they would be silently wrong."""
+    nested = (part for part in config.values() if isinstance(part, dict))
+    for part in (config, *nested):
+        quantised = part.get("quantization_config") or part.get("compression_config")
+        if quantised:
+            method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
+            raise LoadMismatchError(
+                f"{path}: its weights are quantised (quantization_config.quant_method = {method!r}), and this version "
+                "does not dequantise them: use a folder with plain float weights"
+            )

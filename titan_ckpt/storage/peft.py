@@ -1,0 +1,245 @@
+"""PEFT adapter folders: adapter_model.safetensors and adapter_config.json, read and written.
+
+Owns what makes such a folder mean something to PEFT and vLLM, and every check of it: PEFT itself ignores keys it does
+not know, fills in a rank that is left out, and says little when an adapter does nothing. Knows no model.
+Source: peft, utils/save_and_load.py, tuners/lora/config.py; vLLM, vllm/lora/peft_helper.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, ExportError, NotACheckpointError
+from titan_ckpt.storage.base import ReadRequest, TensorReader
+from titan_ckpt.storage.export_plan import ExportPlan
+from titan_ckpt.storage.huggingface import read_config
+from titan_ckpt.storage.safetensors_file import read_header
+from titan_ckpt.storage.safetensors_reader import SafetensorsFiles
+from titan_ckpt.storage.staged_export import ExportSummary, FolderFormat, export_folder
+from titan_ckpt.tensors import Chunk, TensorInfo
+from titan_ckpt.transforms import CASTABLE, FileGroup
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+RECORD = "titan_ckpt.json"
+"""What this package knows of the adapter and PEFT has no field for: it warns of fields that it does not know."""
+PREFIX = "base_model.model."
+_OWN = "titan_ckpt_"
+_PARTNERS = {
+    ".lora_A.weight": ".lora_B.weight",
+    ".lora_B.weight": ".lora_A.weight",
+    ".lora_embedding_A": ".lora_embedding_B",
+    ".lora_embedding_B": ".lora_embedding_A",
+}
+_MAGNITUDE = ".lora_magnitude_vector"
+_DEFAULTS: Mapping[str, Any] = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "lora_dropout": 0.0,
+    "bias": "none",
+    "use_rslora": False,
+    "use_dora": False,
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "modules_to_save": None,
+    "base_model_name_or_path": None,
+    "revision": None,
+}
+_LISTED = 8
+
+
+class PeftReader(TensorReader):
+    """A LoRA adapter folder. Names are the file's own; nothing is stripped."""
+
+    format = "peft"
+
+    def __init__(self, path: Path) -> None:
+        """Check config and names; read no tensor.
+
+        Raises: CheckpointNotFoundError; NotACheckpointError without safetensors or for another kind of adapter;
+        CorruptCheckpointError listing names and shapes that PEFT would ignore or misread.
+        """
+        self.path = path
+        if not path.is_dir():
+            raise CheckpointNotFoundError(f"{path} is not there; name a PEFT adapter folder")
+        self._config = _read_adapter_config(path)
+        if not (path / WEIGHTS).exists():
+            hint = "; adapter_model.bin is a pickle: save it again as safetensors" if list(path.glob("*.bin")) else ""
+            raise NotACheckpointError(f"{path}: no {WEIGHTS} beside {CONFIG}{hint}")
+        self._files = SafetensorsFiles([read_header(path / WEIGHTS)])
+        self._tensors = {key: entry.info for key, entry in self._files.entries.items()}
+        if faults := check_adapter(self._tensors, self._config):
+            raise CorruptCheckpointError(f"{path / WEIGHTS}: {_listed(faults)}", str(path / WEIGHTS))
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._tensors
+
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Fill every request. Raises: CorruptCheckpointError for values that are not finite; OSError."""
+        self._files.read(requests)
+        bad = {r.key for r in requests if r.into.dtype in CASTABLE and not bool(torch.isfinite(r.into).all())}
+        if bad:
+            raise CorruptCheckpointError(f"{self.path / WEIGHTS}: not finite: {_listed(sorted(bad))}", str(self.path))
+
+    def metadata(self) -> dict[str, Any]:
+        """Return adapter_config.json, and this package's record if there is one."""
+        return self._config
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def export_peft(
+    folder: Path,
+    groups: Sequence[FileGroup],
+    *,
+    config: Mapping[str, Any],
+    coordinator: Coordinator,
+    fsync: bool = True,
+) -> ExportSummary:
+    """Write an adapter folder that PEFT and vLLM open, prove it, and publish it atomically. Collective.
+
+    `config`: adapter_config.json; r, lora_alpha and target_modules are required, the rest has PEFT's defaults. Fields
+    named `titan_ckpt_*` go to a file of their own.
+    Raises: ExportError on every rank, with nothing under the folder's name; also for an adapter that changes nothing.
+    """
+
+    def companions(plan: ExportPlan) -> dict[str, bytes | Path]:
+        public = {**_DEFAULTS, **{name: value for name, value in config.items() if not name.startswith(_OWN)}}
+        own = {name: value for name, value in config.items() if name.startswith(_OWN)}
+        if faults := [*_config_faults(public), *check_adapter(plan.infos, public)]:
+            raise ExportError(_listed(faults))
+        files: dict[str, bytes | Path] = {CONFIG: _json(public)}
+        if own:
+            files[RECORD] = _json(own)
+        return files
+
+    layout = FolderFormat(lambda infos: {WEIGHTS: sorted(infos)}, companions, PeftReader, _check_values)
+    return export_folder(folder, groups, layout, coordinator, fsync=fsync)
+
+
+def check_adapter(infos: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> list[str]:
+    """Return one line for each tensor that PEFT would ignore, or that its partner or the config contradicts."""
+    faults = []
+    for key, info in infos.items():
+        if not key.startswith(PREFIX):
+            faults.append(f"{key} does not start with {PREFIX}: PEFT would ignore it, and the adapter would do nothing")
+            continue
+        suffix = next((suffix for suffix in (*_PARTNERS, _MAGNITUDE) if key.endswith(suffix)), None)
+        if suffix is None:
+            if not _is_saved_module(key, config):
+                faults.append(f"{key} is no LoRA tensor, nor of a module that modules_to_save names")
+            continue
+        module = key.removesuffix(suffix)
+        if suffix == _MAGNITUDE:
+            if not config.get("use_dora"):
+                faults.append(f"{key} is a DoRA magnitude, and the config does not say use_dora")
+            continue
+        if (partner := module + _PARTNERS[suffix]) not in infos:
+            faults.append(f"{key} has no partner {partner}")
+        rank = _rank(module.removeprefix(PREFIX), config)
+        dim = 0 if suffix.endswith(("_A", "_A.weight")) else 1
+        if len(info.shape) < 2 or info.shape[dim] != rank:
+            faults.append(f"{key} is {info}, expected {rank} in dim {dim}, the rank that the config gives this module")
+        if config.get("use_dora") and module + _MAGNITUDE not in infos and ".lora_embedding_" not in key:
+            faults.append(f"{key} has no {module + _MAGNITUDE}, and the config says use_dora")
+    return faults
+
+
+def _is_saved_module(key: str, config: Mapping[str, Any]) -> bool:
+    module = key.removeprefix(PREFIX).rpartition(".")[0]
+    return any(module == name or module.endswith(f".{name}") for name in config.get("modules_to_save") or ())
+
+
+def _rank(module: str, config: Mapping[str, Any]) -> int:
+    """Look up a module's rank as PEFT does. Source: peft, utils/other.py get_pattern_key; r left out is 8."""
+    patterns = config.get("rank_pattern") or {}
+    found = next((rank for pattern, rank in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), None)
+    return int(config.get("r", 8) if found is None else found)
+
+
+def _read_adapter_config(path: Path) -> dict[str, Any]:
+    file = path / CONFIG
+    if not file.exists():
+        raise NotACheckpointError(f"{path}: no {CONFIG}, so nothing says the adapter's kind and scale")
+    config = read_config(file)
+    if config.get("peft_type") != "LORA":
+        raise NotACheckpointError(f"{file}: peft_type is {config.get('peft_type')!r}; only LORA adapters can be read")
+    if faults := list(_pattern_faults(config)):
+        raise CorruptCheckpointError(f"{file}: {_listed(faults)}", str(file))
+    return config | read_config(path / RECORD)
+
+
+def _config_faults(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what keeps PEFT or vLLM from reading the config as it is meant."""
+    if config["peft_type"] != "LORA":
+        yield f"peft_type is {config['peft_type']!r}, expected 'LORA'"
+    for name in ("r", "lora_alpha"):
+        if type(config.get(name)) not in ((int,) if name == "r" else (int, float)):
+            yield f"{name} is {config.get(name)!r}, expected a number: PEFT takes 8 where it is left out"
+    if not config.get("target_modules"):
+        yield "target_modules is empty: PEFT would adapt nothing"
+    yield from _pattern_faults(config)
+
+
+def _pattern_faults(config: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(name) or {}
+        if not isinstance(patterns, dict):
+            yield f"{name} is {patterns!r:.80}, expected a map from module names to numbers"
+            continue
+        for pattern, value in patterns.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield f"{name} has {pattern!r}, which is no regular expression: {error}"
+            if type(value) not in (int, float):
+                yield f"{name} has {value!r:.80} for {pattern!r}, expected a number"
+    if "r" in config and type(config["r"]) is not int:
+        yield f"r is {config['r']!r:.80}, expected an integer"
+
+
+def _check_values(reader: TensorReader) -> None:
+    """Read the written adapter once more, tensor by tensor, and refuse one that would change nothing.
+
+    A pair adds B @ A, so it does nothing where either is all zero; DoRA magnitudes scale by themselves.
+    Raises: CorruptCheckpointError for values that are not finite; ExportError.
+    """
+    zero: set[str] = set()
+    for key, info in reader.tensors.items():
+        value = torch.empty(info.shape, dtype=info.dtype)
+        reader.read([ReadRequest(key, Chunk.whole(info.shape), value)])
+        if not bool(value.any()):
+            zero.add(key)
+    pairs = [(a, a.removesuffix(suffix) + _PARTNERS[suffix]) for a, suffix in _with_suffix(reader.tensors)]
+    others = any(not key.endswith(tuple(_PARTNERS)) for key in reader.tensors)
+    if not others and all(a in zero or b in zero for a, b in pairs):
+        raise ExportError(
+            f"the adapter changes nothing: of all {len(pairs)} modules lora_A or lora_B is zero. Was it trained?"
+        )
+
+
+def _with_suffix(keys: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
+    for key in keys:
+        for suffix in (".lora_A.weight", ".lora_embedding_A"):
+            if key.endswith(suffix):
+                yield key, suffix
+
+
+def _listed(faults: Sequence[str]) -> str:
+    more = f"; and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
+    return "; ".join(faults[:_LISTED]) + more
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,176 @@
+"""Parts of tensors out of safetensors files: exactly the bytes asked for, straight into live memory.
+
+Owns the way from a region of a file to a view of memory: which bytes, by which read, cast or not. Knows no folder and
+no index, and decides nothing about names or dtypes. Shared by every format that stores plain safetensors files.
+
+The ladder: bytes of one run in the file go straight into contiguous memory of the same dtype; through a small bounce
+buffer where the memory is strided, of another dtype or on a device, and around the page cache where the file is not in
+it; a strided region (a shard of columns) is copied out of a mapping of the file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.storage.base import ReadRequest
+from titan_ckpt.storage.box import element_span, is_run
+from titan_ckpt.storage.engine import IO_BYTES, FileReader, run_workers
+from titan_ckpt.storage.memory import ALIGNMENT, Buffer, bytes_at, is_plain_memory
+from titan_ckpt.storage.regions import mapped_boxes, windows
+from titan_ckpt.storage.safetensors_file import Entry, SafetensorsHeader
+from titan_ckpt.tensors import Chunk
+
+_MIN_DIRECT_BYTES = 1 << 20
+"""A smaller read goes through the page cache, whose read-ahead serves the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run of bytes of a file, and the memory that its elements belong to in row-major order."""
+
+    file: FileReader
+    offset: int
+    num_bytes: int
+    dtype: torch.dtype
+    into: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """A strided box of a file tensor, and memory of the same number of elements."""
+
+    file: FileReader
+    entry: Entry
+    chunk: Chunk
+    into: torch.Tensor
+
+
+class SafetensorsFiles:
+    """Open safetensors files that were checked before; key -> file is one to one."""
+
+    def __init__(self, headers: Sequence[SafetensorsHeader]) -> None:
+        """Open each file. Raises: CorruptCheckpointError if two files hold one key, or a file has changed."""
+        self._files: dict[Path, FileReader] = {}
+        self._places: dict[str, tuple[SafetensorsHeader, Entry]] = {}
+        faults = []
+        for header in headers:
+            for key, entry in header.entries.items():
+                if key in self._places:
+                    faults.append(f"{key} is in {self._places[key][0].path.name} and in {header.path.name}")
+                self._places[key] = (header, entry)
+        if faults:
+            folder = headers[0].path.parent
+            listed = "; ".join(faults[:8])
+            raise CorruptCheckpointError(f"{folder}: {len(faults)} tensor(s) twice: {listed}", str(folder))
+        self._headers = headers
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        return {key: entry for key, (_, entry) in self._places.items()}
+
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Fill every request. Raises: CorruptCheckpointError if a file ends early; OSError."""
+        jobs: list[_Run | _Region] = []
+        for request in requests:
+            header, entry = self._places[request.key]
+            if request.chunk.numel:
+                jobs += _jobs(self._open(header), entry, request)
+        jobs.sort(key=lambda job: (str(job.file.path), job.offset if isinstance(job, _Run) else job.entry.start))
+        cold = _cold_files(jobs)
+        try:
+            run_workers(jobs, lambda: _worker(cold))
+        except EOFError as error:
+            raise CorruptCheckpointError(f"{error}: it was cut short while it was open") from error
+
+    def _open(self, header: SafetensorsHeader) -> FileReader:
+        if header.path not in self._files:
+            # download caches hold links to their files, and the engine opens no links
+            file = FileReader(header.path.resolve())
+            if file.num_bytes != header.num_bytes:
+                file.close()
+                raise CorruptCheckpointError(f"{header.path}: it has changed since it was opened", str(header.path))
+            self._files[header.path] = file
+        return self._files[header.path]
+
+    def close(self) -> None:
+        """Close all files; idempotent."""
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+
+
+def _jobs(file: FileReader, entry: Entry, request: ReadRequest) -> Iterator[_Run | _Region]:
+    """Cut a request into reads of at most a bounce buffer each, or one strided copy."""
+    shape, dtype, into = entry.info.shape, entry.info.dtype, request.into.detach()
+    if not is_run(shape, request.chunk):
+        yield _Region(file, entry, request.chunk, into)
+        return
+    if is_plain_memory(into):
+        into = into.view(-1)
+    offset = entry.start + element_span(shape, request.chunk)[0] * dtype.itemsize
+    for window in windows(into, IO_BYTES // dtype.itemsize):
+        num_bytes = window.numel() * dtype.itemsize
+        yield _Run(file, offset, num_bytes, dtype, window)
+        offset += num_bytes
+
+
+def _cold_files(jobs: Sequence[_Run | _Region]) -> set[FileReader]:
+    """Return the files whose wanted bytes are not in the page cache; one answer per file, as mixing is slower still."""
+    spans: dict[FileReader, tuple[int, int]] = {}
+    for job in jobs:
+        if isinstance(job, _Run):
+            first, stop = spans.get(job.file, (job.offset, 0))
+            spans[job.file] = (first, max(stop, job.offset + job.num_bytes))
+    return {file for file, (first, stop) in spans.items() if not file.is_cached(first, stop - first)}
+
+
+def _worker(cold: set[FileReader]) -> Callable[[_Run | _Region], None]:
+    bounce: list[Buffer] = []
+
+    def work(job: _Run | _Region) -> None:
+        if isinstance(job, _Region):
+            _copy_region(job)
+            return
+        direct = job.file in cold and job.num_bytes >= _MIN_DIRECT_BYTES
+        if not direct and job.into.dtype == job.dtype and is_plain_memory(job.into):
+            job.file.read_into([bytes_at(job.into.data_ptr(), job.num_bytes)], job.offset)
+            return
+        if not bounce:
+            bounce.append(Buffer.allocate(IO_BYTES + 2 * ALIGNMENT))
+        job.into.copy_(_bounced(job, bounce[0], direct).view(job.into.shape))
+
+    return work
+
+
+def _bounced(job: _Run, buffer: Buffer, direct: bool) -> torch.Tensor:
+    """Read a run into the buffer and return its elements; good until the next run."""
+    first = job.offset % ALIGNMENT if direct else 0
+    if direct:
+        job.file.read_aligned(buffer.view, job.offset - first, first + job.num_bytes)
+    else:
+        job.file.read_into([buffer.view[: job.num_bytes]], job.offset)
+    values = buffer.tensor[first : first + job.num_bytes]
+    # other writers need not align their tensors, and a view of a wider dtype must be aligned
+    return (values if first % job.dtype.itemsize == 0 else values.clone()).view(job.dtype)
+
+
+def _copy_region(job: _Region) -> None:
+    """Copy a strided box of the file out of a mapping, some rows at a time."""
+
+    def map_bytes(offset: int, num_bytes: int) -> mmap.mmap:
+        fd = os.open(job.file.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            # a private mapping may be written, which torch asks of memory that it wraps; nothing writes it
+            return mmap.mmap(fd, num_bytes, mmap.MAP_PRIVATE, offset=offset)
+        finally:
+            os.close(fd)
+
+    for box, into in mapped_boxes(job.entry, job.chunk, job.into, map_bytes):
+        into.copy_(box)

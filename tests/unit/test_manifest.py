@@ -243,7 +243,7 @@ def test_fuzzed_structures_give_a_manifest_or_the_typed_error() -> None:
             nodes = list(walk(document))
             container, key = generator.choice(nodes)
             other, other_key = generator.choice(nodes)
-            new = copy.deepcopy(other[other_key]) if generator.random() < 0.5 else generator.choice(hostile)
+            new = copy.deepcopy(other[other_key]) if generator.random() < 0.5 else copy.deepcopy(generator.choice(hostile))
             container[key] = new
         try:
             Manifest.from_bytes(seal(document)).to_bytes()

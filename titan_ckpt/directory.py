@@ -1,0 +1,245 @@
+"""CheckpointDirectory: the committed steps of a run, as all of its ranks see them alike.
+
+Owns who acts and who agrees: rank 0 alone looks, decides and changes the folder (`step_store`), and its answer or its
+failure is every rank's. Knows no tensors and no file formats. docs/format.md specifies what is on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from titan_ckpt import preflight
+from titan_ckpt.config import KeepConfig
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, PreflightError, SaveError
+from titan_ckpt.manifest import MANIFEST_NAME, Manifest
+from titan_ckpt.step_folders import read_manifest_bytes
+from titan_ckpt.step_store import Attempt, StepStore, attempt_at
+from titan_ckpt.strict_json import Json
+
+_Value = TypeVar("_Value")  # JSON
+_VISIBLE_SECONDS = 30.0
+"""How long a rank may see an older listing than rank 0 does: network file systems cache for seconds."""
+
+
+class CheckpointDirectory:
+    """A folder of committed steps. Methods are collective unless they say otherwise; one thread at a time.
+
+    Reading changes nothing, save that an interrupted replacement is undone. The first `begin` or `preflight` takes the
+    lease, and clears away what interrupted processes left.
+    """
+
+    def __init__(self, root: Path, coordinator: Coordinator) -> None:
+        """Bind to a folder, which need not exist; touches nothing."""
+        self.root = Path(os.path.abspath(root))
+        self._coordinator = coordinator
+        self._store = StepStore(self.root)
+
+    def steps(self) -> list[int]:
+        """Return the committed steps, ascending.
+
+        Raises: CorruptCheckpointError if there is none, but content that looks like one: starting afresh beside it
+        would hide a loss.
+        """
+
+        def look() -> list[int]:
+            found = self._store.look()
+            if found.rejected and not found.steps:
+                raise CorruptCheckpointError(
+                    f"{self.root} holds no checkpoint that can be loaded, but content that looks like one:"
+                    f"{found.explain()}\nRepair it, name it in [[checkpoint.initial_load]], move it away, or choose "
+                    "another folder: a run is not started afresh beside it",
+                    str(self.root),
+                )
+            return [step.step for step in found.steps]
+
+        return self._on_rank_0("steps", look)
+
+    def manifest(self, step: int) -> Manifest:
+        """Return a committed step's manifest, after making sure that every rank sees that very save of it.
+
+        Raises: CheckpointNotFoundError; CorruptCheckpointError, naming a rank that sees another.
+        """
+        text = self._on_rank_0(f"manifest of step {step}", lambda: self._store.inspect(step).manifest_bytes.decode())
+        error: Exception | None = None
+        try:
+            self._await_same_manifest(step, text.encode())
+        except CheckpointError as e:
+            error = e
+        self._coordinator.barrier(f"view of step {step}", error)
+        return Manifest.from_bytes(text.encode(), str(self.step_path(step) / MANIFEST_NAME))
+
+    def step_path(self, step: int) -> Path:
+        """Return where a step is, or would be. Not collective."""
+        return self._store.step_path(step)
+
+    def resume_from(self, step: int) -> None:
+        """Note that this run goes on from `step`: it is never expired, and newer steps are an abandoned branch.
+
+        They are set aside by the next `begin`, so that looking at an old step changes nothing. Not collective.
+        """
+        self._store.resume_from(step)
+
+    def preflight(self, num_bytes: int) -> None:
+        """Make sure that saves can work here: lease, space for all ranks' `num_bytes`, and a tiny real save.
+
+        1. All tell their bytes. 2. Rank 0 looks and makes a folder. 3. All write into it. 4. Rank 0 renames it, reads
+        it back and deletes it.
+        Raises: PreflightError; CommitConflictError; PeerError.
+        """
+        sizes = self._coordinator.gather("preflight bytes", num_bytes)
+        what = f"{self.root}: saves cannot work here"
+
+        def begin() -> str:
+            self._store.open()
+            preflight.require_space(self.root, _sum(sizes))
+            return preflight.begin_probe(self.root)
+
+        name = self._on_rank_0("preflight", begin, PreflightError, what)
+        error: Exception | None = None
+        try:
+            with _typed(PreflightError, what):
+                preflight.write_probe(self.root, name, self._coordinator.rank)
+        except PreflightError as e:
+            error = e
+        try:
+            self._coordinator.barrier("preflight write", error)
+            ranks = self._coordinator.world_size
+            self._on_rank_0("preflight end", lambda: preflight.end_probe(self.root, name, ranks), PreflightError, what)
+        except BaseException:
+            if self._coordinator.rank == 0:
+                preflight.abandon_probe(self.root, name)
+            raise
+
+    def begin(self, step: int, num_bytes: int = 0, replace: bool = False) -> Attempt:
+        """Start a save: 1. all tell their bytes, 2. rank 0 makes the staging folder, 3. all learn its name.
+
+        A committed step is only replaced where `replace` says so, by another whole step.
+        Raises: CommitConflictError; PreflightError for lack of space; SaveError; PeerError.
+        """
+        sizes = self._coordinator.gather(f"begin step {step}", num_bytes)
+        attempt_id = self._on_rank_0(
+            f"staging of step {step}",
+            lambda: self._store.begin(step, _sum(sizes), replace).id,
+            SaveError,
+            f"{self.root}: step {step} cannot be saved",
+        )
+        return attempt_at(self.root, step, attempt_id)
+
+    def commit(self, attempt: Attempt, manifest: Manifest) -> None:
+        """Make the attempt a committed step, after every rank's files are durable; rank 0's `manifest` lists them.
+
+        When this returns, the step survives a power failure. When it raises, the attempt is gone and nothing else has
+        changed.
+        Raises: SaveError naming what is missing, too much or of another size; CommitConflictError; PeerError.
+        """
+        assert (manifest.step, manifest.attempt) == (attempt.step, attempt.id)
+
+        def finish() -> None:
+            try:
+                self._store.commit(attempt, manifest)
+            except BaseException:
+                self._store.abandon(attempt)
+                raise
+
+        self._on_rank_0(f"commit of step {attempt.step}", finish, SaveError, f"step {attempt.step} was not saved")
+
+    def abandon(self, attempt: Attempt) -> None:
+        """Remove an attempt that will not be committed, as far as possible. Not collective: rank 0 acts."""
+        if self._coordinator.rank == 0:
+            self._store.abandon(attempt)
+
+    def expired(self, keep: KeepConfig | None, protected: AbstractSet[int] = frozenset()) -> list[int]:
+        """Return the steps that `expire` would delete."""
+        return self._on_rank_0("expired", lambda: [step.step for step in self._store.expired(keep, protected)])
+
+    def expire(self, keep: KeepConfig | None, protected: AbstractSet[int] = frozenset()) -> list[int]:
+        """Delete the committed steps that the policy no longer keeps; return them, on rank 0. Not collective.
+
+        Counts committed steps alone, weights-only ones apart from those a run can resume from. Pinned steps, the one
+        resumed from and those with anything foreign in them stay. Never fails: the save before it is committed.
+        """
+        return self._store.expire(keep, protected) if self._coordinator.rank == 0 else []
+
+    def remove(self, step: int) -> None:
+        """Delete one committed step. Raises: CheckpointNotFoundError; SaveError, also where it holds foreign files."""
+        what = f"{self.root}: step {step} was not removed"
+        self._on_rank_0(f"remove step {step}", lambda: self._store.remove(self._store.inspect(step)), SaveError, what)
+
+    def pin(self, step: int) -> None:
+        """Keep a step whatever the policy says, until `unpin`."""
+        self._on_rank_0(f"pin step {step}", lambda: self._store.pin(step), SaveError, f"step {step} was not pinned")
+
+    def unpin(self, step: int) -> None:
+        """Give a pinned step back to the policy."""
+        self._on_rank_0(f"unpin step {step}", lambda: self._store.unpin(step), SaveError, f"step {step} stays pinned")
+
+    def clean(self) -> None:
+        """Take the lease and clear away what interrupted processes left. Raises: CommitConflictError; SaveError."""
+
+        def act() -> None:
+            self._store.open()
+
+        self._on_rank_0("clean", act, SaveError, f"{self.root} was not cleaned")
+
+    def close(self) -> None:
+        """Give the lease back. Not collective; idempotent."""
+        self._store.close()
+
+    def _on_rank_0(
+        self, tag: str, act: Callable[[], _Value], error_type: type[SaveError] | None = None, what: str = ""
+    ) -> _Value:
+        """Run `act` on rank 0 and give its value, or its failure, to every rank; an OSError as `error_type`."""
+        value: Any = None
+        error: Exception | None = None
+        if self._coordinator.rank == 0:
+            try:
+                with _typed(error_type, what):
+                    value = act()
+            except Exception as e:
+                error = e
+        return cast(_Value, self._coordinator.broadcast(tag, value, error))
+
+    def _await_same_manifest(self, step: int, expected: bytes) -> None:
+        """Wait until this rank, too, sees the save that rank 0 chose. Raises: CorruptCheckpointError."""
+        if self._coordinator.rank == 0:
+            return
+        deadline = time.monotonic() + _VISIBLE_SECONDS
+        while True:
+            try:
+                found = read_manifest_bytes(self.step_path(step))
+            except (CorruptCheckpointError, OSError):
+                found = b""
+            if found == expected:
+                return
+            if time.monotonic() > deadline:
+                raise CorruptCheckpointError(
+                    f"{self.step_path(step)}: rank {self._coordinator.rank} sees {'another save' if found else 'nothing'}"
+                    " there, rank 0 a committed step. Is the folder on a file system that all ranks share?"
+                )
+            time.sleep(0.1)
+
+
+def _sum(sizes: list[Json]) -> int:
+    return sum(size for size in sizes if isinstance(size, int))
+
+
+@contextlib.contextmanager
+def _typed(error_type: type[SaveError] | None, what: str) -> Iterator[None]:
+    """Give an OSError its typed form, with the errno kept."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        if error_type is None:
+            raise
+        failure = error_type(f"{what}: {error}")
+        failure.errno = error.errno
+        raise failure from error

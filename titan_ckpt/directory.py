@@ -219,9 +219,10 @@ class CheckpointDirectory:
             if found == expected:
                 return
             if time.monotonic() > deadline:
+                seen = "another save" if found else "nothing"
                 raise CorruptCheckpointError(
-                    f"{self.step_path(step)}: rank {self._coordinator.rank} sees {'another save' if found else 'nothing'}"
-                    " there, rank 0 a committed step. Is the folder on a file system that all ranks share?"
+                    f"{self.step_path(step)}: rank {self._coordinator.rank} sees {seen} there, rank 0 a committed step. "
+                    "Is the folder on a file system that all ranks share?"
                 )
             time.sleep(0.1)
 

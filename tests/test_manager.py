@@ -115,7 +115,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 def steps_in(folder: Path) -> list[int]:
-    return sorted(int(p.name.removeprefix("step-")) for p in (folder / "checkpoints").glob("step-*"))
+    names = (p.name.removeprefix("step-") for p in (folder / "checkpoints").glob("step-*"))
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 @pytest.mark.parametrize("mode", ["disabled", "thread"])
@@ -188,7 +189,7 @@ def test_a_missing_step_is_named_with_those_that_are_there(tmp_path: Path) -> No
         run.train(manager, 4)
     with (
         Run().manager(tmp_path) as manager,
-        pytest.raises(CheckpointNotFoundError, match=r"step 3 .*valid steps: 4, 2"),
+        pytest.raises(CheckpointNotFoundError, match=r"step 3 .*committed steps: 2, 4"),
     ):
         manager.load(3)
 
@@ -394,7 +395,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
                 print("raised:", type(error).__name__, error)
         weight = small.weight.detach().clone()
         nn.init.zeros_(small.weight)
-        with CheckpointManager(config, model_parts=[small], base_folder=folder) as manager:
+        with CheckpointManager(CheckpointConfig(), model_parts=[small], base_folder=folder) as manager:
             print("resumed:", manager.load().step, torch.equal(small.weight, weight))
         """
     )
@@ -406,5 +407,5 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
         check=False,
     )
     assert "raised:" in mounted.stdout, mounted.stdout + mounted.stderr
-    assert "resumed: 1 True" in mounted.stdout or "resumed: 2 True" in mounted.stdout, mounted.stdout + mounted.stderr
+    assert "resumed: 2 True" in mounted.stdout, mounted.stdout + mounted.stderr
     assert "space" in mounted.stdout

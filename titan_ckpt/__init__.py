@@ -2,4 +2,34 @@
 
 from __future__ import annotations
 
+from titan_ckpt.config import (
+    CheckpointConfig,
+    ExportConfig,
+    InitialLoadConfig,
+    KeepConfig,
+    ResumeConfig,
+    SaveConfig,
+)
+from titan_ckpt.errors import CheckpointError
+from titan_ckpt.keymap import KeyMap, KeyRule
+from titan_ckpt.manager import CheckpointManager, LoadResult
+from titan_ckpt.model_wrapper import ModelWrapper
+from titan_ckpt.transforms import StateDictTransforms
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointConfig",
+    "CheckpointError",
+    "CheckpointManager",
+    "ExportConfig",
+    "InitialLoadConfig",
+    "KeepConfig",
+    "KeyMap",
+    "KeyRule",
+    "LoadResult",
+    "ModelWrapper",
+    "ResumeConfig",
+    "SaveConfig",
+    "StateDictTransforms",
+]

@@ -11,7 +11,6 @@ from typing import Any
 
 import xxhash
 
-from titan_ckpt.digest import logical_digests
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import BaseMismatchError
 from titan_ckpt.model_wrapper import ModelWrapper
@@ -29,6 +28,8 @@ def identify_base(
 
     `recorded`: the identity in the step being resumed, where that step holds the base itself: its origin stands.
     """
+    from titan_ckpt.digest import logical_digests
+
     digests = logical_digests(model.state_dict("base"), coordinator)
     total = xxhash.xxh3_128_hexdigest("\n".join(f"{fqn} {digests[fqn]}" for fqn in sorted(digests)))
     if recorded is not None:

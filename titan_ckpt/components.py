@@ -22,7 +22,7 @@ from titan_ckpt.model_wrapper import ModelWrapper
 from titan_ckpt.optimizer_state import PREFIX as OPTIMIZER
 from titan_ckpt.optimizer_state import OptimizerState
 from titan_ckpt.rng import RandomState
-from titan_ckpt.tensors import TensorInfo
+from titan_ckpt.tensors import TensorInfo, blocks_of
 from titan_ckpt.types import StateDict, Stateful
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,16 @@ class RunState:
         parameters = {MODEL + fqn for fqn in self.model.parameter_names().values()}
         volatile = frozenset(n for n in tensors if n not in parameters and not n.startswith(OPTIMIZER))
         return Snapshot(tensors, run, rank, tuple(c for c in COMPONENTS if c in components), volatile)
+
+    def expected_bytes(self, model: StateDict) -> int:
+        """Estimate this rank's bytes in a save, counting two float32 moments for parameters not yet stepped."""
+        tensors = self.snapshot(0, model).tensors
+        total = sum(block.data.nbytes for value in tensors.values() for block in blocks_of(value))
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                fresh = [p for p in group["params"] if p not in optimizer.state]
+                total += sum(8 * block.data.numel() for p in fresh for block in blocks_of(p))
+        return total
 
     def destinations(self, available: Mapping[str, TensorInfo], exclude: frozenset[str]) -> StateDict:
         """Return a tensor to fill for every stored tensor that is not the model's; nothing is attached yet.

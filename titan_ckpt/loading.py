@@ -147,6 +147,8 @@ def _verdict(
 
     `unknown`: per source the keys that no rank has a place for (a pipeline stage lacks the others' keys).
     """
+    if not opened:
+        return LoadReport(initialised=tuple(wanted))
     loaded: dict[str, LoadSource] = {}
     twice: list[str] = []
     unexpected: list[str] = []

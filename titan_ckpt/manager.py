@@ -23,12 +23,12 @@ from titan_ckpt.exporting import Exporter
 from titan_ckpt.loading import PreparedLoad, prepare_load
 from titan_ckpt.manifest import Manifest
 from titan_ckpt.model_wrapper import ModelWrapper
-from titan_ckpt.plan import CommittedStep, LoadPlan
+from titan_ckpt.plan import LoadPlan, ResumeStep
 from titan_ckpt.resume import ResumeState
 from titan_ckpt.saving import Saver, SaveRequest
 from titan_ckpt.storage import detect_format
 from titan_ckpt.transforms import StateDictTransforms
-from titan_ckpt.types import Format, LoadReport, ModelHooks, Stateful
+from titan_ckpt.types import Format, LoadReport, ModelHooks, StateDict, Stateful
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,9 @@ class CheckpointManager:
         self._directory = CheckpointDirectory(Path(base_folder) / config.folder, storage_line)
         self._saver = Saver(self._directory, storage_line, config.save) if config.save else None
         self._exporter = Exporter(Path(base_folder), self._model, self._transforms, self._coordinator)
-        for optimizer in optimizers:  # so that a loop that forgets maybe_wait_for_staging() saves no mixture
-            optimizer.register_step_pre_hook(lambda *_: self.maybe_wait_for_staging())
+        self._step_hooks = [  # so that a loop that forgets maybe_wait_for_staging() saves no mixture of two steps
+            optimizer.register_step_pre_hook(lambda *_: self.maybe_wait_for_staging()) for optimizer in optimizers
+        ]
         self._exporter.check(config.export)
         self._base: dict[str, Any] | None = None
         self._resumed_from: dict[str, Any] | None = None
@@ -102,42 +103,63 @@ class CheckpointManager:
         """
         self.wait()
         requested = step if step >= 0 else self.config.resume.step
-        candidates = plan.choose(self._committed_steps(), requested)
-        if not candidates:
-            return self._load(None)
+        candidates = [requested] if requested is not None else self._directory.steps()[::-1]
+        result: LoadResult | None = None
         for i, candidate in enumerate(candidates):
             try:
-                return self._load(candidate)
+                result = self._resume(candidate, by_number=requested is not None)
             except CheckpointError as error:
                 corrupt = any(self._coordinator.gather("ladder", isinstance(error, CorruptCheckpointError)))
                 if not corrupt or requested is not None or i + 1 == len(candidates):
                     raise
-                logger.warning("step %d cannot be resumed from, going on to step %d: %s", candidate.step,
-                               candidates[i + 1].step, error)  # fmt: skip
-        raise AssertionError("the last candidate returns or raises")
+                logger.warning("step %d cannot be resumed from; going on to the one before it: %s", candidate, error)
+            if result is not None:
+                break
+        else:
+            result = self._load_initial()
+        self._preflight()
+        return result
 
-    def _load(self, resume: CommittedStep | None) -> LoadResult:
-        """1 Plan. 2 Open everything and check that it fits. 3 Read. 4 Hand over what is not a tensor."""
-        load_plan = plan.resolve(self.config, resume, self._describe)
+    def _load_initial(self) -> LoadResult:
+        load_plan = plan.resolve(self.config, None, self._describe)
         logger.info("%s", load_plan)
-        if resume is None:
-            with self._prepare(load_plan, resuming=False) as prepared:
-                self._read(prepared)
-                self._identify_base(load_plan, prepared, None)
-            self._saved_step = None
-            return LoadResult(0, load_plan, prepared.report)
-        manifest = self._directory.manifest(resume.step)
+        with self._prepare(load_plan, resuming=False) as prepared:
+            self._read(prepared)
+            self._identify_base(load_plan, prepared, None)
+        return LoadResult(0, load_plan, prepared.report)
+
+    def _resume(self, step: int, *, by_number: bool) -> LoadResult | None:
+        """1 Plan. 2 Open everything and check that it fits. 3 Read. 4 Hand over what is not a tensor.
+
+        Returns None for a step that holds weights only, which is a source of weights but cannot be resumed from.
+        """
+        manifest = self._directory.manifest(step)
+        if manifest.kind == "model":
+            if by_number:
+                raise CheckpointNotFoundError(
+                    f"step {step} holds model weights only, so training cannot resume from it; name it in "
+                    "[[checkpoint.initial_load]] of another run instead"
+                )
+            return None
+        path = self._directory.step_path(step)
+        load_plan = plan.resolve(self.config, ResumeStep(step, manifest.kind, path), self._describe)
+        logger.info("%s", load_plan)
         self._check_converters(manifest)
         with self._prepare(load_plan, resuming=True) as prepared:
-            state = ResumeState.open(resume.path, manifest, self._run, load_plan.exclude, self._coordinator)
+            state = ResumeState.open(path, manifest, self._run, load_plan.exclude, self._coordinator)
             with state:
                 self._read(prepared, state)
             self._identify_base(load_plan, prepared, manifest)
         state.apply(self._run, load_plan.exclude)
-        self._resumed_from = {"step": resume.step, "attempt": manifest.attempt}
-        self._directory.resume_from(resume.step)
-        self._saved_step = resume.step
-        return LoadResult(resume.step, load_plan, prepared.report)
+        self._resumed_from = {"step": step, "attempt": manifest.attempt}
+        self._directory.resume_from(step)
+        self._saved_step = step
+        return LoadResult(step, load_plan, prepared.report)
+
+    def _preflight(self) -> None:
+        """Find out before step 1 whether saves will work: lease, permissions, space for what they will take."""
+        if self._saver is not None:
+            self._directory.preflight(self._run.expected_bytes(self._model_to_save()))
 
     def _prepare(self, load_plan: LoadPlan, *, resuming: bool) -> PreparedLoad:
         return prepare_load(load_plan.sources, self._model, self._transforms, self._coordinator, require_owned=resuming)
@@ -163,10 +185,6 @@ class CheckpointManager:
         for path, recorded in prepared.adapter_bases():
             check_base(self._base, recorded, str(path))
 
-    def _committed_steps(self) -> list[CommittedStep]:
-        directory = self._directory
-        return [CommittedStep(s, directory.manifest(s).kind, directory.step_path(s)) for s in directory.steps()]
-
     def _describe(self, source: InitialLoadConfig) -> tuple[Format, bool]:
         path = Path(source.path)
         if not path.exists():
@@ -187,13 +205,15 @@ class CheckpointManager:
 
     # save
 
-    def save(self, step: int, last_step: bool = False) -> bool:
+    def save(self, step: int, last_step: bool = False, *, force: bool = False) -> bool:
         """Save if the step is due; on the last step also wait for it and make the exports. Returns whether it saved.
 
+        `force` saves a step that is not due: the process is about to be stopped.
         Raises: what an earlier save in the background raised, once; SaveError; ExportError.
         """
         saved = False
-        if self._saver is not None and policy.is_due(step, self.config.save, last_step) and step != self._saved_step:
+        due = force or policy.is_due(step, self.config.save, last_step)
+        if self._saver is not None and due and step != self._saved_step:
             saved = self._save(step)
         if last_step:
             self.wait()
@@ -208,21 +228,27 @@ class CheckpointManager:
             logger.warning("step %d is due and not saved: the save before it is still being written", step)
             return False
         self.wait()
-        base_is_stored = self._base is not None and self._base["path"] is not None
-        adapter_only = base_is_stored and not self.config.save.include_base
-        model = self._model.owned_state_dict() if adapter_only else self._model.state_dict("full")
         request = SaveRequest(
             step,
-            "adapter" if adapter_only else "full",
+            "adapter" if self._adapter_only else "full",
             converters=self._hooks.describe() if self._hooks else [],
             base=self._base,
             resumed_from=self._resumed_from,
         )
-        self._saver.save(request, self._run.snapshot(step, model))
+        self._saver.save(request, self._run.snapshot(step, self._model_to_save()))
         if self.config.save.async_mode == "disabled":
             self._saver.wait()
         self._saved_step = step
         return True
+
+    @property
+    def _adapter_only(self) -> bool:
+        """Leave out a base that is on disk already."""
+        base_is_stored = self._base is not None and self._base["path"] is not None
+        return base_is_stored and self.config.save is not None and not self.config.save.include_base
+
+    def _model_to_save(self) -> StateDict:
+        return self._model.owned_state_dict() if self._adapter_only else self._model.state_dict("full")
 
     def maybe_wait_for_staging(self) -> None:
         """Return when the weights may change; call right before the optimizer's step."""
@@ -239,6 +265,10 @@ class CheckpointManager:
         try:
             self.wait()
         finally:
+            for hook in self._step_hooks:
+                hook.remove()
+            if self._saver is not None:
+                self._saver.close()
             self._directory.close()
 
     def __enter__(self) -> Self:

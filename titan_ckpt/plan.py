@@ -5,21 +5,22 @@ Owns the precedence of sources. Reads nothing; the directory's content is handed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.errors import CheckpointNotFoundError
+from titan_ckpt.manifest import Kind
 from titan_ckpt.types import Format
 
 
 @dataclass(frozen=True, slots=True)
-class CommittedStep:
-    """A valid step of the run's own folder, as far as planning needs it."""
+class ResumeStep:
+    """A committed step of the run's own folder, as far as planning needs it."""
 
     step: int
-    kind: str
+    kind: Kind
     path: Path
 
 
@@ -43,7 +44,7 @@ class LoadSource:
 class LoadPlan:
     """Where weights and, when resuming, training state come from."""
 
-    resume: CommittedStep | None = None
+    resume: ResumeStep | None = None
     sources: tuple[LoadSource, ...] = ()
     exclude: frozenset[str] = frozenset()
 
@@ -57,7 +58,7 @@ class LoadPlan:
 
 def resolve(
     config: CheckpointConfig,
-    step: CommittedStep | None,
+    step: ResumeStep | None,
     describe: Callable[[InitialLoadConfig], tuple[Format, bool]],
 ) -> LoadPlan:
     """Return the plan: a committed step wins over initial sources; an adapter-only step needs its base under it.
@@ -82,20 +83,3 @@ def resolve(
             "[[checkpoint.initial_load]]"
         )
     return LoadPlan(step, (*bases, own), exclude)
-
-
-def choose(steps: Sequence[CommittedStep], requested: int | None) -> list[CommittedStep]:
-    """Return the steps to try, in order: the one asked for alone, or all that can be resumed from, newest first.
-
-    Raises: CheckpointNotFoundError for a step asked for by number that is not there or holds weights only.
-    """
-    resumable = sorted((s for s in steps if s.kind in ("full", "adapter")), key=lambda s: -s.step)
-    if requested is None:
-        return resumable
-    found = [s for s in resumable if s.step == requested]
-    if not found:
-        weights_only = any(s.step == requested for s in steps)
-        why = "holds model weights only, so training cannot resume from it" if weights_only else "is not there"
-        have = ", ".join(str(s.step) for s in resumable) or "none"
-        raise CheckpointNotFoundError(f"step {requested} was asked for and {why}; valid steps: {have}")
-    return found

@@ -45,7 +45,7 @@ class ResumeState:
             run = _read_state(path, RUN_STATE, manifest)
             same_world = manifest.world_size == coordinator.world_size
             rank = _read_state(path, rank_state_name(coordinator.rank), manifest) if same_world else None
-            reader = NativeReader(path)
+            reader = NativeReader(path, files=[f for f in manifest.files if f.name.endswith(".safetensors")])
             available = {key: info for key, info in reader.tensors.items() if not key.startswith(MODEL)}
             tensors = run_state.destinations(available, exclude)
             plan = StateDictTransforms().from_file(tensors, available, None, cast=False)

@@ -21,9 +21,8 @@ from titan_ckpt.components import Snapshot
 from titan_ckpt.config import SaveConfig
 from titan_ckpt.directory import CheckpointDirectory
 from titan_ckpt.distributed import Coordinator
-from titan_ckpt.manifest import Manifest
+from titan_ckpt.manifest import FileRecord, Kind, Manifest
 from titan_ckpt.staging import StagingHandle
-from titan_ckpt.storage.base import FileRecord
 from titan_ckpt.storage.native import NativeWriter
 from titan_ckpt.storage.staged_folder import write_file
 
@@ -42,7 +41,7 @@ class SaveRequest:
     """What one checkpoint is of; its content comes beside it."""
 
     step: int
-    kind: str
+    kind: Kind
     converters: list[dict[str, Any]] = field(default_factory=list)
     base: dict[str, Any] | None = None
     resumed_from: dict[str, Any] | None = None
@@ -89,12 +88,11 @@ class Saver:
     def busy(self) -> bool:
         return self._handle is not None and not self._handle.done
 
-    def prepare(self, snapshot: Snapshot) -> int:
-        """Plan the tensors, and reserve what staging needs, before the first save; return its bytes. Collective."""
+    def prepare(self, snapshot: Snapshot) -> None:
+        """Plan the tensors, and reserve what staging needs, before the first save. Collective."""
         self._writer.plan(snapshot.tensors, self._coordinator)
         if self._config.async_mode != "disabled":
             self._writer.allocate(snapshot.tensors)
-        return self._writer.num_bytes
 
     def save(self, request: SaveRequest, snapshot: Snapshot) -> SaveHandle:
         """Start a save and return its handle; with async_mode "disabled" it has ended. Collective.
@@ -162,7 +160,7 @@ class Saver:
         write_tensors: Callable[[Path], list[FileRecord]],
     ) -> None:
         """1 Begin the attempt. 2 Every rank writes its files. 3 All agree. 4 Rank 0 commits. 5 Old steps expire."""
-        attempt = self._directory.begin(request.step)
+        attempt = self._directory.begin(request.step, self._writer.num_bytes + sum(map(len, state.values())))
         error: BaseException | None = None
         records: list[FileRecord] = []
         try:
@@ -190,6 +188,7 @@ class Saver:
             files=tuple(FileRecord(**record) for rank in gathered for record in rank),
         )
         self._directory.commit(attempt, manifest)
+        self._directory.expire(self._config.keep)
 
 
 def _write_file(path: Path, data: bytes) -> FileRecord:

@@ -186,11 +186,11 @@ class CheckpointConfig:
         for i, export in enumerate(self.export):
             target = export.lands_in()
             if target in targets:
-                yield f"export.{i}: lands in {target}, as export.{targets[target]} does; give one another folder"
+                yield f"export.{i}: lands in {target!r}, as export.{targets[target]} does; give one another folder"
             targets.setdefault(target, i)
             if os.path.commonpath([os.path.abspath(target), os.path.abspath(own)]) == os.path.abspath(own):
-                yield f"export.{i}.folder: {export.folder} is inside the checkpoint folder {self.folder}; name another"
+                yield f"export.{i}.folder: {export.folder!r} is inside checkpoint folder {self.folder!r}; name another"
         paths = [os.path.normpath(source.path) for source in self.initial_load]
         for i, path in enumerate(paths):
             if path in paths[:i]:
-                yield f"initial_load.{i}.path: {path} is named twice; each weight has one source"
+                yield f"initial_load.{i}.path: {path!r} is named twice; each weight has one source"

@@ -40,7 +40,7 @@ def merge_overrides(raw: Mapping[str, Any], argv: Sequence[str]) -> tuple[dict[s
     while words:
         flag, equals, text = words.pop(0).partition("=")
         if not flag.startswith("--"):
-            problems.append(f"expected --table.key VALUE, found {flag}")
+            problems.append(f"expected --table.key VALUE, found {flag!r}")
             continue
         if not equals and (not words or words[0].startswith("--")):
             problems.append(f"{flag}: needs a value, such as {flag} true")

@@ -18,6 +18,7 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -220,7 +221,7 @@ class _Binder:
     def _mapping(self, kind: Any, value: Any, path: str) -> Any:
         if not isinstance(value, Mapping):
             return self._expected("a table", value, path)
-        bound = {key: self.value(kind, v, _join(path, key)) for key, v in value.items()}
+        bound = {key: self.value(kind, v, _join(path, _key(key))) for key, v in value.items()}
         return _BAD if any(b is _BAD for b in bound.values()) else bound
 
 
@@ -280,13 +281,18 @@ def _show(value: Any) -> str:
     return "nothing" if value is None else str(value)
 
 
+def _key(key: str) -> str:
+    """Write a key as TOML has it: quoted where it is not a plain word."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)
+
+
 def _join(path: str, line: str) -> str:
     return f"{path}.{line}" if path else line
 
 
 def _unknown(root: type[Any], cls: type[Any], hints: Mapping[str, Any], key: str, path: str) -> str:
     """Word the answer to a key that `cls`, at `path`, does not have."""
-    where = _join(path, key)
+    where = _join(path, _key(key))
     foreign: Mapping[str, str] = getattr(cls, "FOREIGN_KEYS", {})
     if key in foreign:
         return f"{where}: {foreign[key]}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from titan_ckpt.config import (
@@ -189,7 +189,7 @@ def test_faults_in_unions_name_the_kinds() -> None:
         ({"initial_load": ["base"]}, 'initial_load.0: expected a table, found "base"'),
         (
             {"initial_load": [{"path": "a"}, {"path": "./a"}]},
-            "initial_load.1.path: a is named twice; each weight has one source",
+            "initial_load.1.path: 'a' is named twice; each weight has one source",
         ),
         (
             {"export": {"format": "hf", "max_shard_bytes": 0}},
@@ -197,11 +197,11 @@ def test_faults_in_unions_name_the_kinds() -> None:
         ),
         (
             {"export": [{"format": "hf"}, {"format": "dcp"}]},
-            "export.1: lands in exports/step-N, as export.0 does; give one another folder",
+            "export.1: lands in 'exports/step-N', as export.0 does; give one another folder",
         ),
         (
             {"folder": "run/ckpt", "export": {"format": "hf", "folder": "run/ckpt/exports"}},
-            "export.0.folder: run/ckpt/exports is inside the checkpoint folder run/ckpt; name another",
+            "export.0.folder: 'run/ckpt/exports' is inside checkpoint folder 'run/ckpt'; name another",
         ),
     ],
 )
@@ -397,7 +397,7 @@ def test_an_override_carries_any_value(value: bool | int | float | str) -> None:
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
-        (["train.toml"], "expected --table.key VALUE, found train.toml"),
+        (["train.toml"], "expected --table.key VALUE, found 'train.toml'"),
         (["--checkpoint.save.first_step"], "--checkpoint.save.first_step: needs a value, such as"),
         (["--checkpoint.folder", "--other", "1"], "--checkpoint.folder: needs a value"),
         (["--checkpoint..folder", "x"], "--checkpoint..folder: no such key"),
@@ -425,7 +425,7 @@ def test_faults_of_the_file_and_of_the_command_line_come_together(tmp_path: Path
     with pytest.raises(ConfigError) as caught:
         load_config(Job, path, ["--checkpoint.save.intervall", "3", "stray"])
     assert list(caught.value.problems) == [
-        "expected --table.key VALUE, found stray",
+        "expected --table.key VALUE, found 'stray'",
         "checkpoint.foldr: unknown key; did you mean checkpoint.folder?",
         "checkpoint.save.intervall: unknown key; did you mean checkpoint.save.interval?",
         "checkpoint.save.interval: required, expected a positive integer (steps)",
@@ -445,6 +445,8 @@ trees = st.dictionaries(known_keys, st.dictionaries(known_keys, json_values) | j
 
 
 @given(trees)
+@example({"save": {"\n": None, "": 1}})
+@example({"export": [{"format": "hf", "folder": "\n"}, {"format": "dcp", "folder": "a\nb"}] * 2})
 def test_any_table_is_either_a_valid_config_or_a_config_error(raw: dict[str, Any]) -> None:
     """No input makes any other exception, and what is accepted passes its own check again."""
     config: CheckpointConfig | None = None

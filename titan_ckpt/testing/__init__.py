@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from titan_ckpt.testing.converters import ConverterTests
 from titan_ckpt.testing.ranks import RankError, distributed
 
-__all__ = ["RankError", "distributed"]
+__all__ = ["ConverterTests", "RankError", "distributed"]

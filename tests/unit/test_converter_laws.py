@@ -1,0 +1,88 @@
+"""The laws of converters, for every converter and every legal combination, on one process and on FSDP2 shards."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from converters import ModelConverters, from_tables
+from titan_ckpt.testing import ConverterTests
+
+_LORA = {"kind": "lora", "rank": 4, "target_modules": ["wq", "wk", "wv", "wo", "w1", "w2", "w3"]}
+_FLOAT8 = {"kind": "float8", "emulate": True}
+_INT4 = {"kind": "qat", "scheme": "int4_weight_only"}
+
+
+class _TableTests(ConverterTests):
+    tables: ClassVar[list[dict[str, Any]]]
+
+    def make_converter(self) -> ModelConverters:
+        return from_tables(self.tables)
+
+
+class TestLoRA(_TableTests):
+    tables: ClassVar = [_LORA]
+
+
+class TestDoRA(_TableTests):
+    tables: ClassVar = [{**_LORA, "use_dora": True, "use_rslora": True, "dropout": 0.1}]
+
+
+class TestLoRAPatternsEmbeddingsAndTrainedModules(_TableTests):
+    tables: ClassVar = [
+        {
+            "kind": "lora",
+            "target_modules": ["layers.*.attention.w[qv]", "tok_embeddings"],
+            "rank": 8,
+            "rank_pattern": {"layers.0.*": 2},
+            "alpha_pattern": {"wv": 4.0},
+            "modules_to_save": ["norm", "output"],
+        }
+    ]
+
+
+class TestQATInt4(_TableTests):
+    tables: ClassVar = [_INT4]
+
+
+class TestQATInt4WithEmbeddings(_TableTests):
+    tables: ClassVar = [{**_INT4, "embeddings": True, "group_size": 16}]
+
+
+class TestQATInt8(_TableTests):
+    tables: ClassVar = [{"kind": "qat", "scheme": "int8_weight_only"}]
+
+
+class TestQAT8da4w(_TableTests):
+    tables: ClassVar = [{"kind": "qat", "scheme": "int8_dynamic_act_int4_weight"}]
+
+
+class TestQATMX(_TableTests):
+    tables: ClassVar = [{"kind": "qat", "scheme": "mxfp8"}]
+
+
+class TestFloat8Tensorwise(_TableTests):
+    tables: ClassVar = [_FLOAT8]
+
+
+class TestFloat8Rowwise(_TableTests):
+    tables: ClassVar = [{**_FLOAT8, "recipe": "rowwise"}]
+
+
+class TestFloat8Gathered(_TableTests):
+    tables: ClassVar = [{**_FLOAT8, "fsdp_all_gather": True}]
+
+
+class TestQATAndLoRA(_TableTests):
+    tables: ClassVar = [_INT4, _LORA]
+
+
+class TestQAT8da4wAndDoRA(_TableTests):
+    tables: ClassVar = [{"kind": "qat", "scheme": "int8_dynamic_act_int4_weight"}, {**_LORA, "use_dora": True}]
+
+
+class TestFloat8AndLoRA(_TableTests):
+    tables: ClassVar = [_FLOAT8, _LORA]
+
+
+class TestFloat8GatheredAndLoRA(_TableTests):
+    tables: ClassVar = [{**_FLOAT8, "fsdp_all_gather": True}, _LORA]

@@ -31,7 +31,7 @@ def identify_base(
     from titan_ckpt.digest import logical_digests
 
     digests = logical_digests(model.state_dict("base"), coordinator)
-    total = xxhash.xxh3_128_hexdigest("\n".join(f"{fqn} {digests[fqn]}" for fqn in sorted(digests)))
+    total = xxhash.xxh3_128_hexdigest("\n".join(f"{fqn} {digests[fqn]}" for fqn in sorted(digests)).encode())
     if recorded is not None:
         return {**recorded, "digest": total}
     base = next((source for source in sources if not source.adapter), None)

@@ -171,7 +171,7 @@ class Saver:
         except Exception as e:
             error = e
         try:
-            gathered = self._coordinator.gather("written", [asdict(r) for r in records], error)
+            gathered: list[Any] = self._coordinator.gather("written", [asdict(r) for r in records], error)
         except BaseException:
             self._directory.abandon(attempt)
             raise

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from titan_ckpt.directory import CheckpointDirectory
 from titan_ckpt.distributed import Coordinator
-from titan_ckpt.errors import CheckpointError
+from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError
 from titan_ckpt.storage import detect_format, open_reader
 from titan_ckpt.storage.verify import verify_files
 
@@ -25,6 +25,8 @@ class Ls:
     folder: tyro.conf.Positional[Path]
 
     def run(self, console: Console) -> int:
+        if not self.folder.is_dir():
+            raise CheckpointNotFoundError(f"{self.folder} is no folder; name a run's checkpoint folder")
         directory = CheckpointDirectory(self.folder, Coordinator.current())
         table = Table("step", "kind", "ranks", "MiB", "components", "converters")
         for step in directory.steps():
@@ -70,18 +72,21 @@ class Verify:
         return 0
 
 
-Command = Annotated[Ls, tyro.conf.subcommand("ls")] | Annotated[Inspect, tyro.conf.subcommand("inspect")]
-Command = Command | Annotated[Verify, tyro.conf.subcommand("verify")]  # type: ignore[misc]
+Command = (
+    Annotated[Ls, tyro.conf.subcommand("ls")]
+    | Annotated[Inspect, tyro.conf.subcommand("inspect")]
+    | Annotated[Verify, tyro.conf.subcommand("verify")]
+)
 
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line; 0 on success, 1 for a checkpoint that is not as it should be, 2 for bad arguments."""
-    command = tyro.cli(Command, args=args, prog="titan-ckpt", description=__doc__)  # type: ignore[call-overload]
+    command = tyro.cli(Command, args=args, prog="titan-ckpt", description=__doc__)
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
         return int(command.run(console))
     except (CheckpointError, OSError) as error:
-        Console(stderr=True).print(f"titan-ckpt: {error}", style="red", markup=False)
+        Console(stderr=True, soft_wrap=True).print(f"titan-ckpt: {error}", style="red", markup=False)
         return 1
 
 

@@ -31,6 +31,7 @@ from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.storage.base import ReadRequest, TensorReader
 from titan_ckpt.storage.staged_folder import StagedFolder, write_file
+from titan_ckpt.strict_json import Json
 from titan_ckpt.tensors import Chunk, TensorInfo, blocks_of, info_of
 from titan_ckpt.types import StateDict
 
@@ -91,7 +92,7 @@ class DcpReader(TensorReader):
                 self._tensors[name] = TensorInfo(tuple(entry.size), entry.properties.dtype)
                 for c in entry.chunks:
                     self._sizes[name, tuple(c.offsets)] = tuple(c.sizes)
-        for index, info in (metadata.storage_data or {}).items():
+        for index, info in _table(metadata).items():
             stored = self._contained(index, info)
             if index.fqn in self._tensors:
                 self._chunks.setdefault(index.fqn, []).append(stored)
@@ -206,7 +207,7 @@ def export_dcp(folder: Path, tensors: StateDict, coordinator: Coordinator) -> No
             path = str(staged.path)
     except Exception as e:
         error = e
-    path = coordinator.broadcast("dcp-begin", path, error)
+    path = str(coordinator.broadcast("dcp-begin", path, error))
     try:
         write_dcp(Path(path), tensors, coordinator)
         try:
@@ -228,12 +229,13 @@ def write_dcp(folder: Path, tensors: StateDict, coordinator: Coordinator) -> Non
     own file. 3 Rank 0 writes the metadata. All files are synced; publishing the folder is the caller's.
     Raises: OSError; PeerError.
     """
-    places: list[list[Any]] = []
+    places: list[Json] = []
     error: BaseException | None = None
     data_file = f"__{coordinator.rank}_0.distcp"
-    held = {name: [list(b.chunk.offsets) for b in blocks_of(value)] for name, value in tensors.items()}
+    held: Json = {name: [list(b.chunk.offsets) for b in blocks_of(value)] for name, value in tensors.items()}
     owner: dict[tuple[str, tuple[int, ...]], int] = {}
-    for rank, table in enumerate(coordinator.gather("dcp-chunks", held)):
+    tables: list[Any] = coordinator.gather("dcp-chunks", held)
+    for rank, table in enumerate(tables):
         for name, offsets in table.items():
             for o in offsets:
                 owner.setdefault((name, tuple(o)), rank)
@@ -249,7 +251,14 @@ def write_dcp(folder: Path, tensors: StateDict, coordinator: Coordinator) -> Non
                     torch.save(block.data.detach().cpu().contiguous().clone(), buffer)
                     posix.pwrite_all(fd, buffer.getbuffer(), position)
                     places.append(
-                        [name, block.chunk.offsets, block.chunk.sizes, data_file, position, len(buffer.getbuffer())]
+                        [
+                            name,
+                            [*block.chunk.offsets],
+                            [*block.chunk.sizes],
+                            data_file,
+                            position,
+                            len(buffer.getbuffer()),
+                        ]
                     )
                     position += len(buffer.getbuffer())
             posix.fsync(fd)
@@ -257,8 +266,10 @@ def write_dcp(folder: Path, tensors: StateDict, coordinator: Coordinator) -> Non
             posix.close(fd)
     except Exception as e:
         error = e
-    infos = {n: [list(info_of(v).shape), str(info_of(v).dtype).removeprefix("torch.")] for n, v in tensors.items()}
-    gathered = coordinator.gather("dcp-places", {"places": places, "infos": infos}, error)
+    infos: Json = {
+        n: [list(info_of(v).shape), str(info_of(v).dtype).removeprefix("torch.")] for n, v in tensors.items()
+    }
+    gathered: list[Any] = coordinator.gather("dcp-places", {"places": places, "infos": infos}, error)
     try:
         if coordinator.rank == 0:
             _write_metadata(folder, gathered)
@@ -300,11 +311,16 @@ def _read_metadata(path: Path) -> Metadata:
     return metadata
 
 
+def _table(metadata: Metadata) -> dict[Any, Any]:
+    table: dict[Any, Any] | None = metadata.storage_data
+    return table or {}
+
+
 def _check_types(metadata: Metadata) -> None:
     """Refuse a metadata whose fields are not what they should be, before anything uses them."""
-    for index, info in (metadata.storage_data or {}).items():
+    for index, info in _table(metadata).items():
         sizes = (info.offset, info.length)
-        if not isinstance(index, MetadataIndex) or not isinstance(index.fqn, str) or not isinstance(info, _StorageInfo):
+        if not isinstance(info, _StorageInfo) or type(index) is not MetadataIndex or type(index.fqn) is not str:
             raise pickle.UnpicklingError("its storage table is malformed")
         if not all(type(n) is int and n >= 0 for n in sizes) or not isinstance(info.relative_path, str):
             raise pickle.UnpicklingError(f"the place of {index.fqn} is malformed")

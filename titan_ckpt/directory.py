@@ -221,7 +221,7 @@ class CheckpointDirectory:
             if time.monotonic() > deadline:
                 seen = "another save" if found else "nothing"
                 raise CorruptCheckpointError(
-                    f"{self.step_path(step)}: rank {self._coordinator.rank} sees {seen} there, rank 0 a committed step. "
+                    f"{self.step_path(step)}: rank {self._coordinator.rank} sees {seen}, rank 0 a committed step. "
                     "Is the folder on a file system that all ranks share?"
                 )
             time.sleep(0.1)

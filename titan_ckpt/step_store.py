@@ -141,6 +141,7 @@ class StepStore:
         A failed fsync is not tried again: the attempt fails. Raises: SaveError; CommitConflictError; OSError.
         """
         assert self._lease is not None, "begin() comes first"
+        self._lease.check()
         _require_exactly(attempt.path, manifest)
         posix.write_file(attempt.path / MANIFEST_NAME, manifest.to_bytes())
         posix.fsync_folder(attempt.path)

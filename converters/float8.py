@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from converters.protocol import ModelConverter, Stage
-from converters.targets import excluded, plain_linears
+from converters.targets import replaceable_linears
 from titan_ckpt.config import validate
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.model_wrapper import clean_fqn
@@ -70,15 +70,10 @@ class Float8Converter(ModelConverter):
             _require_hardware()
         from torchao.float8 import convert_to_float8_training
 
-        modules = plain_linears(model)
-        skipped = excluded(list(modules), self.config.exclude_modules)
-        odd = {fqn for fqn, m in modules.items() if any(n % _MULTIPLE for n in m.weight.shape)} - skipped
-        chosen = {fqn: m for fqn, m in modules.items() if fqn not in skipped | odd}
-        if sharded := [fqn for fqn, m in chosen.items() if isinstance(m.weight, DTensor)]:
-            raise ConverterError(f"float8: {sharded[0]} is sharded already; convert first, then parallelise")
-        left = f"{len(skipped)} excluded, {len(odd)} with dims that {_MULTIPLE} does not divide"
+        modules = replaceable_linears(model, self.config.exclude_modules)
+        chosen = {fqn for fqn, m in modules.items() if not any(n % _MULTIPLE for n in m.weight.shape)}
         if not chosen:
-            raise ConverterError(f"float8: no linear module to convert: {left}")
+            raise ConverterError(f"float8: {_MULTIPLE} divides the dims of none of the {len(modules)} linear modules")
         convert_to_float8_training(
             model, config=_torchao_config(self.config), module_filter_fn=lambda m, name: clean_fqn(name) in chosen
         )
@@ -86,7 +81,8 @@ class Float8Converter(ModelConverter):
             from converters.float8_gather import use_byte_gather
 
             use_byte_gather(model)
-        logger.info("float8 %s: %d modules; left as they were: %s", self.config.recipe, len(chosen), left)
+        odd = len(modules) - len(chosen)
+        logger.info("float8 %s: %d modules, %d left for their odd dims", self.config.recipe, len(chosen), odd)
 
     def state_dict_transform(self, state_dict: StateDict, last_step: bool) -> StateDict:
         """Return the tensors without torchao's wrapping, aliasing the live memory, in every mode."""

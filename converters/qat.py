@@ -14,10 +14,9 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from converters.protocol import ModelConverter, Stage
-from converters.targets import excluded, plain_linears
+from converters.targets import replaceable_linears
 from titan_ckpt.config import PositiveInt, validate
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.model_wrapper import clean_fqn
@@ -93,9 +92,7 @@ class QATConverter(ModelConverter):
         from torchao.quantization import quantize_
         from torchao.quantization.qat import QATConfig as TorchaoQAT
 
-        modules = plain_linears(model)
-        skipped = excluded(list(modules), self.config.exclude_modules)
-        chosen: dict[str, nn.Module] = {fqn: module for fqn, module in modules.items() if fqn not in skipped}
+        chosen: dict[str, nn.Module] = {**replaceable_linears(model, self.config.exclude_modules)}
         if self.config.embeddings:
             chosen |= {clean_fqn(n): m for n, m in model.named_modules() if type(m) is nn.Embedding}
         if problems := [p for fqn, module in chosen.items() for p in _misfits(fqn, module, self.config.group)]:
@@ -107,7 +104,7 @@ class QATConverter(ModelConverter):
             parameter.requires_grad_(trainable[clean_fqn(name)])
         if self.config.scheme.startswith("float8"):
             _pass_gradients_through(model)
-        logger.info("QAT %s: %d modules, %d left as they were", self.config.scheme, len(chosen), len(skipped))
+        logger.info("QAT %s: %d modules", self.config.scheme, len(chosen))
 
 
 def quantised_forward(module: nn.Module) -> QuantisedForward | None:
@@ -187,9 +184,7 @@ def _require_hardware(scheme: Scheme) -> None:
 def _misfits(fqn: str, module: nn.Module, group: int | None) -> Iterator[str]:
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
-    if isinstance(weight, DTensor):
-        yield f"{fqn}: is sharded already; convert the model first, then parallelise it"
-    elif not weight.is_floating_point():
+    if not weight.is_floating_point():
         yield f"{fqn}: its weight is {weight.dtype}, which cannot be quantised again"
     elif group is not None and weight.shape[-1] % group:
         yield f"{fqn}: its {weight.shape[-1]} inputs do not divide into groups of {group}"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.model_wrapper import clean_fqn
@@ -51,16 +52,26 @@ def _near(target: str, fqns: Sequence[str]) -> str:
     return f". There are: {', '.join(last[:_LISTED])}{more}"
 
 
-def plain_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the model's linear modules by fqn; a subclass has a forward of its own, which a replacement would drop."""
-    return {clean_fqn(name): module for name, module in model.named_modules() if type(module) is nn.Linear}
+def replaceable_linears(model: nn.Module, excluded: Sequence[str] | None) -> dict[str, nn.Linear]:
+    """Return the linear modules to exchange, by fqn: all but the excluded ones, which are the output head if None.
 
-
-def excluded(fqns: Sequence[str], names: Sequence[str] | None) -> set[str]:
-    """Return the modules that stay as they are; without `names` the output head, if the model has one.
-
-    Raises: ConverterError for names that match nothing.
+    Raises: ConverterError for names that match nothing, and for modules that are sharded or are no plain nn.Linear.
     """
-    if names is None:
-        return {fqn for fqn in fqns if fqn == "output" or matches(fqn, "lm_head")}
-    return set(select(fqns, names, "linear module"))
+    linears = {clean_fqn(name): m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    if excluded is None:
+        kept = {fqn for fqn in linears if fqn == "output" or matches(fqn, "lm_head")}
+    else:
+        kept = set(select(list(linears), excluded, "linear module"))
+    chosen = {fqn: module for fqn, module in linears.items() if fqn not in kept}
+    problems = []
+    for fqn, module in chosen.items():
+        if type(module) is not nn.Linear:
+            kind = type(module).__name__
+            problems.append(f"{fqn}: is a {kind}, whose own computation would be lost; add it to exclude_modules")
+        elif isinstance(module.weight, DTensor):
+            problems.append(f"{fqn}: is sharded already; convert the model first, then parallelise it")
+    if problems:
+        raise ConverterError(f"{len(problems)} module(s) cannot be exchanged\n  " + "\n  ".join(problems))
+    if not chosen:
+        raise ConverterError(f"no linear module to exchange: the model has {len(linears)}, all excluded")
+    return chosen

@@ -1,0 +1,103 @@
+"""The stack that decoder-only models share: embedding, blocks, norm, output.
+
+Owns tying, pipeline stages, initial values and the rotary buffer. What a block is, each architecture says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titan_ckpt.models.config import DecoderConfig
+from titan_ckpt.models.layers import INIT_STD, TransformerBlock
+
+ConfigT = TypeVar("ConfigT", bound=DecoderConfig)
+
+
+class Decoder(nn.Module, Generic[ConfigT]):
+    """A causal language model. May be built under `torch.device("meta")`; values come from `init_weights` or a load.
+
+    A tied model has no `output`: it uses the embedding matrix, so nothing can untie it.
+    A pipeline stage is a model whose `tok_embeddings`, `layers`, `norm` or `output` were removed: layers keep their
+    names because a ModuleDict does not renumber.
+    """
+
+    rope_table: torch.Tensor
+
+    def __init__(
+        self,
+        config: ConfigT,
+        blocks: Sequence[TransformerBlock],
+        make_rope_table: Callable[[torch.device | None], torch.Tensor],
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.make_rope_table = make_rope_table
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output: nn.Linear | None = None
+        if not config.tie_embeddings:
+            self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.register_buffer("rope_table", make_rope_table(None), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits.
+
+        Shape: (batch, seq) token ids, or (batch, seq, dim) on a later stage; (batch, seq, vocab) out.
+        """
+        if tokens.shape[1] > self.config.max_seq_len:
+            raise ValueError(f"{tokens.shape[1]} tokens are longer than max_seq_len {self.config.max_seq_len}")
+        x = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+        table = self.rope_table[: tokens.shape[1]]
+        for layer in self.layers.values():
+            x = layer(x, table)
+        if self.norm is None:
+            return x
+        x = self.norm(x)
+        if self.config.tie_embeddings:
+            assert self.tok_embeddings is not None, "a tied model cannot be cut between its embedding and its output"
+            return F.linear(x, self.tok_embeddings.weight)
+        assert self.output is not None, "the stage with the norm has the output"
+        logits: torch.Tensor = self.output(x)
+        return logits
+
+    def init_weights(self) -> None:
+        """Fill every parameter in place from the current generator, and recompute the buffers.
+
+        What writes into the residual stream starts smaller the more layers there are. Source: GPT-2's report, 2.3.
+        """
+        with torch.no_grad():
+            if self.tok_embeddings is not None:
+                nn.init.normal_(self.tok_embeddings.weight, std=INIT_STD)
+            for block in self.layers.values():
+                assert isinstance(block, TransformerBlock)
+                block.init_weights(INIT_STD / math.sqrt(2 * self.config.num_layers))
+            if self.norm is not None:
+                self.norm.reset_parameters()
+            if self.output is not None:
+                nn.init.trunc_normal_(self.output.weight, std=self.config.dim**-0.5)
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """Recompute what no checkpoint holds, on the device it is on."""
+        self.rope_table = self.make_rope_table(self.rope_table.device)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Move or cast like any module, but keep the rotary table exact: it changes device, never dtype."""
+        table = self._buffers["rope_table"]
+        assert table is not None
+        self._buffers["rope_table"] = None
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        device = fn(torch.empty(0, device=table.device)).device
+        self._buffers["rope_table"] = self.make_rope_table(device) if device != table.device else table
+        return self
+
+    def hf_config(self) -> dict[str, Any]:
+        """Return the config.json of this model."""
+        return self.config.to_hf()

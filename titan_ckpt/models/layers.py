@@ -1,0 +1,141 @@
+"""The layers that decoder-only models share: rotary embeddings, grouped attention, SwiGLU, the block of both.
+
+Owns how they compute and their initial values. Knows no architecture by name; the stack of blocks is decoder.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+INIT_STD = 0.02
+
+Rotate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Turn x (batch, seq, heads, head_dim) by a table (seq, head_dim / 2); same shape and dtype out."""
+
+
+def rotary_frequencies(head_dim: int, theta: float, device: torch.device | None = None) -> torch.Tensor:
+    """Return the angle per position of each pair. Shape: (head_dim / 2,). Source: arXiv 2104.09864."""
+    return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+
+
+def rotary_angles(frequencies: torch.Tensor, max_seq_len: int) -> torch.Tensor:
+    """Return cos + i sin of every position and pair.
+
+    Shape: (max_seq_len, head_dim / 2), complex64: mixed-precision wrappers cast floating-point inputs and would take a
+    table of cosines down to bfloat16; complex ones they leave alone.
+    """
+    positions = torch.arange(max_seq_len, dtype=torch.float32, device=frequencies.device)
+    angles = torch.outer(positions, frequencies)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def rotate_pairs(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Turn neighbouring pairs of the last dim (2i and 2i + 1), in float32. Shapes: see Rotate."""
+    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * table[None, :, None, :]).flatten(-2).type_as(x)
+
+
+def rotate_halves(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Turn pairs made of the last dim's two halves (i and i + head_dim / 2), in float32. Shapes: see Rotate."""
+    turned = torch.complex(*x.float().chunk(2, dim=-1)) * table[None, :, None, :]
+    return torch.cat((turned.real, turned.imag), dim=-1).type_as(x)
+
+
+class SubLayer(nn.Module):
+    """A part of a block that writes into the residual stream."""
+
+    def init_weights(self, residual_std: float) -> None:
+        """Fill in place; `residual_std` is for what writes into the residual stream."""
+        raise NotImplementedError
+
+
+class Attention(SubLayer):
+    """Causal self-attention in which groups of query heads share a key-value head.
+
+    With `qk_norm_eps`, queries and keys are normalised per head before they are turned.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rotate: Rotate,
+        qk_norm_eps: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.rotate = rotate
+        self.wq = nn.Linear(dim, num_heads * head_dim, bias=False)
+        self.wk = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
+        self.wv = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
+        self.wo = nn.Linear(num_heads * head_dim, dim, bias=False)
+        self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else None
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Shape: (batch, seq, dim) in and out. The number of heads is read off, so it may be a rank's share of them."""
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rotate(q, table), self.rotate(k, table)
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+        )
+        result: torch.Tensor = self.wo(out.transpose(1, 2).flatten(-2))
+        return result
+
+    def init_weights(self, residual_std: float) -> None:
+        for linear in (self.wq, self.wk, self.wv):
+            nn.init.trunc_normal_(linear.weight, std=INIT_STD)
+        nn.init.trunc_normal_(self.wo.weight, std=residual_std)
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.reset_parameters()
+
+
+class FeedForward(SubLayer):
+    """SwiGLU: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return result
+
+    def init_weights(self, residual_std: float) -> None:
+        for linear in (self.w1, self.w3):
+            nn.init.trunc_normal_(linear.weight, std=INIT_STD)
+        nn.init.trunc_normal_(self.w2.weight, std=residual_std)
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm attention and feed-forward, each with its residual."""
+
+    def __init__(self, dim: int, norm_eps: float, attention: SubLayer, feed_forward: SubLayer) -> None:
+        super().__init__()
+        self.attention = attention
+        self.feed_forward = feed_forward
+        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), table)
+        result: torch.Tensor = x + self.feed_forward(self.ffn_norm(x))
+        return result
+
+    def init_weights(self, residual_std: float) -> None:
+        """Fill every parameter in place."""
+        self.attention.init_weights(residual_std)
+        self.feed_forward.init_weights(residual_std)
+        self.attention_norm.reset_parameters()
+        self.ffn_norm.reset_parameters()

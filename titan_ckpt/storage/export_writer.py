@@ -32,7 +32,7 @@ from titan_ckpt.storage.safetensors_file import Layout
 from titan_ckpt.tensors import Chunk
 from titan_ckpt.transforms import FileGroup, FilePiece
 
-_PROOF_BYTES = 4 * IO_BYTES
+_PROOF_BYTES = 32 << 20
 """Bytes that are re-read at once."""
 
 

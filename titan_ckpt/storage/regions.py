@@ -69,9 +69,12 @@ def mapped_boxes(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield (strided view of the file, view of the memory) of equal shapes, which together make up the box.
 
-    `memory` has the box's elements in row-major order, in any shape that splits the box's dims. A part spans a bounded
-    piece of the file; its mapping lives as long as the view. A tensor at an odd offset is yielded as a copy.
+    `memory` has the box's elements in row-major order, contiguous or in a shape that splits the box's dims. A part
+    spans a bounded piece of the file; its mapping lives as long as the view. A tensor at an odd offset is yielded as a
+    copy.
     """
+    if memory.is_contiguous():
+        memory = memory.view(chunk.sizes)
     shape, dtype = entry.info.shape, entry.info.dtype
     strides = torch.empty(shape, device="meta").stride()
     for part, view in _row_blocks(entry, chunk, memory):

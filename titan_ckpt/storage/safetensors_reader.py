@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +21,14 @@ import torch
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.storage.base import ReadRequest
 from titan_ckpt.storage.box import element_span, is_run
-from titan_ckpt.storage.engine import IO_BYTES, FileReader, run_workers
+from titan_ckpt.storage.engine import IO_BYTES, FileReader, bounce_buffer, run_workers
 from titan_ckpt.storage.memory import ALIGNMENT, Buffer, bytes_at, is_plain_memory
 from titan_ckpt.storage.regions import mapped_boxes, windows
 from titan_ckpt.storage.safetensors_file import Entry, SafetensorsHeader
 from titan_ckpt.tensors import Chunk
 
+_RUN_BYTES = IO_BYTES - 2 * ALIGNMENT
+"""Bytes of one read: a direct one begins and ends at whole blocks, and still fits a bounce buffer."""
 _MIN_DIRECT_BYTES = 1 << 20
 """A smaller read goes through the page cache, whose read-ahead serves the next one."""
 
@@ -85,7 +87,7 @@ class SafetensorsFiles:
         jobs.sort(key=lambda job: (str(job.file.path), job.offset if isinstance(job, _Run) else job.entry.start))
         cold = _cold_files(jobs)
         try:
-            run_workers(jobs, lambda: _worker(cold))
+            run_workers(jobs, lambda job: _fill(job, cold))
         except EOFError as error:
             raise CorruptCheckpointError(f"{error}: it was cut short while it was open") from error
 
@@ -115,7 +117,7 @@ def _jobs(file: FileReader, entry: Entry, request: ReadRequest) -> Iterator[_Run
     if is_plain_memory(into):
         into = into.view(-1)
     offset = entry.start + element_span(shape, request.chunk)[0] * dtype.itemsize
-    for window in windows(into, IO_BYTES // dtype.itemsize):
+    for window in windows(into, _RUN_BYTES // dtype.itemsize):
         num_bytes = window.numel() * dtype.itemsize
         yield _Run(file, offset, num_bytes, dtype, window)
         offset += num_bytes
@@ -131,26 +133,21 @@ def _cold_files(jobs: Sequence[_Run | _Region]) -> set[FileReader]:
     return {file for file, (first, stop) in spans.items() if not file.is_cached(first, stop - first)}
 
 
-def _worker(cold: set[FileReader]) -> Callable[[_Run | _Region], None]:
-    bounce: list[Buffer] = []
-
-    def work(job: _Run | _Region) -> None:
-        if isinstance(job, _Region):
-            _copy_region(job)
-            return
-        direct = job.file in cold and job.num_bytes >= _MIN_DIRECT_BYTES
-        if not direct and job.into.dtype == job.dtype and is_plain_memory(job.into):
-            job.file.read_into([bytes_at(job.into.data_ptr(), job.num_bytes)], job.offset)
-            return
-        if not bounce:
-            bounce.append(Buffer.allocate(IO_BYTES + 2 * ALIGNMENT))
-        job.into.copy_(_bounced(job, bounce[0], direct).view(job.into.shape))
-
-    return work
+def _fill(job: _Run | _Region, cold: set[FileReader]) -> None:
+    """Do one read."""
+    if isinstance(job, _Region):
+        _copy_region(job)
+        return
+    direct = job.file in cold and job.num_bytes >= _MIN_DIRECT_BYTES
+    if not direct and job.into.dtype == job.dtype and is_plain_memory(job.into):
+        job.file.read_into([bytes_at(job.into.data_ptr(), job.num_bytes)], job.offset)
+        return
+    with bounce_buffer() as buffer:
+        job.into.copy_(_bounced(job, buffer, direct).view(job.into.shape))
 
 
 def _bounced(job: _Run, buffer: Buffer, direct: bool) -> torch.Tensor:
-    """Read a run into the buffer and return its elements; good until the next run."""
+    """Read a run into the buffer and return its elements; good as long as the buffer is."""
     first = job.offset % ALIGNMENT if direct else 0
     if direct:
         job.file.read_aligned(buffer.view, job.offset - first, first + job.num_bytes)

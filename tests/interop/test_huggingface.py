@@ -1,0 +1,594 @@
+"""Hugging Face folders against transformers itself: theirs open here, ours open there, and broken ones are refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ExportError,
+    LoadMismatchError,
+    NotACheckpointError,
+)
+from titan_ckpt.models.llama3 import FLAVORS, Llama3
+from titan_ckpt.storage import detect_format, open_reader
+from titan_ckpt.storage.base import TensorReader
+from titan_ckpt.storage.export_plan import pack_model_files
+from titan_ckpt.storage.huggingface import HuggingFaceReader
+from titan_ckpt.storage.huggingface_export import export_huggingface
+from titan_ckpt.storage.staged_export import ExportSummary, FolderFormat, export_folder
+from titan_ckpt.tensors import Block, Chunk, LazyTensor, TensorInfo
+from titan_ckpt.transforms import StateDictTransforms
+from titan_ckpt.types import StateDict
+
+SMALL = replace(FLAVORS["debug-0.5m"], vocab_size=160, num_layers=2, max_seq_len=64)
+CONFIGS = {
+    "tied": SMALL,
+    "untied": replace(SMALL, tie_embeddings=False),
+    "grouped": replace(SMALL, num_heads=6, num_kv_heads=3, head_dim=18, tie_embeddings=False),
+}
+
+
+def native(name: str = "untied", seed: int = 1) -> Llama3:
+    torch.manual_seed(seed)
+    model = Llama3(CONFIGS[name]).eval()
+    model.init_weights()
+    return model
+
+
+def theirs(name: str = "untied") -> Any:
+    """A model of transformers' own."""
+    torch.manual_seed(2)
+    model: Any = LlamaForCausalLM(LlamaConfig.from_dict(CONFIGS[name].to_hf()))
+    return model.eval()
+
+
+def transforms_of(model: Llama3) -> StateDictTransforms:
+    return StateDictTransforms(model.key_map(), model.hf_config())
+
+
+def export(model: Llama3, folder: Path, state: StateDict | None = None, **changes: Any) -> ExportSummary:
+    """Export a model, or what stands for its state, with everything else as usual."""
+    dtype = changes.pop("dtype", None)
+    options: dict[str, Any] = {"config": model.hf_config(), "assets": None, "max_shard_bytes": 5_000_000_000}
+    groups = transforms_of(model).to_file(model.state_dict() if state is None else state, None, dtype)
+    return export_huggingface(folder, groups, coordinator=Coordinator.current(), **(options | changes))
+
+
+def load(model: Llama3, path: Path, cast: bool = False) -> None:
+    """Load a path into a model, strictly."""
+    with open_reader(path) as reader:
+        plan = transforms_of(model).from_file(model.state_dict(), reader.tensors, None, cast=cast)
+        assert plan.report.ok, plan.report
+        reader.read(plan.requests)
+
+
+class Recorder(logging.Handler):
+    """Keeps the messages it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def open_with_transformers(folder: Path) -> Any:
+    """Open a folder with transformers; any warning, of Python's or of its logger, and any odd key is an error."""
+    recorder = Recorder()
+    logging.getLogger("transformers").addHandler(recorder)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            opened: Any = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
+    finally:
+        logging.getLogger("transformers").removeHandler(recorder)
+    model, info = opened
+    assert recorder.messages == []
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    tokens = torch.arange(40).view(2, 20) * 3 % 160
+    with torch.no_grad():
+        out = model(tokens)
+    result: torch.Tensor = out if isinstance(out, torch.Tensor) else out.logits
+    return result
+
+
+def siblings(folder: Path) -> list[str]:
+    """Everything beside a folder that an export could have left there."""
+    return sorted(p.name for p in folder.parent.iterdir() if p.name.startswith(".staging"))
+
+
+# theirs open here
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("shard", ["50GB", "100KB"])
+def test_a_folder_of_transformers_opens_here(tmp_path: Path, name: str, shard: str) -> None:
+    """What save_pretrained writes, whole or sharded, loads and gives the same logits."""
+    model = theirs(name)
+    model.save_pretrained(tmp_path / "base", max_shard_size=shard)
+    assert detect_format(tmp_path / "base") == "hf"
+    ours = native(name)
+    load(ours, tmp_path / "base")
+    assert (logits(ours) - logits(model)).abs().max() <= 1e-5
+
+
+def test_shards_without_an_index_open(tmp_path: Path) -> None:
+    """The headers say all that the index says."""
+    model = theirs()
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    ours = native()
+    load(ours, tmp_path)
+    assert (logits(ours) - logits(model)).abs().max() <= 1e-5
+
+
+def test_a_single_file_opens(tmp_path: Path) -> None:
+    """A .safetensors file by its own path is a source, whatever its name."""
+    model = theirs()
+    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, tmp_path / "weights.safetensors")
+    assert detect_format(tmp_path / "weights.safetensors") == "hf"
+    ours = native()
+    load(ours, tmp_path / "weights.safetensors")
+    assert (logits(ours) - logits(model)).abs().max() <= 1e-5
+
+
+def test_a_folder_of_links_opens(tmp_path: Path) -> None:
+    """A download cache's snapshot, in which every file is a link to a blob, is a folder like any other."""
+    model = theirs()
+    model.save_pretrained(tmp_path / "blobs", max_shard_size="100KB")
+    (tmp_path / "snapshot").mkdir()
+    for file in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(Path("..") / "blobs" / file.name)
+    ours = native()
+    load(ours, tmp_path / "snapshot")
+    assert (logits(ours) - logits(model)).abs().max() <= 1e-5
+
+
+def test_bfloat16_loads_into_float32_when_asked(tmp_path: Path) -> None:
+    """With cast the values are exactly the file's; without, the dtype is a mismatch that names the setting."""
+    theirs().bfloat16().save_pretrained(tmp_path)
+    ours = native()
+    with open_reader(tmp_path) as reader:
+        plan = transforms_of(ours).from_file(ours.state_dict(), reader.tensors, None, cast=False)
+    assert len(plan.report.mismatched) == len(ours.state_dict())
+    assert all("set cast = true" in m.found for m in plan.report.mismatched)
+    load(ours, tmp_path, cast=True)
+    file = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(ours.state_dict()["norm.weight"], file["model.norm.weight"].float())
+
+
+# ours open there
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("shard", [5_000_000_000, 100_000])
+def test_an_export_opens_with_transformers(tmp_path: Path, name: str, shard: int) -> None:
+    """No warning, no odd key, the native logits; a tied model has no lm_head on disk."""
+    model = native(name)
+    summary = export(model, tmp_path / "out", max_shard_bytes=shard)
+    assert (len(summary.files) > 1) == (shard == 100_000)
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists() == (shard == 100_000)
+    opened = open_with_transformers(tmp_path / "out")
+    assert (logits(opened) - logits(model)).abs().max() <= 1e-5
+    with open_reader(tmp_path / "out") as reader:
+        assert ("lm_head.weight" in reader.tensors) == (not CONFIGS[name].tie_embeddings)
+    assert siblings(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_there_and_back_through_hugging_face_is_byte_identical(tmp_path: Path, name: str) -> None:
+    """Their single file, loaded and exported, is the same file, header included."""
+    theirs(name).save_pretrained(tmp_path / "base")
+    ours = native(name)
+    load(ours, tmp_path / "base")
+    export(ours, tmp_path / "out")
+    there, back = (tmp_path / folder / "model.safetensors" for folder in ("base", "out"))
+    assert there.read_bytes() == back.read_bytes()
+
+
+def test_a_bfloat16_export_is_the_cast_of_the_weights(tmp_path: Path) -> None:
+    """Every value is rounded once, as `.to` rounds; config.json says so."""
+    model = native()
+    export(model, tmp_path / "out", dtype=torch.bfloat16)
+    opened = open_with_transformers(tmp_path / "out")
+    assert opened.dtype == torch.bfloat16
+    again = native(seed=9)
+    load(again, tmp_path / "out", cast=True)
+    for fqn, value in again.state_dict().items():
+        assert torch.equal(value, model.state_dict()[fqn].bfloat16().float())
+
+
+def test_the_index_is_what_transformers_writes(tmp_path: Path) -> None:
+    """Sizes and counts in the index are those of the tensors."""
+    model = native()
+    export(model, tmp_path / "out", max_shard_bytes=100_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    open_with_transformers(tmp_path / "out").save_pretrained(tmp_path / "again", max_shard_size="100KB")
+    theirs_index = json.loads((tmp_path / "again" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == theirs_index["metadata"]
+    assert set(index["weight_map"]) == set(theirs_index["weight_map"])
+
+
+def test_files_keep_to_the_size_and_big_tensors_stand_alone() -> None:
+    """Packing is by natural name order, and does not depend on the order in which ranks list tensors."""
+    infos = {f"layers.{i}.w": TensorInfo((10,), torch.uint8) for i in (10, 9, 1, 2)} | {
+        "embed": TensorInfo((100,), torch.uint8)
+    }
+    assert pack_model_files(infos, 20) == {
+        "model-00001-of-00003.safetensors": ["embed"],
+        "model-00002-of-00003.safetensors": ["layers.1.w", "layers.2.w"],
+        "model-00003-of-00003.safetensors": ["layers.9.w", "layers.10.w"],
+    }
+    assert pack_model_files(dict(reversed(infos.items())), 20) == pack_model_files(infos, 20)
+    assert list(pack_model_files(infos, 1000)) == ["model.safetensors"]
+
+
+def assets(folder: Path) -> Path:
+    """A base's folder with everything that goes along, and some that does not."""
+    folder.mkdir()
+    (folder / "additional_chat_templates").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+        (folder / name).write_text(json.dumps({"name": name}))
+    (folder / "tokenizer.model").write_bytes(bytes(range(256)) * 40_000)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "additional_chat_templates" / "tool.jinja").write_text("{{ tools }}")
+    (folder / "modeling_custom.py").write_text("x = 1\n")
+    (folder / "README.md").write_text("other weights")
+    (folder / "model.safetensors").write_bytes(b"other weights")
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "architectures": ["LlamaForCausalLM"],
+                "eos_token_id": 7,
+                "auto_map": {"AutoModel": "modeling_custom.X"},
+                "quantization_config": {"quant_method": "fp8"},
+                "torch_dtype": "float16",
+                "hidden_size": 1,
+            }
+        )
+    )
+    return folder
+
+
+def test_tokenizer_and_code_come_along_and_nothing_stale(tmp_path: Path) -> None:
+    """Assets are copied byte for byte; config.json is the model's, with what only the base knows."""
+    base = assets(tmp_path / "base")
+    model = native()
+    out = tmp_path / "out"
+    export(model, out, assets=base, dtype=torch.bfloat16)
+    copied = [
+        "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+        "tokenizer.model", "chat_template.jinja", "additional_chat_templates/tool.jinja", "modeling_custom.py",
+    ]  # fmt: skip
+    found = sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file())
+    assert found == sorted([*copied, "config.json", "model.safetensors"])
+    assert all((out / name).read_bytes() == (base / name).read_bytes() for name in copied)
+    config = json.loads((out / "config.json").read_text())
+    expected = model.hf_config() | {
+        "dtype": "bfloat16", "eos_token_id": 7, "auto_map": {"AutoModel": "modeling_custom.X"},
+    }  # fmt: skip
+    assert config == expected
+
+
+def test_a_config_can_come_from_the_assets_alone(tmp_path: Path) -> None:
+    """A model that knows no config is exported with its base's, cleaned of what no longer holds."""
+    base = assets(tmp_path / "base")
+    export(native(), tmp_path / "out", assets=base, config={})
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == "float32"
+    assert not {"quantization_config", "torch_dtype"} & set(config)
+
+
+def test_a_generation_config_is_made_where_there_is_none(tmp_path: Path) -> None:
+    """It holds the token ids of the config, as transformers derives it."""
+    model = native()
+    export(model, tmp_path / "out", config=model.hf_config() | {"eos_token_id": 5})
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation == {"_from_model_config": True, "eos_token_id": 5}
+    assert open_with_transformers(tmp_path / "out").generation_config.eos_token_id == 5
+
+
+def test_lazy_tensors_are_written_as_they_resolve(tmp_path: Path) -> None:
+    """A computed weight, in parts and in another dtype than the file's, is exact in the file."""
+    model = native()
+    state: StateDict = dict(model.state_dict())
+    weight = state["layers.1.attention.wq.weight"]
+
+    def blocks() -> list[Block]:
+        doubled, (rows, columns) = weight.double() * 2, weight.shape
+        parts = [Chunk((0, 0), (13, columns)), Chunk((13, 0), (rows - 13, 5)), Chunk((13, 5), (rows - 13, columns - 5))]
+        return [Block(part, doubled[part.within(Chunk.whole(weight.shape))]) for part in parts]
+
+    state["layers.1.attention.wq.weight"] = LazyTensor(TensorInfo(tuple(weight.shape), torch.float64), blocks)
+    export(model, tmp_path / "out", state, dtype=torch.float32)
+    again = native(seed=9)
+    load(again, tmp_path / "out")
+    assert torch.equal(again.state_dict()["layers.1.attention.wq.weight"], weight * 2)
+    assert torch.equal(again.state_dict()["layers.0.attention.wq.weight"], state["layers.0.attention.wq.weight"])
+
+
+# exports that must not happen
+
+
+def test_an_existing_folder_is_never_written_into(tmp_path: Path) -> None:
+    """The error names the folder, and what is in it stays."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    with pytest.raises(ExportError, match=r"out is there already; remove it"):
+        export(native(), tmp_path / "out")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine.txt"]
+    assert siblings(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"config": {}}, "no config.json can be written"),
+        ({"config": {"model_type": "llama"}}, "architectures"),
+        ({"assets": Path("not-there")}, "assets folder not-there is not there"),
+        ({"config": CONFIGS["tied"].to_hf()}, "tie_word_embeddings = true and the export has a lm_head"),
+    ],
+)
+def test_an_export_that_would_mislead_is_refused(tmp_path: Path, changes: dict[str, Any], cause: str) -> None:
+    """Each leaves nothing, and says what is wrong."""
+    with pytest.raises(ExportError, match=cause):
+        export(native(), tmp_path / "out", **changes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_untied_model_without_its_output_is_refused(tmp_path: Path) -> None:
+    """transformers would make one up."""
+    state = {k: v for k, v in native().state_dict().items() if k != "output.weight"}
+    with pytest.raises(ExportError, match="tie_word_embeddings = false and the export has no lm_head"):
+        export(native(), tmp_path / "out", state)
+
+
+def test_a_folder_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+    """A file where a folder should be: the cause is named and nothing is left."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ExportError, match="nothing was published"):
+        export(native(), tmp_path / "file" / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def flip(folder: Path, key: str) -> None:
+    """Change one bit of a tensor in a staged file."""
+    path = folder / "model.safetensors"
+    start = load_position(path, key)
+    raw = bytearray(path.read_bytes())
+    raw[start] ^= 1
+    path.write_bytes(raw)
+
+
+def load_position(path: Path, key: str) -> int:
+    from titan_ckpt.storage.safetensors_file import read_header
+
+    return read_header(path).entries[key].start
+
+
+def swap_header(folder: Path, key: str) -> None:
+    """Claim another dtype of the same width for a tensor."""
+    path = folder / "model.safetensors"
+    raw = path.read_bytes()
+    path.write_bytes(raw.replace(f'"{key}":{{"dtype":"F32"'.encode(), f'"{key}":{{"dtype":"I32"'.encode()))
+
+
+@pytest.mark.parametrize("damage", [flip, swap_header])
+def test_what_reads_back_differently_is_not_published(tmp_path: Path, damage: Callable[[Path, str], None]) -> None:
+    """One bit that is not what was sent, or one dtype, fails the export, names the tensor and leaves nothing."""
+    key = "model.layers.1.mlp.up_proj.weight"
+
+    def pack(infos: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
+        return {"model.safetensors": list(infos)}
+
+    def open_damaged(folder: Path) -> TensorReader:
+        damage(folder, key)
+        return HuggingFaceReader(folder)
+
+    model = native()
+    groups = transforms_of(model).to_file(model.state_dict(), None, None)
+    layout = FolderFormat(pack, lambda plan: {}, open_damaged, lambda reader: None)
+    with pytest.raises(ExportError, match=re.escape(key)):
+        export_folder(tmp_path / "out", groups, layout, Coordinator.current(), fsync=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    """A dead process's staging folder goes; one that is being written by a living process stays."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        from titan_ckpt.storage.staged_folder import StagedFolder
+
+        staged = StagedFolder.begin(tmp_path / "other")
+        (staged.path / "half").write_text("written")
+        os.write(write, b"x")
+        signal.pause()
+    os.read(read, 1)
+    export(native(), tmp_path / "one")
+    assert len(siblings(tmp_path / "one")) == 2  # the living one's folder and lock
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    export(native(), tmp_path / "two")
+    assert siblings(tmp_path / "two") == []
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "two"]
+
+
+# folders that must not open
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    theirs().save_pretrained(tmp_path / "base", max_shard_size="100KB")
+    return tmp_path / "base"
+
+
+def edit_index(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+def first_shard(folder: Path) -> Path:
+    return min(folder.glob("model-00001-*"))
+
+
+def cut_short(folder: Path) -> None:
+    os.truncate(first_shard(folder), first_shard(folder).stat().st_size - 1)
+
+
+def stale(folder: Path) -> None:
+    save_file({"model.embed_tokens.weight": torch.zeros(3)}, first_shard(folder))
+
+
+def without_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    first_shard(folder).unlink()
+
+
+def of_two_exports(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    save_file({"x": torch.zeros(3)}, folder / "model-00001-of-00002.safetensors")
+
+
+def both(folder: Path) -> None:
+    save_file({"x": torch.zeros(3)}, folder / "model.safetensors")
+
+
+def index_text(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(text)
+
+
+def mapped(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    return lambda folder: edit_index(folder, change)
+
+
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [
+        (lambda folder: first_shard(folder).unlink(), "missing: model-00001"),
+        (cut_short, "cut short"),
+        (stale, "where the index says it is"),
+        (without_index, "missing: model-00001"),
+        (of_two_exports, "several exports"),
+        (both, "both model.safetensors and"),
+        (index_text("{"), "JSON"),
+        (index_text("[]"), "no weight_map"),
+        (index_text('{"weight_map": {}}'), "no weight_map"),
+        (index_text('{"weight_map": {"x": 3}}'), "not the name"),
+        (mapped(lambda m: m.pop("model.norm.weight")), "not in the index"),
+        (mapped(lambda m: m.update({"new.weight": m["model.norm.weight"]})), "new.weight is not in"),
+        (mapped(lambda m: m.update({"model.norm.weight": "model-00001-of-00099.safetensors"})), "missing"),
+        (mapped(lambda m: m.update({"model.norm.weight": "../model.safetensors"})), "not the name"),
+        (mapped(lambda m: m.update({"model.norm.weight": "/etc/passwd"})), "not the name"),
+        (mapped(lambda m: m.update({"model.norm.weight": min(m.values())})), "and the index says"),
+    ],
+)
+def test_a_broken_folder_is_one_clear_error(sharded: Path, damage: Callable[[Path], object], cause: str) -> None:
+    """A stale, missing or cut shard, a wrong index, an index with holes: a typed error that names place and cause."""
+    damage(sharded)
+    with pytest.raises(CorruptCheckpointError, match=cause) as caught:
+        open_reader(sharded)
+    assert "base" in str(caught.value)
+
+
+@pytest.mark.parametrize("config", ["{", "[]", '{"a": ' * 10_000])
+def test_a_broken_config_is_one_clear_error(sharded: Path, config: str) -> None:
+    """config.json that is no JSON object is refused by name."""
+    (sharded / "config.json").write_text(config)
+    with pytest.raises(CorruptCheckpointError, match=r"config\.json"):
+        open_reader(sharded)
+
+
+@pytest.mark.parametrize("where", ["top", "text_config"])
+def test_quantised_weights_are_never_silently_unscaled(sharded: Path, where: str) -> None:
+    """A quantization_config is answered with its method, for text models and for nested ones."""
+    config = json.loads((sharded / "config.json").read_text())
+    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (sharded / "config.json").write_text(json.dumps(config | (quantised if where == "top" else {where: quantised})))
+    with pytest.raises(LoadMismatchError, match="quant_method = 'fp8'"):
+        open_reader(sharded)
+
+
+def test_a_model_of_another_shape_is_told_every_difference(tmp_path: Path) -> None:
+    """Missing layers, unexpected layers and shapes are all in the report, and nothing is read."""
+    theirs().save_pretrained(tmp_path)
+    model = Llama3(replace(CONFIGS["untied"], num_layers=3, ffn_dim=64))
+    with open_reader(tmp_path) as reader:
+        report = transforms_of(model).from_file(model.state_dict(), reader.tensors, None, cast=False).report
+    assert sorted(report.missing) == sorted(k for k in model.state_dict() if k.startswith("layers.2."))
+    assert sorted(m.key for m in report.mismatched) == sorted(
+        f"layers.{i}.feed_forward.{w}.weight" for i in range(2) for w in ("w1", "w2", "w3")
+    )
+    assert {m.expected for m in report.mismatched} == {"float32[64, 96]", "float32[96, 64]"}
+    smaller = Llama3(replace(CONFIGS["untied"], num_layers=1))
+    with open_reader(tmp_path) as reader:
+        report = transforms_of(smaller).from_file(smaller.state_dict(), reader.tensors, None, cast=False).report
+    assert len(report.unexpected) == 9
+    assert all(key.startswith("model.layers.1.") for key in report.unexpected)
+
+
+# what lies at a path
+
+
+def test_formats_are_found_from_content(tmp_path: Path) -> None:
+    """Each format by the file that makes it one; a folder of steps, pickles or nothing says what to do."""
+    for name, files in {
+        "native": ["MANIFEST.json", "rank-00000.safetensors"],
+        "dcp": [".metadata"],
+        "peft": ["adapter_config.json", "adapter_model.safetensors"],
+        "hf": ["model-00001-of-00001.safetensors"],
+    }.items():
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).touch()
+        assert detect_format(tmp_path / name) == name
+    with pytest.raises(CheckpointNotFoundError, match="is not there"):
+        detect_format(tmp_path / "nowhere")
+    with pytest.raises(CheckpointNotFoundError, match="is not there"):
+        open_reader(tmp_path / "nowhere", "hf")
+    hints = {"step-100": "name one of them", "pytorch_model.bin": "pickle", "notes.txt": "it holds notes.txt"}
+    for file, hint in hints.items():
+        shutil.rmtree(tmp_path / "odd", ignore_errors=True)
+        (tmp_path / "odd").mkdir()
+        (tmp_path / "odd" / file).touch()
+        with pytest.raises(NotACheckpointError, match=hint):
+            detect_format(tmp_path / "odd")
+    (tmp_path / "peft" / "model.safetensors").touch()
+    with pytest.raises(NotACheckpointError, match='format = "hf" or format = "peft"'):
+        detect_format(tmp_path / "peft")
+    (tmp_path / "odd" / "pytorch_model.bin").touch()
+    with pytest.raises(NotACheckpointError, match="pickle"):
+        open_reader(tmp_path / "odd", "hf")
+
+
+def test_every_refusal_is_a_checkpoint_error() -> None:
+    """One except clause catches all that this module refuses."""
+    for kind in (CorruptCheckpointError, ExportError, LoadMismatchError, NotACheckpointError, CheckpointNotFoundError):
+        assert issubclass(kind, CheckpointError)

@@ -94,7 +94,7 @@ class LoRAConverter(ModelConverter):
         """
         if not last_step:
             return dict(state_dict)
-        here = [m for m in self._adapted.values() if m.weight in state_dict and m.lora_a in state_dict]
+        here = [m for m in self._adapted.values() if m.lora_a in state_dict]
         if tied := [m.fqn for m in here if m.tied]:
             raise ExportError(
                 f"{', '.join(tied)} shares its weight with another module, and merging the adapter would change both. "

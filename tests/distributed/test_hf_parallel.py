@@ -1,0 +1,319 @@
+"""Hugging Face folders under parallelism: whatever the layout, the same files; whatever the files, every layout loads."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement
+
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.errors import ExportError, PeerError
+from titan_ckpt.models.llama3 import FLAVORS, Llama3
+from titan_ckpt.storage import open_reader
+from titan_ckpt.storage.huggingface_export import export_huggingface
+from titan_ckpt.tensors import Block, LazyTensor, blocks_of, info_of
+from titan_ckpt.testing import distributed
+from titan_ckpt.transforms import StateDictTransforms
+from titan_ckpt.types import StateDict
+
+CONFIG = replace(
+    FLAVORS["debug-0.5m"], vocab_size=161, num_layers=2, max_seq_len=64, tie_embeddings=False,
+    num_heads=6, num_kv_heads=3, head_dim=18,
+)  # fmt: skip
+"""54 rows of keys: on 2 ranks and on 4 a shard begins inside a head, at an odd row. 161 rows divide by nothing."""
+
+TENSOR_PARALLEL = {
+    "attention.wq": ColwiseParallel(), "attention.wk": ColwiseParallel(), "attention.wv": ColwiseParallel(),
+    "attention.wo": RowwiseParallel(), "feed_forward.w1": ColwiseParallel(), "feed_forward.w3": ColwiseParallel(),
+    "feed_forward.w2": RowwiseParallel(),
+}  # fmt: skip
+
+
+def model() -> Llama3:
+    """The same model on every rank."""
+    torch.manual_seed(3)
+    made = Llama3(CONFIG)
+    made.init_weights()
+    return made
+
+
+def state_of(made: torch.nn.Module) -> StateDict:
+    return dict(made.state_dict())
+
+
+def single() -> StateDict:
+    return state_of(model())
+
+
+def fsdp() -> StateDict:
+    made = model()
+    for layer in made.layers.values():
+        fully_shard(layer)
+    fully_shard(made)
+    return state_of(made)
+
+
+def hsdp() -> StateDict:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    made = model()
+    fully_shard(made, mesh=mesh)
+    return state_of(made)
+
+
+def tensor_parallel() -> StateDict:
+    made = model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in made.layers.values():
+        parallelize_module(layer, mesh, TENSOR_PARALLEL)
+    return state_of(made)
+
+
+def fsdp_and_tensor_parallel() -> StateDict:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("shard", "tensor"))
+    made = model()
+    for layer in made.layers.values():
+        parallelize_module(layer, mesh["tensor"], TENSOR_PARALLEL)
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(made, mesh=mesh["shard"])
+    return state_of(made)
+
+
+def replicated_tensor_parallel() -> StateDict:
+    """DDP around tensor parallelism: every tensor is on several meshes that know nothing of each other."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "tensor"))
+    made = model()
+    for layer in made.layers.values():
+        parallelize_module(layer, mesh["tensor"], TENSOR_PARALLEL)
+    return state_of(made)
+
+
+def columns() -> StateDict:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {k: distribute_tensor(v, mesh, [Shard(v.dim() - 1)]) for k, v in single().items()}
+
+
+def rows_and_columns() -> StateDict:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+
+    def placements(value: torch.Tensor) -> list[Placement]:
+        return [Shard(1), Shard(0)] if value.dim() > 1 else [Replicate(), Shard(0)]
+
+    return {k: distribute_tensor(v, mesh, placements(v)) for k, v in single().items()}
+
+
+def pipeline() -> StateDict:
+    """A quarter or a half of the layers on each rank, the rest of the model on the last; some ranks may have nothing."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    owner = {"tok_embeddings": 0, "layers.0": 0, "layers.1": 1, "norm": last, "output": last}
+    return {k: v for k, v in single().items() if any(k.startswith(f"{p}.") and rank == r for p, r in owner.items())}
+
+
+def pipeline_and_fsdp() -> StateDict:
+    """Two stages of half the ranks each, sharded within the stage."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("stage", "shard"))
+    stage = mesh.get_local_rank("stage")
+    first = ("tok_embeddings.", "layers.0.")
+    mine = {k: v for k, v in single().items() if k.startswith(first) == (stage == 0)}
+    return {k: distribute_tensor(v, mesh["shard"], [Shard(0)], src_data_rank=None) for k, v in mine.items()}
+
+
+ON_TWO = [fsdp, tensor_parallel, columns, single, pipeline]
+ON_FOUR = [
+    fsdp, hsdp, fsdp_and_tensor_parallel, replicated_tensor_parallel, rows_and_columns, columns, single, pipeline,
+    pipeline_and_fsdp,
+]  # fmt: skip
+
+
+def export(state: StateDict, folder: Path, coordinator: Coordinator, dtype: torch.dtype | None = None) -> None:
+    made = model()
+    groups = StateDictTransforms(made.key_map()).to_file(state, None, dtype)
+    export_huggingface(
+        folder, groups, config=made.hf_config(), assets=None, max_shard_bytes=150_000, coordinator=coordinator
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def same_files_from_every_layout(root: Path, layouts: Sequence[Callable[[], StateDict]]) -> None:
+    for dtype in (None, torch.bfloat16):
+        reference = root / f"reference-{dtype}"
+        if dist.get_rank() == 0:
+            export(single(), reference, Coordinator(0, 1, None, "", 60.0), dtype)
+        dist.barrier()
+        for layout in layouts:
+            folder = root / f"{layout.__name__}-{dtype}"
+            export(layout(), folder, Coordinator.current(60.0), dtype)
+            assert contents(folder) == contents(reference), layout.__name__
+    assert [p.name for p in root.iterdir() if p.name.startswith(".")] == []
+
+
+@distributed(nproc=2)
+def test_two_ranks_write_what_one_writes(tmp_path: Path) -> None:
+    """FSDP2, TP, dim-1 shards, replicas and PP give byte-identical folders, in float32 and cast."""
+    same_files_from_every_layout(tmp_path, ON_TWO)
+
+
+@distributed(nproc=4)
+def test_four_ranks_write_what_one_writes(tmp_path: Path) -> None:
+    """HSDP, FSDP2 + TP, TP under DDP, 2-D shards and PP + FSDP give byte-identical folders, in float32 and cast."""
+    same_files_from_every_layout(tmp_path, ON_FOUR)
+
+
+def every_layout_loads(root: Path, layouts: Sequence[Callable[[], StateDict]]) -> None:
+    truth = single()
+    if dist.get_rank() == 0:
+        export(truth, root / "base", Coordinator(0, 1, None, "", 60.0))
+    dist.barrier()
+    for layout in layouts:
+        state = layout()
+        for value in state.values():
+            (value._local_tensor if isinstance(value, DTensor) else value).detach().zero_()
+        with open_reader(root / "base") as reader:
+            plan = StateDictTransforms(model().key_map()).from_file(state, reader.tensors, None, cast=False)
+            assert not plan.report.missing, layout.__name__
+            assert not plan.report.mismatched, layout.__name__
+            reader.read(plan.requests)
+        for fqn, value in state.items():
+            for block in blocks_of(value):
+                where = tuple(slice(o, o + n) for o, n in zip(block.chunk.offsets, block.chunk.sizes, strict=True))
+                assert torch.equal(block.data, truth[fqn][where]), (layout.__name__, fqn)
+
+
+@distributed(nproc=2)
+def test_two_ranks_load_their_slices(tmp_path: Path) -> None:
+    """Every layout of two ranks is filled with exactly its values, straight from the folder."""
+    every_layout_loads(tmp_path, ON_TWO)
+
+
+@distributed(nproc=4)
+def test_four_ranks_load_their_slices(tmp_path: Path) -> None:
+    """Every layout of four ranks is filled with exactly its values, straight from the folder."""
+    every_layout_loads(tmp_path, ON_FOUR)
+
+
+def lazily_doubled(value: Any) -> LazyTensor:
+    """Twice a sharded tensor, computed when it is written, with a collective on the way."""
+
+    def blocks() -> list[Block]:
+        one = torch.ones(())
+        dist.all_reduce(one)
+        return [Block(b.chunk, b.data * (2 * one / dist.get_world_size())) for b in blocks_of(value)]
+
+    return LazyTensor(info_of(value), blocks, collective=True, like=value)
+
+
+@distributed(nproc=2)
+def test_lazy_tensors_with_collectives(tmp_path: Path) -> None:
+    """Tensors that are merged by collectives while they are written give what one rank writes."""
+    export({k: lazily_doubled(v) for k, v in fsdp().items()}, tmp_path / "two", Coordinator.current(60.0))
+    if dist.get_rank() == 0:
+        doubled = {k: v * 2 for k, v in single().items()}
+        export(doubled, tmp_path / "one", Coordinator(0, 1, None, "", 60.0))
+        assert contents(tmp_path / "two") == contents(tmp_path / "one")
+
+
+@distributed(nproc=2)
+def test_a_lazy_tensor_that_does_not_say_how_it_is_held(tmp_path: Path) -> None:
+    """Without `like` every rank writes what it holds, and the folder is the same."""
+
+    def bare(value: Any) -> LazyTensor:
+        return LazyTensor(info_of(value), lambda: blocks_of(value))
+
+    for name, layout in {"fsdp": fsdp, "replicas": single}.items():
+        export({k: bare(v) for k, v in layout().items()}, tmp_path / name, Coordinator.current(60.0))
+    if dist.get_rank() == 0:
+        export(single(), tmp_path / "one", Coordinator(0, 1, None, "", 60.0))
+        assert contents(tmp_path / "fsdp") == contents(tmp_path / "replicas") == contents(tmp_path / "one")
+
+
+@distributed(nproc=2)
+def test_a_rank_with_nothing_takes_part(tmp_path: Path) -> None:
+    """One rank has the whole model, the other no tensor at all."""
+    export(single() if dist.get_rank() == 1 else {}, tmp_path / "out", Coordinator.current(60.0))
+    if dist.get_rank() == 0:
+        export(single(), tmp_path / "one", Coordinator(0, 1, None, "", 60.0))
+        assert contents(tmp_path / "out") == contents(tmp_path / "one")
+
+
+def forbid_large_files() -> None:
+    """From here on this process's disk is full: the kernel refuses to let a file grow past 1000 bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_full_disk_on_one_rank_fails_all_and_leaves_nothing(tmp_path: Path, failing: int) -> None:
+    """The rank that cannot write says so, the other names it, nobody waits, no folder and no rest remain."""
+    full_disk(tmp_path, failing)
+
+
+@distributed(nproc=2)
+def full_disk(tmp_path: Path, failing: int) -> None:
+    state = {k: lazily_doubled(v) for k, v in fsdp().items()}
+    if dist.get_rank() == failing:
+        forbid_large_files()
+    started = time.monotonic()
+    with pytest.raises(ExportError, match="nothing was published") as caught:
+        export(state, tmp_path / "out", Coordinator.current(60.0))
+    assert time.monotonic() - started < 30
+    if dist.get_rank() == failing:
+        assert isinstance(caught.value.__cause__, OSError)
+        assert "File too large" in str(caught.value)
+    else:
+        assert isinstance(caught.value.__cause__, PeerError)
+        assert f"rank {failing} failed" in str(caught.value)
+    dist.barrier()
+    assert list(tmp_path.iterdir()) == []
+
+
+@distributed(nproc=2)
+def test_ranks_that_disagree_about_a_tensor_export_nothing(tmp_path: Path) -> None:
+    """Another shape on another rank is named, with both."""
+    state = single()
+    state["norm.weight"] = torch.ones(96 + dist.get_rank())
+    with pytest.raises(ExportError, match=r"model\.norm\.weight"):
+        export(state, tmp_path / "out", Coordinator.current(60.0))
+    assert list(tmp_path.iterdir()) == []
+
+
+@distributed(nproc=2)
+def test_only_this_ranks_bytes_are_read(tmp_path: Path) -> None:
+    """Two ranks with half of the rows each read half of the bytes each: the kernel's own count."""
+    if dist.get_rank() == 0:
+        export(single(), tmp_path / "base", Coordinator(0, 1, None, "", 60.0))
+    dist.barrier()
+    state = fsdp()
+    with open_reader(tmp_path / "base") as reader:
+        plan = StateDictTransforms(model().key_map()).from_file(state, reader.tensors, None, cast=False)
+        before = bytes_read()
+        reader.read(plan.requests)
+        read = bytes_read() - before
+    mine = sum(block.data.nbytes for value in state.values() for block in blocks_of(value))
+    assert mine <= read <= mine * 1.05 + 4096
+
+
+def bytes_read() -> int:
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["rchar"])
+
+
+def test_the_index_names_every_tensor_once(tmp_path: Path) -> None:
+    """Written by one rank or by many, the index is complete."""
+    export(single(), tmp_path / "out", Coordinator.current())
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(index["weight_map"]) == len(single())
+    assert index["metadata"]["total_size"] == sum(v.nbytes for v in single().values())

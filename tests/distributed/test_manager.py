@@ -1,0 +1,199 @@
+"""CheckpointManager with several ranks: sharded training, exact resume, other layouts, failing ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from titan_ckpt import CheckpointConfig, CheckpointManager, ResumeConfig, SaveConfig
+from titan_ckpt.errors import CheckpointError, LoadMismatchError, PeerError
+from titan_ckpt.testing import distributed
+
+Mode = Literal["disabled", "thread"]
+
+
+class Run:
+    """FSDP2 over every rank, uneven shards included (7 rows on 2 ranks), AdamW."""
+
+    def __init__(self, seed: int = 0, hidden: int = 7) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(4, hidden), nn.Linear(hidden, 1))
+        if dist.is_initialized():
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            for layer in self.model:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def manager(self, folder: Path, mode: Mode = "disabled", **settings: Any) -> CheckpointManager:
+        config = CheckpointConfig(save=SaveConfig(interval=2, async_mode=mode, timeout_seconds=20), **settings)
+        return CheckpointManager(config, model_parts=[self.model], optimizers=[self.optimizer], base_folder=folder)
+
+    def step(self) -> float:
+        torch.rand(1)  # the ranks' generators move alike; the data is drawn from them
+        loss = self.model(torch.randn(3, 4)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.item())
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Model and moments, gathered."""
+        out = {}
+        for name, parameter in self.model.named_parameters():
+            out[name] = parameter.detach()
+            out |= {f"{name}.{k}": v for k, v in self.optimizer.state[parameter].items()}
+        return {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in out.items()}
+
+
+@distributed(nproc=2)
+def train_and_resume(folder: Path, mode: Mode) -> None:
+    whole = Run()
+    torch.manual_seed(1)
+    losses = [whole.step() for _ in range(6)]
+    first = Run()
+    torch.manual_seed(1)
+    with first.manager(folder, mode) as manager:
+        assert manager.load().step == 0
+        for step in (1, 2, 3, 4):
+            assert first.step() == losses[step - 1]
+            manager.save(step)
+    second = Run(seed=9)
+    with second.manager(folder, mode) as manager:
+        assert manager.load().step == 4
+        assert [second.step(), second.step()] == losses[4:]
+        manager.save(6, last_step=True)
+    reference = whole.whole()
+    assert all(torch.equal(value, reference[key]) for key, value in second.whole().items())
+    if dist.get_rank() == 0:
+        torch.save(reference, folder / "reference.pt")
+
+
+@pytest.mark.parametrize("mode", ["disabled", "thread"])
+def test_a_sharded_run_resumes_bit_for_bit_and_its_checkpoint_opens_in_one_process(tmp_path: Path, mode: Mode) -> None:
+    """FSDP2 x2: 4 + 2 steps equal 6; then a single process reads the same weights and moments."""
+    train_and_resume(tmp_path, mode)
+    single = Run(seed=5)
+    with single.manager(tmp_path) as manager:
+        assert manager.load().step == 6
+    reference = torch.load(tmp_path / "reference.pt")
+    assert single.whole().keys() == reference.keys()
+    assert all(torch.equal(value, reference[key]) for key, value in single.whole().items())
+
+
+@distributed(nproc=4)
+def resume_on_four(folder: Path) -> None:
+    run = Run(seed=3)
+    with run.manager(folder) as manager:
+        assert manager.load().step == 2
+        manager.save(4)
+    torch.save(run.whole(), folder / f"four-{dist.get_rank()}.pt")
+
+
+def test_a_single_process_checkpoint_opens_on_four_ranks(tmp_path: Path) -> None:
+    """More ranks than rows of the last layer: empty shards are ordinary, and what they save opens again."""
+    single = Run()
+    with single.manager(tmp_path) as manager:
+        for step in (1, 2):
+            single.step()
+            manager.save(step)
+    resume_on_four(tmp_path)
+    for rank in range(4):
+        four = torch.load(tmp_path / f"four-{rank}.pt")
+        assert all(torch.equal(value, four[key]) for key, value in single.whole().items())
+    again = Run(seed=8)
+    with again.manager(tmp_path) as manager:
+        assert manager.load().step == 4
+    assert all(torch.equal(value, single.whole()[key]) for key, value in again.whole().items())
+
+
+@distributed(nproc=2)
+def test_a_misfit_raises_on_every_rank(tmp_path: Path) -> None:
+    """All ranks get one error each, and none goes on alone."""
+    with Run().manager(tmp_path) as manager:
+        manager.save(2)
+    with Run(hidden=9).manager(tmp_path) as manager, pytest.raises(CheckpointError) as caught:
+        manager.load()
+    assert isinstance(caught.value, (LoadMismatchError, PeerError))
+
+
+@distributed(nproc=2)
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_no_step(tmp_path: Path) -> None:
+    """Rank 1 cannot write its file: every rank raises, the step before stays the newest."""
+    run = Run()
+    with run.manager(tmp_path) as manager:
+        manager.load()
+        run.step()
+        manager.save(2)
+        if dist.get_rank() == 1:
+            manager._saver._writer._file_name = "no/such/folder"  # type: ignore[union-attr]
+        with pytest.raises(OSError, match=r"rank 1 failed|no/such/folder"):
+            manager.save(4)
+        if dist.get_rank() == 1:
+            manager._saver._writer._file_name = "rank-00001.safetensors"  # type: ignore[union-attr]
+        manager.save(6)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-2", "step-6"]
+
+
+@distributed(nproc=2, timeout_seconds=90)
+def test_a_rank_that_hangs_is_named_within_the_bound(tmp_path: Path) -> None:
+    """Rank 1 stops: rank 0 raises PeerError naming it instead of waiting for half an hour."""
+    run = Run()
+    config = CheckpointConfig(save=SaveConfig(interval=1, timeout_seconds=3))
+    with CheckpointManager(config, model_parts=[run.model], base_folder=tmp_path) as manager:
+        manager.save(1)
+        pids: list[int | None] = [None, None]
+        dist.all_gather_object(pids, os.getpid())
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        with pytest.raises(PeerError, match="rank 1") as caught:
+            manager.save(2)
+        assert caught.value.ranks == (1,)
+        if dist.get_rank() == 0:
+            assert pids[1] is not None
+            os.kill(pids[1], signal.SIGCONT)
+
+
+def test_resume_asks_for_what_it_cannot_carry_over(tmp_path: Path) -> None:
+    """Another number of ranks has no data position to take over: the error says how to go on."""
+
+    class Position:
+        def state_dict(self) -> dict[str, Any]:
+            return {"n": 1}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            raise AssertionError("there is nothing to load")
+
+    resume_on_two(tmp_path)
+    run = Run()
+    for exclude in ((), ("dataloader",)):
+        config = CheckpointConfig(resume=ResumeConfig(exclude=exclude))  # type: ignore[arg-type]
+        with CheckpointManager(config, model_parts=[run.model], dataloader=Position(), base_folder=tmp_path) as manager:
+            if exclude:
+                assert manager.load().step == 2
+            else:
+                with pytest.raises(LoadMismatchError, match=r"exclude = \[\"dataloader\"\]"):
+                    manager.load()
+
+
+@distributed(nproc=2)
+def resume_on_two(folder: Path) -> None:
+    class Position:
+        def state_dict(self) -> dict[str, Any]:
+            return {"n": dist.get_rank()}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    config = CheckpointConfig(save=SaveConfig(interval=2))
+    with CheckpointManager(config, model_parts=[Run().model], dataloader=Position(), base_folder=folder) as manager:
+        manager.save(2)

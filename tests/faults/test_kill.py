@@ -1,0 +1,122 @@
+"""A process killed by SIGKILL before, in the middle of, or after every change it makes to the file system."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.scenarios import (
+    FRESH,
+    NEXT,
+    REPLACE,
+    REPLACE_ONLY,
+    ROLLBACK,
+    SCENARIOS,
+    SEVERAL,
+    SOAK,
+    Scenario,
+    judge,
+    quick_folder,
+    run_killed,
+)
+from tests.faults.shim import KillAt, Moment, count_operations
+from tests.faults.writers import DirectoryWriter, NaiveWriter, Save, Writer
+
+MOMENTS: tuple[Moment, ...] = ("before", "half", "after")
+
+
+def violations(writer: Writer, scenario: Scenario, every: int = 1) -> Iterator[str]:
+    """Kill at every operation of the scenario, from a fresh copy each time, and yield what went wrong."""
+    with quick_folder() as folder:
+        scenario.prepare(writer, folder / "count")
+        names = count_operations(lambda: writer.run(folder / "count", scenario.saves, lambda _: None, scenario.resume))
+    assert len(names) > 10, "the shim counts nothing"
+    for ordinal in range(0, len(names), every):
+        for moment in MOMENTS:
+            if moment == "half" and names[ordinal] != "pwrite_all":
+                continue
+            with quick_folder() as folder:
+                root = folder / "checkpoints"
+                scenario.prepare(writer, root)
+                acknowledged, finished = run_killed(writer, scenario, root, KillAt(ordinal=ordinal, moment=moment))
+                assert not finished, f"operation {ordinal} was not reached"
+                if fault := judge(writer, root, scenario.legal(acknowledged)):
+                    yield f"{writer.name}, {scenario.name}, {moment} operation {ordinal} ({names[ordinal]}): {fault}"
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_no_operation_is_a_bad_moment_to_be_killed(scenario: Scenario) -> None:
+    """Whatever was acknowledged is there, or what was under way is there whole; and the run can go on."""
+    assert list(violations(DirectoryWriter(), scenario)) == []
+
+
+def test_the_matrix_catches_a_naive_writer() -> None:
+    """The same kills against writing in place find lost and mixed checkpoints: the matrix can fail."""
+    found = list(violations(NaiveWriter(), REPLACE))
+    assert any("a mix of saves" in fault for fault in found), found
+    assert len(found) >= 5
+
+
+def test_being_killed_while_recovering_loses_nothing() -> None:
+    """The process that clears up after a kill is killed too, at every operation, and the third one is fine."""
+    writer = DirectoryWriter()
+    again = Scenario("again", (), ((30, 9),))
+    found = []
+    for first in range(10, 24):  # From the manifest to the last unlink of the replaced version.
+        for second in range(0, 16, 1 if SOAK else 3):
+            with quick_folder() as folder:
+                root = folder / "checkpoints"
+                REPLACE.prepare(writer, root)
+                acknowledged, finished = run_killed(writer, REPLACE, root, KillAt(ordinal=first))
+                assert not finished
+                more, _ = run_killed(writer, again, root, KillAt(ordinal=second))
+                legal: set[Save | None] = {more[-1]} if more else {*REPLACE.legal(acknowledged), (30, 9)}
+                if fault := judge(writer, root, legal):
+                    found.append(f"{first}, {second}: {fault}")
+    assert found == []
+
+
+def test_being_killed_at_any_time_on_a_real_disk_loses_nothing(tmp_path: Path) -> None:
+    """Real SIGKILLs at random times while saves and replacements follow each other: 200, 5,000 in a soak."""
+    writer = DirectoryWriter()
+    generator = random.Random(0)
+    saves = tuple((10 * step, 100 * step + again) for step in range(2, 40) for again in range(2))
+    scenario = Scenario("random", ((10, 1),), saves)
+    found = []
+    progress = set()
+    for trial in range(5000 if SOAK else 200):
+        root = tmp_path / str(trial)
+        scenario.prepare(writer, root)
+
+        def kill_soon(pid: int) -> None:
+            time.sleep(generator.uniform(0, 0.06))
+            os.kill(pid, signal.SIGKILL)
+
+        acknowledged, _ = run_killed(writer, scenario, root, None, kill_soon)
+        progress.add(len(acknowledged))
+        if fault := judge(writer, root, scenario.legal(acknowledged)):
+            found.append(fault)
+    assert found == []
+    assert len(progress) > 3, "the kills did not hit different saves"
+
+
+@pytest.mark.parametrize(
+    ("scenario", "renames", "unlinks"),
+    [(FRESH, 1, 0), (NEXT, 2, 3), (REPLACE, 2, 3), (REPLACE_ONLY, 4, 6), (ROLLBACK, 4, 0), (SEVERAL, 5, 6)],
+    ids=lambda value: value.name if isinstance(value, Scenario) else "",
+)
+def test_the_scenarios_do_what_their_names_promise(scenario: Scenario, renames: int, unlinks: int) -> None:
+    """The operations that are killed are commits, replacements, expiries and set-asides, not just writes."""
+    with quick_folder() as folder:
+        writer = DirectoryWriter()
+        scenario.prepare(writer, folder)
+        names = count_operations(lambda: writer.run(folder, scenario.saves, lambda _: None, scenario.resume))
+    assert names.count("rename_noreplace") == renames
+    assert names.count("unlink") == unlinks
+    assert names.count("fsync_folder") >= 3 * len(scenario.saves)

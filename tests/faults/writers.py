@@ -1,0 +1,128 @@
+"""What the fault matrix is run against: real writers that must hold, and a naive one that must be caught."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from tests.faults import small_checkpoints as small
+from titan_ckpt import posix
+from titan_ckpt.config import KeepConfig
+
+Save = tuple[int, int]
+"""(step, value): the value is what every byte of the save is made of."""
+
+
+class Writer(Protocol):
+    """A run that saves, and a run that resumes."""
+
+    @property
+    def name(self) -> str: ...
+
+    def run(
+        self,
+        root: Path,
+        saves: Sequence[Save],
+        acknowledge: Callable[[Save], None],
+        resume: int | None = None,
+        keep: int | None = 2,
+    ) -> None:
+        """Be one process that goes on from step `resume`, makes the saves, and acknowledges each when it is durable."""
+
+    def load(self, root: Path) -> Save | None:
+        """Be one process that resumes from the newest checkpoint it can; None for a fresh start."""
+
+
+@dataclass(frozen=True)
+class DirectoryWriter:
+    """CheckpointDirectory with two small files a step."""
+
+    name: str = "directory"
+
+    def run(
+        self,
+        root: Path,
+        saves: Sequence[Save],
+        acknowledge: Callable[[Save], None],
+        resume: int | None = None,
+        keep: int | None = 2,
+    ) -> None:
+        directory = small.open_directory(root)
+        try:
+            if resume is not None:
+                directory.resume_from(resume)
+            for step, value in saves:
+                small.commit_step(directory, step, value, replace=True)
+                acknowledge((step, value))
+                directory.expire(None if keep is None else KeepConfig(latest=keep))
+        finally:
+            directory.close()
+
+    def load(self, root: Path) -> Save | None:
+        return small.load(root)
+
+
+@dataclass(frozen=True)
+class NaiveWriter:
+    """What a plausible script does: write in place, name the step last, trust what has the name, purge by pattern.
+
+    Source: the behaviour of torch.distributed.checkpoint's FileSystemWriter and of torchtitan's manager.
+    """
+
+    name: str = "naive"
+
+    def run(
+        self,
+        root: Path,
+        saves: Sequence[Save],
+        acknowledge: Callable[[Save], None],
+        resume: int | None = None,
+        keep: int | None = 2,
+    ) -> None:
+        posix.make_folders(root)
+        for step, value in saves:
+            folder = root / f"step-{step}"
+            posix.make_folders(folder)
+            for name in small.FILES:
+                self._write(folder / name, small.payload(step, value, name))
+            self._write(folder / "metadata.json", json.dumps({"step": step}).encode())
+            acknowledge((step, value))
+            if keep is not None:
+                for old in self._steps(root)[:-keep]:
+                    shutil.rmtree(root / old)
+
+    def load(self, root: Path) -> Save | None:
+        names = [name for name in self._steps(root) if (root / name / "metadata.json").exists()]
+        if not names:
+            return None
+        values = set()
+        for name in small.FILES:
+            step, value, _ = (root / names[-1] / name).read_bytes().split(b":")[:3]
+            values.add((int(step), int(value)))
+        if len(values) != 1:
+            raise AssertionError(f"a mix of saves: {values}")
+        return values.pop()
+
+    @staticmethod
+    def _write(path: Path, data: bytes) -> None:
+        """Write in place; an error of a helper thread that nobody looks at is suppressed here, as it is there."""
+        if path.exists():
+            posix.unlink(path)
+        with contextlib.suppress(OSError):
+            fd = posix.open_exclusive(path)
+            try:
+                posix.pwrite_all(fd, data, 0)
+            finally:
+                posix.close(fd)
+
+    @staticmethod
+    def _steps(root: Path) -> list[str]:
+        found = [(int(match.group(1)), name) for name in os.listdir(root) if (match := re.search(r"step-(\d+)", name))]
+        return [name for _, name in sorted(found)]

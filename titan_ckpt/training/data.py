@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -127,6 +128,7 @@ def build_dataloader(dataset: PackedDataset, batch_size: int, collate_fn: Callab
     """
     from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # ships no py.typed
 
-    return StatefulDataLoader(
-        dataset, batch_size=batch_size, collate_fn=collate_fn, generator=torch.Generator().manual_seed(dataset.seed)
-    )
+    generator = torch.Generator().manual_seed(dataset.seed)
+    with warnings.catch_warnings():  # torchdata 0.11 calls torch.set_vital, which torch 2.13 has deprecated
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
+        return StatefulDataLoader(dataset, batch_size=batch_size, collate_fn=collate_fn, generator=generator)

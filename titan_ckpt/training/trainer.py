@@ -1,0 +1,373 @@
+"""The trainer: thirteen build steps, each to be called, overridden or left out, and one loop over optimizer steps.
+
+Owns the order of things. What a model, a dataset, a schedule or a checkpoint is, is said elsewhere.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import logging
+import random
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.manager import CheckpointManager
+from titan_ckpt.models.llama3 import FLAVORS, Llama3, Llama3Config
+from titan_ckpt.training.callbacks import Callback, Callbacks, Checkpointing, GradientHealth, StepMetrics
+from titan_ckpt.training.config import RunConfig
+from titan_ckpt.training.corpus import open_corpus
+from titan_ckpt.training.data import Batch, PackedDataset, build_dataloader, collate, tokenise
+from titan_ckpt.training.loss import clip_gradients, num_predicted, summed_cross_entropy
+from titan_ckpt.training.parallel import Ranks, process_group, shard, sync_gradients
+from titan_ckpt.training.reporting import MetricsLog, ProgressBar
+from titan_ckpt.training.schedule import rate_factor
+from titan_ckpt.training.tokenizer import TextTokenizer, read_tokenizer, train_tokenizer
+from titan_ckpt.transforms import StateDictTransforms
+from titan_ckpt.types import ModelHooks
+
+logger = logging.getLogger(__name__)
+
+METRICS = "metrics.jsonl"
+
+
+def seed_generators(seed: int) -> None:
+    """Seed Python, NumPy and torch on all devices."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - the legacy global generator is what libraries draw from
+    torch.manual_seed(seed)
+
+
+class Converters(ModelHooks, Protocol):
+    """What the trainer asks of model converters, beyond what checkpoints ask."""
+
+    def convert(self, model: nn.Module) -> None: ...
+
+    def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None: ...
+
+    def post_optimizer_hook(self, model_parts: Sequence[nn.Module]) -> None: ...
+
+
+class TrainState:
+    """How far a run has come; saved with it."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.num_tokens = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "num_tokens": self.num_tokens}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step, self.num_tokens = state_dict["step"], state_dict["num_tokens"]
+
+
+class Trainer:
+    """Trains one model on this process's share of the data.
+
+    `run()` does everything: build, resume, train, save. To change a part, subclass and override its build step; each
+    returns what it builds and may use what the steps before it built (the attributes below, in that order).
+    """
+
+    ranks: Ranks
+    model: Llama3
+    tokenizer: TextTokenizer
+    encode: Callable[[str], list[int]]
+    dataset: PackedDataset
+    collate: Callable[[Sequence[Batch]], Batch]
+    dataloader: Any
+    optimizer: Optimizer
+    lr_scheduler: LRScheduler
+    callbacks: Callbacks
+    manager: CheckpointManager
+
+    def __init__(
+        self, config: RunConfig, converters: Converters | None = None, callbacks: Sequence[Callback] = ()
+    ) -> None:
+        """Take the settings; nothing is built before `run`."""
+        self.config = config
+        self.converters = converters
+        self.user_callbacks = tuple(callbacks)
+        self.state = TrainState()
+        self.stop_requested = False
+        """Set by a signal, at any moment, on this rank alone."""
+        self.stopping = False
+        """Set at the end of a step, on all ranks alike."""
+
+    def run(self) -> TrainState:
+        """Build, load what there is to load, train to the last step and save. Returns how far the run has come."""
+        with self.setup() as self.ranks:
+            self.build()
+            with self.build_manager() as self.manager:
+                self.load()
+                self.train()
+        return self.state
+
+    # The build steps, in their order: setup is the first, and lasts as long as the run.
+
+    @contextmanager
+    def setup(self) -> Iterator[Ranks]:
+        """Join the other ranks, and seed every generator alike: initial values must agree before they are sharded."""
+        torch.use_deterministic_algorithms(self.config.training.deterministic)
+        with process_group(self.config.training.device) as ranks:
+            seed_generators(self.config.seed)
+            yield ranks
+
+    def build(self) -> None:
+        """Call the other twelve steps."""
+        self.model = self.build_model()
+        self.freeze_model()
+        self.tokenizer = self.build_assets()
+        self.encode = self.build_data_transform()
+        self.dataset = self.build_dataset()
+        self.collate = self.build_collate()
+        self.dataloader = self.build_dataloader()
+        self.parallelise_model()
+        self.optimizer = self.build_optimizer()
+        self.lr_scheduler = self.build_lr_scheduler()
+        self.training_context = self.build_training_context()
+        self.callbacks = self.build_callbacks()
+        self.callbacks.on_init_end(self)
+
+    def build_model(self) -> Llama3:
+        """Return the model with initial values, converted, whole and on the CPU."""
+        model = Llama3(self.model_config())
+        model.init_weights()
+        if self.converters is not None:
+            self.converters.convert(model)
+        return model
+
+    def freeze_model(self) -> None:
+        """Freeze what `model.freeze` names, beside what the converters froze. Raises: ConfigError for an idle pattern."""
+        problems = []
+        for i, pattern in enumerate(self.config.model.freeze):
+            matched = [p for fqn, p in self.model.named_parameters() if fnmatch.fnmatchcase(fqn, pattern)]
+            if not matched:
+                problems.append(
+                    f"model.freeze.{i}: {pattern!r} matches no parameter; names look like layers.0.ffn_norm.weight"
+                )
+            for parameter in matched:
+                parameter.requires_grad_(False)
+        if not problems and not self.trainable():
+            problems.append("model.freeze: leaves nothing to train")
+        if problems:
+            raise ConfigError(problems)
+
+    def build_assets(self) -> TextTokenizer:
+        """Return the tokenizer. Raises: ConfigError if the model's vocabulary is too small for it."""
+        data = self.config.data
+        if data.tokenizer.folder is not None:
+            tokenizer = read_tokenizer(Path(data.tokenizer.folder))
+        else:
+            tokenizer = train_tokenizer(open_corpus(data.corpus), data.tokenizer.vocab_size, Path(data.cache_folder))
+        if tokenizer.vocab_size > self.model.config.vocab_size:
+            raise ConfigError(
+                [
+                    f"data.tokenizer: it has {tokenizer.vocab_size} tokens and the model a vocabulary of "
+                    f"{self.model.config.vocab_size}; choose a smaller tokenizer or a larger model"
+                ]
+            )
+        return tokenizer
+
+    def build_data_transform(self) -> Callable[[str], list[int]]:
+        """Return what makes token ids of a document."""
+        return self.tokenizer.encode_document
+
+    def build_dataset(self) -> PackedDataset:
+        """Return this rank's share of the packed corpus. Raises: ConfigError for a length that does not fit."""
+        data = self.config.data
+        if data.sequence_length > self.model.config.max_seq_len:
+            longest = self.model.config.max_seq_len
+            raise ConfigError([f"data.sequence_length: {data.sequence_length} is longer than the model's {longest}"])
+        corpus = open_corpus(data.corpus)
+        key: dict[str, object] = {"corpus": corpus.digest, "tokenizer": self.tokenizer.digest}
+        tokens = tokenise(corpus.documents, self.encode, key, Path(data.cache_folder))
+        return PackedDataset(
+            tokens, data.sequence_length, self.config.seed, rank=self.ranks.rank, num_ranks=self.ranks.size
+        )
+
+    def build_collate(self) -> Callable[[Sequence[Batch]], Batch]:
+        """Return what makes a batch of sequences."""
+        return collate
+
+    def build_dataloader(self) -> Any:
+        """Return a loader whose state_dict holds the position in the data."""
+        return build_dataloader(self.dataset, self.config.training.batch_size, self.collate)
+
+    def parallelise_model(self) -> None:
+        """Move the model to its device and lay it out over the ranks, in place; each rank draws its own noise from here."""
+        self.model.to(self.ranks.device)
+        shard(self.model, self.ranks, self._compute_dtype)
+        seed_generators(self.config.seed + 1 + self.ranks.rank)
+
+    def build_optimizer(self) -> Optimizer:
+        """Return AdamW over what is trained: matrices with weight decay, vectors without."""
+        config = self.config.optimizer
+        matrices = [p for p in self.trainable() if p.dim() >= 2]
+        vectors = [p for p in self.trainable() if p.dim() < 2]
+        groups = [
+            {"params": params, "weight_decay": decay}
+            for params, decay in ((matrices, config.weight_decay), (vectors, 0.0))
+            if params
+        ]
+        return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+    def build_lr_scheduler(self) -> LRScheduler:
+        """Return the learning rate's course over all steps."""
+        return LambdaLR(self.optimizer, rate_factor(self.config.schedule, self.config.training.steps))
+
+    def build_training_context(self) -> Callable[[], AbstractContextManager[object]]:
+        """Return what every forward pass runs in: autocast where FSDP2 does not already compute in bfloat16."""
+        if self._compute_dtype is torch.float32 or self.ranks.mesh is not None:
+            return nullcontext
+        return lambda: torch.autocast(self.ranks.device.type, self._compute_dtype)
+
+    def build_callbacks(self) -> Callbacks:
+        """Return the callbacks, the user's last."""
+        metrics = MetricsLog(Path(self.config.output_folder) / METRICS)
+        return Callbacks(GradientHealth(), metrics, ProgressBar(), Checkpointing(), self.user_callbacks)
+
+    # What the build steps share
+
+    def model_config(self) -> Llama3Config:
+        """Return the model's shape. Raises: ConfigError for an unknown flavor or a folder without a config.json."""
+        model = self.config.model
+        if model.flavor is not None:
+            if model.flavor not in FLAVORS:
+                raise ConfigError([f"model.flavor: {model.flavor!r} is unknown; known: {', '.join(FLAVORS)}"])
+            return FLAVORS[model.flavor]
+        assert model.folder is not None, "ModelConfig has one of the two"
+        path = Path(model.folder) / "config.json"
+        try:
+            return Llama3Config.from_hf(json.loads(path.read_bytes()), str(path))
+        except FileNotFoundError:
+            raise ConfigError([f"model.folder: {path} is not there; expected a Hugging Face folder"]) from None
+        except json.JSONDecodeError as error:
+            raise ConfigError([f"model.folder: {path} is not JSON: {error}"]) from None
+
+    def trainable(self) -> list[nn.Parameter]:
+        """Return the parameters that are trained, each once."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.config.training.compute_dtype == "bfloat16" else torch.float32
+
+    def build_manager(self) -> CheckpointManager:
+        """Return the checkpoint manager of everything that was built."""
+        special = {"bos_token_id": self.tokenizer.bos_id, "eos_token_id": self.tokenizer.eos_id}
+        return CheckpointManager(
+            self.config.checkpoint,
+            model_parts=[self.model],
+            optimizers=[self.optimizer],
+            lr_schedulers=[self.lr_scheduler],
+            dataloader=self.dataloader,
+            states={"train": self.state},
+            sd_transforms=StateDictTransforms(
+                self.model.key_map(), self.model.hf_config() | special, self.tokenizer.folder
+            ),
+            model_converters=self.converters,
+            base_folder=self.config.output_folder,
+        )
+
+    # The run
+
+    def load(self) -> None:
+        """Resume, or load initial weights; give converters' tensors that no source had their values."""
+        result = self.manager.load()
+        self.state.step = result.step
+        if self.converters is not None and result.report.initialised:
+            self.converters.initialize([self.model], result.report.initialised)
+        self.callbacks.on_load(self, result)
+
+    def train(self) -> None:
+        """Run the optimizer steps that are left; after SIGTERM finish the step under way, save it and return.
+
+        A run that had made its last step already makes what that step's save still owes, its exports, and no step.
+        """
+        last = self.config.training.steps
+        if self.state.step >= last:
+            logger.info("step %d of %d is done: nothing to train", self.state.step, last)
+            self.manager.save(self.state.step, last_step=True)
+            return
+        batches = iter(self.dataloader)
+        self.model.train()
+        self.callbacks.on_train_begin(self)
+        try:
+            with self._stop_on_sigterm():
+                while self.state.step < last and not self.stopping:
+                    self.callbacks.on_step_end(self, self.train_step(batches))
+        finally:
+            self.callbacks.on_train_end(self)
+        if self.state.step < last:
+            logger.warning("SIGTERM: stopping after step %d", self.state.step)
+            self.manager.save(self.state.step, force=True)
+
+    def train_step(self, batches: Iterator[Batch]) -> StepMetrics:
+        """Take one optimizer step over `accumulation` micro-batches and return what it did.
+
+        The loss is the mean over the predicted tokens of all ranks and micro-batches, however they are dealt out.
+        Collective: 1 count tokens. 2 backward; the last one exchanges gradients. 3 sum the loss, agree on stopping.
+        """
+        started = time.perf_counter()
+        step = self.state.step + 1
+        self.callbacks.on_step_begin(self, step)
+        micro_batches = [next(batches) for _ in range(self.config.training.accumulation)]
+        mine = sum(map(num_predicted, micro_batches))
+        num_tokens = int(self.ranks.sum(torch.tensor(mine, device=self.ranks.device)))
+        loss = self.accumulate_gradients(micro_batches, num_tokens)
+        grad_norm = clip_gradients(self.trainable(), self.config.training.max_grad_norm)
+        self.callbacks.on_pre_optimizer(self, step, grad_norm)
+        lr = float(self.lr_scheduler.get_last_lr()[0])
+        self.optimizer.step()
+        if self.converters is not None:
+            self.converters.post_optimizer_hook([self.model])
+        self.lr_scheduler.step()
+        self.optimizer.zero_grad()
+        self.state.step = step
+        self.state.num_tokens += num_tokens
+        total, stop = self.ranks.sum(torch.stack([loss, torch.full_like(loss, self.stop_requested)])).tolist()
+        self.stopping = stop > 0
+        return StepMetrics(step, total / num_tokens, grad_norm, lr, num_tokens, time.perf_counter() - started)
+
+    def accumulate_gradients(self, micro_batches: Sequence[Batch], num_tokens: int) -> torch.Tensor:
+        """Run forward and backward of every micro-batch. Returns this rank's summed loss, float64."""
+        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        for index, micro_batch in enumerate(micro_batches):
+            batch = {name: value.to(self.ranks.device, non_blocking=True) for name, value in micro_batch.items()}
+            sync_gradients(self.model, when=index == len(micro_batches) - 1)
+            with self.training_context():
+                loss = self.compute_loss(batch)
+            (loss * (self.ranks.size / num_tokens)).backward()  # type: ignore[no-untyped-call]  # FSDP2 averages
+            total += loss.detach()
+            self.callbacks.on_substep_end(self, index)
+        return total
+
+    def compute_loss(self, batch: Batch) -> torch.Tensor:
+        """Return the summed loss of a batch."""
+        return summed_cross_entropy(self.model(batch["tokens"]), batch)
+
+    @contextmanager
+    def _stop_on_sigterm(self) -> Iterator[None]:
+        """Let SIGTERM, to any rank, end the run after the step under way."""
+
+        def request_stop(number: int, frame: FrameType | None) -> None:
+            self.stop_requested = True
+
+        before = signal.signal(signal.SIGTERM, request_stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)

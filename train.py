@@ -1,0 +1,73 @@
+"""Train a model as a TOML file says: `python train.py configs/debug_pretrain.toml [--table.key VALUE ...]`.
+
+Under torchrun every process is a rank, and parameters are sharded over all of them.
+Owns the command line alone: what the file may say is in titan_ckpt/training/config.py and converters/.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from rich.logging import RichHandler
+
+from converters import ModelConverters, from_tables
+from titan_ckpt.config import apply_overrides, from_dict, read_toml
+from titan_ckpt.errors import CheckpointError, ConfigError
+from titan_ckpt.training.config import RunConfig
+from titan_ckpt.training.reporting import CONSOLE
+from titan_ckpt.training.trainer import Trainer
+
+USAGE = "usage: python train.py CONFIG.toml [--table.key VALUE ...]"
+USER_ERROR = 2
+"""Exit code of a run that was asked for something that cannot be done."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run what the command line asks for and return the exit code."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__, USAGE, sep="\n", file=sys.stderr)
+        return 0 if argv else USER_ERROR
+    configure_logging()
+    try:
+        config, converters = read_run(argv[0], argv[1:])
+        Trainer(config, converters).run()
+    except CheckpointError as error:
+        logging.getLogger("train").error("%s: %s", type(error).__name__, error)
+        return USER_ERROR
+    return 0
+
+
+def read_run(path: str, overrides: Sequence[str]) -> tuple[RunConfig, ModelConverters]:
+    """Read the file, apply the command line, and check all of it. Raises: ConfigError; ConverterError."""
+    raw = apply_overrides(read_toml(path), overrides)
+    tables = raw.pop("converters", [])
+    problems: list[str] = []
+    converters, config = None, None
+    try:
+        converters = from_tables([tables] if isinstance(tables, dict) else tables, path)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        config = from_dict(RunConfig, raw, path)
+    except ConfigError as error:
+        problems += error.problems
+    if config is None or converters is None:
+        raise ConfigError(problems, path)
+    return config, converters
+
+
+def configure_logging() -> None:
+    """Log to the console: rank 0 what happens, the others what goes wrong."""
+    rank = int(os.environ.get("RANK", "0"))
+    handler: logging.Handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
+    if CONSOLE.is_terminal and rank == 0:
+        handler = RichHandler(console=CONSOLE, show_path=False, show_level=False)
+    logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, handlers=[handler])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

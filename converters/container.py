@@ -6,7 +6,7 @@ Owns the rules of combination. Knows no particular converter.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -109,6 +109,10 @@ class _JoinedAdapters:
 
     def key_map(self, base: KeyMap) -> KeyMap:
         return KeyMap(tuple(rule for adapter in self._adapters for rule in adapter.key_map(base).rules))
+
+    def misfits(self, base: KeyMap, found: Mapping[str, Any]) -> list[str]:
+        # the folder is one adapter's: it fits if it fits any
+        return min((adapter.misfits(base, found) for adapter in self._adapters), key=len)
 
     def file_config(self, base: KeyMap) -> dict[str, Any]:
         raise ConverterError(

@@ -115,12 +115,27 @@ def _plan(
                 f"{source.path} is an adapter, and no converter of this run owns adapter weights: add the converter it "
                 'belongs to, such as [[converters]] kind = "lora"'
             )
+    if source.format == "peft":
+        _check_adapter_config(source, reader, wrapper, transforms)
     if source.format not in ("native", "dcp"):
         return transforms.from_file(wanted, reader.tensors, wrapper.hooks, cast=source.cast)
     prefix, available = _under_own_names(reader, wanted)
     plan = StateDictTransforms().from_file(wanted, available, None, cast=source.cast)
     requests = [ReadRequest(prefix + r.key, r.chunk, r.into) for r in plan.requests]
     return replace(plan, requests=requests)
+
+
+def _check_adapter_config(
+    source: LoadSource, reader: TensorReader, wrapper: ModelWrapper, transforms: StateDictTransforms
+) -> None:
+    """Raise where the adapter's own settings give its tensors another meaning than this run's converter would."""
+    adapter = None if wrapper.hooks is None else wrapper.hooks.state_dict_adapter()
+    problems = [] if adapter is None else adapter.misfits(transforms.key_map, reader.metadata())
+    if problems:
+        raise LoadMismatchError(
+            f"{source.path}: its adapter_config.json and this run's converter disagree; nothing was loaded\n  "
+            + "\n  ".join(problems[:_LISTED])
+        )
 
 
 def _under_own_names(reader: TensorReader, wanted: StateDict) -> tuple[str, dict[str, TensorInfo]]:

@@ -35,6 +35,9 @@ class StateDictAdapter(Protocol):
     def file_config(self, base: KeyMap) -> dict[str, Any]:
         """Return the JSON that goes beside the tensors (PEFT: adapter_config.json), without the base identity."""
 
+    def misfits(self, base: KeyMap, found: Mapping[str, Any]) -> list[str]:
+        """Return how another file's config would compute something else with tensors of the same names and shapes."""
+
 
 @runtime_checkable
 class ModelHooks(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -183,6 +183,9 @@ class _Table:
     def file_config(self, base: KeyMap) -> dict[str, Any]:
         return {}
 
+    def misfits(self, base: KeyMap, found: Mapping[str, Any]) -> list[str]:
+        return [] if found["name"] == self.name else [f"it is {found['name']}'s"]
+
 
 class _WithTable(Probe):
     def state_dict_adapter(self) -> StateDictAdapter:
@@ -202,6 +205,8 @@ def test_adapters_are_joined_and_one_folder_holds_one() -> None:
     table = adapter.key_map(KeyMap())
     assert table.group_of_fqn("native.probe").keys == ("file.probe",)
     assert table.group_of_key("file.other").fqns == ("native.other",)
+    assert adapter.misfits(KeyMap(), {"name": "other"}) == []
+    assert adapter.misfits(KeyMap(), {"name": "third"}) == ["it is third's"]
     with pytest.raises(ConverterError, match="2 converters own keys"):
         adapter.file_config(KeyMap())
 

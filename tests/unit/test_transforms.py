@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -88,6 +89,9 @@ class Adapter:
 
     def file_config(self, base: KeyMap) -> dict[str, Any]:
         return {}
+
+    def misfits(self, base: KeyMap, found: Mapping[str, Any]) -> list[str]:
+        return []
 
 
 LORA = Hooks((KeyRule.of("layers.{i}.wq.lora_b.weight", "peft.layers.{i}.q_proj.lora_B.weight", PermuteRotary(2)),))

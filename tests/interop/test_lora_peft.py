@@ -1,0 +1,240 @@
+"""Adapters of ours in PEFT, and PEFT's in ours: the same logits, for every form that both know."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from converters import ModelConverters, from_tables
+from titan_ckpt.config import CheckpointConfig, ExportConfig, InitialLoadConfig, ResumeConfig, SaveConfig
+from titan_ckpt.errors import LoadMismatchError
+from titan_ckpt.manager import CheckpointManager
+from titan_ckpt.models.llama3 import Llama3, Llama3Config
+from titan_ckpt.transforms import StateDictTransforms
+
+TINY = Llama3Config(
+    dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=96, max_seq_len=64,
+    rope_theta=10_000.0,
+)  # fmt: skip
+TOKENS = torch.arange(40).reshape(2, 20) % 96
+ATTENTION = ["wq", "wk", "wv", "wo"]
+ALL = [*ATTENTION, "w1", "w2", "w3"]
+HF_ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+HF = "model.layers"
+
+
+def case(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same adapter in both tools' words."""
+    return {"rank": 4, "alpha": 8.0, **ours}, {"r": 4, "lora_alpha": 8, **theirs}
+
+
+CASES = {
+    "attention": case({"target_modules": ATTENTION}, {"target_modules": HF_ALL[:4]}),
+    "all": case({"target_modules": ALL}, {"target_modules": HF_ALL}),
+    "head": case({"target_modules": [*ALL, "output"]}, {"target_modules": [*HF_ALL, "lm_head"]}),
+    "one_layer": case(
+        {"target_modules": ["layers.1.attention.w[qk]"]},
+        {"target_modules": [f"{HF}.1.self_attn.q_proj", f"{HF}.1.self_attn.k_proj"]},
+    ),
+    "embeddings": case(
+        {"target_modules": ["wq", "tok_embeddings"]}, {"target_modules": ["q_proj", "embed_tokens"]}
+    ),
+    "rslora": case(
+        {"target_modules": ALL, "use_rslora": True}, {"target_modules": HF_ALL, "use_rslora": True}
+    ),
+    "dora": case({"target_modules": ALL, "use_dora": True}, {"target_modules": HF_ALL, "use_dora": True}),
+    "dora_rslora": case(
+        {"target_modules": ALL, "use_dora": True, "use_rslora": True},
+        {"target_modules": HF_ALL, "use_dora": True, "use_rslora": True},
+    ),
+    "patterns": case(
+        {
+            "target_modules": ALL,
+            "rank_pattern": {"wq": 2, "layers.1.feed_forward.w2": 6},
+            "alpha_pattern": {"wq": 3.0, "layers.1.feed_forward.w2": 12.0},
+        },
+        {
+            "target_modules": HF_ALL,
+            "rank_pattern": {"q_proj": 2, f"{HF}.1.mlp.down_proj": 6},
+            "alpha_pattern": {"q_proj": 3, f"{HF}.1.mlp.down_proj": 12},
+        },
+    ),
+    "modules_to_save": case(
+        {"target_modules": ATTENTION, "modules_to_save": ["norm", "output"]},
+        {"target_modules": HF_ALL[:4], "modules_to_save": ["model.norm", "lm_head"]},
+    ),
+}
+
+
+def hf_base(folder: Path) -> LlamaForCausalLM:
+    """Write a random base to the folder and return it."""
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig.from_dict(TINY.to_hf()))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    model.train(False)
+    return model
+
+
+def native(ours: dict[str, Any]) -> tuple[Llama3, ModelConverters]:
+    model = Llama3(TINY)
+    model.init_weights()
+    converters = from_tables([{"kind": "lora", **ours}])
+    converters.convert(model)
+    return model.eval(), converters
+
+
+def manager(
+    model: Llama3, converters: ModelConverters, folder: Path, *sources: Path, **config: Any
+) -> CheckpointManager:
+    return CheckpointManager(
+        CheckpointConfig(initial_load=tuple(InitialLoadConfig(str(path)) for path in sources), **config),
+        model_parts=[model],
+        model_converters=converters,
+        sd_transforms=StateDictTransforms(model.key_map(), model.hf_config()),
+        base_folder=folder,
+    )
+
+
+def randomise(model: nn.Module, converters: ModelConverters) -> None:
+    """Train, in effect."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if converters.key_filter(name):
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    out = model(TOKENS)
+    result: torch.Tensor = out if isinstance(out, torch.Tensor) else out.logits
+    return result
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_our_adapter_in_peft(name: str, tmp_path: Path) -> None:
+    """Train on a Hugging Face base and export: PEFT on that base gives our logits, and so does the merged folder."""
+    ours, _ = CASES[name]
+    base = hf_base(tmp_path / "base")
+    model, converters = native(ours)
+    exports = (ExportConfig("peft"), ExportConfig("hf"))
+    with manager(model, converters, tmp_path / "run", tmp_path / "base", export=exports) as m:
+        converters.initialize([model], m.load().report.initialised)
+        torch.testing.assert_close(logits(model), logits(base), rtol=0, atol=1e-5)
+        randomise(model, converters)
+        m.save(5, last_step=True)
+    plain = logits(base)
+    assert (logits(model) - plain).abs().max() > 1e-2
+    folder = tmp_path / "run/exports/step-5-peft"
+    tuned = PeftModel.from_pretrained(base, str(folder)).eval()
+    assert (logits(tuned) - logits(model)).abs().max() <= 1e-5
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "run/exports/step-5")
+    assert (logits(merged) - logits(model)).abs().max() <= 1e-5
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+    assert type(config["r"]) is int and type(config["lora_alpha"]) is int
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peft_adapter_in_ours(name: str, tmp_path: Path) -> None:
+    """An adapter folder that PEFT wrote loads as a second source beside its base and gives PEFT's logits."""
+    ours, theirs = CASES[name]
+    tuned = get_peft_model(hf_base(tmp_path / "base"), LoraConfig(task_type="CAUSAL_LM", **theirs))
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    # by default PEFT would add a copy of the base's embeddings where these are adapted
+    tuned.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
+    model, converters = native(ours)
+    with manager(model, converters, tmp_path / "run", tmp_path / "base", tmp_path / "adapter") as m:
+        result = m.load()
+    assert not result.report.initialised
+    assert (logits(model) - logits(tuned.eval())).abs().max() <= 1e-5
+
+
+def test_a_second_run_goes_on_from_base_and_adapter(tmp_path: Path) -> None:
+    """An adapter of ours, exported as PEFT, is a source for another run, and its base is checked by digest."""
+    hf_base(tmp_path / "base")
+    ours, _ = CASES["all"]
+    model, converters = native(ours)
+    with manager(model, converters, tmp_path / "one", tmp_path / "base", export=(ExportConfig("peft"),)) as m:
+        m.load()
+        randomise(model, converters)
+        m.save(1, last_step=True)
+    other, others = native(ours)
+    with manager(other, others, tmp_path / "two", tmp_path / "base", tmp_path / "one/exports/step-1-peft") as m:
+        m.load()
+    assert torch.equal(logits(other), logits(model))
+
+
+def test_interval_saves_hold_the_adapter_alone_and_resume(tmp_path: Path) -> None:
+    """A step is adapter-sized; resuming puts it over its base, bit for bit."""
+    hf_base(tmp_path / "base")
+    ours, _ = CASES["attention"]
+    model, converters = native(ours)
+    config = {"save": SaveConfig(interval=1), "resume": ResumeConfig()}
+    with manager(model, converters, tmp_path / "run", tmp_path / "base", **config) as m:
+        m.load()
+        randomise(model, converters)
+        m.save(1)
+    adapter = sum(p.numel() * 4 for n, p in model.named_parameters() if converters.key_filter(n))
+    stored = sum(f.stat().st_size for f in (tmp_path / "run/checkpoints/step-1").glob("*.safetensors"))
+    assert adapter <= stored <= adapter + 20_000
+    other, others = native(ours)
+    with manager(other, others, tmp_path / "run", tmp_path / "base", **config) as m:
+        assert m.load().step == 1
+    assert torch.equal(logits(other), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"alpha": 16.0}, r"model\.layers\.0\.self_attn\.q_proj: rank 4 scaled by 2, expected rank 4 scaled by 4"),
+        ({"rank": 8}, "rank 4 scaled by 2, expected rank 8 scaled by 1"),
+        ({"use_rslora": True}, "rank 4 scaled by 2, expected rank 4 scaled by 4"),
+        ({"use_dora": True}, "use_dora is False, expected True"),
+    ],
+)
+def test_an_adapter_that_means_something_else_is_refused(change: dict[str, Any], fault: str, tmp_path: Path) -> None:
+    """Another scale has the same keys and shapes: without this check the adapter would act half, in silence."""
+    tuned = get_peft_model(hf_base(tmp_path / "base"), LoraConfig(task_type="CAUSAL_LM", **CASES["attention"][1]))
+    tuned.save_pretrained(str(tmp_path / "adapter"))
+    model, converters = native({**CASES["attention"][0], **change})
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with (
+        manager(model, converters, tmp_path / "run", tmp_path / "base", tmp_path / "adapter") as m,
+        pytest.raises(LoadMismatchError, match=fault),
+    ):
+        m.load()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_an_adapter_for_other_modules_is_refused(tmp_path: Path) -> None:
+    """Keys that the run's converter does not have, and those it has and the file lacks, are both listed."""
+    tuned = get_peft_model(
+        hf_base(tmp_path / "base"), LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj"])
+    )
+    tuned.save_pretrained(str(tmp_path / "adapter"))
+    model, converters = native({"rank": 4, "alpha": 8.0, "target_modules": ["wk"]})
+    with (
+        manager(model, converters, tmp_path / "run", tmp_path / "base", tmp_path / "adapter") as m,
+        pytest.raises(LoadMismatchError) as caught,
+    ):
+        m.load()
+    assert "q_proj.lora_A.weight" in str(caught.value) and "attention.wk.lora_a.weight" in str(caught.value)
+
+
+def test_the_tiny_model_has_what_the_cases_need() -> None:
+    """The cases name modules of a model whose query and key heads differ in number, so a wrong permutation shows."""
+    assert TINY.num_heads != TINY.num_kv_heads and not replace(TINY).tie_embeddings

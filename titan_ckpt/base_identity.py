@@ -11,6 +11,7 @@ from typing import Any
 
 import xxhash
 
+from titan_ckpt.digest import logical_digests
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import BaseMismatchError
 from titan_ckpt.model_wrapper import ModelWrapper
@@ -28,8 +29,6 @@ def identify_base(
 
     `recorded`: the identity in the step being resumed, where that step holds the base itself: its origin stands.
     """
-    from titan_ckpt.digest import logical_digests
-
     digests = logical_digests(model.state_dict("base"), coordinator)
     total = xxhash.xxh3_128_hexdigest("\n".join(f"{fqn} {digests[fqn]}" for fqn in sorted(digests)).encode())
     if recorded is not None:

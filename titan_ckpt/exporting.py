@@ -19,6 +19,7 @@ from titan_ckpt.loading import BASE_RECORD
 from titan_ckpt.model_wrapper import ModelWrapper
 from titan_ckpt.storage.dcp import export_dcp
 from titan_ckpt.storage.huggingface_export import export_huggingface
+from titan_ckpt.storage.peft import export_peft
 from titan_ckpt.tensors import Block, LazyTensor, TensorInfo, blocks_of, info_of
 from titan_ckpt.transforms import CASTABLE, StateDictTransforms
 from titan_ckpt.types import StateDict
@@ -90,8 +91,6 @@ class Exporter:
         )
 
     def _export_peft(self, folder: Path, dtype: torch.dtype | None, base: dict[str, Any] | None) -> None:
-        from titan_ckpt.storage.peft import export_peft
-
         hooks = self._model.hooks
         adapter = None if hooks is None else hooks.state_dict_adapter()
         owned = self._model.owned_state_dict()

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from titan_ckpt.models.config import DecoderConfig
-from titan_ckpt.models.layers import INIT_STD, TransformerBlock
+from titan_ckpt.models.layers import INIT_STD, ExactBuffers, TransformerBlock
 
 ConfigT = TypeVar("ConfigT", bound=DecoderConfig)
 
 
-class Decoder(nn.Module, Generic[ConfigT]):
+class Decoder(ExactBuffers, Generic[ConfigT]):
     """A causal language model. May be built under `torch.device("meta")`; values come from `init_weights` or a load.
 
     A tied model has no `output`: it uses the embedding matrix, so nothing can untie it.
@@ -85,18 +85,11 @@ class Decoder(nn.Module, Generic[ConfigT]):
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
-        """Recompute what no checkpoint holds, on the device it is on."""
+        """Recompute what no checkpoint holds, in all of the model, on the device it is on."""
         self.rope_table = self.make_rope_table(self.rope_table.device)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Move or cast like any module, but keep the rotary table exact: it changes device, never dtype."""
-        table = self._buffers["rope_table"]
-        assert table is not None
-        self._buffers["rope_table"] = None
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        device = fn(torch.empty(0, device=table.device)).device
-        self._buffers["rope_table"] = self.make_rope_table(device) if device != table.device else table
-        return self
+        for module in self.modules():
+            if isinstance(module, ExactBuffers) and module is not self:
+                module.reset_buffers()
 
     def hf_config(self) -> dict[str, Any]:
         """Return the config.json of this model."""

@@ -6,6 +6,7 @@ Owns how they compute and their initial values. Knows no architecture by name; t
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,30 @@ def rotate_halves(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Turn pairs made of the last dim's two halves (i and i + head_dim / 2), in float32. Shapes: see Rotate."""
     turned = torch.complex(*x.float().chunk(2, dim=-1)) * table[None, :, None, :]
     return torch.cat((turned.real, turned.imag), dim=-1).type_as(x)
+
+
+class ExactBuffers(nn.Module):
+    """A module whose own non-persistent buffers change device but never dtype, and never hold garbage.
+
+    A cast of the model leaves them alone, and where they come from meta they are recomputed.
+    """
+
+    def reset_buffers(self) -> None:
+        """Recompute what no checkpoint holds, on the device it is on."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        kept = {
+            name: buffer for name in self._non_persistent_buffers_set if (buffer := self._buffers[name]) is not None
+        }
+        self._buffers |= dict.fromkeys(kept)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in kept.items():
+            device = fn(torch.empty(0, device=buffer.device)).device
+            self._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+        if any(buffer.is_meta for buffer in kept.values()):
+            self.reset_buffers()
+        return self
 
 
 class SubLayer(nn.Module):

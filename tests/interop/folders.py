@@ -1,0 +1,55 @@
+"""A model's way into and out of a Hugging Face folder, as training runs take it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.keymap import KeyMap
+from titan_ckpt.model_wrapper import ModelWrapper
+from titan_ckpt.storage.huggingface import HuggingFaceReader
+from titan_ckpt.storage.huggingface_export import export_huggingface
+from titan_ckpt.transforms import StateDictTransforms
+
+
+def load(model: nn.Module, table: KeyMap, folder: Path) -> None:
+    """Fill the model's live tensors from the folder, with nothing missing, left over or cast."""
+    with HuggingFaceReader(folder) as reader:
+        plan = StateDictTransforms(table).from_file(
+            ModelWrapper([model]).state_dict(), reader.tensors, None, cast=False
+        )
+        assert plan.report.ok, plan.report
+        reader.read(plan.requests)
+
+
+def export(model: nn.Module, table: KeyMap, config: dict[str, Any], folder: Path) -> None:
+    """Write the model to a new folder; collective where the model is sharded."""
+    groups = StateDictTransforms(table).to_file(ModelWrapper([model]).state_dict("export"), None, None)
+    export_huggingface(
+        folder, groups, config=config, assets=None, max_shard_bytes=1_000_000, coordinator=Coordinator.current()
+    )
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Read every tensor of every safetensors file."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118  # not a mapping
+                assert key not in found, f"{key} is in two files"
+                found[key] = file.get_tensor(key)
+    return found
+
+
+def assert_same_bytes(one: Path, other: Path) -> None:
+    """Fail unless both folders hold the same tensors, bit for bit."""
+    a, b = tensors(one), tensors(other)
+    assert a.keys() == b.keys(), a.keys() ^ b.keys()
+    for key, value in a.items():
+        assert (value.dtype, value.shape) == (b[key].dtype, b[key].shape), key
+        assert torch.equal(value.contiguous().view(torch.uint8), b[key].contiguous().view(torch.uint8)), key

@@ -1,0 +1,123 @@
+"""Qwen3: configuration, model, and its table to and from Hugging Face names.
+
+Owns the architecture and its shapes. Knows no files, no parallelism and no training loop.
+Queries and keys are normalised per head, and a head's width does not follow from the model's. Rotary rows are two
+halves per head as Hugging Face stores them, so that neither they nor the norms' weights, which have one entry per row
+of a head, change their order on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from titan_ckpt.keymap import KeyMap, KeyRule
+from titan_ckpt.models.config import DecoderConfig, check_config, read_shape
+from titan_ckpt.models.decoder import Decoder
+from titan_ckpt.models.layers import (
+    Attention,
+    FeedForward,
+    TransformerBlock,
+    rotary_angles,
+    rotary_frequencies,
+    rotate_halves,
+)
+
+FIXED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+"""What this family always is, as config.json says it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen3Config(DecoderConfig):
+    """The shape of a dense Qwen3 model."""
+
+    rope_theta: float = 1_000_000.0
+
+    @staticmethod
+    def from_hf(config: Mapping[str, Any], source: str = "config.json") -> Qwen3Config:
+        """Read a Hugging Face config.json of a Qwen3, as transformers 4 or 5 writes it.
+
+        Raises: ConfigError listing everything that this model cannot represent.
+        """
+        check_config(config, source, fixed=FIXED | {"model_type": "qwen3"}, required=("head_dim",))
+        return Qwen3Config(**read_shape(config))
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return the config.json that transformers 5 reads this model with; of the vocabulary only its size."""
+        return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **FIXED, **DecoderConfig.to_hf(self)}
+
+
+def _debug(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, tied: bool) -> Qwen3Config:
+    """Heads are wider than dim / heads, as in the small true shapes."""
+    return Qwen3Config(dim, layers, heads, kv_heads, 2 * dim // heads, ffn, vocab, 1024, 10_000.0, tie_embeddings=tied)
+
+
+_8B = Qwen3Config(
+    dim=4096, num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, ffn_dim=12288, vocab_size=151_936,
+    max_seq_len=40_960,
+)  # fmt: skip
+
+_SMALL = replace(_8B, num_layers=28, num_heads=16, tie_embeddings=True)
+
+FLAVORS: Mapping[str, Qwen3Config] = {
+    "debug-0.5m": _debug(96, 3, 4, 2, 224, 2048, tied=True),
+    "debug-2m": _debug(160, 4, 4, 2, 448, 2048, tied=False),
+    "debug-8m": _debug(320, 5, 8, 4, 768, 4096, tied=True),
+    "debug-20m": _debug(448, 6, 8, 4, 1152, 4096, tied=False),
+    "0.6B": replace(_SMALL, dim=1024, ffn_dim=3072),
+    "1.7B": replace(_SMALL, dim=2048, ffn_dim=6144),
+    "4B": replace(_8B, dim=2560, ffn_dim=9728, tie_embeddings=True),
+    "8B": _8B,
+}
+
+
+def rotary_table(config: DecoderConfig, device: torch.device | None = None) -> torch.Tensor:
+    """Return cos + i sin of every position and pair. Shape: (max_seq_len, head_dim / 2), complex64."""
+    return rotary_angles(rotary_frequencies(config.head_dim, config.rope_theta, device), config.max_seq_len)
+
+
+def make_attention(config: DecoderConfig) -> Attention:
+    """Return attention with normalised queries and keys."""
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    return Attention(config.dim, *heads, rotate_halves, qk_norm_eps=config.norm_eps)
+
+
+def _block(config: Qwen3Config) -> TransformerBlock:
+    feed_forward = FeedForward(config.dim, config.ffn_dim)
+    return TransformerBlock(config.dim, config.norm_eps, make_attention(config), feed_forward)
+
+
+BLOCK, HF_BLOCK = "layers.{i}", "model.layers.{i}"
+
+RULES = (
+    KeyRule.of("tok_embeddings.weight",                 "model.embed_tokens.weight"),
+    KeyRule.of(f"{BLOCK}.attention.wq.weight",          f"{HF_BLOCK}.self_attn.q_proj.weight"),
+    KeyRule.of(f"{BLOCK}.attention.wk.weight",          f"{HF_BLOCK}.self_attn.k_proj.weight"),
+    KeyRule.of(f"{BLOCK}.attention.wv.weight",          f"{HF_BLOCK}.self_attn.v_proj.weight"),
+    KeyRule.of(f"{BLOCK}.attention.wo.weight",          f"{HF_BLOCK}.self_attn.o_proj.weight"),
+    KeyRule.of(f"{BLOCK}.attention.q_norm.weight",      f"{HF_BLOCK}.self_attn.q_norm.weight"),
+    KeyRule.of(f"{BLOCK}.attention.k_norm.weight",      f"{HF_BLOCK}.self_attn.k_norm.weight"),
+    KeyRule.of(f"{BLOCK}.feed_forward.w1.weight",       f"{HF_BLOCK}.mlp.gate_proj.weight"),
+    KeyRule.of(f"{BLOCK}.feed_forward.w2.weight",       f"{HF_BLOCK}.mlp.down_proj.weight"),
+    KeyRule.of(f"{BLOCK}.feed_forward.w3.weight",       f"{HF_BLOCK}.mlp.up_proj.weight"),
+    KeyRule.of(f"{BLOCK}.attention_norm.weight",        f"{HF_BLOCK}.input_layernorm.weight"),
+    KeyRule.of(f"{BLOCK}.ffn_norm.weight",              f"{HF_BLOCK}.post_attention_layernorm.weight"),
+    KeyRule.of("norm.weight",                           "model.norm.weight"),
+    KeyRule.of("output.weight",                         "lm_head.weight"),
+)  # fmt: skip
+"""The table between these names and Hugging Face's."""
+
+
+class Qwen3(Decoder[Qwen3Config]):
+    """The model; see Decoder."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config, [_block(config) for _ in range(config.num_layers)], partial(rotary_table, config))
+
+    def key_map(self) -> KeyMap:
+        """Return the table between these names and Hugging Face's."""
+        return KeyMap(RULES)

@@ -1,0 +1,243 @@
+"""Qwen3-MoE: Qwen3 in which each token of a sparse layer passes a few of many feed-forwards.
+
+Owns routing, the experts and their shapes; everything else is qwen3.py's. Knows no files, no parallelism and no loop.
+A projection of all experts is one parameter in memory, since one optimizer step, one shard and one all-gather then
+serve all of them; on disk every expert has its own tensors. Routing drops no token: an expert takes what it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titan_ckpt.keymap import KeyMap, KeyRule, Unstack
+from titan_ckpt.models.config import DecoderConfig, check_config, read_shape
+from titan_ckpt.models.decoder import Decoder
+from titan_ckpt.models.layers import INIT_STD, ExactBuffers, FeedForward, SubLayer, TransformerBlock
+from titan_ckpt.models.qwen3 import BLOCK, FIXED, HF_BLOCK, RULES, make_attention, rotary_table
+
+_REQUIRED = ("moe_intermediate_size", "num_experts_per_tok", "norm_topk_prob")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3MoeConfig(DecoderConfig):
+    """The shape of a Qwen3-MoE model; `ffn_dim` is that of its dense layers."""
+
+    rope_theta: float = 1_000_000.0
+    num_experts: int
+    experts_per_token: int
+    expert_dim: int
+    norm_topk_prob: bool = True
+    """Whether the weights of a token's experts are scaled to sum to one."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers with one feed-forward for all tokens."""
+    sparse_step: int = 1
+    """Of the other layers every so many-th is sparse."""
+
+    def problems(self) -> Iterator[str]:
+        yield from DecoderConfig.problems(self)
+        if not 0 < self.experts_per_token <= self.num_experts:
+            yield f"experts_per_token: {self.experts_per_token} of {self.num_experts} experts"
+        if self.sparse_step < 1:
+            yield f"sparse_step: {self.sparse_step} is not a positive number of layers"
+
+    def is_sparse(self, layer: int) -> bool:
+        """Say whether a layer chooses among experts."""
+        return layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
+
+    @staticmethod
+    def from_hf(config: Mapping[str, Any], source: str = "config.json") -> Qwen3MoeConfig:
+        """Read a Hugging Face config.json of a Qwen3-MoE, as transformers 4 or 5 writes it.
+
+        Raises: ConfigError listing everything that this model cannot represent.
+        """
+        # transformers 5 writes num_local_experts, everybody else num_experts
+        experts = "num_local_experts" if "num_local_experts" in config else "num_experts"
+        fixed = FIXED | {"model_type": "qwen3_moe"}
+        check_config(config, source, fixed=fixed, required=(*_REQUIRED, experts))
+        return Qwen3MoeConfig(
+            **read_shape(config),
+            num_experts=config[experts],
+            experts_per_token=config["num_experts_per_tok"],
+            expert_dim=config["moe_intermediate_size"],
+            norm_topk_prob=config["norm_topk_prob"],
+            dense_layers=tuple(config.get("mlp_only_layers") or ()),
+            sparse_step=config.get("decoder_sparse_step", 1),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return the config.json that transformers 5 reads this model with; of the vocabulary only its size."""
+        return {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            **FIXED,
+            **DecoderConfig.to_hf(self),
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": self.experts_per_token,
+            "moe_intermediate_size": self.expert_dim,
+            "norm_topk_prob": self.norm_topk_prob,
+            "mlp_only_layers": list(self.dense_layers),
+            "decoder_sparse_step": self.sparse_step,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.001,
+        }
+
+
+_DEBUG = Qwen3MoeConfig(
+    dim=96, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=48, ffn_dim=256, vocab_size=2048, max_seq_len=1024,
+    rope_theta=10_000.0, num_experts=8, experts_per_token=2, expert_dim=64, dense_layers=(0,),
+)  # fmt: skip
+
+FLAVORS: Mapping[str, Qwen3MoeConfig] = {
+    "debug-1m": _DEBUG,
+    "debug-8m": replace(_DEBUG, dim=192, num_layers=6, num_experts=16, expert_dim=128, ffn_dim=768),
+    "30B-A3B": Qwen3MoeConfig(
+        dim=2048, num_layers=48, num_heads=32, num_kv_heads=4, head_dim=128, ffn_dim=6144, vocab_size=151_936,
+        max_seq_len=40_960, num_experts=128, experts_per_token=8, expert_dim=768,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLoad:
+    """What a router has given to which expert. Loads add up, over layers and over ranks alike."""
+
+    tokens: torch.Tensor
+    """Tokens that each expert was given. Shape: (num_experts,), int64."""
+    probability: torch.Tensor
+    """The experts' probabilities, summed over tokens. Shape: (num_experts,), float32."""
+    experts_per_token: int
+
+    def imbalance(self) -> float:
+        """Return the busiest expert's share against an even one: 1 is even, the number of experts the worst."""
+        return float(self.tokens.max() / self.tokens.float().mean())
+
+    def auxiliary_loss(self) -> float:
+        """Return the load-balancing loss: `experts_per_token` where even. Source: arXiv 2101.03961, eq. 4."""
+        num_tokens = self.tokens.sum() / self.experts_per_token
+        shares = self.tokens / num_tokens * (self.probability / num_tokens)
+        return float(len(self.tokens) * shares.sum())
+
+
+class Router(ExactBuffers):
+    """Chooses each token's experts. In training mode it also counts, without a gradient, whom it chose."""
+
+    tokens: torch.Tensor
+    probability: torch.Tensor
+
+    def __init__(self, config: Qwen3MoeConfig) -> None:
+        super().__init__()
+        self.experts_per_token = config.experts_per_token
+        self.norm_topk_prob = config.norm_topk_prob
+        # Not an nn.Linear, so that nothing that converts linear modules makes routing coarser.
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.dim))
+        self.register_buffer("tokens", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("probability", torch.zeros(config.num_experts), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return weights and indices of each token's experts, the most probable first.
+
+        Shape: (tokens, dim) in; (tokens, experts_per_token) twice out. Probabilities are computed in float32.
+        """
+        probabilities = F.linear(x, self.weight).softmax(dim=-1, dtype=torch.float32)
+        weights, chosen = probabilities.topk(self.experts_per_token, dim=-1)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        if self.training:
+            with torch.no_grad():
+                self.tokens += torch.bincount(chosen.flatten(), minlength=len(self.tokens))
+                self.probability += probabilities.sum(dim=0)
+        return weights.type_as(x), chosen
+
+    def load(self) -> RouterLoad:
+        """Return a copy of what was counted since the last `reset_buffers`."""
+        return RouterLoad(self.tokens.clone(), self.probability.clone(), self.experts_per_token)
+
+    def reset_buffers(self) -> None:
+        self.tokens = torch.zeros_like(self.tokens)
+        self.probability = torch.zeros_like(self.probability)
+
+
+class Experts(nn.Module):
+    """Feed-forwards side by side: expert e computes w2[e] (silu(w1[e] x) * w3[e] x)."""
+
+    def __init__(self, config: Qwen3MoeConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(config.num_experts, config.expert_dim, config.dim))
+        self.w2 = nn.Parameter(torch.empty(config.num_experts, config.dim, config.expert_dim))
+        self.w3 = nn.Parameter(torch.empty(config.num_experts, config.expert_dim, config.dim))
+
+    def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Shape: (rows, dim) in and out; the first `counts[0]` rows are expert 0's, and so on."""
+        # unbind, because each w1[e] would have a gradient as large as w1
+        weights = zip(self.w1.unbind(), self.w2.unbind(), self.w3.unbind(), strict=True)
+        return torch.cat([
+            F.linear(F.silu(F.linear(rows, w1)) * F.linear(rows, w3), w2)
+            for rows, (w1, w2, w3) in zip(x.split(counts), weights, strict=True)
+        ])  # fmt: skip
+
+
+class MixtureOfExperts(SubLayer):
+    """The weighted sum of what each token's experts make of it."""
+
+    def __init__(self, config: Qwen3MoeConfig) -> None:
+        super().__init__()
+        self.router = Router(config)
+        self.experts = Experts(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape: (batch, seq, dim) in and out."""
+        tokens = x.flatten(0, -2)
+        weights, chosen = self.router(tokens)
+        by_expert = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=len(self.router.weight))
+        made = self.experts(tokens[by_expert // chosen.shape[1]], counts.tolist())
+        per_token = made[by_expert.argsort()].unflatten(0, chosen.shape)
+        result: torch.Tensor = (per_token * weights.unsqueeze(-1)).sum(dim=1).view_as(x)
+        return result
+
+    def init_weights(self, residual_std: float) -> None:
+        nn.init.trunc_normal_(self.router.weight, std=INIT_STD)
+        nn.init.trunc_normal_(self.experts.w1, std=INIT_STD)
+        nn.init.trunc_normal_(self.experts.w3, std=INIT_STD)
+        nn.init.trunc_normal_(self.experts.w2, std=residual_std)
+
+
+def _block(config: Qwen3MoeConfig, layer: int) -> TransformerBlock:
+    sparse = config.is_sparse(layer)
+    feed_forward = MixtureOfExperts(config) if sparse else FeedForward(config.dim, config.ffn_dim)
+    return TransformerBlock(config.dim, config.norm_eps, make_attention(config), feed_forward)
+
+
+class Qwen3Moe(Decoder[Qwen3MoeConfig]):
+    """The model; see Decoder."""
+
+    def __init__(self, config: Qwen3MoeConfig) -> None:
+        blocks = [_block(config, layer) for layer in range(config.num_layers)]
+        super().__init__(config, blocks, partial(rotary_table, config))
+
+    def routers(self) -> dict[str, Router]:
+        """Return the routers by fqn, for who watches their loads."""
+        return {fqn: module for fqn, module in self.named_modules() if isinstance(module, Router)}
+
+    def key_map(self) -> KeyMap:
+        """Return the table between these names and Hugging Face's."""
+        num = self.config.num_experts
+
+        def per_expert(name: str) -> list[str]:
+            return [f"{HF_BLOCK}.mlp.experts.{e}.{name}.weight" for e in range(num)]
+
+        experts = f"{BLOCK}.feed_forward.experts"
+        return KeyMap((
+            *RULES,
+            KeyRule.of(f"{BLOCK}.feed_forward.router.weight",   f"{HF_BLOCK}.mlp.gate.weight"),
+            KeyRule.of(f"{experts}.w1",                         per_expert("gate_proj"), Unstack(num)),
+            KeyRule.of(f"{experts}.w2",                         per_expert("down_proj"), Unstack(num)),
+            KeyRule.of(f"{experts}.w3",                         per_expert("up_proj"), Unstack(num)),
+        ))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Hugging Face folders under parallelism: whatever the layout, the same files; whatever the files, every layout loads."""
+"""Hugging Face folders under parallelism: every layout writes the same files, and loads them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def rows_and_columns() -> StateDict:
 
 
 def pipeline() -> StateDict:
-    """A quarter or a half of the layers on each rank, the rest of the model on the last; some ranks may have nothing."""
+    """One layer on each of the first two ranks, the rest on the last; of four ranks one has nothing."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     owner = {"tok_embeddings": 0, "layers.0": 0, "layers.1": 1, "norm": last, "output": last}
     return {k: v for k, v in single().items() if any(k.startswith(f"{p}.") and rank == r for p, r in owner.items())}

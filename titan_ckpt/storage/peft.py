@@ -117,7 +117,7 @@ def export_peft(
     def companions(plan: ExportPlan) -> dict[str, bytes | Path]:
         public = {**_DEFAULTS, **{name: value for name, value in config.items() if not name.startswith(_OWN)}}
         own = {name: value for name, value in config.items() if name.startswith(_OWN)}
-        if faults := [*_config_faults(public), *check_adapter(plan.infos, public)]:
+        if faults := list(_config_faults(public)) or check_adapter(plan.infos, public):
             raise ExportError(_listed(faults))
         files: dict[str, bytes | Path] = {CONFIG: _json(public)}
         if own:
@@ -137,7 +137,9 @@ def check_adapter(infos: Mapping[str, TensorInfo], config: Mapping[str, Any]) ->
             continue
         suffix = next((suffix for suffix in (*_PARTNERS, _MAGNITUDE) if key.endswith(suffix)), None)
         if suffix is None:
-            if not _is_saved_module(key, config):
+            if ".base_layer." in key:
+                faults.append(f"{key} is a copy of a base weight; save the adapter with save_embedding_layers=False")
+            elif not _is_saved_module(key, config):
                 faults.append(f"{key} is no LoRA tensor, nor of a module that modules_to_save names")
             continue
         module = key.removesuffix(suffix)

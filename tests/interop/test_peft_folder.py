@@ -1,0 +1,370 @@
+"""PEFT adapter folders against PEFT itself: theirs open here, ours open there, and misleading ones are refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from converters.container import ModelConverters
+from converters.lora import LoRAConverter
+from converters.lora_config import LoRAConfig
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.errors import CorruptCheckpointError, ExportError, NotACheckpointError
+from titan_ckpt.models.llama3 import FLAVORS, Llama3
+from titan_ckpt.storage import detect_format, open_reader
+from titan_ckpt.storage.huggingface_export import export_huggingface
+from titan_ckpt.storage.peft import export_peft
+from titan_ckpt.tensors import LazyTensor, blocks_of, info_of
+from titan_ckpt.transforms import FileGroup, StateDictTransforms
+
+CONFIG = replace(
+    FLAVORS["debug-0.5m"], vocab_size=160, num_layers=2, max_seq_len=64, tie_embeddings=False,
+    num_heads=6, num_kv_heads=3, head_dim=16,
+)  # fmt: skip
+ALL = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
+KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+
+KINDS: Mapping[str, LoRAConfig] = {
+    "plain": LoRAConfig(ALL, rank=4, alpha=8.0),
+    "queries": LoRAConfig(("wq",), rank=4, alpha=8.0),
+    "rslora": LoRAConfig(ALL, rank=4, alpha=8.0, use_rslora=True),
+    "dora": LoRAConfig(ALL, rank=4, alpha=8.0, use_dora=True),
+    "patterns": LoRAConfig(ALL, rank=4, alpha=8.0, rank_pattern={"wq": 2, "w2": 6}, alpha_pattern={"wq": 3.0}),
+    "embeddings": LoRAConfig(("wq", "tok_embeddings", "output"), rank=4, alpha=8.0),
+    "saved_modules": LoRAConfig(("wq",), rank=4, alpha=8.0, modules_to_save=("output",)),
+}
+
+
+def adapted(config: LoRAConfig, seed: int = 1) -> tuple[Llama3, ModelConverters]:
+    """A model with a trained-looking adapter: everything that is owned has random values."""
+    torch.manual_seed(seed)
+    model = Llama3(CONFIG).eval()
+    model.init_weights()
+    converters = ModelConverters([LoRAConverter(config)])
+    converters.convert(model)
+    generator = torch.Generator().manual_seed(seed + 100)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if converters.key_filter(name):
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model, converters
+
+
+def export_base(model: Llama3, converters: ModelConverters, folder: Path) -> None:
+    base = {fqn: value for fqn, value in model.state_dict().items() if not converters.key_filter(fqn)}
+    export_huggingface(
+        folder, StateDictTransforms(model.key_map()).to_file(base, None, None),
+        config=model.hf_config(), assets=None, max_shard_bytes=10**9, coordinator=Coordinator.current(),
+    )  # fmt: skip
+
+
+def adapter_groups(model: Llama3, converters: ModelConverters) -> list[FileGroup]:
+    owned = {fqn: value for fqn, value in model.state_dict().items() if converters.key_filter(fqn)}
+    return StateDictTransforms(model.key_map()).to_file(owned, converters, None)
+
+
+def config_of(model: Llama3, converters: ModelConverters) -> dict[str, Any]:
+    adapter = converters.state_dict_adapter()
+    assert adapter is not None
+    return adapter.file_config(model.key_map())
+
+
+def export_adapter(
+    model: Llama3, converters: ModelConverters, folder: Path, groups: list[FileGroup] | None = None, **config: Any
+) -> None:
+    """Export the adapter, or other groups, with fields of its config changed."""
+    made = adapter_groups(model, converters) if groups is None else groups
+    export_peft(folder, made, config=config_of(model, converters) | config, coordinator=Coordinator.current())
+
+
+class Recorder(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def open_with_peft(base: Path, adapter: Path) -> Any:
+    """Open base and adapter with transformers and PEFT; any warning is an error."""
+    recorder = Recorder()
+    for name in ("transformers", "peft"):
+        logging.getLogger(name).addHandler(recorder)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            opened: Any = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), adapter)
+    finally:
+        for name in ("transformers", "peft"):
+            logging.getLogger(name).removeHandler(recorder)
+    assert recorder.messages == []
+    return opened.eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    tokens = torch.arange(40).view(2, 20) * 3 % 160
+    with torch.no_grad():
+        out = model(tokens)
+    result: torch.Tensor = out if isinstance(out, torch.Tensor) else out.logits
+    return result
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_an_exported_adapter_opens_with_peft(tmp_path: Path, kind: str) -> None:
+    """Base and adapter, opened by their own libraries without a warning, give the native logits."""
+    model, converters = adapted(KINDS[kind])
+    export_base(model, converters, tmp_path / "base")
+    export_adapter(model, converters, tmp_path / "adapter")
+    theirs = open_with_peft(tmp_path / "base", tmp_path / "adapter")
+    with_adapter = logits(theirs)
+    assert (with_adapter - logits(model)).abs().max() <= 1e-5
+    with theirs.disable_adapter():
+        assert (logits(theirs) - with_adapter).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "saved_modules"])
+def test_an_adapter_of_peft_opens_here(tmp_path: Path, kind: str) -> None:
+    """A folder that PEFT saved loads into the converter's tensors, heads permuted, and gives PEFT's logits."""
+    model, converters = adapted(KINDS[kind])
+    export_base(model, converters, tmp_path / "base")
+    fields = {k: v for k, v in config_of(model, converters).items() if k not in ("peft_type", "inference_mode")}
+    torch.manual_seed(5)
+    base: Any = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    theirs: Any = get_peft_model(base, LoraConfig(**fields)).eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    theirs.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    assert detect_format(tmp_path / "adapter") == "peft"
+    owned = {fqn: value for fqn, value in model.state_dict().items() if converters.key_filter(fqn)}
+    with open_reader(tmp_path / "adapter") as reader:
+        plan = StateDictTransforms(model.key_map()).from_file(owned, reader.tensors, converters, cast=False)
+        assert plan.report.ok, plan.report
+        assert set(plan.report.loaded) == set(owned)
+        reader.read(plan.requests)
+    assert (logits(model) - logits(theirs)).abs().max() <= 1e-5
+
+
+def test_the_folder_holds_what_vllm_and_peft_need(tmp_path: Path) -> None:
+    """Every field is written, none that PEFT would warn of; what is ours lies in a file of its own, and comes back."""
+    model, converters = adapted(KINDS["plain"])
+    record = {"digest": "ab" * 16, "path": "base"}
+    export_adapter(model, converters, tmp_path / "a", base_model_name_or_path="base", titan_ckpt_base=record)
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert set(config) == {
+        "task_type", "peft_type", "r", "lora_alpha", "target_modules", "lora_dropout", "bias", "use_rslora", "use_dora",
+        "fan_in_fan_out", "inference_mode", "rank_pattern", "alpha_pattern", "modules_to_save",
+        "base_model_name_or_path", "revision",
+    }  # fmt: skip
+    assert (type(config["r"]), type(config["lora_alpha"])) == (int, int)
+    with open_reader(tmp_path / "a") as reader:
+        assert reader.metadata() == config | {"titan_ckpt_base": record}
+        assert reader.tensors[KEY.format("A")].shape == (4, 96)
+
+
+def test_there_and_back_is_bit_equal(tmp_path: Path) -> None:
+    """Exported, loaded into another model and exported again, the files are the same."""
+    model, converters = adapted(KINDS["dora"])
+    export_adapter(model, converters, tmp_path / "one")
+    other, others = adapted(KINDS["dora"], seed=7)
+    owned = {fqn: value for fqn, value in other.state_dict().items() if others.key_filter(fqn)}
+    with open_reader(tmp_path / "one") as reader:
+        plan = StateDictTransforms(other.key_map()).from_file(owned, reader.tensors, others, cast=False)
+        reader.read(plan.requests)
+    export_adapter(other, others, tmp_path / "two")
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+# exports that must not happen
+
+
+def test_an_adapter_that_changes_nothing_is_refused(tmp_path: Path) -> None:
+    """A fresh adapter, whose B is zero, is not an export; nothing is left."""
+    model, converters = adapted(KINDS["plain"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_b.weight"):
+                parameter.zero_()
+    with pytest.raises(ExportError, match="the adapter changes nothing: of all 14 modules"):
+        export_adapter(model, converters, tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_adapter_that_is_not_finite_is_refused(tmp_path: Path, value: float) -> None:
+    """One NaN fails the export and is named."""
+    model, converters = adapted(KINDS["plain"])
+    with torch.no_grad():
+        model.get_parameter("layers.0.attention.wq.lora_b.weight")[3, 1] = value
+    with pytest.raises(ExportError, match=r"not finite: .*layers\.0\.self_attn\.q_proj\.lora_B"):
+        export_adapter(model, converters, tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def renamed(groups: list[FileGroup], change: Callable[[str], str]) -> list[FileGroup]:
+    return [replace(g, infos={change(key): info for key, info in g.infos.items()}) for g in groups]
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (lambda g: renamed(g, lambda k: k.removeprefix("base_model.")), "PEFT would ignore it"),
+        (lambda g: renamed(g, lambda k: k.replace(".lora_A.weight", ".lora_A.default.weight")), "no LoRA tensor"),
+        (lambda g: g[1:], "has no partner"),
+    ],
+)
+def test_names_that_peft_would_ignore_are_refused(
+    tmp_path: Path, change: Callable[[list[FileGroup]], list[FileGroup]], cause: str
+) -> None:
+    """A wrong prefix, an adapter's name in a key, half a pair: an error, not an adapter that does nothing."""
+    model, converters = adapted(KINDS["plain"])
+    with pytest.raises(ExportError, match=cause):
+        export_adapter(model, converters, tmp_path / "a", change(adapter_groups(model, converters)))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "cause"),
+    [
+        ({"r": None}, "r is None"),
+        ({"r": 8}, "expected 8 in dim 0"),
+        ({"r": True}, "r is True"),
+        ({"lora_alpha": "16"}, "lora_alpha is '16'"),
+        ({"target_modules": []}, "target_modules is empty"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"use_dora": True}, "says use_dora"),
+        ({"rank_pattern": {"q_proj": 2}}, "expected 2 in dim 0"),
+        ({"rank_pattern": {"(": 2}}, "no regular expression"),
+        ({"rank_pattern": [4]}, "expected a map"),
+    ],
+)
+def test_a_config_that_contradicts_the_tensors_is_refused(
+    tmp_path: Path, config: dict[str, Any], cause: str
+) -> None:
+    """PEFT would load each of these, or fill in a rank of 8, and compute something else."""
+    model, converters = adapted(KINDS["plain"])
+    with pytest.raises(ExportError, match=cause):
+        export_adapter(model, converters, tmp_path / "a", **config)
+    assert list(tmp_path.iterdir()) == []
+
+
+# folders that must not open
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    model, converters = adapted(KINDS["plain"])
+    export_adapter(model, converters, tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def reconfigure(folder: Path, **fields: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "cause"),
+    [
+        (lambda f: (f / "adapter_config.json").unlink(), NotACheckpointError, "no adapter_config.json"),
+        (lambda f: (f / "adapter_model.safetensors").unlink(), NotACheckpointError, "no adapter_model.safetensors"),
+        (
+            lambda f: (f / "adapter_model.safetensors").rename(f / "adapter_model.bin"),
+            NotACheckpointError,
+            "is a pickle",
+        ),
+        (lambda f: reconfigure(f, peft_type="PROMPT_TUNING"), NotACheckpointError, "PROMPT_TUNING"),
+        (lambda f: (f / "adapter_config.json").write_text("{"), CorruptCheckpointError, "not JSON"),
+        (lambda f: reconfigure(f, r=16), CorruptCheckpointError, "expected 16 in dim 0"),
+        (lambda f: reconfigure(f, rank_pattern={"q_proj": "four"}), CorruptCheckpointError, "expected a number"),
+        (lambda f: rewrite(f, lambda t: t.pop(KEY.format("B"))), CorruptCheckpointError, "has no partner"),
+        (
+            lambda f: rewrite(f, lambda t: t.update({"model.x.lora_A.weight": torch.zeros(4, 4)})),
+            CorruptCheckpointError,
+            "does not start with base_model",
+        ),
+        (
+            lambda f: rewrite(f, lambda t: t.update({"base_model.model.lm_head.weight": torch.zeros(4, 4)})),
+            CorruptCheckpointError,
+            "modules_to_save",
+        ),
+        (
+            lambda f: rewrite(f, lambda t: t.update({"base_model.model.lm_head.base_layer.weight": torch.zeros(4)})),
+            CorruptCheckpointError,
+            "save_embedding_layers=False",
+        ),
+        (
+            lambda f: rewrite(f, lambda t: t.update({KEY.format("A"): torch.zeros(4)})),
+            CorruptCheckpointError,
+            "expected 4 in dim 0",
+        ),
+    ],
+)
+def test_a_folder_that_would_mislead_does_not_open(
+    folder: Path, change: Callable[[Path], object], kind: type[Exception], cause: str
+) -> None:
+    """Each is refused by name before a tensor is read."""
+    change(folder)
+    with pytest.raises(kind, match=cause):
+        open_reader(folder, "peft")
+
+
+def test_a_nan_in_a_file_is_not_loaded_unnoticed(folder: Path) -> None:
+    """An adapter that would poison the model is an error of the file."""
+    rewrite(folder, lambda t: t[KEY.format("B")].fill_(float("nan")))
+    model, converters = adapted(KINDS["plain"])
+    owned = {fqn: value for fqn, value in model.state_dict().items() if converters.key_filter(fqn)}
+    with open_reader(folder) as reader:
+        plan = StateDictTransforms(model.key_map()).from_file(owned, reader.tensors, converters, cast=False)
+        with pytest.raises(CorruptCheckpointError, match=r"not finite: .*q_proj\.lora_B"):
+            reader.read(plan.requests)
+
+
+def test_keys_that_match_nothing_are_told_what_they_resemble(folder: Path) -> None:
+    """An adapter for differently named modules: every key is unexpected, with the nearest name the model has."""
+    rewrite(folder, lambda t: [t.update({k.replace("self_attn", "attn"): t.pop(k)}) for k in list(t)])
+    model, converters = adapted(KINDS["queries"])
+    owned = {fqn: value for fqn, value in model.state_dict().items() if converters.key_filter(fqn)}
+    with open_reader(folder) as reader:
+        plan = StateDictTransforms(model.key_map()).from_file(owned, reader.tensors, converters, cast=False)
+    wrong = KEY.format("A").replace("self_attn", "attn")
+    assert wrong in plan.report.unexpected
+    assert plan.near(wrong)[0] == KEY.format("A")
+    assert len(plan.report.missing) == len(owned)
+
+
+def test_lazy_values_of_an_adapter_are_exported(tmp_path: Path) -> None:
+    """An adapter whose tensors are computed when they are written is proved like any other."""
+    model, converters = adapted(KINDS["queries"])
+
+    def lazy(value: Any) -> LazyTensor:
+        return LazyTensor(info_of(value), lambda: blocks_of(value), like=value)
+
+    live = adapter_groups(model, converters)
+    groups = [replace(group, values=tuple(lazy(value) for value in group.values)) for group in live]
+    export_adapter(model, converters, tmp_path / "lazy", groups)
+    export_adapter(model, converters, tmp_path / "live")
+    names = [tmp_path / folder / "adapter_model.safetensors" for folder in ("lazy", "live")]
+    assert names[0].read_bytes() == names[1].read_bytes()

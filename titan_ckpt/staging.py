@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from titan_ckpt.storage.engine import IO_BYTES, run_workers
+from titan_ckpt.storage.engine import IO_BYTES, num_copy_workers, run_workers
 from titan_ckpt.storage.memory import Buffer, round_up
 from titan_ckpt.storage.segments import Segments
 
@@ -71,8 +71,8 @@ class Arena:
         self.num_bytes = num_bytes
         self.buffer = Buffer.allocate(round_up(num_bytes))
         self._pinned = pinned and _pin(self.buffer)
-        self._stream = torch.cuda.Stream() if pinned else None  # type: ignore[no-untyped-call]
-        run_workers(range(0, num_bytes, IO_BYTES), lambda: self._touch)
+        self._stream = torch.cuda.Stream() if pinned else None
+        run_workers(range(0, num_bytes, IO_BYTES), self._touch, num_copy_workers())
 
     def _touch(self, start: int) -> None:
         self.buffer.tensor[start : start + IO_BYTES].zero_()
@@ -87,7 +87,7 @@ class Arena:
         def fill(start: int) -> None:
             segments.fill(start, min(start + IO_BYTES, self.num_bytes), self.buffer, start)
 
-        run_workers(range(0, self.num_bytes, IO_BYTES), lambda: fill)
+        run_workers(range(0, self.num_bytes, IO_BYTES), fill, num_copy_workers())
 
     def copy_from_device(self, segments: Segments) -> torch.cuda.Event:
         """Enqueue the copies on a side stream, after what the current stream has queued; return their end's event."""
@@ -95,20 +95,20 @@ class Arena:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             segments.fill(0, self.num_bytes, self.buffer)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event()
             event.record(self._stream)
         return event
 
     def close(self) -> None:
         """Give the pinned pages back; the memory goes with the last view of it."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.buffer.address)  # type: ignore[no-untyped-call]
+            torch.cuda.cudart().cudaHostUnregister(self.buffer.address)
             self._pinned = False
 
 
 def _pin(buffer: Buffer) -> bool:
     """Lock the pages for the copy engine; register rather than allocate, which would round up to a power of two."""
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    cudart = torch.cuda.cudart()
     status = int(cudart.cudaHostRegister(buffer.address, len(buffer.view), 0))
     if status:
         logger.warning("cannot pin %d bytes (CUDA error %d): staging will be slower", len(buffer.view), status)

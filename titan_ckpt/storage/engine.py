@@ -22,23 +22,32 @@ from typing import Self, TypeVar
 
 from titan_ckpt import posix
 from titan_ckpt.errors import CorruptCheckpointError
-from titan_ckpt.storage.memory import ALIGNMENT, round_up
+from titan_ckpt.storage.memory import ALIGNMENT, Buffer, round_up
 
-IO_BYTES = 8 << 20
+IO_BYTES = 4 << 20
 """Bytes of one read or write; also of each worker's bounce buffer."""
 
-NUM_WORKERS = 2
-"""Threads of one save or load on one rank: while one copies and hashes, the other's write is in flight."""
+NUM_WORKERS = 4
+"""Threads of one save or load on one rank: while one copies and hashes, the others' reads or writes are in flight."""
+
+
+def num_copy_workers() -> int:
+    """Return how many threads copy memory: this rank's share of the processors, which waiting for disks does not take.
+
+    More would only take them from each other and from the other ranks of this machine (LOCAL_WORLD_SIZE, as torchrun
+    sets it).
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(NUM_WORKERS, len(os.sched_getaffinity(0)) // max(1, ranks)))
+
 
 _Item = TypeVar("_Item")
 
 
-def run_workers(
-    items: Iterable[_Item], make_worker: Callable[[], Callable[[_Item], None]], num_workers: int = NUM_WORKERS
-) -> None:
-    """Hand the items in order to `num_workers` threads, each with a function of its own making.
+def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_workers: int = NUM_WORKERS) -> None:
+    """Call the function with every item, in order, on several threads; the caller's thread is one of them.
 
-    The first error stops all workers at their next item and is raised here; the caller's thread is one of them.
+    The first error stops all threads at their next item and is raised here.
     """
     todo = iter(items)
     end = object()
@@ -47,7 +56,6 @@ def run_workers(
 
     def work() -> None:
         try:
-            function = make_worker()
             while not errors:
                 with lock:
                     item = next(todo, end)
@@ -65,6 +73,19 @@ def run_workers(
         thread.join()
     if errors:
         raise errors[0]
+
+
+_bounces: list[Buffer] = []
+
+
+@contextmanager
+def bounce_buffer() -> Iterator[Buffer]:
+    """Lend an aligned buffer of IO_BYTES. At most one per worker is ever made; they stay for the next save or load."""
+    buffer = _bounces.pop() if _bounces else Buffer.allocate(IO_BYTES)
+    try:
+        yield buffer
+    finally:
+        _bounces.append(buffer)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from titan_ckpt.storage.base import FileRecord, ReadRequest, TensorReader
 from titan_ckpt.storage.engine import FileReader, collector_held
 from titan_ckpt.storage.native_header import Entry, RankFile, header_bytes, parse_header
 from titan_ckpt.storage.native_writer import rank_file_name
-from titan_ckpt.storage.transfers import BlockReader, Transfer
+from titan_ckpt.storage.transfers import BlockReader, Transfer, execute
 from titan_ckpt.tensors import Chunk, TensorInfo
 
 
@@ -131,12 +131,14 @@ class NativeReader(TensorReader):
             for source, entry, part in self._locate(request.key, chunk):
                 target = into if part is chunk else into[part.within(chunk)]
                 transfers.setdefault(source.header.rank, []).append(_transfer(entry, part, target))
-        for rank, of_file in sorted(transfers.items()):
-            source = self._sources[rank]
-            BlockReader(source.file, source.header, self._verify).read(of_file)
+        execute([self._block_reader(rank, of_file) for rank, of_file in sorted(transfers.items())])
         with torch.no_grad():
             for target, values in arranged:
                 target.copy_(values.view(target.shape))
+
+    def _block_reader(self, rank: int, transfers: Sequence[Transfer]) -> BlockReader:
+        source = self._sources[rank]
+        return BlockReader(source.file, source.header, transfers, self._verify)
 
     def _locate(self, fqn: str, chunk: Chunk) -> list[tuple[_Source, Entry, Chunk]]:
         """Find the stored parts that make up a chunk; looks in other ranks' files only if this rank's lacks any."""
@@ -161,7 +163,7 @@ class NativeReader(TensorReader):
             entries = [source.header.entry(i) for i in range(len(source.header.names))]
             scratch = torch.empty(0)
             everything = [_transfer(e, e.chunk, scratch) for e in entries if e.nbytes]
-            BlockReader(source.file, source.header, True).check(everything)
+            execute([BlockReader(source.file, source.header, everything, True)], check_only=True)
             for e in entries:
                 if self._tensors.get(e.fqn) != e.info:
                     raise CorruptCheckpointError(

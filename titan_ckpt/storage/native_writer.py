@@ -5,7 +5,8 @@ Owns the plan (who writes what, where in the file) and keeps it between saves. N
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.ownership import Share, divide
 from titan_ckpt.staging import Arena, StagingHandle
 from titan_ckpt.storage.base import FileRecord
-from titan_ckpt.storage.engine import IO_BYTES, NUM_WORKERS, FileWriter, collector_held, run_workers
+from titan_ckpt.storage.engine import IO_BYTES, FileWriter, bounce_buffer, collector_held, run_workers
 from titan_ckpt.storage.memory import Buffer, round_up
 from titan_ckpt.storage.native_header import BLOCK_BYTES, STORED_DTYPES, Layout, lay_out
 from titan_ckpt.storage.segments import Segments
@@ -49,7 +50,6 @@ class NativeWriter:
         self._key: list[tuple[str, torch.Size, torch.dtype, tuple[Any, Any] | None]] = []
         self._plan: _Plan | None = None
         self._arena: Arena | None = None
-        self._bounces = [Buffer.allocate(IO_BYTES) for _ in range(NUM_WORKERS)]
 
     def plan(self, tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> None:
         """Decide what this rank writes; keep the plan of the last save if no rank's tensors changed. Collective.
@@ -109,11 +109,13 @@ class NativeWriter:
         plan = self._planned
         segments = Segments(plan.starts, _bind(plan, tensors))
 
-        def through_bounce(start: int, stop: int, bounce: Buffer) -> memoryview:
-            segments.fill(start, stop, bounce)
-            return bounce.view[: round_up(stop - start)]
+        @contextmanager
+        def piece(start: int, stop: int) -> Iterator[memoryview]:
+            with bounce_buffer() as bounce:
+                segments.fill(start, stop, bounce)
+                yield bounce.view[: round_up(stop - start)]
 
-        return self._write(folder, through_bounce)
+        return self._write(folder, piece)
 
     def allocate(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Make the arena for these tensors ready, so that the first staged save is as quick as the later ones."""
@@ -138,33 +140,27 @@ class NativeWriter:
         """Write the file from the arena, whose staging is finished; durable when it returns. Raises: as `write`."""
         assert self._arena is not None, "begin_staging() comes first"
         staged = self._arena.buffer.view
-        return self._write(folder, lambda start, stop, _: staged[start : round_up(stop)])
+        return self._write(folder, lambda start, stop: nullcontext(staged[start : round_up(stop)]))
 
-    def _write(self, folder: Path, data: Callable[[int, int, Buffer], memoryview]) -> list[FileRecord]:
-        """Write blocks as they come, each hashed while it is hot, then the header that holds their digests.
+    def _write(self, folder: Path, piece: Callable[[int, int], AbstractContextManager[memoryview]]) -> list[FileRecord]:
+        """Write pieces of the data section, each hashed while it is hot, then the header that holds the digests.
 
-        `data(start, stop, bounce)` returns those bytes of the data section, in aligned memory, padded to its multiple.
+        `piece(start, stop)` lends those bytes, in aligned memory and padded to its multiple.
         """
         layout = self._planned.layout
         assert self._file_name is not None
         digests = [""] * layout.num_blocks
-        bounces = iter(self._bounces)
         with FileWriter(folder / self._file_name, layout.num_bytes) as file:
 
-            def make_worker() -> Callable[[int], None]:
-                bounce = next(bounces)
-
-                def write_piece(start: int) -> None:
-                    stop = min(start + IO_BYTES, layout.data_bytes)
-                    view = data(start, stop, bounce)
+            def write_piece(start: int) -> None:
+                stop = min(start + IO_BYTES, layout.data_bytes)
+                with piece(start, stop) as view:
                     for at in range(0, stop - start, BLOCK_BYTES):
                         block = view[at : min(at + BLOCK_BYTES, stop - start)]
                         digests[(start + at) // BLOCK_BYTES] = xxhash.xxh3_128_hexdigest(block)
                     file.write(view, layout.data_start + start)
 
-                return write_piece
-
-            run_workers(range(0, layout.data_bytes, IO_BYTES), make_worker)
+            run_workers(range(0, layout.data_bytes, IO_BYTES), write_piece)
             header, digest = layout.seal(digests)
             aligned = Buffer.allocate(len(header))
             aligned.view[:] = header

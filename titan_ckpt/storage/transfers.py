@@ -6,7 +6,7 @@ Owns the choice between the page cache and direct reads, and the scatter into te
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import prod
 
@@ -15,7 +15,14 @@ import xxhash
 
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.storage.box import boxes_of_range, element_span, spans
-from titan_ckpt.storage.engine import IO_BYTES, FileReader, run_workers
+from titan_ckpt.storage.engine import (
+    IO_BYTES,
+    NUM_WORKERS,
+    FileReader,
+    bounce_buffer,
+    num_copy_workers,
+    run_workers,
+)
 from titan_ckpt.storage.memory import Buffer, bytes_at, is_plain_memory, move_bytes
 from titan_ckpt.storage.native_header import RankFile
 from titan_ckpt.tensors import Chunk, Shape
@@ -49,51 +56,48 @@ class Transfer:
         self.address = into.data_ptr() if as_it_is else 0
 
 
-class BlockReader:
-    """Executes the transfers of one file."""
+def execute(readers: Sequence[BlockReader], check_only: bool = False) -> None:
+    """Do all transfers of all files; or, `check_only`, verify the blocks that hold them and fill nothing.
 
-    def __init__(self, file: FileReader, header: RankFile, verify: bool) -> None:
+    Raises: CorruptCheckpointError naming every damaged block, its tensors, and the tensors overwritten so far.
+    """
+    begun: list[tuple[BlockReader, Window]] = []
+
+    def read(item: tuple[BlockReader, Window]) -> None:
+        if not check_only:
+            begun.append(item)
+        item[0].read_window(item[1], check_only)
+
+    num_workers = num_copy_workers() if all(reader.is_cached for reader in readers) else NUM_WORKERS
+    try:
+        run_workers(((reader, window) for reader in readers for window in reader.windows), read, num_workers)
+    except EOFError as error:
+        damage = [f"{error}, before its header says"]
+    else:
+        damage = [reader.damage() for reader in readers if reader.bad]
+    if damage:
+        touched = {fqn: None for reader, window in begun for fqn in reader.names([window])}
+        raise CorruptCheckpointError(
+            f"{'; '.join(damage)}. Overwritten in memory so far: {_listed(list(touched))}. "
+            "Load another step, or copy the file again from where it is whole",
+            next((reader.path for reader in readers if reader.bad), readers[0].path),
+        )
+
+
+class BlockReader:
+    """The transfers of one file, cut into windows that hold whole blocks. Threads may read different windows."""
+
+    def __init__(self, file: FileReader, header: RankFile, transfers: Sequence[Transfer], verify: bool) -> None:
+        self.path = header.path
+        self.bad: list[int] = []
         self._file = file
         self._header = header
         self._verify = verify
-        self._transfers: list[Transfer] = []
-        self._firsts: list[int] = []
-        self._reach: list[int] = []
-        self._bad: list[int] = []
-
-    def read(self, transfers: Sequence[Transfer]) -> None:
-        """Fill every target. Raises: CorruptCheckpointError naming the tensors with bad bytes and those overwritten."""
-        self._execute(transfers, check_only=False)
-
-    def check(self, transfers: Sequence[Transfer]) -> None:
-        """Verify the blocks that hold these transfers and fill nothing. Raises: as `read`."""
-        self._execute(transfers, check_only=True)
-
-    def _execute(self, transfers: Sequence[Transfer], check_only: bool) -> None:
         self._transfers = sorted(transfers, key=lambda t: t.first)
         self._firsts = [t.first for t in self._transfers]
         self._reach = list(accumulate((t.stop for t in self._transfers), max))
-        windows = list(self._windows())
-        begun: list[Window] = []
-        cached = all(self._file.is_cached(self._header.data_start + a, b - a) for a, b in windows)
-
-        def make_worker() -> Callable[[Window], None]:
-            bounce = Buffer.allocate(IO_BYTES)
-
-            def read_window(window: Window) -> None:
-                if not check_only:
-                    begun.append(window)
-                self._read_window(window, bounce, cached, check_only)
-
-            return read_window
-
-        try:
-            run_workers(windows, make_worker)
-        except EOFError as error:
-            message = f"{error}, before its header says. Load another step"
-            raise CorruptCheckpointError(message, self._header.path) from error
-        if self._bad:
-            raise self._corrupt(begun)
+        self.windows = list(self._windows())
+        self.is_cached = all(file.is_cached(header.data_start + a, b - a) for a, b in self.windows)
 
     def _windows(self) -> Iterator[Window]:
         """Yield the pieces to read: runs of the blocks that are wanted, each of at most IO_BYTES."""
@@ -118,25 +122,28 @@ class BlockReader:
         if stop > 0:
             yield start, stop
 
-    def _read_window(self, window: Window, bounce: Buffer, cached: bool, check_only: bool) -> None:
+    def read_window(self, window: Window, check_only: bool) -> None:
+        """Read one window and fill what it holds of every target; leaves targets alone if a digest is wrong."""
         start, stop = window
-        here = [
-            t
-            for t in self._transfers[bisect_right(self._reach, start) : bisect_left(self._firsts, stop)]
-            if t.stop > start
-        ]
-        views = self._tiling(here, window) if cached and not check_only else None
         at = self._header.data_start + start
+        here = self._within(window)
+        views = self._tiling(here, window) if self.is_cached and not check_only else None
         if views is not None:
             self._file.read_into(views, at)
             self._check(start, views)
             return
-        if cached:
-            self._file.read_into([bounce.view[: stop - start]], at)
-        else:
-            self._file.read_aligned(bounce.view, at, stop - start)
-        if self._check(start, [bounce.view[: stop - start]]) and not check_only:
-            _scatter(here, window, bounce)
+        with bounce_buffer() as bounce:
+            if self.is_cached:
+                self._file.read_into([bounce.view[: stop - start]], at)
+            else:
+                self._file.read_aligned(bounce.view, at, stop - start)
+            if self._check(start, [bounce.view[: stop - start]]) and not check_only:
+                _scatter(here, window, bounce)
+
+    def _within(self, window: Window) -> list[Transfer]:
+        start, stop = window
+        first, last = bisect_right(self._reach, start), bisect_left(self._firsts, stop)
+        return [t for t in self._transfers[first:last] if t.stop > start]
 
     def _tiling(self, transfers: Sequence[Transfer], window: Window) -> list[memoryview] | None:
         """Return the targets' memory for the window, if they take all of its bytes one after the other."""
@@ -176,27 +183,23 @@ class BlockReader:
     def _compare(self, index: int, state: xxhash.xxh3_128) -> bool:
         if state.hexdigest() == self._header.block_digest(index):
             return True
-        self._bad.append(index)
+        self.bad.append(index)
         return False
 
-    def _corrupt(self, begun: Sequence[Window]) -> CorruptCheckpointError:
-        block, base = self._header.block_bytes, self._header.data_start
-        bad = sorted(self._bad)
-        damaged = self._names([(i * block, (i + 1) * block) for i in bad])
-        touched = self._names(begun)
-        end = self._file.num_bytes
+    def damage(self) -> str:
+        """Describe the blocks with a wrong digest."""
+        block, base, end = self._header.block_bytes, self._header.data_start, self._file.num_bytes
+        bad = sorted(self.bad)
         where = ", ".join(f"{base + i * block}-{min(base + (i + 1) * block, end) - 1}" for i in bad[:8])
-        return CorruptCheckpointError(
-            f"{self._header.path}: {len(bad)} block(s) do not have the digest they were written with: bytes {where}"
-            f"{', ...' if len(bad) > 8 else ''}; they hold values of {_listed(damaged)}. "
-            f"Overwritten in memory so far: {_listed(touched)}. Load another step, or copy the file again",
-            self._header.path,
+        return (
+            f"{self.path}: {len(bad)} block(s) do not have the digest they were written with: bytes {where}"
+            f"{', ...' if len(bad) > 8 else ''}; they hold values of "
+            f"{_listed(self.names([(i * block, (i + 1) * block) for i in bad]))}"
         )
 
-    def _names(self, windows: Sequence[Window]) -> list[str]:
+    def names(self, windows: Sequence[Window]) -> list[str]:
         """Return the fqns whose wanted bytes lie in any of the windows."""
-        names = {t.fqn: None for t in self._transfers for a, b in windows if t.first < b and a < t.stop}
-        return list(names)
+        return list({t.fqn: None for window in windows for t in self._within(window)})
 
 
 def _scatter(transfers: Sequence[Transfer], window: Window, bounce: Buffer) -> None:

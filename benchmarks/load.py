@@ -1,0 +1,182 @@
+"""A load of a training state into live tensors, digests checked: python -m benchmarks.load [--gb N]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import Shard
+
+from benchmarks import raw
+from benchmarks.common import (
+    Case,
+    Options,
+    PeakMemory,
+    StateDict,
+    alternate,
+    bring_into_page_cache,
+    clean_folder,
+    drop_from_page_cache,
+    local,
+    local_bytes,
+    measures,
+    parse,
+    rank,
+    report,
+    run,
+    touch_free_memory,
+    training_state,
+    world_size,
+)
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.storage.base import ReadRequest
+from titan_ckpt.storage.native import NativeReader, NativeWriter
+from titan_ckpt.tensors import blocks_of
+
+OURS, DCP = "titan_ckpt", "dcp.load"
+UNVERIFIED = "titan_ckpt without digests"
+LIMIT_CACHED, LIMIT_DIRECT = "limit: read() of the page cache", "limit: O_DIRECT read"
+
+
+def main(options: Options) -> dict[str, Any]:
+    """Compare warm and cold, in the layout of the save and in another one."""
+    folder = Path(options.folder)
+    state = training_state(options.gb)
+    _save(folder, state)
+    _save_for_peers(folder, state)
+    true_ends = {fqn: _ends(tensor) for fqn, tensor in state.items()}
+    cases = _cases(folder, state)
+    total = local_bytes(state) * world_size()
+    found: dict[str, Any] = {}
+    for kind, limit in (("warm", LIMIT_CACHED), ("cold", LIMIT_DIRECT)):
+
+        def before(name: str, kind: str = kind) -> None:
+            _spoil(state)
+            (bring_into_page_cache if kind == "warm" else drop_from_page_cache)(folder / _folder_of(name))
+            if kind == "cold":
+                touch_free_memory(local_bytes(state))
+
+        chosen = {name: case for name, case in cases.items() if not name.startswith("limit") or name == limit}
+        times = alternate(_proved(chosen, state, true_ends), options.pairs, before)
+        report(f"load, {kind}, {total / 1e9:.2f} GB, {world_size()} rank(s)", times, total)
+        before(OURS)
+        with PeakMemory() as peak:
+            cases[OURS]()
+        peers = [name for name in chosen if "titan_ckpt" not in name and name != limit]
+        found[kind] = measures(times, OURS, DCP, peers, limit, bytes_written=0, extra_peak_mib=peak.mib)
+    found["resharded"] = _resharded(options, state)
+    return found
+
+
+def _resharded(options: Options, state: StateDict) -> dict[str, float | int]:
+    """Load, from the page cache, what was saved as row shards on 2 ranks: as columns, or whole on one rank."""
+    folder = Path(options.folder) / "resharded"
+    if world_size() > 1:
+        _save(folder, state)
+        state = training_state(options.gb, Shard(1))
+    else:
+        run(replace(options, nproc=2, folder=str(folder), json=False), _save_in_rows, keep=True)
+    cases = {name: case for name, case in _cases(folder, state).items() if name in (OURS, DCP, LIMIT_CACHED)}
+
+    def before(_: str) -> None:
+        _spoil(state)
+        bring_into_page_cache(folder)
+
+    times = alternate(cases, options.pairs, before)
+    total = local_bytes(state) * world_size()
+    report(f"load, warm, saved in rows on 2 ranks, {total / 1e9:.2f} GB, {world_size()} rank(s)", times, total)
+    before(OURS)
+    with PeakMemory() as peak:
+        cases[OURS]()
+    return measures(times, OURS, DCP, [DCP], LIMIT_CACHED, bytes_written=0, extra_peak_mib=peak.mib)
+
+
+def _save_in_rows(options: Options) -> None:
+    _save(Path(options.folder), training_state(options.gb))
+
+
+def _save(folder: Path, state: StateDict) -> None:
+    clean_folder(folder / "dcp")
+    dcp.save(dict(state), checkpoint_id=folder / "dcp")
+    clean_folder(folder / "native")
+    writer = NativeWriter()
+    writer.plan(state, Coordinator.current())
+    writer.write(folder / "native", state)
+
+
+def _save_for_peers(folder: Path, state: StateDict) -> None:
+    tensors = {fqn: local(tensor) for fqn, tensor in state.items()}
+    clean_folder(folder / "files")
+    torch.save(tensors, folder / "files" / f"{rank()}.pt")
+    safetensors.torch.save_file(tensors, folder / "files" / f"{rank()}.safetensors")
+
+
+def _folder_of(case: str) -> str:
+    return "dcp" if case == DCP else "native" if "titan_ckpt" in case or "limit" in case else "files"
+
+
+def _cases(folder: Path, state: StateDict) -> dict[str, Case]:
+    path = folder / "files" / f"{rank()}.safetensors"
+    pickled = folder / "files" / f"{rank()}.pt"
+    buffers = raw.make_buffers()
+
+    def copy_from(source: StateDict) -> None:
+        for fqn, tensor in state.items():
+            local(tensor).copy_(source[fqn])
+
+    def opened() -> None:
+        with safetensors.safe_open(path, "pt") as file:
+            for fqn, tensor in state.items():
+                local(tensor).copy_(file.get_tensor(fqn))
+
+    own_file = folder / "native" / f"rank-{rank():05d}.safetensors"
+    return {
+        OURS: lambda: _load(folder / "native", state, verify=True),
+        UNVERIFIED: lambda: _load(folder / "native", state, verify=False),
+        DCP: lambda: dcp.load(dict(state), checkpoint_id=folder / "dcp"),
+        "torch.load + copy_": lambda: copy_from(torch.load(pickled)),
+        "torch.load(mmap) + copy_": lambda: copy_from(torch.load(pickled, mmap=True)),
+        "safetensors load_file + copy_": lambda: copy_from(safetensors.torch.load_file(path)),
+        "safetensors safe_open + copy_": opened,
+        LIMIT_CACHED: lambda: raw.read(own_file, buffers, direct=False),
+        LIMIT_DIRECT: lambda: raw.read(own_file, buffers, direct=True),
+    }
+
+
+def _load(folder: Path, state: StateDict, verify: bool) -> None:
+    with NativeReader(folder, verify=verify) as reader:
+        reader.read([ReadRequest(fqn, b.chunk, b.data) for fqn, tensor in state.items() for b in blocks_of(tensor)])
+
+
+def _ends(tensor: torch.Tensor) -> torch.Tensor:
+    flat = local(tensor).flatten()
+    return torch.cat([flat[:64], flat[-64:]])
+
+
+def _spoil(state: StateDict) -> None:
+    for tensor in state.values():
+        local(tensor).zero_()
+
+
+def _proved(cases: dict[str, Case], state: StateDict, ends: dict[str, torch.Tensor]) -> dict[str, Case]:
+    """Let every case fail that did not load."""
+
+    def proving(name: str, case: Case) -> Callable[[], object]:
+        def prove() -> None:
+            case()
+            if not name.startswith("limit"):
+                assert all(torch.equal(_ends(tensor), ends[fqn]) for fqn, tensor in state.items()), name
+
+        return prove
+
+    return {name: proving(name, case) for name, case in cases.items()}
+
+
+if __name__ == "__main__":
+    run(parse("a load of a training state into live tensors"), main)

@@ -1,0 +1,58 @@
+"""What the hardware can do: direct writes and reads of aligned blocks, and plain copies: the limits of all else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from titan_ckpt import posix
+from titan_ckpt.storage.engine import IO_BYTES, NUM_WORKERS, num_copy_workers, run_workers
+from titan_ckpt.storage.memory import Buffer, move_bytes
+
+
+def write_direct(path: Path, num_bytes: int, buffers: list[Buffer]) -> None:
+    """Write a new file in whole blocks around the page cache, from memory that is there already, and fsync it."""
+    path.unlink(missing_ok=True)
+    fd = posix.open_exclusive(path, os.O_DIRECT)
+    posix.fallocate(fd, num_bytes)
+    run_workers(
+        range(0, num_bytes // IO_BYTES * IO_BYTES, IO_BYTES),
+        lambda offset: posix.pwrite_all(fd, buffers[offset // IO_BYTES % NUM_WORKERS].view, offset),
+    )
+    posix.fsync(fd)
+    posix.close(fd)
+
+
+def read(path: Path, buffers: list[Buffer], direct: bool) -> None:
+    """Read a whole file into the same few blocks of memory."""
+    fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+    free = list(buffers)
+
+    def read_block(offset: int) -> None:
+        buffer = free.pop()
+        os.preadv(fd, [buffer.view], offset)
+        free.append(buffer)
+
+    run_workers(range(0, os.fstat(fd).st_size, IO_BYTES), read_block)
+    os.close(fd)
+
+
+def copy(source: torch.Tensor, target: Buffer) -> None:
+    """Copy memory in blocks with as many threads as everything here uses."""
+    base = source.data_ptr()
+    size = source.nbytes
+
+    def move(offset: int) -> None:
+        move_bytes(target.address + offset, base + offset, min(IO_BYTES, size - offset))
+
+    run_workers(range(0, size, IO_BYTES), move, num_copy_workers())
+
+
+def make_buffers() -> list[Buffer]:
+    """Return one touched block per worker."""
+    buffers = [Buffer.allocate(IO_BYTES) for _ in range(NUM_WORKERS)]
+    for buffer in buffers:
+        buffer.tensor.fill_(7)
+    return buffers

@@ -1,0 +1,95 @@
+"""A synchronous save of a training state, durable when it returns: python -m benchmarks.save [--gb N]."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from benchmarks import raw
+from benchmarks.common import (
+    Case,
+    Options,
+    PeakMemory,
+    alternate,
+    clean_folder,
+    folder_bytes,
+    local,
+    local_bytes,
+    measures,
+    parse,
+    rank,
+    report,
+    run,
+    training_state,
+    world_size,
+)
+from titan_ckpt import posix
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.storage.native import NativeWriter
+
+OURS, DCP, LIMIT = "titan_ckpt", "dcp.save (torchtitan's settings)", "limit: O_DIRECT write"
+
+
+def main(options: Options) -> dict[str, Any]:
+    """Compare; every case writes into an emptied folder and fsyncs."""
+    state = training_state(options.gb)
+    folder = Path(options.folder)
+    coordinator = Coordinator.current()
+    writer = NativeWriter()
+    best_planner = DefaultSavePlanner(enable_plan_caching=True)
+    buffers = raw.make_buffers()
+    here = local_bytes(state)
+
+    def ours() -> None:
+        writer.plan(state, coordinator)
+        writer.write(folder, state)
+        coordinator.barrier("written")
+        if rank() == 0:
+            posix.fsync_folder(folder)
+
+    def dcp_best() -> None:
+        dcp.save(dict(state), storage_writer=FileSystemWriter(folder, thread_count=2), planner=best_planner)
+
+    def torch_save() -> None:
+        path = folder / f"{rank()}.pt"
+        torch.save({fqn: local(tensor) for fqn, tensor in state.items()}, path)
+        _fsync(path)
+
+    def safetensors_save() -> None:
+        path = folder / f"{rank()}.safetensors"
+        safetensors.torch.save_file({fqn: local(tensor) for fqn, tensor in state.items()}, path)
+        _fsync(path)
+
+    cases: dict[str, Case] = {
+        OURS: ours,
+        DCP: lambda: dcp.save(dict(state), checkpoint_id=folder),
+        "dcp.save, 2 threads, plan cached": dcp_best,
+        "torch.save + fsync, a file per rank": torch_save,
+        "safetensors + fsync, a file per rank": safetensors_save,
+        LIMIT: lambda: raw.write_direct(folder / f"{rank()}.raw", here, buffers),
+    }
+    times = alternate(cases, options.pairs, lambda _: clean_folder(folder))
+    report(f"sync save, {here * world_size() / 1e9:.2f} GB, {world_size()} rank(s), fsync", times, here * world_size())
+    clean_folder(folder)
+    with PeakMemory() as peak:
+        ours()
+    written = folder_bytes(folder)
+    peers = [name for name in cases if name not in (OURS, LIMIT)]
+    return measures(times, OURS, DCP, peers, LIMIT, bytes_written=written, extra_peak_mib=peak.mib)
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
+if __name__ == "__main__":
+    run(parse("a synchronous save of a training state"), main)

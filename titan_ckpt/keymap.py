@@ -207,6 +207,44 @@ class Split(TensorOp):
             start += n
 
 
+@dataclass(frozen=True)
+class Chain(TensorOp):
+    """`first`, then `then` on each of its file tensors: stacked experts of fused rows, apart and unfused.
+
+    The file tensors are those of `first`'s first, then those of its second, and so on.
+    """
+
+    first: TensorOp
+    then: TensorOp
+
+    def __post_init__(self) -> None:
+        assert self.then.num_native == 1, "each tensor goes on alone"
+        assert not isinstance(self.first, PermuteRotary), "its views are not shaped as their chunks"
+
+    @property
+    def num_native(self) -> int:  # type: ignore[override]
+        return self.first.num_native
+
+    @property
+    def num_file(self) -> int:  # type: ignore[override]
+        return self.first.num_file * self.then.num_file
+
+    def file_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        return [shape for between in self.first.file_shapes(shapes) for shape in self.then.file_shapes([between])]
+
+    def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        step = self.then.num_file
+        runs = [shapes[i : i + step] for i in range(0, len(shapes), step)]
+        return self.first.native_shapes([self.then.native_shapes(run)[0] for run in runs])
+
+    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
+        between = self.first.file_shapes(shapes)
+        for piece in self.first.pieces(index, shapes, chunk, block):
+            start = piece.file_index * self.then.num_file
+            for part in self.then.pieces(0, [between[piece.file_index]], piece.chunk, piece.view):
+                yield Piece(start + part.file_index, part.chunk, part.view)
+
+
 IDENTITY = Identity()
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 

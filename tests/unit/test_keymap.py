@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from titan_ckpt.errors import KeyMapError
 from titan_ckpt.keymap import (
     IDENTITY,
+    Chain,
     Concat,
     Identity,
     KeyMap,
@@ -46,6 +47,8 @@ def reference(op: TensorOp, natives: list[torch.Tensor]) -> list[torch.Tensor]:
             return [torch.cat(natives)]
         case Split(rows):
             return list(torch.split(natives[0], list(rows)))
+        case Chain(first, then):
+            return [made for between in reference(first, natives) for made in reference(then, [between])]
     raise AssertionError(op)
 
 
@@ -54,7 +57,7 @@ def cases(draw: st.DrawFn) -> Case:
     """An operation and native shapes that fit it; sizes are small and include one and zero where they are legal."""
     size = st.integers(1, 5)
     tail: Shape = draw(st.sampled_from([(), (draw(size),), (draw(size), draw(size))]))
-    kind = draw(st.sampled_from(["identity", "rotary", "unstack", "transpose", "concat", "split"]))
+    kind = draw(st.sampled_from(["identity", "rotary", "unstack", "transpose", "concat", "split", "chain"]))
     if kind == "identity":
         return IDENTITY, [draw(st.sampled_from([(), tail, (draw(size), *tail)]))]
     if kind == "rotary":
@@ -64,6 +67,12 @@ def cases(draw: st.DrawFn) -> Case:
         return Unstack(num := draw(size), draw(st.booleans())), [(num, draw(size), draw(size))]
     if kind == "transpose":
         return Transpose(), [(draw(size), draw(size))]
+    if kind == "chain":
+        num, rows = draw(size), tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+        transpose = draw(st.booleans())
+        one = (draw(size), sum(rows)) if transpose else (sum(rows), *draw(st.sampled_from([(), (3,), (2, 3)])))
+        then = draw(st.sampled_from([Split(rows), IDENTITY, *([Transpose()] if len(one) == 2 else [])]))
+        return Chain(Unstack(num, transpose), then), [(num, *one)]
     rows = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     if kind == "concat":
         return Concat(rows), [(n, *tail) for n in rows]
@@ -158,6 +167,9 @@ def test_whole_heads_make_one_piece() -> None:
         (Concat((2, 2)), [(), ()]),
         (Split((2, 2)), [(5, 3)]),
         (Split((2, 2)), [()]),
+        (Chain(Unstack(2), Split((2, 2))), [(3, 4, 2)]),
+        (Chain(Unstack(2), Split((2, 2))), [(2, 5, 2)]),
+        (Chain(Unstack(2), Split((2, 2))), [(2,)]),
     ],
 )
 def test_native_shapes_that_do_not_fit_are_refused(op: TensorOp, native: list[Shape]) -> None:
@@ -175,6 +187,8 @@ def test_native_shapes_that_do_not_fit_are_refused(op: TensorOp, native: list[Sh
         (Concat((2, 2)), [()]),
         (Split((2, 2)), [(2, 3), (2, 4)]),
         (Split((2, 2)), [(), ()]),
+        (Chain(Unstack(2), Split((2, 2))), [(2, 3), (2, 3), (2, 3), (1, 3)]),
+        (Chain(Unstack(2), Split((2, 2))), [(2, 3), (2, 3), (2, 4), (2, 4)]),
     ],
 )
 def test_file_shapes_that_do_not_fit_are_refused(op: TensorOp, file: list[Shape]) -> None:

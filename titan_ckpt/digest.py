@@ -4,7 +4,7 @@ Owns the digest's definition. Moves no values between ranks and knows no files; 
 storage engine's own.
 
 A tensor is rows (all dims but the last) of bytes, cut in 32-bit words, the last one padded with zeros. Its digest is
-the sum over rows r and words w of a_r * b_w * word mod 2^64, twice with other keys, then mixed with dtype and shape. The
+the sum over rows r and words w of a_r * b_w * word mod 2^64, twice with other keys, mixed with dtype and shape. The
 sum is linear, so every rank adds up what it holds, at any row and any byte, and partial sums are added. 32-bit words
 under 64-bit keys make it a multilinear hash: a change escapes with probability 2^-33 a lane, 2^-66 in all.
 Source: Lemire and Kaser, "Strongly universal string hashing is fast" (2014).

@@ -6,6 +6,7 @@ Owns the command line alone: what the file may say is in titan_ckpt/training/con
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -20,24 +21,19 @@ from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.reporting import CONSOLE
 from titan_ckpt.training.trainer import Trainer
 
-USAGE = "usage: python train.py CONFIG.toml [--table.key VALUE ...]"
-USER_ERROR = 2
-"""Exit code of a run that was asked for something that cannot be done."""
 
-
-def main(argv: Sequence[str]) -> int:
-    """Run what the command line asks for and return the exit code."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(__doc__, USAGE, sep="\n", file=sys.stderr)
-        return 0 if argv else USER_ERROR
+def main(argv: Sequence[str]) -> None:
+    """Run what the command line asks for. Exits with one message for what cannot be done."""
+    parser = argparse.ArgumentParser(description="Train a model as a TOML file says.", allow_abbrev=False)
+    parser.add_argument("config", help="the TOML file")
+    parser.epilog = "Any setting of the file can be given: --training.steps 100 --checkpoint.save.interval 10"
+    arguments, overrides = parser.parse_known_args(argv)
     configure_logging()
     try:
-        config, converters = read_run(argv[0], argv[1:])
+        config, converters = read_run(arguments.config, overrides)
         Trainer(config, converters).run()
     except CheckpointError as error:
-        logging.getLogger("train").error("%s: %s", type(error).__name__, error)
-        return USER_ERROR
-    return 0
+        sys.exit(f"{type(error).__name__}: {error}")
 
 
 def read_run(path: str, overrides: Sequence[str]) -> tuple[RunConfig, ModelConverters]:
@@ -70,4 +66,4 @@ def configure_logging() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

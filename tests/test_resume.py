@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from safetensors import safe_open
 ROOT = Path(__file__).parents[1]
 STEPS, HALF = 100, 50
 
-CONFIG = """
+CONFIG = """\
 output_folder = "{output}"
 
 [model]
@@ -127,24 +129,57 @@ def contents(step: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return tensors, states
 
 
-@pytest.mark.parametrize(
+def resumed_from(step: Path) -> int:
+    """Return the step that the run resumed from before it committed this one."""
+    manifest = json.loads((step / "MANIFEST.json").read_bytes())
+    return int(
+        next(m for m in (manifest, *manifest.values()) if isinstance(m, dict) and "resumed_from" in m)["resumed_from"][
+            "step"
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Callable[[int, str, str], Path]:
+    """Return a function that gives the folder of an uninterrupted run, trained once for each way of training."""
+
+    @functools.cache
+    def run(num_ranks: int, async_mode: str, converters: str) -> Path:
+        folder = tmp_path_factory.mktemp("whole")
+        start(write_config(folder, cache, async_mode, converters), num_ranks).finish()
+        return folder
+
+    return run
+
+
+def write_config(folder: Path, cache: Path, async_mode: str, converters: str) -> Path:
+    """Write a run's config beside its outputs."""
+    path = folder / "run.toml"
+    path.write_text(CONFIG.format(output=folder, cache=cache, async_mode=async_mode) + converters)
+    return path
+
+
+WAYS = pytest.mark.parametrize(
     ("num_ranks", "async_mode", "converters"),
     [(1, "disabled", ""), (1, "thread", LORA), (2, "disabled", "")],
     ids=["single", "lora_dropout_async", "fsdp2"],
 )
+
+
+@WAYS
 def test_fifty_and_fifty_steps_with_a_kill_between_equal_a_hundred(
-    tmp_path: Path, cache: Path, num_ranks: int, async_mode: str, converters: str
+    tmp_path: Path,
+    cache: Path,
+    whole_run: Callable[[int, str, str], Path],
+    num_ranks: int,
+    async_mode: str,
+    converters: str,
 ) -> None:
     """Losses, gradient norms, parameters, optimizer state, generators and data position all agree, to the last bit."""
-    configs = {}
-    for name in ("whole", "killed"):
-        configs[name] = tmp_path / f"{name}.toml"
-        text = CONFIG.format(output=tmp_path / name, cache=cache, async_mode=async_mode)
-        configs[name].write_text(text + converters)
-    start(configs["whole"], num_ranks).finish()
-
-    metrics = tmp_path / "killed" / "metrics.jsonl"
-    run = start(configs["killed"], num_ranks)
+    whole = whole_run(num_ranks, async_mode, converters)
+    config = write_config(tmp_path, cache, async_mode, converters)
+    metrics, steps = tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
+    run = start(config, num_ranks)
     run.wait_for(metrics, HALF + 3)
     run.send(signal.SIGKILL)
     for rank in run.ranks:
@@ -152,16 +187,14 @@ def test_fifty_and_fifty_steps_with_a_kill_between_equal_a_hundred(
     assert [rank.returncode for rank in run.ranks] == [-signal.SIGKILL] * num_ranks
     logged_before_kill = course(metrics)
     assert HALF + 3 <= logged_before_kill[-1][0] < STEPS, "the kill must come after the half and before the end"
-    steps = tmp_path / "killed" / "checkpoints"
-    assert (steps / f"step-{HALF}").is_dir()
     assert not (steps / f"step-{STEPS}").exists()
-    start(configs["killed"], num_ranks).finish()
+    start(config, num_ranks).finish()
 
-    whole = course(tmp_path / "whole" / "metrics.jsonl")
-    assert [row[0] for row in whole] == list(range(1, STEPS + 1))
-    assert course(metrics) == whole
-    assert logged_before_kill == whole[: len(logged_before_kill)]
-    tensors, states = contents(tmp_path / "whole" / "checkpoints" / f"step-{STEPS}")
+    expected = course(whole / "metrics.jsonl")
+    assert [row[0] for row in expected] == list(range(1, STEPS + 1))
+    assert course(metrics) == expected
+    assert logged_before_kill == expected[: len(logged_before_kill)]
+    tensors, states = contents(whole / "checkpoints" / f"step-{STEPS}")
     resumed_tensors, resumed_states = contents(steps / f"step-{STEPS}")
     assert resumed_tensors.keys() == tensors.keys()
     assert any(".exp_avg" in key for key in tensors)
@@ -169,25 +202,22 @@ def test_fifty_and_fifty_steps_with_a_kill_between_equal_a_hundred(
     assert resumed_states == states
     assert set(states["rank-00000.json"]) == {"rng", "dataloader"}
     assert {"optimizer", "lr_scheduler", "states"} <= set(states["state.json"])
+    assert resumed_from(steps / f"step-{STEPS}") == HALF
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_sigterm_saves_the_step_under_way_and_the_run_goes_on_from_there(
-    tmp_path: Path, cache: Path, num_ranks: int
+    tmp_path: Path, cache: Path, whole_run: Callable[[int, str, str], Path], num_ranks: int
 ) -> None:
-    """A run told to stop exits well with a checkpoint of its last step, though none was due, and resumes bit for bit."""
-    configs = {}
-    for name in ("whole", "stopped"):
-        configs[name] = tmp_path / f"{name}.toml"
-        configs[name].write_text(CONFIG.format(output=tmp_path / name, cache=cache, async_mode="disabled"))
-    start(configs["whole"], num_ranks).finish()
-    run = start(configs["stopped"], num_ranks)
-    metrics = tmp_path / "stopped" / "metrics.jsonl"
+    """A run told to stop exits well with a checkpoint of its last step, though none was due, and resumes exactly."""
+    config = write_config(tmp_path, cache, "disabled", "")
+    metrics = tmp_path / "metrics.jsonl"
+    run = start(config, num_ranks)
     run.wait_for(metrics, 7)
     run.ranks[-1].terminate()  # one is enough: it tells the others
     run.finish()
     stopped = rows(metrics)[-1]["step"]
     assert 7 <= stopped < HALF
-    assert (tmp_path / "stopped" / "checkpoints" / f"step-{stopped}").is_dir()
-    start(configs["stopped"], num_ranks).finish()
-    assert course(metrics) == course(tmp_path / "whole" / "metrics.jsonl")
+    assert (tmp_path / "checkpoints" / f"step-{stopped}").is_dir()
+    start(config, num_ranks).finish()
+    assert course(metrics) == course(whole_run(num_ranks, "disabled", "") / "metrics.jsonl")

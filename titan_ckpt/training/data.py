@@ -126,7 +126,7 @@ def build_dataloader(dataset: PackedDataset, batch_size: int, collate_fn: Callab
 
     Its generator is its own: creating an iterator draws from it, and would otherwise move the run's random numbers.
     """
-    from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # ships no py.typed
+    from torchdata.stateful_dataloader import StatefulDataLoader
 
     generator = torch.Generator().manual_seed(dataset.seed)
     with warnings.catch_warnings():  # torchdata 0.11 calls torch.set_vital, which torch 2.13 has deprecated

@@ -1,4 +1,4 @@
-"""Where this process stands among the ranks, and how a model is laid out over them: FSDP2 over all ranks, or not at all.
+"""Where this process stands among the ranks, and how a model is laid out over them: by FSDP2, or not at all.
 
 Owns the process group's life. Knows no training loop and no checkpoints.
 """
@@ -72,7 +72,7 @@ def process_group(wanted: Literal["auto", "cpu", "cuda"]) -> Iterator[Ranks]:
 def shard(model: nn.Module, ranks: Ranks, compute_dtype: torch.dtype) -> None:
     """Shard the parameters over all ranks in place: one FSDP2 group per layer, one for the rest.
 
-    Parameters stay in their dtype; they are gathered and multiplied in `compute_dtype`, gradients are summed in float32.
+    Parameters stay in their dtype; they are gathered and multiplied in `compute_dtype`, gradients reduced in float32.
     """
     if ranks.mesh is None:
         return

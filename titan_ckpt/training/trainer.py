@@ -150,7 +150,7 @@ class Trainer:
         return model
 
     def freeze_model(self) -> None:
-        """Freeze what `model.freeze` names, beside what the converters froze. Raises: ConfigError for an idle pattern."""
+        """Freeze what `model.freeze` names, beside what the converters froze. Raises: ConfigError for idle patterns."""
         problems = []
         for i, pattern in enumerate(self.config.model.freeze):
             matched = [p for fqn, p in self.model.named_parameters() if fnmatch.fnmatchcase(fqn, pattern)]
@@ -172,13 +172,9 @@ class Trainer:
             tokenizer = read_tokenizer(Path(data.tokenizer.folder))
         else:
             tokenizer = train_tokenizer(open_corpus(data.corpus), data.tokenizer.vocab_size, Path(data.cache_folder))
-        if tokenizer.vocab_size > self.model.config.vocab_size:
-            raise ConfigError(
-                [
-                    f"data.tokenizer: it has {tokenizer.vocab_size} tokens and the model a vocabulary of "
-                    f"{self.model.config.vocab_size}; choose a smaller tokenizer or a larger model"
-                ]
-            )
+        need, have = tokenizer.vocab_size, self.model.config.vocab_size
+        if need > have:
+            raise ConfigError([f"data.tokenizer: its {need} tokens do not fit the model's vocabulary of {have}"])
         return tokenizer
 
     def build_data_transform(self) -> Callable[[str], list[int]]:
@@ -207,7 +203,7 @@ class Trainer:
         return build_dataloader(self.dataset, self.config.training.batch_size, self.collate)
 
     def parallelise_model(self) -> None:
-        """Move the model to its device and lay it out over the ranks, in place; each rank draws its own noise from here."""
+        """Move the model to its device, lay it out over the ranks in place, and give each rank noise of its own."""
         self.model.to(self.ranks.device)
         shard(self.model, self.ranks, self._compute_dtype)
         seed_generators(self.config.seed + 1 + self.ranks.rank)
@@ -350,7 +346,7 @@ class Trainer:
             sync_gradients(self.model, when=index == len(micro_batches) - 1)
             with self.training_context():
                 loss = self.compute_loss(batch)
-            (loss * (self.ranks.size / num_tokens)).backward()  # type: ignore[no-untyped-call]  # FSDP2 averages
+            (loss * (self.ranks.size / num_tokens)).backward()  # FSDP2 averages over the ranks
             total += loss.detach()
             self.callbacks.on_substep_end(self, index)
         return total

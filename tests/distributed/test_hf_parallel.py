@@ -24,7 +24,7 @@ from titan_ckpt.errors import ExportError, PeerError
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.storage import open_reader
 from titan_ckpt.storage.huggingface_export import export_huggingface
-from titan_ckpt.tensors import Block, LazyTensor, blocks_of, info_of
+from titan_ckpt.tensors import Block, Chunk, LazyTensor, blocks_of, info_of
 from titan_ckpt.testing import distributed
 from titan_ckpt.transforms import StateDictTransforms
 from titan_ckpt.types import StateDict
@@ -242,6 +242,19 @@ def test_a_lazy_tensor_that_does_not_say_how_it_is_held(tmp_path: Path) -> None:
 
 
 @distributed(nproc=2)
+def test_lazy_tensors_that_leave_a_hole_are_refused(tmp_path: Path) -> None:
+    """Blocks that do not make up the tensor would be zeros in the file, which no digest of what was written can see."""
+    state = single()
+    norm = state["norm.weight"]
+    first_half = Block(Chunk((0,), (48,)), norm[:48])
+    state["norm.weight"] = LazyTensor(info_of(norm), lambda: [first_half])
+    with pytest.raises(ExportError, match=r"model\.norm\.weight: 48 elements in 1 parts were written of 96"):
+        export(state, tmp_path / "out", Coordinator.current(60.0))
+    dist.barrier()
+    assert list(tmp_path.iterdir()) == []
+
+
+@distributed(nproc=2)
 def test_a_rank_with_nothing_takes_part(tmp_path: Path) -> None:
     """One rank has the whole model, the other no tensor at all."""
     export(single() if dist.get_rank() == 1 else {}, tmp_path / "out", Coordinator.current(60.0))
@@ -287,6 +300,7 @@ def test_ranks_that_disagree_about_a_tensor_export_nothing(tmp_path: Path) -> No
     state["norm.weight"] = torch.ones(96 + dist.get_rank())
     with pytest.raises(ExportError, match=r"model\.norm\.weight"):
         export(state, tmp_path / "out", Coordinator.current(60.0))
+    dist.barrier()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,6 +6,7 @@ Owns the plan, which is the same on every rank whatever the parallelism, so that
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,6 +49,10 @@ class ExportPlan:
         cuts = (block.chunk.intersect(share) for share in shares)
         return [Block(cut, block.data[cut.within(block.chunk)]) for cut in cuts if cut is not None]
 
+    def is_divided(self, group: FileGroup) -> bool:
+        """Say whether it is known that the ranks' parts of this group make up all of it."""
+        return all(self.shares.get(fqn, ()) is not None for fqn in group.fqns)
+
     def writes(self, group: FileGroup) -> bool:
         """Say whether this rank writes any of the group's values."""
         return any(self.shares.get(fqn, ()) != () for fqn in group.fqns)
@@ -78,6 +83,28 @@ def plan_export(groups: Sequence[FileGroup], pack: PackFiles, coordinator: Coord
     files = pack(infos)
     layouts = {name: lay_out({key: infos[key] for key in keys}, {"format": "pt"}) for name, keys in files.items()}
     return ExportPlan(infos, layouts, {key: name for name, keys in files.items() for key in keys}, shares)
+
+
+def coverage_faults(infos: Mapping[str, TensorInfo], written: Iterable[Mapping[str, Sequence[Any]]]) -> list[str]:
+    """Return one line for each tensor whose written parts, of all ranks, leave a hole or overlap in part.
+
+    `written`: per rank, key -> [offsets, sizes] of each part; equal parts of several ranks are replicas.
+    """
+    parts: dict[str, set[Chunk]] = {}
+    for table in written:
+        for key, chunks in table.items():
+            parts.setdefault(key, set()).update(Chunk(tuple(offsets), tuple(sizes)) for offsets, sizes in chunks)
+    faults = []
+    for key, boxes in parts.items():
+        number = sum(box.numel for box in boxes)
+        total = Chunk.whole(infos[key].shape).numel
+        pairs = itertools.combinations(boxes, 2) if number == total else ()
+        if number != total or any(a.intersect(b) is not None for a, b in pairs):
+            faults.append(
+                f"{key}: {number} elements in {len(boxes)} parts were written of {total}. Its lazy tensor does not "
+                "say whose layout it has (LazyTensor.like), and the blocks of all ranks do not make it up"
+            )
+    return faults
 
 
 def pack_model_files(infos: Mapping[str, TensorInfo], max_bytes: int) -> dict[str, list[str]]:

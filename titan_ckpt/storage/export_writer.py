@@ -29,7 +29,7 @@ from titan_ckpt.storage.export_plan import ExportPlan
 from titan_ckpt.storage.memory import Buffer, bytes_at, is_plain_memory, round_up
 from titan_ckpt.storage.regions import boxes, mapped_boxes, windows
 from titan_ckpt.storage.safetensors_file import Layout
-from titan_ckpt.tensors import Chunk
+from titan_ckpt.tensors import Block, Chunk
 from titan_ckpt.transforms import FileGroup, FilePiece
 
 _PROOF_BYTES = 32 << 20
@@ -54,8 +54,8 @@ class ExportWriter:
         self._fds: dict[str, int] = {}
         self._bounce = Buffer.allocate(IO_BYTES)
         self._written: list[_Written] = []
-        self.num_bytes = 0
-        """Bytes of tensors written by this rank."""
+        self.undivided: dict[str, list[list[tuple[int, ...]]]] = {}
+        """key -> [offsets, sizes] of each part written, where the plan does not know that the parts make up a whole."""
 
     def write(self, groups: Iterable[FileGroup]) -> None:
         """Resolve the groups one tensor at a time and write what is this rank's to write.
@@ -70,9 +70,7 @@ class ExportWriter:
             try:
                 for index, block in group.blocks():
                     if error is None:
-                        for part in self._plan.parts(group.fqns[index], block):
-                            for piece in group.cut(index, part):
-                                self._write_piece(piece)
+                        self._write_block(group, index, block)
             except Exception as caught:
                 error = error or caught
         if error is not None:
@@ -109,6 +107,14 @@ class ExportWriter:
             names = ", ".join(dict.fromkeys(wrong))
             raise ExportError(f"{len(wrong)} region(s) read back differ from what was written, of {names}")
 
+    def _write_block(self, group: FileGroup, index: int, block: Block) -> None:
+        for part in self._plan.parts(group.fqns[index], block):
+            for piece in group.cut(index, part):
+                self._write_piece(piece)
+                if not self._plan.is_divided(group):
+                    chunks = self.undivided.setdefault(piece.key, [])
+                    chunks.append([piece.chunk.offsets, piece.chunk.sizes])
+
     def _write_piece(self, piece: FilePiece) -> None:
         """Write one piece and remember its digest."""
         layout = self._plan.layouts[self._plan.file_of[piece.key]]
@@ -132,7 +138,6 @@ class ExportWriter:
                     hasher.update(data)
                     target.copy_(self._bounce.tensor[: len(data)].view(dtype).view(window.shape))
         self._written.append(_Written(piece.key, piece.chunk, hasher.digest()))
-        self.num_bytes += piece.chunk.numel * dtype.itemsize
 
     def _as_bytes(self, view: torch.Tensor, dtype: torch.dtype, bounced: bool = False) -> Iterator[memoryview]:
         """Yield the view's values in row-major order, cast, in blocks that are good until the next one."""

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from titan_ckpt import posix
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import ExportError
 from titan_ckpt.storage.base import TensorReader
-from titan_ckpt.storage.export_plan import ExportPlan, PackFiles, plan_export
+from titan_ckpt.storage.export_plan import ExportPlan, PackFiles, coverage_faults, plan_export
 from titan_ckpt.storage.export_writer import ExportWriter, create_file
 from titan_ckpt.storage.staged_folder import StagedFolder, copy_file, write_file
 from titan_ckpt.tensors import TensorInfo
@@ -113,6 +114,9 @@ class _Export:
         self._together("export/create", lambda: self._create(path, plan, mine))
         with ExportWriter(path, plan) as writer:
             self._together("export/write", lambda: self._write(path, plan, companions, writer))
+            parts = self.coordinator.gather("export/parts", cast("Any", writer.undivided))
+            if faults := coverage_faults(plan.infos, cast("Any", parts)):
+                raise ExportError(f"{len(faults)} tensor(s) are not whole: {'; '.join(faults)}")
             self._together("export/prove", lambda: self._prove(path, plan, writer))
 
     def _create(self, path: Path, plan: ExportPlan, names: Sequence[str]) -> None:

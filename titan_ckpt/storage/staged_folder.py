@@ -44,11 +44,15 @@ class StagedFolder:
         _make_folders(target.parent)
         _sweep(target.parent)
         path = target.parent / f"{_PREFIX}{uuid.uuid4().hex}"
-        lock_fd = posix.open_exclusive(_lock_of(path))
+        staged = StagedFolder(target, path, posix.open_exclusive(_lock_of(path)))
         _live.add(path.name)
-        posix.lock(lock_fd)
-        posix.mkdir(path)
-        return StagedFolder(target, path, lock_fd)
+        posix.lock(staged.lock_fd)
+        try:
+            posix.mkdir(path)
+        except BaseException:
+            staged._release()
+            raise
+        return staged
 
     def publish(self, fsync: bool) -> None:
         """Give the folder its name. Raises: FileExistsError if something has taken it; OSError."""
@@ -65,14 +69,19 @@ class StagedFolder:
         self._release()
 
     def abandon(self) -> None:
-        """Remove the folder and everything in it."""
-        _remove(self.path)
-        self._release()
+        """Remove the folder and everything in it. Raises: OSError; a later export removes what is left."""
+        try:
+            if self.path.exists():
+                _remove(self.path)
+        finally:
+            self._release()
 
     def _release(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        """Let go of the lock; what cannot be removed now is removed by a later export."""
+        with contextlib.suppress(OSError):
             posix.unlink(_lock_of(self.path))
-        posix.close(self.lock_fd)
+        with contextlib.suppress(OSError):
+            posix.close(self.lock_fd)
         _live.discard(self.path.name)
 
 

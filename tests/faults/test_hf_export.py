@@ -1,0 +1,123 @@
+"""An export killed, or failed, at every change it makes to the file system: no folder, or a proved one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.faults.scenarios import quick_folder
+from tests.faults.shim import FailAt, KillAt, Moment, count_operations, intercepted
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.errors import ExportError
+from titan_ckpt.models.llama3 import FLAVORS, Llama3
+from titan_ckpt.storage.huggingface_export import export_huggingface
+from titan_ckpt.transforms import StateDictTransforms
+
+CONFIG = replace(FLAVORS["debug-0.5m"], vocab_size=64, num_layers=1, dim=32, num_heads=2, num_kv_heads=1, head_dim=16,
+                 ffn_dim=32, max_seq_len=16)  # fmt: skip
+
+
+def export(root: Path) -> None:
+    """Export one small model, in two files, with a tokenizer, to root/exports/step-1."""
+    assets = root / "assets"
+    assets.mkdir(exist_ok=True)
+    (assets / "tokenizer.json").write_text("{}")
+    torch.manual_seed(0)
+    model = Llama3(CONFIG)
+    model.init_weights()
+    groups = StateDictTransforms(model.key_map()).to_file(model.state_dict(), None, None)
+    export_huggingface(
+        root / "exports" / "step-1", groups, config=model.hf_config(), assets=assets, max_shard_bytes=16_000,
+        coordinator=Coordinator.current(),
+    )  # fmt: skip
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def beside(root: Path) -> list[str]:
+    exports = root / "exports"
+    return sorted(p.name for p in exports.iterdir()) if exports.exists() else []
+
+
+def in_child(act: Callable[[], Any]) -> int:
+    """Run in a forked process and return its wait status."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            act()
+        except BaseException as error:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+@pytest.fixture(scope="module")
+def complete() -> dict[str, bytes]:
+    """What an undisturbed export holds."""
+    with quick_folder() as root:
+        export(root)
+        return contents(root / "exports" / "step-1")
+
+
+def test_a_kill_leaves_no_folder_or_a_proved_one(complete: dict[str, bytes]) -> None:
+    """Killed before, in the middle of, and after every operation; and the next export cleans up and succeeds."""
+    with quick_folder() as root:
+        names = count_operations(lambda: export(root))
+    assert names.count("rename_noreplace") == 1
+    assert names.count("open_exclusive") == 1 + len(complete)
+    published = set()
+    for ordinal, name in enumerate(names):
+        moments: tuple[Moment, ...] = ("before", "half", "after") if name == "pwrite_all" else ("before", "after")
+        for moment in moments:
+            with quick_folder() as root:
+                kill = KillAt(ordinal=ordinal, moment=moment)
+
+                def killed(root: Path = root, kill: KillAt = kill) -> None:
+                    with intercepted(kill):
+                        export(root)
+
+                status = in_child(killed)
+                assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (ordinal, name, status)
+                target = root / "exports" / "step-1"
+                published.add(target.exists())
+                if target.exists():
+                    assert contents(target) == complete, (ordinal, name, moment)
+                    target.rename(root / "exports" / "done")
+                export(root)
+                assert contents(target) == complete
+                assert set(beside(root)) <= {"done", "step-1"}, (ordinal, name, moment)
+    assert published == {False, True}
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_failed_operation_is_one_error_and_leaves_nothing(complete: dict[str, bytes], code: int) -> None:
+    """A full disk or a failing one at any operation: an ExportError with the cause, or a whole export; no rests."""
+    with quick_folder() as root:
+        names = count_operations(lambda: export(root))
+    failed = 0
+    for ordinal, name in enumerate(names):
+        with quick_folder() as root:
+            fault = FailAt(ordinal=ordinal, errno=code)
+            try:
+                with intercepted(fault):
+                    export(root)
+            except ExportError as error:
+                failed += 1
+                assert os.strerror(code) in str(error), (ordinal, name)
+                assert not (root / "exports" / "step-1").exists(), (ordinal, name)
+                assert beside(root) == [], (ordinal, name)
+            else:
+                assert contents(root / "exports" / "step-1") == complete, (ordinal, name)
+            assert fault.hits == 1, (ordinal, name)
+    assert failed >= len(names) - 3, "only letting go of the lock may fail unnoticed"

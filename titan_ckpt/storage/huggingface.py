@@ -16,10 +16,10 @@ from titan_ckpt import strict_json
 from titan_ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    LoadMismatchError,
     NotACheckpointError,
 )
 from titan_ckpt.storage.base import ReadRequest, TensorReader
+from titan_ckpt.storage.quantised import open_quantised
 from titan_ckpt.storage.safetensors_file import SafetensorsHeader, read_header
 from titan_ckpt.storage.safetensors_reader import SafetensorsFiles
 from titan_ckpt.tensors import TensorInfo
@@ -41,14 +41,15 @@ class HuggingFaceReader(TensorReader):
         """Check config, index and headers; read no tensor.
 
         Raises: CheckpointNotFoundError; NotACheckpointError if there are no safetensors files; CorruptCheckpointError
-        if files and index disagree; LoadMismatchError for quantised weights, naming the method.
+        if files and index disagree, or scales are missing; LoadMismatchError for an unknown quantisation.
         """
         self.path = path
         folder = path if path.is_dir() else path.parent
         self._config = read_config(folder / CONFIG)
-        _refuse_quantised(path, self._config)
-        self._files = SafetensorsFiles(_headers(path))
-        self._tensors = {key: entry.info for key, entry in self._files.entries.items()}
+        headers = _headers(path)
+        quantised = open_quantised(path, self._config, headers)
+        self._files = quantised or SafetensorsFiles(headers)
+        self._tensors = quantised.tensors if quantised else {k: e.info for h in headers for k, e in h.entries.items()}
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -191,16 +192,3 @@ def _require(folder: Path, names: Sequence[str], why: str) -> None:
             "Is the download complete?",
             str(folder),
         )
-
-
-def _refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise for weights that mean nothing without their scales: read as they are they would be silently wrong."""
-    nested = (part for part in config.values() if isinstance(part, dict))
-    for part in (config, *nested):
-        quantised = part.get("quantization_config") or part.get("compression_config")
-        if quantised:
-            method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
-            raise LoadMismatchError(
-                f"{path}: its weights are quantised (quantization_config.quant_method = {method!r}), and this version "
-                "does not dequantise them: use a folder with plain float weights"
-            )

@@ -1,0 +1,162 @@
+"""quant_method "bitsandbytes": nf4 and fp4 with block maxima, quantised again or not, and LLM.int8().
+
+Owns the names beside a weight, the packed JSON that has its shape, and both layouts.
+Source: bitsandbytes, `functional.py` (QuantState.from_dict, int8_vectorwise_dequant), `backends/default/ops.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from titan_ckpt import strict_json
+from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.storage.quantised.folder import FLOATS, Findings, QuantisedFolder
+from titan_ckpt.storage.quantised.tables import nibbles
+from titan_ckpt.storage.quantised.values import Codes, Constant, Numbers, Scaled, Unflattened, Values
+from titan_ckpt.tensors import Shape, TensorInfo
+
+_STATE = ".quant_state.bitsandbytes__"
+_MAX_STATE_BYTES = 1 << 16
+_ROW_LAYOUT = 0
+"""`weight_format` of weights as a plain matrix; others are tiled for the kernels of old GPUs."""
+
+
+def find(folder: QuantisedFolder) -> Findings:
+    """Gather each weight's companions, read the small ones, and check them against each other."""
+    found = Findings()
+    states = {key.partition(_STATE)[0]: key for key in folder.infos if _STATE in key}
+    companions = [
+        key
+        for weight in states
+        for key in (states[weight], f"{weight}.quant_map", f"{weight}.nested_quant_map")
+        if key in folder.infos and folder.infos[key].nbytes <= _MAX_STATE_BYTES
+    ]
+    formats = [key for key in folder.infos if key.endswith(".weight_format")]
+    small = folder.read_whole([*companions, *formats])
+    for weight, key in states.items():
+        try:
+            state = _FourBit.parse(folder, weight, key, small)
+            found.add(weight, state.values())
+        except (KeyError, TypeError, ValueError) as error:
+            found.faults.append(f"{weight}: {error.args[0] if error.args else error}")
+        found.hidden.update(k for k in folder.infos if k.startswith(f"{weight}."))
+    for key in folder.infos:
+        if key.endswith(".SCB"):
+            _add_int8(found, folder, key, small)
+    return found
+
+
+def _add_int8(found: Findings, folder: QuantisedFolder, scb: str, small: Any) -> None:
+    stem = scb.removesuffix("SCB")
+    key, format_key = f"{stem}weight", f"{stem}weight_format"
+    weight, maxima = folder.infos.get(key), folder.infos[scb]
+    found.hidden.update((scb, format_key))
+    if weight is None or weight.dtype != torch.int8 or len(weight.shape) != 2:
+        found.faults.append(f"{scb} beside {key} {weight}, expected an int8 matrix")
+    elif maxima.dtype not in FLOATS or prod(maxima.shape) != weight.shape[0]:
+        found.faults.append(f"{key}: {weight} with {scb} {maxima}, expected {weight.shape[0]} floats")
+    elif format_key in small and int(small[format_key]) != _ROW_LAYOUT:
+        found.unsupported.append(f"{key} is tiled for old GPUs (weight_format {int(small[format_key])})")
+    else:
+        rows, columns = weight.shape
+        scaled = Scaled(Numbers(key, weight), Numbers(scb, TensorInfo((rows, 1), maxima.dtype)), (1, columns))
+        # bitsandbytes multiplies with this reciprocal, after the row's maximum
+        found.add(key, Scaled(scaled, Constant((1, 1), 1 / 127), weight.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _FourBit:
+    """A checked 4-bit weight."""
+
+    key: str
+    shape: Shape
+    blocksize: int
+    codes: torch.Tensor
+    absmax: Values
+    """[number of blocks], computed where they are quantised themselves."""
+
+    @staticmethod
+    def parse(folder: QuantisedFolder, key: str, state_key: str, small: Any) -> _FourBit:
+        """Check a weight and its companions. Raises: ValueError, TypeError, KeyError saying what is wrong."""
+        infos = folder.infos
+        parts = [key, f"{key}.absmax", f"{key}.quant_map"]
+        if missing := [name for name in parts if name not in infos]:
+            raise ValueError(f"no {', '.join(missing)}")
+        if infos[state_key].dtype != torch.uint8 or state_key not in small:
+            raise ValueError(f"{state_key} is {infos[state_key]}, expected JSON as bytes")
+        state = _state(small[state_key], state_key)
+        shape, blocksize = strict_json.as_shape(state["shape"]), _positive(state, "blocksize")
+        numel = prod(shape)
+        if not shape or infos[key].nbytes != -(-numel // 2):
+            raise ValueError(f"{infos[key]} holds {infos[key].nbytes} bytes, and two values of {list(shape)} make one")
+        num_blocks = -(-numel // blocksize)
+        absmax = _maxima(folder, key, state, num_blocks, small)
+        return _FourBit(key, shape, blocksize, _table(small, f"{key}.quant_map", 16), absmax)
+
+    def values(self) -> Values:
+        """Return the weight; its bytes are one run, the first value of each in the high nibble."""
+        table = nibbles(self.codes, high_first=True)
+        columns = self.shape[-1]
+        if columns % 2 == 0 and columns % self.blocksize == 0:
+            stored = TensorInfo((*self.shape[:-1], columns // 2), torch.uint8)
+            codes = Codes(self.key, stored, self.shape, table)
+            maxima = _reshaped(self.absmax, (*self.shape[:-1], columns // self.blocksize))
+            return Scaled(codes, maxima, (*(1 for _ in self.shape[:-1]), self.blocksize))
+        numel = prod(self.shape)
+        flat = Codes(self.key, TensorInfo((-(-numel // 2),), torch.uint8), (numel,), table)
+        return Unflattened(Scaled(flat, self.absmax, (self.blocksize,)), self.shape)
+
+
+def _maxima(folder: QuantisedFolder, key: str, state: dict[str, Any], num_blocks: int, small: Any) -> Values:
+    """Return the block maxima [num_blocks]."""
+    name, nested = f"{key}.absmax", f"{key}.nested_absmax"
+    info = folder.infos[name]
+    quantised = "nested_blocksize" in state
+    if prod(info.shape) != num_blocks or (info.dtype != torch.uint8 if quantised else info.dtype not in FLOATS):
+        raise ValueError(f"{name} is {info}, expected {num_blocks} {'bytes' if quantised else 'floats'}")
+    if not quantised:
+        return Numbers(name, TensorInfo((num_blocks,), info.dtype))
+    length, outer = _positive(state, "nested_blocksize"), folder.infos.get(nested)
+    if outer is None or outer.dtype not in FLOATS or prod(outer.shape) != -(-num_blocks // length):
+        raise ValueError(f"{nested} is {outer}, expected {-(-num_blocks // length)} floats")
+    table = _table(small, f"{key}.nested_quant_map", 256)
+    codes = Codes(name, TensorInfo((num_blocks,), torch.uint8), (num_blocks,), table.view(256, 1))
+    offset = state["nested_offset"]
+    if not isinstance(offset, float | int) or isinstance(offset, bool):
+        raise TypeError(f"nested_offset is {offset!r:.40}, expected a number")
+    scale = Numbers(nested, TensorInfo((-(-num_blocks // length),), outer.dtype))
+    return Scaled(codes, scale, (length,), offset=Constant(scale.shape, float(offset)))
+
+
+def _reshaped(flat: Values, shape: Shape) -> Values:
+    if isinstance(flat, Numbers):
+        return Numbers(flat.key, TensorInfo(shape, flat.stored.dtype))
+    return Unflattened(flat, shape)
+
+
+def _state(value: torch.Tensor, key: str) -> dict[str, Any]:
+    state = strict_json.parse(bytes(value.numpy().tobytes()), _MAX_STATE_BYTES, key)
+    if not isinstance(state, dict):
+        raise CorruptCheckpointError(f"{key}: expected a JSON object")
+    for name in ("shape", "blocksize", *(("nested_offset",) if "nested_blocksize" in state else ())):
+        if name not in state:
+            raise ValueError(f"{key} does not have {name}")
+    return state
+
+
+def _positive(state: dict[str, Any], name: str) -> int:
+    value = strict_json.as_int(state[name])
+    if value <= 0:
+        raise ValueError(f"{name} is {value}")
+    return value
+
+
+def _table(small: Any, key: str, num: int) -> torch.Tensor:
+    values = small.get(key)
+    if values is None or values.numel() != num or values.dtype not in FLOATS:
+        raise ValueError(f"{key} is {'not there' if values is None else list(values.shape)}, expected {num} floats")
+    return torch.as_tensor(values).reshape(-1).float()

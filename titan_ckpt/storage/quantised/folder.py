@@ -1,0 +1,115 @@
+"""What a format's module sees of a folder, and how it reports what it made of it.
+
+Owns the verdict: every fault of every tensor in one error. Knows no format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError
+from titan_ckpt.storage.quantised.tables import exponents, floats
+from titan_ckpt.storage.quantised.values import Codes, Numbers, Values
+from titan_ckpt.tensors import Shape, TensorInfo
+
+FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_UNREADABLE_ALONE = FLOAT8 | {torch.int8, torch.float8_e8m0fnu}
+_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedFolder:
+    """Headers and settings; `read_whole` reads small tensors that decide the shape of others."""
+
+    path: Path
+    method: str
+    settings: Mapping[str, Any]
+    """config.json's quantization_config."""
+    infos: Mapping[str, TensorInfo]
+    metadata: Sequence[Mapping[str, str]]
+    """The `__metadata__` of each file."""
+    read_whole: Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a format's module found: expressions by the name of the dequantised tensor, and everything wrong."""
+
+    values: dict[str, Values] = field(default_factory=dict)
+    hidden: set[str] = field(default_factory=set)
+    """Stored tensors that mean nothing by themselves and are not listed."""
+    unsupported: list[str] = field(default_factory=list)
+    """Variants that this version cannot dequantise, one line each."""
+    faults: list[str] = field(default_factory=list)
+    """What the files lack or contradict themselves in, one line each."""
+
+    def add(self, key: str, values: Values) -> None:
+        """List a tensor under its own name in place of those it is computed from."""
+        self.values[key] = values
+        self.hidden.update(leaf.key for leaf in values.leaves())
+
+    def raise_faults(self, folder: QuantisedFolder) -> None:
+        """Raise what is wrong, if anything: also for a tensor that is left without a scale, and if there is nothing.
+
+        Raises: LoadMismatchError for what cannot be dequantised, CorruptCheckpointError for what is not whole.
+        """
+        mentioned = " ".join(self.unsupported + self.faults)
+        bare = [
+            f"{key}: {info} without a scale"
+            for key, info in folder.infos.items()
+            if info.dtype in _UNREADABLE_ALONE
+            and key not in self.hidden
+            and key not in self.values
+            and key not in mentioned
+        ]
+        where = f"{folder.path}: its weights are quantised (quantization_config.quant_method = {folder.method!r})"
+        if self.unsupported:
+            raise LoadMismatchError(
+                f"{where}, in a way that this version does not dequantise: {listed(self.unsupported)}. "
+                "Use a folder with plain float weights"
+            )
+        if faults := self.faults + bare:
+            raise CorruptCheckpointError(
+                f"{where}, and {len(faults)} tensor(s) cannot be dequantised: {listed(faults)}. "
+                "Is the download complete, and is config.json the one of these weights?",
+                str(folder.path),
+            )
+        if not self.values:
+            raise LoadMismatchError(
+                f"{where}, and no tensor in its files is. If they are plain floats, remove quantization_config from "
+                "config.json"
+            )
+
+
+def listed(lines: Sequence[str]) -> str:
+    more = f"; and {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
+    return "; ".join(lines[:_LISTED]) + more
+
+
+def numbers(key: str, info: TensorInfo, shape: Shape | None = None) -> Values:
+    """Return a stored tensor as it is, or in another shape of as many elements; float8 and int8 too."""
+    shape = info.shape if shape is None else shape
+    if info.dtype in FLOAT8:
+        return Codes(key, TensorInfo(shape, torch.uint8), shape, floats(info.dtype))
+    return Numbers(key, TensorInfo(shape, info.dtype))
+
+
+def scales(key: str, info: TensorInfo, shape: Shape | None = None) -> Values | None:
+    """Return stored scales: floats, float8, or exponents in E8M0 or plain bytes; None for any other dtype."""
+    shape = info.shape if shape is None else shape
+    if info.dtype == torch.uint8:
+        return Codes(key, TensorInfo(shape, torch.uint8), shape, exponents())
+    if info.dtype in FLOATS or info.dtype in FLOAT8 or info.dtype == torch.float8_e8m0fnu:
+        return numbers(key, info, shape)
+    return None
+
+
+def num_blocks(shape: Shape, block: Shape) -> Shape:
+    """Return how many blocks there are along each dim; the last one may be cut off."""
+    return tuple(-(-size // length) for size, length in zip(shape, block, strict=True))

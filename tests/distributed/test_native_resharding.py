@@ -2,58 +2,204 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tests.distributed.layouts import LAYOUTS, assert_true_values, zeroed
-from tests.distributed.ranks import run_on_ranks
+from tests.distributed.layouts import LAYOUTS, assert_true_values, raw, true_values, zeroed
 from titan_ckpt.distributed import Coordinator
+from titan_ckpt.errors import PeerError, StateEncodingError
 from titan_ckpt.storage.base import ReadRequest
 from titan_ckpt.storage.native import NativeReader, NativeWriter
 from titan_ckpt.tensors import blocks_of
+from titan_ckpt.testing import distributed
 
 
-def _load(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+def save(folder: Path, tensors: Mapping[str, torch.Tensor]) -> NativeWriter:
+    """Write every rank's file, from live memory."""
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = NativeWriter()
+    writer.plan(tensors, Coordinator.current())
+    writer.write(folder, tensors)
+    dist.barrier()
+    return writer
+
+
+def load(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill the tensors' own memory."""
     with NativeReader(folder) as reader:
         reader.read([ReadRequest(fqn, b.chunk, b.data) for fqn, v in tensors.items() for b in blocks_of(v)])
 
 
-def _every_layout_into_every_other(root: Path) -> list[int]:
-    sizes = []
-    for saved, make in LAYOUTS.items():
+def gathered(value: Any) -> list[Any]:
+    """Return every rank's value."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def every_layout_into_every_other(root: Path) -> None:
+    for name, make in LAYOUTS.items():
         tensors = make()
-        assert_true_values(tensors)
-        folder = root / saved
-        folder.mkdir(exist_ok=True)
-        dist.barrier()
-        writer = NativeWriter()
-        writer.plan(tensors, Coordinator.current())
-        writer.write(folder, tensors)
-        sizes.append(writer.num_bytes)
-        dist.barrier()
-        with NativeReader(folder) as reader:
+        assert_true_values(tensors)  # the geometry of tensors.py against torch's own sharding
+        sizes = gathered(save(root / name, tensors).num_bytes)
+        assert max(sizes) < 1.2 * sum(sizes) / len(sizes), f"{name}: ranks write {sizes} bytes"
+        with NativeReader(root / name) as reader:
             reader.verify()
-    for saved in LAYOUTS:
+    for name in LAYOUTS:
         for make in LAYOUTS.values():
             target = zeroed(make())
-            _load(root / saved, target)
+            load(root / name, target)
             assert_true_values(target)
-    return sizes
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_any_layout_loads_into_any_other_bit_for_bit(tmp_path: Path, world_size: int) -> None:
+@distributed(nproc=2)
+def on_two_ranks(root: Path) -> None:
+    every_layout_into_every_other(root)
+
+
+@distributed(nproc=4)
+def on_four_ranks(root: Path) -> None:
+    every_layout_into_every_other(root)
+
+
+@pytest.mark.parametrize("run", [on_two_ranks, on_four_ranks])
+def test_any_layout_loads_into_any_other_bit_for_bit(run: Any, tmp_path: Path) -> None:
     """Every pair of layouts, with uneven and empty shards, 0-d, fp8, bool and complex tensors."""
-    sizes = run_on_ranks(world_size, _every_layout_into_every_other, tmp_path)
-    for of_layout in zip(*sizes, strict=True):
-        assert max(of_layout) < 1.2 * sum(of_layout) / world_size, "ranks write about equal bytes"
+    run(tmp_path)
 
 
-def _load_on_fewer(root: Path) -> None:
-    for saved in LAYOUTS:
-        target = zeroed(LAYOUTS["fsdp"]())
-        _load(root / saved, target)
+@distributed(nproc=4)
+def save_all_layouts(root: Path) -> None:
+    for name, make in LAYOUTS.items():
+        save(root / name, make())
+
+
+def test_one_process_reads_what_four_ranks_wrote(tmp_path: Path) -> None:
+    """Without a process group, from every layout, each file verified."""
+    save_all_layouts(tmp_path)
+    truth = true_values()
+    for name in LAYOUTS:
+        target = {fqn: torch.zeros_like(value) for fqn, value in truth.items()}
+        load(tmp_path / name, target)
+        assert {fqn: raw(value) for fqn, value in target.items()} == {fqn: raw(value) for fqn, value in truth.items()}
+
+
+@distributed(nproc=2)
+def load_all_layouts(root: Path) -> None:
+    for make in LAYOUTS.values():
+        target = zeroed(make())
+        load(root, target)
         assert_true_values(target)
+
+
+def test_two_ranks_read_what_one_process_wrote(tmp_path: Path) -> None:
+    """Into every layout."""
+    writer, tensors = NativeWriter(), true_values()
+    writer.plan(tensors, Coordinator.current())
+    writer.write(tmp_path, tensors)
+    load_all_layouts(tmp_path)
+
+
+def on_mesh(mesh: DeviceMesh, value: torch.Tensor) -> DTensor:
+    rank, size = mesh.get_local_rank(), mesh.size()
+    rows = value.chunk(size)[rank].clone()
+    return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=value.shape, stride=value.stride())
+
+
+@distributed(nproc=4)
+def pipeline_with_copies(root: Path) -> None:
+    """Stage 0 on ranks 0 and 1, stage 1 on 2 and 3; `shared` sharded on each stage; `copied` plain on ranks 1, 2, 3."""
+    meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
+    stage, mesh = meshes["pipeline"].get_local_rank(), meshes["shard"]
+    shared, copied = torch.arange(60.0).view(12, 5), torch.arange(7)
+    tensors: dict[str, torch.Tensor] = {
+        f"stage{stage}.weight": on_mesh(mesh, torch.full((6, 3), 1.0 + stage)),
+        "shared": on_mesh(mesh, shared),
+    }
+    if dist.get_rank():
+        tensors["copied"] = copied.clone()
+    writer = save(root, tensors)
+    with NativeReader(root) as reader:
+        reader.verify()
+        assert set(reader.tensors) == {"stage0.weight", "stage1.weight", "shared", "copied"}
+    sizes = gathered(writer.num_bytes - writer.num_bytes % 4096)
+    assert len(set(sizes)) == 1, "the copies of `shared` are written once"
+    target = zeroed(tensors)
+    load(root, target)
+    for fqn, value in tensors.items():
+        assert raw(value.full_tensor() if isinstance(value, DTensor) else value) == raw(
+            target[fqn].full_tensor() if isinstance(target[fqn], DTensor) else target[fqn]  # type: ignore[attr-defined]
+        )
+
+
+def test_pipeline_stages_and_copies_on_other_meshes_are_stored_once(tmp_path: Path) -> None:
+    """Rank 0 names every tensor of the checkpoint, also those of other stages."""
+    pipeline_with_copies(tmp_path)
+
+
+@distributed(nproc=2)
+def replicas_share_the_work(root: Path) -> None:
+    large, small = torch.randn(4096, 1024), {f"small.{i}": torch.randn(100) for i in range(40)}
+    mesh = init_device_mesh("cpu", (2,))
+    replica = DTensor.from_local(large, mesh, [Replicate()], run_check=False)
+    writer = save(root, {"plain": large, "replica": replica, **small})
+    with NativeReader(root) as reader:
+        reader.verify()
+    sizes = gathered(writer.num_bytes)
+    assert abs(sizes[0] - sizes[1]) < 8192
+
+
+def test_replicas_share_the_work_equally(tmp_path: Path) -> None:
+    """Large ones by rows, small ones in turn, plain or DTensor."""
+    replicas_share_the_work(tmp_path)
+
+
+@distributed(nproc=2)
+def a_change_on_one_rank(root: Path) -> None:
+    coordinator = Coordinator.current()
+    rank = dist.get_rank()
+    tensors = {"a": torch.ones(3), f"only.{rank}": torch.full((2,), float(rank))}
+    writer = NativeWriter()
+    writer.plan(tensors, coordinator)
+    before = writer.num_bytes
+    writer.plan(tensors, coordinator)
+    if rank:
+        tensors["new"] = torch.randn(2000)
+    writer.plan(tensors, coordinator)
+    assert (writer.num_bytes != before) == bool(rank)
+    writer.write(root, tensors)
+    dist.barrier()
+    with NativeReader(root) as reader:
+        assert set(reader.tensors) == {"a", "only.0", "only.1", "new"}
+        reader.verify()
+
+
+def test_a_change_on_one_rank_makes_all_plan_anew(tmp_path: Path) -> None:
+    """The plan is kept while nothing changes anywhere, and never by some ranks only."""
+    a_change_on_one_rank(tmp_path)
+
+
+@distributed(nproc=2)
+def ranks_that_disagree() -> None:
+    rank = dist.get_rank()
+    writer, coordinator = NativeWriter(), Coordinator.current()
+    with pytest.raises((StateEncodingError, PeerError), match=r"disagree.*\bw\b"):
+        writer.plan({"w": torch.ones(3 + rank)}, coordinator)
+    with pytest.raises((StateEncodingError, PeerError), match="meta"):
+        writer.plan({"w": torch.ones(3, device="meta" if rank else "cpu")}, coordinator)
+    mesh = init_device_mesh("cpu", (2,))
+    listed = {} if rank else {"w": on_mesh(mesh, torch.ones(4, 4))}
+    with pytest.raises((StateEncodingError, PeerError), match="bytes"):
+        writer.plan(listed, coordinator)
+
+
+def test_ranks_that_disagree_about_a_tensor_fail_together() -> None:
+    """Other shapes under one name, a tensor that one rank cannot store, a shard that one rank does not list."""
+    ranks_that_disagree()

@@ -17,8 +17,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from titan_ckpt import posix
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, NotACheckpointError
-from titan_ckpt.storage.base import FileRecord, ReadRequest, TensorReader
+from titan_ckpt.manifest import MANIFEST_NAME, MAX_BYTES, FileRecord, Manifest
+from titan_ckpt.storage.base import ReadRequest, TensorReader
 from titan_ckpt.storage.engine import FileReader, collector_held
 from titan_ckpt.storage.native_header import Entry, RankFile, header_bytes, parse_header
 from titan_ckpt.storage.native_writer import rank_file_name
@@ -42,15 +44,17 @@ class NativeReader(TensorReader):
     def __init__(self, path: Path, verify: bool = True, files: Sequence[FileRecord] | None = None) -> None:
         """Open this rank's file and rank 0's.
 
-        `files`: what the manifest says was committed; sizes and digests must then agree.
+        `files`: what was committed, whose sizes and digests must agree; by default what the folder's manifest says. A
+        folder without a manifest (an attempt, a lone rank's file) is read for what it is.
         Raises: CheckpointNotFoundError; NotACheckpointError if there is no rank's file; CorruptCheckpointError.
         """
         self.path = Path(path)
         self._verify = verify
-        self._records = None if files is None else {record.name: record for record in files}
         self._sources: dict[int, _Source] = {}
         if not self.path.is_dir():
             raise CheckpointNotFoundError(f"{self.path}: no such folder")
+        committed = _committed_files(self.path) if files is None else files
+        self._records = None if committed is None else {record.name: record for record in committed}
         with collector_held():
             first = self._open(0)
             self._world_size = first.header.world_size
@@ -180,6 +184,18 @@ class NativeReader(TensorReader):
         sources, self._sources = self._sources, {}
         for source in sources.values():
             source.file.close()
+
+
+def _committed_files(folder: Path) -> tuple[FileRecord, ...] | None:
+    """Return what the folder's manifest lists, or None without one. Raises: CorruptCheckpointError."""
+    path = folder / MANIFEST_NAME
+    try:
+        data = posix.read_whole(path, MAX_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CorruptCheckpointError(f"{path}: cannot be read ({error}). Load another step", str(path)) from error
+    return Manifest.from_bytes(data, str(path)).files
 
 
 def _read_header(file: FileReader, path: str) -> RankFile:

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import StateEncodingError
+from titan_ckpt.manifest import FileRecord
 from titan_ckpt.ownership import Share, divide
 from titan_ckpt.staging import Arena, StagingHandle
-from titan_ckpt.storage.base import FileRecord
 from titan_ckpt.storage.engine import IO_BYTES, FileWriter, bounce_buffer, collector_held, run_workers
 from titan_ckpt.storage.memory import Buffer, round_up
 from titan_ckpt.storage.native_header import BLOCK_BYTES, STORED_DTYPES, Layout, lay_out

@@ -1,0 +1,106 @@
+"""Every file in configs/ runs: a few small steps on the CPU, in the order in which their comments tell to run them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from titan_ckpt.training.reporting import read_metrics
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs"
+SMALL = {"training.steps": 2, "training.batch_size": 2, "data.sequence_length": 16, "checkpoint.save.interval": 1}
+TINY = {**SMALL, "model.flavor": "debug-0.5m"}
+BASE = "outputs/pretrain/exports/step-2"
+ON_BASE = {**SMALL, "model.folder": BASE, "data.tokenizer.folder": BASE, "checkpoint.initial_load.0.path": BASE}
+
+
+def words(overrides: dict[str, object]) -> list[str]:
+    """Return overrides as a command line has them."""
+    return [word for key, value in overrides.items() for word in (f"--{key}", str(value))]
+
+
+def run(name: str, overrides: dict[str, object]) -> Path:
+    """Train in this process, in the current folder; check metrics and checkpoint, and return the output folder."""
+    train.main([str(CONFIGS / name), *words(overrides)])
+    config, _ = train.read_run(str(CONFIGS / name), words(overrides))
+    output = Path(config.output_folder)
+    assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == [1, 2]
+    assert (output / "checkpoints" / "step-2" / "MANIFEST.json").is_file()
+    return output
+
+
+@pytest.fixture(autouse=True)
+def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_config_is_tested_here() -> None:
+    """A config that is added is a config that is run."""
+    tested = set(Path(__file__).read_text().split('"'))
+    assert {path.name for path in CONFIGS.iterdir()} <= tested
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_a_config_is_valid_as_it_stands(path: Path) -> None:
+    """Without any override the file has no fault."""
+    config, _ = train.read_run(str(path), [])
+    assert config.checkpoint.save is not None
+
+
+def test_debug_pretrain_runs() -> None:
+    """The first command of the README."""
+    run("debug_pretrain.toml", TINY)
+
+
+def test_pretrain_lora_and_continued_lora_run_one_after_the_other() -> None:
+    """A base is trained and exported, an adapter is trained on it, and trained on, and merged."""
+    base = run("pretrain_hf_export.toml", TINY) / "exports" / "step-2"
+    weights = load_file(base / "model.safetensors")
+    assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+    assert "lm_head.weight" not in weights, "debug-0.5m is tied"
+
+    adapter = run("lora_from_hf.toml", ON_BASE) / "exports" / "step-2-peft"
+    first = load_file(adapter / "adapter_model.safetensors")
+    assert (adapter / "adapter_config.json").is_file()
+
+    overrides = {**ON_BASE, "checkpoint.initial_load.1.path": adapter}
+    exports = run("lora_from_base_and_adapter.toml", overrides) / "exports"
+    second = load_file(exports / "step-2-peft" / "adapter_model.safetensors")
+    assert first.keys() == second.keys()
+    assert any(not torch.equal(first[key], second[key]) for key in first)
+    merged = load_file(exports / "step-2" / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(merged[name], weights[name].float())
+
+
+def test_qat_runs() -> None:
+    """Fake quantisation trains, and its export holds plain weights."""
+    weights = load_file(run("qat.toml", TINY) / "exports" / "step-2" / "model.safetensors")
+    assert all(value.is_floating_point() for value in weights.values())
+
+
+def test_float8_runs() -> None:
+    """Emulated float8 trains on this machine, and its export holds plain weights."""
+    weights = load_file(run("float8.toml", TINY) / "exports" / "step-2" / "model.safetensors")
+    assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+
+
+def test_fsdp2_runs_under_torchrun() -> None:
+    """Two ranks train in bfloat16, save a file each, and export one folder."""
+    overrides = {**TINY, "data.tokenizer.vocab_size": 1024}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, str(ROOT / "train.py"), str(CONFIGS / "fsdp2.toml"), *words(overrides)]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    output = Path("outputs/fsdp2")
+    assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == [1, 2]
+    assert (output / "exports" / "step-2" / "model.safetensors").is_file()
+    assert len(list((output / "checkpoints" / "step-2").glob("*.safetensors"))) == 2

@@ -1,0 +1,304 @@
+"""The trainer's loop and its build steps, in this process and on two ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from titan_ckpt.config import from_dict
+from titan_ckpt.errors import ConfigError, LoadMismatchError
+from titan_ckpt.manager import LoadResult
+from titan_ckpt.testing import distributed
+from titan_ckpt.training.callbacks import Callback, StepMetrics
+from titan_ckpt.training.config import RunConfig
+from titan_ckpt.training.data import IGNORED, Batch, collate
+from titan_ckpt.training.reporting import MetricsFile, read_metrics
+from titan_ckpt.training.trainer import Trainer
+
+
+def settings(folder: Path, **sections: dict[str, Any]) -> RunConfig:
+    """Return a run of three tiny steps; `sections` change it, table by table."""
+    raw: dict[str, Any] = {
+        "output_folder": str(folder / "run"),
+        "model": {"flavor": "debug-0.5m"},
+        "data": {"sequence_length": 16, "cache_folder": str(folder / "cache"), "tokenizer": {"vocab_size": 300}},
+        "training": {"steps": 3, "batch_size": 4, "device": "cpu"},
+        "optimizer": {"lr": 3e-3},
+        "checkpoint": {"save": {"interval": 2}},
+    }
+    for name, table in sections.items():
+        raw[name] = {**raw.get(name, {}), **table}
+    return from_dict(RunConfig, raw)
+
+
+def losses(folder: Path) -> list[float]:
+    """Return the losses that a run has logged."""
+    return [row["loss"] for row in read_metrics(folder / "run" / "metrics.jsonl")]
+
+
+class Recorder(Callback):
+    """Writes down which events it got."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_init_end(self, trainer: Trainer) -> None:
+        self.events.append("init_end")
+
+    def on_load(self, trainer: Trainer, result: LoadResult) -> None:
+        self.events.append(f"load {result.step}")
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self.events.append("train_begin")
+
+    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+        self.events.append(f"step_begin {step}")
+
+    def on_substep_end(self, trainer: Trainer, index: int) -> None:
+        self.events.append(f"substep_end {index}")
+
+    def on_pre_optimizer(self, trainer: Trainer, step: int, grad_norm: float) -> None:
+        self.events.append(f"pre_optimizer {step}")
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        self.events.append(f"step_end {metrics.step}")
+
+    def on_save(self, trainer: Trainer, step: int) -> None:
+        self.events.append(f"save {step}")
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        self.events.append("train_end")
+
+
+def test_events_come_in_the_order_of_a_step(tmp_path: Path) -> None:
+    """A user's callback sees every event once, the save between pre-optimizer and its own step end."""
+    recorder = Recorder()
+    config = settings(tmp_path, training={"steps": 2, "accumulation": 2}, checkpoint={"save": {"interval": 2}})
+    Trainer(config, callbacks=[recorder]).run()
+    step_1 = ["step_begin 1", "substep_end 0", "substep_end 1", "pre_optimizer 1", "step_end 1"]
+    step_2 = ["step_begin 2", "substep_end 0", "substep_end 1", "pre_optimizer 2", "save 2", "step_end 2"]
+    assert recorder.events == ["init_end", "load 0", "train_begin", *step_1, *step_2, "train_end"]
+
+
+def test_a_finished_run_trains_no_further(tmp_path: Path) -> None:
+    """Running it again takes no step and changes nothing that was written."""
+    Trainer(settings(tmp_path)).run()
+    before = losses(tmp_path)
+    recorder = Recorder()
+    assert Trainer(settings(tmp_path), callbacks=[recorder]).run().step == 3
+    assert recorder.events == ["init_end", "load 3"]
+    assert losses(tmp_path) == before
+
+
+def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(tmp_path: Path) -> None:
+    """Raising training.steps resumes, and the counters count on."""
+    constant = {"kind": "constant", "warmup_ratio": 0.0}
+    Trainer(settings(tmp_path, schedule=constant)).run()
+    state = Trainer(settings(tmp_path, schedule=constant, training={"steps": 5})).run()
+    assert (state.step, state.num_tokens) == (5, 5 * 4 * 16)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    Trainer(settings(whole, schedule=constant, training={"steps": 5})).run()
+    assert losses(tmp_path) == losses(whole)
+
+
+def test_training_learns(tmp_path: Path) -> None:
+    """Thirty steps bring the loss well below that of a uniform guess."""
+    Trainer(settings(tmp_path, training={"steps": 30, "batch_size": 8, "max_grad_norm": 1.0})).run()
+    course = losses(tmp_path)
+    assert course[0] == pytest.approx(math.log(2048), rel=0.05)
+    assert course[-1] < course[0] - 2
+
+
+class UnevenLabels(Trainer):
+    """Ignores a different number of labels in every sequence."""
+
+    def build_collate(self) -> Any:
+        def uneven(samples: Any) -> Batch:
+            batch = collate(samples)
+            for row, labels in enumerate(batch["labels"]):
+                labels[: int(batch["tokens"][row, 0]) % 13] = IGNORED
+            return batch
+
+        return uneven
+
+
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_accumulation_changes_no_loss(tmp_path: Path, accumulation: int) -> None:
+    """The same sequences give the same course, in one micro-batch or in several, however many labels each predicts."""
+    courses = []
+    for parts in (1, accumulation):
+        folder = tmp_path / str(parts)
+        training = {"steps": 4, "batch_size": 8 // parts, "accumulation": parts}
+        UnevenLabels(settings(folder, training=training)).run()
+        courses.append(losses(folder))
+    assert courses[0] == pytest.approx(courses[1], abs=2e-5)
+
+
+@distributed(nproc=2)
+def train_on_two_ranks(tmp_path: Path) -> None:
+    """Train with half the batch on each rank, and leave the metrics of rank 0 in course.json."""
+    folder = tmp_path / "two"
+    UnevenLabels(settings(folder, training={"steps": 4, "batch_size": 4, "max_grad_norm": 0.5})).run()
+    if torch.distributed.get_rank() == 0:
+        (tmp_path / "course.json").write_text(json.dumps([*read_metrics(folder / "run" / "metrics.jsonl")]))
+
+
+def test_one_process_has_the_course_of_two_ranks(tmp_path: Path) -> None:
+    """The loss is the mean over all predicted tokens of all ranks, and the norm that of the whole gradient."""
+    train_on_two_ranks(tmp_path)
+    two = json.loads((tmp_path / "course.json").read_text())
+    folder = tmp_path / "one"
+    UnevenLabels(settings(folder, training={"steps": 4, "batch_size": 8, "max_grad_norm": 0.5})).run()
+    one = [*read_metrics(folder / "run" / "metrics.jsonl")]
+    assert [r["num_tokens"] for r in one] == [r["num_tokens"] for r in two]
+    assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in two], abs=2e-5)
+    assert [r["grad_norm"] for r in one] == pytest.approx([r["grad_norm"] for r in two], rel=1e-4)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_change(tmp_path: Path) -> None:
+    """The error names the step; weights and metrics are those of the step before; its checkpoint is there."""
+
+    class Poisoned(Trainer):
+        def compute_loss(self, batch: Batch) -> torch.Tensor:
+            loss = super().compute_loss(batch)
+            return loss * float("nan") if self.state.step == 2 else loss
+
+    trainer = Poisoned(settings(tmp_path))
+    with pytest.raises(FloatingPointError, match=r"step 3: the gradient's norm is nan"):
+        trainer.run()
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+    assert len(losses(tmp_path)) == 2
+    assert (tmp_path / "run" / "checkpoints" / "step-2").is_dir()
+
+
+def test_frozen_parameters_stay_and_have_no_optimizer_state(tmp_path: Path) -> None:
+    """What a pattern freezes keeps its initial values; the optimizer holds the rest."""
+    trainer = Trainer(settings(tmp_path, model={"flavor": "debug-0.5m", "freeze": ["tok_embeddings.*", "*norm*"]}))
+    initial = {}
+
+    class Remember(Callback):
+        def on_init_end(self, trainer: Trainer) -> None:
+            initial.update({k: v.clone() for k, v in trainer.model.state_dict().items()})
+
+    trainer.user_callbacks = (Remember(),)
+    trainer.run()
+    after = trainer.model.state_dict()
+    same = {fqn for fqn in after if torch.equal(after[fqn], initial[fqn])}
+    assert same == {fqn for fqn in after if fqn.startswith("tok_embeddings") or "norm" in fqn}
+    assert len(trainer.optimizer.state) == len(after) - len(same)
+
+
+def test_vectors_are_not_decayed(tmp_path: Path) -> None:
+    """Every trained parameter is in one group, matrices with decay and norms without."""
+    trainer = Trainer(settings(tmp_path, optimizer={"lr": 1e-3, "weight_decay": 0.3}))
+    trainer.run()
+    dims = {group["weight_decay"]: {p.dim() for p in group["params"]} for group in trainer.optimizer.param_groups}
+    assert dims == {0.3: {2}, 0.0: {1}}
+    grouped = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    assert len(grouped) == len(set(grouped)) == len(list(trainer.model.parameters()))
+
+
+def test_autocast_computes_in_bfloat16_over_float32_weights(tmp_path: Path) -> None:
+    """The logits are bfloat16, what is stored is float32, and the loss is close to float32's."""
+    seen = []
+
+    class Watch(Trainer):
+        def compute_loss(self, batch: Batch) -> torch.Tensor:
+            seen.append(self.model(batch["tokens"]).dtype)
+            return super().compute_loss(batch)
+
+    trainer = Watch(settings(tmp_path / "bf16", training={"compute_dtype": "bfloat16"}))
+    trainer.run()
+    Trainer(settings(tmp_path / "fp32")).run()
+    assert set(seen) == {torch.bfloat16}
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    assert losses(tmp_path / "bf16") == pytest.approx(losses(tmp_path / "fp32"), rel=5e-3)
+
+
+def test_a_step_of_ones_own_replaces_a_build_step(tmp_path: Path) -> None:
+    """A subclass returns its own optimizer, and the run trains and saves with it."""
+
+    class WithSGD(Trainer):
+        def build_optimizer(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.trainable(), lr=0.1, momentum=0.9)
+
+    trainer = WithSGD(settings(tmp_path))
+    trainer.run()
+    assert isinstance(trainer.optimizer, torch.optim.SGD)
+    assert WithSGD(settings(tmp_path, training={"steps": 4})).run().step == 4
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"model": {"flavor": "debug-3m"}}, r"model\.flavor: 'debug-3m' is unknown; known: debug-0\.5m"),
+        ({"model": {"flavor": None, "folder": "nowhere"}}, r"model\.folder: nowhere/config\.json is not there"),
+        (
+            {"model": {"flavor": "debug-0.5m", "freeze": ["layer.*"]}},
+            r"model\.freeze\.0: 'layer\.\*' matches no parameter",
+        ),
+        ({"model": {"flavor": "debug-0.5m", "freeze": ["*"]}}, "leaves nothing to train"),
+        ({"data": {"tokenizer": {"vocab_size": 4096}}}, "do not fit the model's vocabulary of 2048"),
+        ({"data": {"sequence_length": 2048}}, "2048 is longer than the model's 1024"),
+        ({"data": {"corpus": "nowhere.txt"}}, r"nowhere\.txt is not there"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_any_step(
+    tmp_path: Path, sections: dict[str, dict[str, Any]], expected: str
+) -> None:
+    """One ConfigError, and nothing of the run is written."""
+    with pytest.raises(ConfigError, match=expected):
+        Trainer(settings(tmp_path, **sections)).run()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_resume_with_other_data_is_refused(tmp_path: Path) -> None:
+    """A position means nothing in other data; excluding the dataloader starts it afresh."""
+    Trainer(settings(tmp_path)).run()
+    other = settings(tmp_path, data={"sequence_length": 17}, training={"steps": 4})
+    with pytest.raises(LoadMismatchError, match=r'exclude = \["dataloader"\]'):
+        Trainer(other).run()
+    checkpoint = replace(other.checkpoint, resume=replace(other.checkpoint.resume, exclude=("dataloader",)))
+    assert Trainer(replace(other, checkpoint=checkpoint)).run().step == 4
+
+
+def test_metrics_are_logged_at_the_interval_and_at_both_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The file and the console have the first step, every third, and the last."""
+    with caplog.at_level(logging.INFO):
+        Trainer(settings(tmp_path, training={"steps": 8, "log_interval": 3})).run()
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 3, 6, 8]
+    assert "step 6/8  loss" in caplog.text
+
+
+def test_a_resume_removes_the_metrics_of_steps_it_does_again(tmp_path: Path) -> None:
+    """Rows after the resumed step go, and so does a line that a kill cut short."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": i, "loss": 1.0 / i}) + "\n" for i in range(1, 6)) + '{"step": 6, "lo')
+    MetricsFile(path).truncate_after(3)
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+    MetricsFile(path).append({"step": 4})
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4]
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.fixture(autouse=True)
+def _quiet_generators() -> Iterator[None]:
+    """Leave the global determinism switch as it was."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_deterministic_run_is_the_same_run(tmp_path: Path) -> None:
+    """Refusing operations without a deterministic form changes no loss on the CPU."""
+    Trainer(settings(tmp_path / "a", training={"deterministic": True})).run()
+    Trainer(settings(tmp_path / "b")).run()
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")

@@ -20,7 +20,7 @@ from titan_ckpt.model_wrapper import ModelWrapper
 from titan_ckpt.storage.dcp import export_dcp
 from titan_ckpt.storage.huggingface_export import export_huggingface
 from titan_ckpt.storage.peft import export_peft
-from titan_ckpt.tensors import Block, LazyTensor, TensorInfo, blocks_of, info_of
+from titan_ckpt.tensors import cast, info_of
 from titan_ckpt.transforms import CASTABLE, StateDictTransforms
 from titan_ckpt.types import StateDict
 
@@ -106,13 +106,4 @@ class Exporter:
         tensors = self._model.state_dict("export")
         if dtype is None:
             return tensors
-        return {n: _cast(v, dtype) if info_of(v).dtype in CASTABLE else v for n, v in tensors.items()}
-
-
-def _cast(value: torch.Tensor | LazyTensor, dtype: torch.dtype) -> LazyTensor:
-    return LazyTensor(
-        TensorInfo(info_of(value).shape, dtype),
-        lambda: [Block(block.chunk, block.data.to(dtype)) for block in blocks_of(value)],
-        collective=isinstance(value, LazyTensor) and value.collective,
-        like=value.like if isinstance(value, LazyTensor) else value,
-    )
+        return {n: cast(v, dtype) if info_of(v).dtype in CASTABLE else v for n, v in tensors.items()}

@@ -27,7 +27,7 @@ from titan_ckpt.types import LoadReport, Mismatch, StateDict
 logger = logging.getLogger(__name__)
 BASE_RECORD = "titan_ckpt_base"
 """Where an adapter folder's metadata holds the identity of its base (base_identity.py)."""
-_OTHER_COMPONENTS = ("optimizer.", "optim.", "lr_scheduler", "dataloader", "train_state", "states.")
+OTHER_COMPONENTS = ("optimizer.", "optim.", "lr_scheduler", "dataloader", "train_state", "states.")
 _LISTED = 12
 
 
@@ -144,7 +144,7 @@ def _under_own_names(reader: TensorReader, wanted: StateDict) -> tuple[str, dict
     Source of the names at the top: torchtitan, components/checkpoint.py, which flattens the model there.
     """
     inside = {k.removeprefix(MODEL): info for k, info in reader.tensors.items() if k.startswith(MODEL)}
-    top = {k: info for k, info in reader.tensors.items() if not k.startswith(_OTHER_COMPONENTS)}
+    top = {k: info for k, info in reader.tensors.items() if not k.startswith(OTHER_COMPONENTS)}
     if reader.format == "native" or sum(k in inside for k in wanted) > sum(k in top for k in wanted):
         return MODEL, inside
     return "", top

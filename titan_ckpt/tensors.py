@@ -6,7 +6,7 @@ Owns the geometry of sharded tensors. Knows no files, no names and no process gr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,8 +35,7 @@ class Chunk:
         """Return the box both cover, in global coordinates, or None if it is empty."""
         starts = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
         ends = tuple(
-            min(a + n, b + m)
-            for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+            min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         )
         if any(e <= s for s, e in zip(starts, ends, strict=True)):
             return None
@@ -45,8 +44,7 @@ class Chunk:
     def within(self, outer: Chunk) -> tuple[slice, ...]:
         """Return the index of this box inside a block that holds `outer`."""
         return tuple(
-            slice(o - base, o - base + n)
-            for o, n, base in zip(self.offsets, self.sizes, outer.offsets, strict=True)
+            slice(o - base, o - base + n) for o, n, base in zip(self.offsets, self.sizes, outer.offsets, strict=True)
         )
 
 
@@ -83,7 +81,7 @@ class LazyTensor:
     """
 
     info: TensorInfo
-    blocks: Callable[[], list[Block]]
+    blocks: Callable[[], Iterable[Block]]
     collective: bool = False
     like: torch.Tensor | None = None
 
@@ -93,15 +91,28 @@ def info_of(value: torch.Tensor | LazyTensor) -> TensorInfo:
     return value.info if isinstance(value, LazyTensor) else TensorInfo(tuple(value.shape), value.dtype)
 
 
-def blocks_of(value: torch.Tensor | LazyTensor) -> list[Block]:
-    """Return the chunks of the tensor that this rank holds, replicas included, as views of the live memory."""
+def blocks_of(value: torch.Tensor | LazyTensor) -> Iterable[Block]:
+    """Return the chunks of the tensor that this rank holds, replicas included; of a live one as views of its memory.
+
+    To be walked once, keeping no block: a lazy tensor may make each when it is asked for.
+    """
     if isinstance(value, LazyTensor):
         return value.blocks()
     value = value.detach()
     if not isinstance(value, DTensor):
         return [Block(Chunk.whole(value.shape), value)]
-    local = value._local_tensor
+    local = value._local_tensor  # noqa: SLF001 - to_local() may copy
     return [Block(chunk, local[index]) for chunk, index in local_chunks(value) if chunk.numel]
+
+
+def cast(value: torch.Tensor | LazyTensor, dtype: torch.dtype) -> LazyTensor:
+    """Return the tensor in another dtype, converted block by block when it is written."""
+    return LazyTensor(
+        TensorInfo(info_of(value).shape, dtype),
+        lambda: (Block(block.chunk, block.data.to(dtype)) for block in blocks_of(value)),
+        collective=isinstance(value, LazyTensor) and value.collective,
+        like=value.like if isinstance(value, LazyTensor) else value,
+    )
 
 
 def local_chunks(value: DTensor) -> Iterator[tuple[Chunk, tuple[slice, ...]]]:

@@ -232,7 +232,10 @@ def write_dcp(folder: Path, tensors: StateDict, coordinator: Coordinator) -> Non
     places: list[Json] = []
     error: BaseException | None = None
     data_file = f"__{coordinator.rank}_0.distcp"
-    held: Json = {name: [list(b.chunk.offsets) for b in blocks_of(value)] for name, value in tensors.items()}
+    alone = coordinator.world_size == 1  # then nothing is asked of lazy tensors before they are written
+    held: Json = (
+        {} if alone else {name: [list(b.chunk.offsets) for b in blocks_of(value)] for name, value in tensors.items()}
+    )
     owner: dict[tuple[str, tuple[int, ...]], int] = {}
     tables: list[Any] = coordinator.gather("dcp-chunks", held)
     for rank, table in enumerate(tables):
@@ -245,7 +248,7 @@ def write_dcp(folder: Path, tensors: StateDict, coordinator: Coordinator) -> Non
             position = 0
             for name, value in tensors.items():
                 for block in blocks_of(value):
-                    if owner[name, block.chunk.offsets] != coordinator.rank:
+                    if owner.get((name, block.chunk.offsets), coordinator.rank) != coordinator.rank:
                         continue
                     buffer = io.BytesIO()
                     torch.save(block.data.detach().cpu().contiguous().clone(), buffer)

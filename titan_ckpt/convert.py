@@ -1,0 +1,184 @@
+"""Offline conversion between Hugging Face, native and DCP folders, in one process and bounded memory.
+
+Owns the turning of a reader's tensors into lazy native ones. Tables, formats and proofs are those of a training run.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, assert_never
+
+import torch
+
+from titan_ckpt import posix
+from titan_ckpt.components import MODEL
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.errors import KeyMapError, NotACheckpointError
+from titan_ckpt.keymap import KeyGroup, KeyMap
+from titan_ckpt.loading import OTHER_COMPONENTS
+from titan_ckpt.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
+from titan_ckpt.storage import open_reader
+from titan_ckpt.storage.base import ReadRequest, TensorReader
+from titan_ckpt.storage.dcp import export_dcp
+from titan_ckpt.storage.huggingface_export import export_huggingface
+from titan_ckpt.storage.native_stream import write_stream
+from titan_ckpt.storage.staged_folder import StagedFolder, write_file
+from titan_ckpt.tensors import Block, Chunk, LazyTensor, Shape, TensorInfo, cast
+from titan_ckpt.transforms import CASTABLE, StateDictTransforms
+
+_BLOCK_BYTES = 64 << 20
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    to: Literal["hf", "native", "dcp"],
+    *,
+    key_map: KeyMap | None = None,
+    hf_config: Mapping[str, Any] | None = None,
+    assets: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write the model weights of a checkpoint of any full format as another one; `target` must not exist.
+
+    `key_map`: the model's table; needed on the way to or from Hugging Face unless names are the same there.
+    `hf_config`: config.json of a Hugging Face target. `dtype`: what floating tensors become. Training state stays
+    behind. Memory: blocks of 64 MiB and the I/O buffers.
+    Raises: NotACheckpointError for an adapter; KeyMapError; CorruptCheckpointError; ExportError; OSError. Nothing is
+    left under `target` then.
+    """
+    source, target = Path(source), Path(target)
+    transforms = StateDictTransforms(key_map or KeyMap(identity=True), hf_config)
+    with open_reader(source) as reader:
+        tensors: dict[str, Any] = native_tensors(reader, transforms.key_map)
+        coordinator = Coordinator.current()
+        match to:
+            case "hf":
+                groups = transforms.to_file(tensors, None, dtype)
+                export_huggingface(
+                    target,
+                    groups,
+                    config=dict(hf_config or {}),
+                    assets=None if assets is None else Path(assets),
+                    max_shard_bytes=max_shard_bytes,
+                    coordinator=coordinator,
+                )
+            case "dcp":
+                export_dcp(target, _cast_all(tensors, dtype), coordinator)
+            case "native":
+                _write_native(target, _cast_all(tensors, dtype))
+            case _:
+                assert_never(to)
+
+
+def native_tensors(reader: TensorReader, key_map: KeyMap) -> dict[str, LazyTensor]:
+    """Return a checkpoint's model weights under native names; values are read in 64 MiB blocks when they are written.
+
+    Raises: KeyMapError listing keys that the table lacks and groups that are incomplete; NotACheckpointError.
+    """
+    if reader.format == "peft" or (reader.format == "native" and _manifest(reader.path).kind == "adapter"):
+        raise NotACheckpointError(
+            f"{reader.path} holds an adapter, which is no model by itself: load base and adapter in a run and export"
+        )
+    if reader.format != "hf":
+        prefix, names = _own_names(reader)
+        groups = [(prefix, KeyMap(identity=True).group_of_fqn(name)) for name in names]
+    else:
+        groups = [("", group) for group in _groups(reader, key_map)]
+    out = {}
+    for prefix, group in groups:
+        infos = [reader.tensors[prefix + key] for key in group.keys]
+        shapes = group.op.native_shapes([info.shape for info in infos])
+        for index, fqn in enumerate(group.fqns):
+            out[fqn] = _lazy(reader, prefix, group, index, shapes, infos[0].dtype)
+    return out
+
+
+def _groups(reader: TensorReader, key_map: KeyMap) -> list[KeyGroup]:
+    found: dict[tuple[str, ...], KeyGroup] = {}
+    problems = []
+    for key in reader.tensors:
+        try:
+            group = key_map.group_of_key(key)
+        except KeyMapError as error:
+            problems.append(str(error))
+            continue
+        found.setdefault(group.keys, group)
+        if absent := [k for k in group.keys if k not in reader.tensors]:
+            problems.append(f"{key} is of no use without {', '.join(absent)}")
+    if problems:
+        raise KeyMapError(f"{reader.path}: {len(problems)} problem(s)\n  " + "\n  ".join(sorted(set(problems))))
+    return list(found.values())
+
+
+def _own_names(reader: TensorReader) -> tuple[str, list[str]]:
+    """Return the prefix of model tensors in a native or DCP folder, and their names without it."""
+    top = [key for key in reader.tensors if not key.startswith(OTHER_COMPONENTS)]
+    if reader.format == "native" or all(key.startswith(MODEL) for key in top):
+        return MODEL, [key.removeprefix(MODEL) for key in top if key.startswith(MODEL)]
+    return "", top
+
+
+def _lazy(
+    reader: TensorReader, prefix: str, group: KeyGroup, index: int, shapes: list[Shape], dtype: torch.dtype
+) -> LazyTensor:
+    shape = shapes[index]
+
+    def blocks() -> Iterator[Block]:
+        for chunk in _row_chunks(shape, dtype.itemsize):
+            data = torch.empty(chunk.sizes, dtype=dtype)
+            pieces = group.op.pieces(index, shapes, chunk, data)
+            reader.read([ReadRequest(prefix + group.keys[p.file_index], p.chunk, p.view) for p in pieces])
+            yield Block(chunk, data)
+
+    return LazyTensor(TensorInfo(shape, dtype), blocks)
+
+
+def _row_chunks(shape: Shape, itemsize: int) -> Iterator[Chunk]:
+    """Cut a tensor in runs of rows of at most 64 MiB, or of one row."""
+    whole = Chunk.whole(shape)
+    if not shape or not whole.numel:
+        yield whole
+        return
+    rows = max(1, _BLOCK_BYTES // (whole.numel // shape[0] * itemsize))
+    for start in range(0, shape[0], rows):
+        yield Chunk((start, *whole.offsets[1:]), (min(rows, shape[0] - start), *shape[1:]))
+
+
+def _cast_all(tensors: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> dict[str, Any]:
+    if dtype is None:
+        return dict(tensors)
+    return {fqn: cast(value, dtype) if value.info.dtype in CASTABLE else value for fqn, value in tensors.items()}
+
+
+def _write_native(target: Path, tensors: Mapping[str, LazyTensor]) -> None:
+    """Write a folder of kind "model": a source of weights, from which no run resumes."""
+    staged = StagedFolder.begin(target)
+    try:
+        record = write_stream(staged.path, {MODEL + fqn: value for fqn, value in tensors.items()})
+        manifest = Manifest(
+            step=0,
+            kind="model",
+            attempt=uuid.uuid4().hex,
+            world_size=1,
+            created_unix_seconds=time.time(),
+            components=("model",),
+            converters=[],
+            base=None,
+            resumed_from=None,
+            files=(record,),
+        )
+        write_file(staged.path / MANIFEST_NAME, manifest.to_bytes(), fsync=True)
+        staged.publish(fsync=True)
+    except BaseException:
+        if staged.path.exists():
+            staged.abandon()
+        raise
+
+
+def _manifest(path: Path) -> Manifest:
+    return Manifest.from_bytes(posix.read_whole(path / MANIFEST_NAME, MAX_BYTES), str(path / MANIFEST_NAME))

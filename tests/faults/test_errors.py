@@ -13,7 +13,7 @@ import pytest
 
 from tests.faults.scenarios import NEXT, REPLACE, ROLLBACK, Scenario, judge, quick_folder
 from tests.faults.shim import WRITES, FailAt, count_operations, intercepted
-from tests.faults.writers import DirectoryWriter, NaiveWriter, Save, Writer
+from tests.faults.writers import DirectoryWriter, ManagerWriter, NaiveWriter, Save, Writer
 from titan_ckpt import posix
 from titan_ckpt.errors import CheckpointError
 
@@ -64,11 +64,16 @@ def violations(writer: Writer, scenario: Scenario, fault: Fault) -> Iterator[str
                 yield f"{where}: {found}"
 
 
-@pytest.mark.parametrize("scenario", [NEXT, REPLACE, ROLLBACK], ids=lambda scenario: scenario.name)
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_an_error_anywhere_fails_the_save_and_nothing_else(fault: Fault, scenario: Scenario) -> None:
+CASES: list[tuple[Writer, Scenario, Fault]] = [
+    *((DirectoryWriter(), scenario, fault) for scenario in (NEXT, REPLACE, ROLLBACK) for fault in FAULTS),
+    *((ManagerWriter(mode), NEXT, fault) for mode in ("disabled", "thread") for fault in FAULTS),
+]
+
+
+@pytest.mark.parametrize(("writer", "scenario", "fault"), CASES, ids=lambda value: value.name)
+def test_an_error_anywhere_fails_the_save_and_nothing_else(writer: Writer, scenario: Scenario, fault: Fault) -> None:
     """What was there stays loadable, an unfinished save raises, and the next one works once the disk does."""
-    assert list(violations(DirectoryWriter(), scenario, fault)) == []
+    assert list(violations(writer, scenario, fault)) == []
 
 
 def test_the_matrix_catches_a_writer_that_swallows_errors() -> None:

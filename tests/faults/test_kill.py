@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -26,7 +27,7 @@ from tests.faults.scenarios import (
     run_killed,
 )
 from tests.faults.shim import KillAt, Moment, count_operations
-from tests.faults.writers import DirectoryWriter, NaiveWriter, Save, Writer
+from tests.faults.writers import DirectoryWriter, ManagerWriter, NaiveWriter, Save, Writer
 
 MOMENTS: tuple[Moment, ...] = ("before", "half", "after")
 
@@ -54,6 +55,27 @@ def violations(writer: Writer, scenario: Scenario, every: int = 1) -> Iterator[s
 def test_no_operation_is_a_bad_moment_to_be_killed(scenario: Scenario) -> None:
     """Whatever was acknowledged is there, or what was under way is there whole; and the run can go on."""
     assert list(violations(DirectoryWriter(), scenario)) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "scenario", "every"),
+    [
+        ("disabled", NEXT, 1),
+        ("thread", NEXT, 1),
+        ("thread", ROLLBACK, 1),
+        ("disabled", ROLLBACK, 3),
+        ("disabled", FRESH, 3),
+        ("thread", FRESH, 3),
+        ("disabled", SEVERAL, 5),
+        ("thread", SEVERAL, 5),
+    ],
+    ids=lambda value: value.name if isinstance(value, Scenario) else str(value),
+)
+def test_a_manager_may_be_killed_at_any_operation(
+    mode: Literal["disabled", "thread"], scenario: Scenario, every: int
+) -> None:
+    """The same for training runs with model and optimizer, saved in the loop and in a thread; a soak kills at each."""
+    assert list(violations(ManagerWriter(mode), scenario, 1 if SOAK else every)) == []
 
 
 def test_the_matrix_catches_a_naive_writer() -> None:

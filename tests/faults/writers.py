@@ -10,11 +10,14 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
+
+import torch
 
 from tests.faults import small_checkpoints as small
 from titan_ckpt import posix
-from titan_ckpt.config import KeepConfig
+from titan_ckpt.config import CheckpointConfig, KeepConfig, ResumeConfig, SaveConfig
+from titan_ckpt.manager import CheckpointManager
 
 Save = tuple[int, int]
 """(step, value): the value is what every byte of the save is made of."""
@@ -126,3 +129,63 @@ class NaiveWriter:
     def _steps(root: Path) -> list[str]:
         found = [(int(match.group(1)), name) for name in os.listdir(root) if (match := re.search(r"step-(\d+)", name))]
         return [name for _, name in sorted(found)]
+
+
+@dataclass(frozen=True)
+class ManagerWriter:
+    """CheckpointManager with a small real model and optimizer, as a training loop uses it."""
+
+    async_mode: Literal["disabled", "thread", "process"]
+
+    @property
+    def name(self) -> str:
+        return f"manager, {self.async_mode}"
+
+    def run(
+        self,
+        root: Path,
+        saves: Sequence[Save],
+        acknowledge: Callable[[Save], None],
+        resume: int | None = None,
+        keep: int | None = 2,
+    ) -> None:
+        model, optimizer = _model_and_optimizer()
+        save = SaveConfig(
+            interval=1, async_mode=self.async_mode, keep=None if keep is None else KeepConfig(latest=keep)
+        )
+        config = CheckpointConfig(folder=root.name, save=save, resume=ResumeConfig(step=resume))
+        with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=root.parent) as manager:
+            manager.load()
+            for step, value in saves:
+                manager.maybe_wait_for_staging()
+                _fill(model, optimizer, value)
+                manager.save(step)
+                manager.wait()
+                acknowledge((step, value))
+
+    def load(self, root: Path) -> Save | None:
+        model, optimizer = _model_and_optimizer()
+        config = CheckpointConfig(folder=root.name)
+        with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=root.parent) as manager:
+            step = manager.load().step
+        if step == 0:
+            return None
+        state = [value for entry in optimizer.state.values() for value in entry.values()]
+        values = {float(x) for tensor in [*model.state_dict().values(), *state] for x in tensor.reshape(-1)}
+        assert len(values) == 1, f"a mix of saves: {values}"
+        return step, int(values.pop())
+
+
+def _model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    _fill(model, optimizer, -1)
+    return model, optimizer
+
+
+def _fill(model: torch.nn.Module, optimizer: torch.optim.Optimizer, value: int) -> None:
+    """Make every number of the model and of the optimizer's state `value`."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+            optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, value)

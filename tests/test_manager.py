@@ -82,13 +82,14 @@ class Run:
             manager.save(step, last_step=step == last)
 
     def state(self) -> dict[str, Any]:
+        numpy_state: Any = np.random.get_state()  # noqa: NPY002
         return {
             "model": {k: v.clone() for k, v in self.model.state_dict().items()},
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "data": self.data.value,
             "counters": self.counters.value,
-            "rng": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()),  # noqa: NPY002
+            "rng": (random.getstate(), numpy_state[1].tolist(), torch.get_rng_state().tolist()),
         }
 
 

@@ -132,7 +132,7 @@ def local_chunks(value: DTensor) -> Iterator[tuple[Chunk, tuple[slice, ...]]]:
             continue
         if isinstance(placement, _StridedShard):
             total = sum(b - a for a, b in runs[placement.dim])
-            pieces = _split(0, total, placement.split_factor)
+            pieces = _split(0, total, int(placement.split_factor))
             picked = [_split(a, b, size)[coordinate[mesh_dim]] for a, b in pieces]
             runs[placement.dim] = [r for a, b in picked for r in _take(runs[placement.dim], a, b)]
         elif isinstance(placement, Shard):

@@ -177,7 +177,7 @@ def test_resume_asks_for_what_it_cannot_carry_over(tmp_path: Path) -> None:
     resume_on_two(tmp_path)
     run = Run()
     for exclude in ((), ("dataloader",)):
-        config = CheckpointConfig(resume=ResumeConfig(exclude=exclude))  # type: ignore[arg-type]
+        config = CheckpointConfig(resume=ResumeConfig(exclude=exclude))
         with CheckpointManager(config, model_parts=[run.model], dataloader=Position(), base_folder=tmp_path) as manager:
             if exclude:
                 assert manager.load().step == 2

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,8 @@ def test_a_converted_folder_is_a_source_of_a_run(tmp_path: Path, base: Path) -> 
         manager.load()
     ids = torch.arange(8)[None]
     with torch.no_grad():
-        theirs = LlamaForCausalLM.from_pretrained(base).eval()(ids).logits
+        loaded: Any = LlamaForCausalLM.from_pretrained(base)
+        theirs = loaded.eval()(ids).logits
         assert (model(ids) - theirs).abs().max() <= 1e-5
 
 
@@ -126,6 +128,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         """
         import resource, sys, torch
         from pathlib import Path
+from typing import Any
         from safetensors.torch import save_file
         from titan_ckpt.convert import convert
         folder = Path(sys.argv[1])

@@ -37,6 +37,12 @@ def base(tmp_path: Path) -> Path:
     return write_base(tmp_path / "base", seed=0)
 
 
+def reload(folder: Path, **options: Any) -> Any:
+    """Open a folder with transformers, in evaluation mode."""
+    model: Any = LlamaForCausalLM.from_pretrained(folder, **options)
+    return model.eval()
+
+
 def write_base(folder: Path, seed: int) -> Path:
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -93,7 +99,8 @@ class LoraRun:
 
     @torch.no_grad()
     def logits(self) -> torch.Tensor:
-        return self.model(IDS)
+        logits: torch.Tensor = self.model(IDS)
+        return logits
 
 
 EXPORTS = (ExportConfig("hf"), ExportConfig("peft"))
@@ -129,9 +136,10 @@ def test_exports_give_the_same_logits_in_transformers_and_peft(tmp_path: Path, b
     """The merged folder in transformers, base + adapter in PEFT, and our model: within 1e-5."""
     run = trained(tmp_path, base)
     exports = tmp_path / "run" / "exports"
-    merged = LlamaForCausalLM.from_pretrained(exports / "step-4").eval()
-    adapted = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), exports / "step-4-peft").eval()
-    plain = LlamaForCausalLM.from_pretrained(base).eval()
+    merged = reload(exports / "step-4")
+    adapted = PeftModel.from_pretrained(reload(base), str(exports / "step-4-peft"))
+    adapted.eval()
+    plain = reload(base)
     with torch.no_grad():
         assert (merged(IDS).logits - run.logits()).abs().max() <= 1e-5
         assert (adapted(IDS).logits - run.logits()).abs().max() <= 1e-5
@@ -159,7 +167,7 @@ def test_an_adapter_that_peft_wrote_is_a_source(tmp_path: Path, base: Path) -> N
     for name, parameter in theirs.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    theirs.save_pretrained(tmp_path / "adapter")
+    theirs.save_pretrained(str(tmp_path / "adapter"))
     run = LoraRun.build(base)
     with run.manager(tmp_path / "run", [base, tmp_path / "adapter"]) as manager:
         manager.load()
@@ -241,7 +249,7 @@ def test_a_bf16_export_is_the_cast_of_the_weights(tmp_path: Path, base: Path) ->
     config = CheckpointConfig(export=(ExportConfig("hf", dtype="bfloat16"), ExportConfig("dcp", folder="dcp")))
     with CheckpointManager(config, model_parts=[plain], sd_transforms=transforms, base_folder=tmp_path) as manager:
         manager.save(1, last_step=True)
-    back = LlamaForCausalLM.from_pretrained(tmp_path / "exports" / "step-1", dtype=torch.float32).eval()
+    back = reload(tmp_path / "exports" / "step-1", dtype=torch.float32)
     plain.bfloat16().float()
     with torch.no_grad():
         assert (back(IDS).logits - plain(IDS)).abs().max() <= 1e-5

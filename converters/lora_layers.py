@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import skip_init
 
+from converters.lora_merge import spread
 from converters.qat import QuantisedForward
 from titan_ckpt.tensors import Chunk, blocks_of
 
@@ -31,6 +32,8 @@ class Adapter:
     dropout: float
     dora: bool
     dtype: torch.dtype
+    rows: tuple[int, ...] = ()
+    """A fused weight's parts; see lora_merge.AdaptedWeight."""
 
 
 class LoRAUp(nn.Linear):
@@ -66,10 +69,13 @@ class LoRALinear(nn.Linear):
         """Compute both paths, the low-rank one in its own dtype; the result has the base's."""
         base: torch.Tensor = super().forward(input)
         dropped = F.dropout(input, self.adapter.dropout, self.training)
-        low: torch.Tensor = self.lora_b(self.lora_a(dropped.to(self.lora_a.weight.dtype))) * self.adapter.scaling
+        inner = self.lora_a(dropped.to(self.lora_a.weight.dtype))
+        rows = self.adapter.rows
+        low = F.linear(inner, spread(self.lora_b.weight, rows)) if rows else self.lora_b(inner)
+        low = low * self.adapter.scaling
         if not self.adapter.dora:
             return (base + low).to(base.dtype)
-        factor = self.magnitude / _row_norms(self)
+        factor = self.magnitude / self._row_norms()
         # dropout applies to the adapter's share of the base product too; Source: peft, tuners/lora/dora.py
         plain: torch.Tensor = super().forward(dropped) if self.training and self.adapter.dropout else base
         if self.bias is not None:
@@ -83,11 +89,20 @@ class LoRALinear(nn.Linear):
 
     def merged_weight(self) -> torch.Tensor:
         """Return the weight that base and adapter make together, differentiable in the adapter, in the base's dtype."""
-        merged = combine(self.weight, self.lora_a.weight, self.lora_b.weight, self.adapter.scaling)
+        merged = self._combined()
         if self.adapter.dora:
             norms = torch.linalg.vector_norm(merged.detach(), dim=1)
             merged = merged * (self.magnitude / norms)[:, None]
         return merged.to(self.weight.dtype)
+
+    @torch.no_grad()
+    def _row_norms(self) -> torch.Tensor:
+        norms: torch.Tensor = torch.linalg.vector_norm(self._combined(), dim=1)
+        return norms
+
+    def _combined(self) -> torch.Tensor:
+        b = spread(self.lora_b.weight, self.adapter.rows)
+        return combine(self.weight, self.lora_a.weight, b, self.adapter.scaling)
 
 
 class QuantisedLoRALinear(LoRALinear):
@@ -118,6 +133,47 @@ class LoRAEmbedding(nn.Embedding):
         return out
 
 
+class StackAdapter(nn.Module):
+    """A and B of every expert of a stack. Shape: (experts, rank, d2) and (experts, d1, rank) for (experts, d1, d2)."""
+
+    def __init__(self, weight: torch.Tensor, rank: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        num, d1, d2 = weight.shape
+        self.lora_a = nn.Parameter(torch.empty(num, rank, d2, device=weight.device, dtype=dtype))
+        self.lora_b = nn.Parameter(torch.empty(num, d1, rank, device=weight.device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        """Draw every expert's A like a linear module's; B starts at zero."""
+        nn.init.uniform_(self.lora_a, -1 / math.sqrt(self.lora_a.shape[-1]), 1 / math.sqrt(self.lora_a.shape[-1]))
+        nn.init.zeros_(self.lora_b)
+
+
+class AdaptedStacks(nn.Module):
+    """A module of stacked experts' weights, which computes with the merged ones.
+
+    What it does with its stacks is its own, so they are merged before each forward: memory of one layer's stacks.
+    """
+
+    adapters: dict[str, Adapter]
+    """By name of the parameter."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward with the merged stacks in place of its parameters."""
+        merged = {name: self._merged(name, adapter) for name, adapter in self.adapters.items()}
+        # an attribute of the instance hides the registered parameter from `self.name`, and from nothing else
+        self.__dict__.update(merged)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            for name in merged:
+                del self.__dict__[name]
+
+    def _merged(self, name: str, adapter: Adapter) -> torch.Tensor:
+        weight, factors = self._parameters[name], self.get_submodule(f"lora_{name}")
+        assert weight is not None and isinstance(factors, StackAdapter)
+        return combine(weight, factors.lora_a, factors.lora_b, adapter.scaling).to(weight.dtype)
+
+
 class TrainedCopy(nn.Module):
     """A module that is trained in full as a copy, `trained`, while its own parameters stay the frozen base's."""
 
@@ -140,8 +196,9 @@ def combine(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: flo
     return (b.to(dtype) @ a.to(dtype)) * scaling + weight
 
 
-def attach(module: nn.Linear | nn.Embedding, adapter: Adapter, quantised: QuantisedForward | None) -> None:
+def attach(module: nn.Module, adapter: Adapter, quantised: QuantisedForward | None) -> None:
     """Turn the module into its adapted form, in place, with untrained adapters on the same device."""
+    assert isinstance(module, nn.Linear | nn.Embedding)
     where: dict[str, Any] = {"device": module.weight.device, "dtype": adapter.dtype}
     embedding = isinstance(module, nn.Embedding)
     num_out, num_in = module.weight.shape[::-1] if embedding else module.weight.shape
@@ -149,7 +206,7 @@ def attach(module: nn.Linear | nn.Embedding, adapter: Adapter, quantised: Quanti
     base: Any = type(module)
     module.__class__ = _mixed(LoRAEmbedding if embedding else linear, base)
     # skip_init: what is drawn here would be overwritten, and would move the run's generator
-    module.lora_a = skip_init(nn.Linear, num_in, adapter.rank, bias=False, **where)
+    module.lora_a = skip_init(nn.Linear, num_in, adapter.rank * max(1, len(adapter.rows)), bias=False, **where)
     up = nn.Linear if embedding else LoRAUp
     module.lora_b = skip_init(up, adapter.rank, num_out, bias=False, **where)
     if adapter.dora:
@@ -157,6 +214,17 @@ def attach(module: nn.Linear | nn.Embedding, adapter: Adapter, quantised: Quanti
     if quantised is not None:
         module.quantised = quantised  # type: ignore[assignment]
     module.adapter = adapter  # type: ignore[assignment]
+
+
+def attach_to_stack(module: nn.Module, name: str, adapter: Adapter) -> None:
+    """Put an adapter beside a parameter of stacked experts, in place."""
+    if not isinstance(module, AdaptedStacks):
+        base: Any = type(module)
+        module.__class__ = _mixed(AdaptedStacks, base)
+        module.__dict__["adapters"] = {}
+    assert isinstance(module, AdaptedStacks)
+    module.adapters[name] = adapter
+    module.add_module(f"lora_{name}", StackAdapter(module.get_parameter(name), adapter.rank, adapter.dtype))
 
 
 def attach_copy(module: nn.Module, dtype: torch.dtype) -> None:
@@ -182,6 +250,10 @@ def initialize_adapter(module: nn.Module, fqn: str, wanted: Callable[[str], bool
             if wanted(f"{fqn}.trained.{name}"):
                 _fill(value, _whole(base[name]))
         return
+    if isinstance(module, AdaptedStacks):
+        for name in module.adapters:
+            _initialize_stack(module.get_submodule(f"lora_{name}"), f"{fqn}.lora_{name}", wanted, seed)
+        return
     assert isinstance(module, LoRALinear | LoRAEmbedding)
     random, zero = ("lora_b", "lora_a") if isinstance(module, LoRAEmbedding) else ("lora_a", "lora_b")
     if wanted(name := f"{fqn}.{random}.weight"):
@@ -196,9 +268,18 @@ def initialize_adapter(module: nn.Module, fqn: str, wanted: Callable[[str], bool
         _fill(_weight(module, "lora_magnitude"), rows)
 
 
+def _initialize_stack(factors: nn.Module, fqn: str, wanted: Callable[[str], bool], seed: int) -> None:
+    assert isinstance(factors, StackAdapter)
+    if wanted(name := f"{fqn}.lora_a"):
+        _fill(factors.lora_a, _linear_values(factors.lora_a.shape, _generator(name, seed)))
+    if wanted(f"{fqn}.lora_b"):
+        for block in blocks_of(factors.lora_b):
+            block.data.zero_()
+
+
 def _linear_values(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
     """kaiming_uniform(a=sqrt(5)), the initial values of a linear module."""
-    return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
+    return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[-1])
 
 
 def _embedding_values(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
@@ -223,13 +304,6 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     """Return the tensor with all its values. Collective for a sharded one."""
     full: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return full.detach()
-
-
-@torch.no_grad()
-def _row_norms(module: LoRALinear) -> torch.Tensor:
-    merged = combine(module.weight, module.lora_a.weight, module.lora_b.weight, module.adapter.scaling)
-    norms: torch.Tensor = torch.linalg.vector_norm(merged, dim=1)
-    return norms
 
 
 def _weight(module: nn.Module, child: str) -> torch.Tensor:

@@ -5,9 +5,9 @@ Owns the arithmetic of merging on shards. Changes nothing live; holds one tensor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -19,69 +19,86 @@ from titan_ckpt.types import StateDict
 
 _LISTED = 4
 
+Form = Literal["linear", "embedding", "stack"]
+"""A linear module's weight, an embedding table, or the 3-D parameter of all experts."""
+
 
 @dataclass(frozen=True, slots=True)
-class AdaptedModule:
-    """One module's adapter, as far as names and state dicts know it."""
+class AdaptedWeight:
+    """One adapter, as far as names and state dicts know it."""
 
     fqn: str
+    """Of the module; of a stack of experts the parameter's own."""
+    form: Form
     rank: int
     alpha: float
     scaling: float
+    rows: tuple[int, ...] = ()
+    """A fused weight's parts, each with an adapter of its own: A holds one after another, B's rows are each part's."""
     dora: bool = False
-    embedding: bool = False
     tied: bool = False
     """The base weight is also another module's: to merge would change that one too."""
 
     @property
     def weight(self) -> str:
-        return f"{self.fqn}.weight"
+        return self.fqn if self.form == "stack" else f"{self.fqn}.weight"
 
     @property
     def lora_a(self) -> str:
-        return f"{self.fqn}.lora_a.weight"
+        return self._beside("lora_a")
 
     @property
     def lora_b(self) -> str:
-        return f"{self.fqn}.lora_b.weight"
+        return self._beside("lora_b")
 
     @property
     def lora_magnitude(self) -> str:
-        return f"{self.fqn}.lora_magnitude.weight"
+        return self._beside("lora_magnitude")
 
     @property
     def owned(self) -> tuple[str, ...]:
         """The fqns this adapter added."""
         return (self.lora_a, self.lora_b, *((self.lora_magnitude,) if self.dora else ()))
 
+    def _beside(self, name: str) -> str:
+        if self.form != "stack":
+            return f"{self.fqn}.{name}.weight"
+        module, _, parameter = self.fqn.rpartition(".")
+        return f"{module}.lora_{parameter}.{name}"
 
-def merged(module: AdaptedModule, tensors: Mapping[str, torch.Tensor | LazyTensor]) -> LazyTensor:
-    """Return the module's merged weight, of which every rank computes its own chunks.
+
+def merged(adapted: AdaptedWeight, tensors: Mapping[str, torch.Tensor | LazyTensor]) -> LazyTensor:
+    """Return the merged weight, of which every rank computes its own chunks.
 
     In float32 inside (float64 for a float64 base), rounded once to the base's dtype.
     """
-    weight = tensors[module.weight]
-    a, b = (tensors[name] for name in (module.lora_a, module.lora_b))
-    magnitude = tensors[module.lora_magnitude] if module.dora else None
+    weight = tensors[adapted.weight]
+    a, b = (tensors[name] for name in (adapted.lora_a, adapted.lora_b))
+    magnitude = tensors[adapted.lora_magnitude] if adapted.dora else None
     assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
 
     @torch.no_grad()
     def blocks() -> list[Block]:
         # gathered here and dropped again: both are small against the weight, and every rank takes part
         dtype = torch.promote_types(info_of(weight).dtype, torch.float32)
-        left, right = _whole(b).to(dtype), _whole(a).to(dtype)
-        if module.embedding:
+        left, right = spread(_whole(b), adapted.rows).to(dtype), _whole(a).to(dtype)
+        if adapted.form == "embedding":
             left, right = right.t(), left.t()
         factor = None
         if magnitude is not None:
             assert isinstance(magnitude, torch.Tensor)
-            factor = _whole(magnitude).to(dtype) / _row_norms(weight, left, right, module.scaling)
-        return [_merge(block, left, right, module.scaling, factor) for block in blocks_of(weight)]
+            factor = _whole(magnitude).to(dtype) / _row_norms(weight, left, right, adapted.scaling)
+        return [_merge(block, left, right, adapted.scaling, factor) for block in blocks_of(weight)]
 
     parts = (weight, a, b, *(() if magnitude is None else (magnitude,)))
     collective = any(part.collective if isinstance(part, LazyTensor) else isinstance(part, DTensor) for part in parts)
     like = weight.like if isinstance(weight, LazyTensor) else weight
     return LazyTensor(info_of(weight), blocks, collective=collective, like=like)
+
+
+def spread(b: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Return B as a factor of the whole weight: of a fused weight each part's rows see their own part of A only."""
+    return torch.block_diag(*b.split(list(rows))) if rows else b
 
 
 def rounded(value: torch.Tensor | LazyTensor, dtype: torch.dtype) -> torch.Tensor | LazyTensor:
@@ -98,7 +115,7 @@ def rounded(value: torch.Tensor | LazyTensor, dtype: torch.dtype) -> torch.Tenso
     return LazyTensor(TensorInfo(info.shape, dtype), blocks, like=value)
 
 
-def check_adapters(modules: Mapping[str, AdaptedModule], tensors: StateDict, copies: Collection[str]) -> None:
+def check_adapters(adapters: Mapping[str, AdaptedWeight], tensors: StateDict, copies: Collection[str]) -> None:
     """Refuse adapters that mean nothing, before they are merged. Collective over all ranks, by the job's store.
 
     `copies`: trained copies of whole tensors; beside them an adapter needs no effect of its own.
@@ -106,30 +123,30 @@ def check_adapters(modules: Mapping[str, AdaptedModule], tensors: StateDict, cop
     """
     broken: list[Any] = [name for name in copies if name in tensors and not _finite(tensors[name])]
     effective: list[Any] = []
-    for module in modules.values():
-        if module.lora_a not in tensors:
+    for adapted in adapters.values():
+        if adapted.lora_a not in tensors:
             continue
-        broken += [name for name in module.owned if not _finite(tensors[name])]
+        broken += [name for name in adapted.owned if not _finite(tensors[name])]
         # a shard of A may be here and the matching shard of B on another rank: only all together have an effect
-        for name in (module.lora_a, module.lora_b):
+        for name in (adapted.lora_a, adapted.lora_b):
             effective += [name] if any(bool(block.data.any()) for block in blocks_of(tensors[name])) else []
     everywhere: Any = Coordinator.current().gather("adapter-check", {"broken": broken, "effective": effective})
     broken = sorted({name for rank in everywhere for name in rank["broken"]})
     union = {name for rank in everywhere for name in rank["effective"]}
     if broken:
         raise ExportError(f"{len(broken)} adapter tensor(s) hold NaN or infinite values: {_listed(broken)}")
-    if not copies and not any({m.lora_a, m.lora_b} <= union for m in modules.values()):
+    if not copies and not any({m.lora_a, m.lora_b} <= union for m in adapters.values()):
         raise ExportError(
-            f"none of the {len(modules)} adapters has any effect (A or B is zero everywhere): "
+            f"none of the {len(adapters)} adapters has any effect (A or B is zero everywhere): "
             "what would be exported is the base. Was anything trained, or was the adapter's source loaded?"
         )
 
 
 def _merge(block: Block, left: torch.Tensor, right: torch.Tensor, scaling: float, factor: torch.Tensor | None) -> Block:
     """Return the block of left @ right * scaling + weight, with one rounding; `block.data` is left as it was."""
-    rows, columns = (slice(o, o + n) for o, n in zip(block.chunk.offsets, block.chunk.sizes, strict=True))
+    *expert, rows, columns = (slice(o, o + n) for o, n in zip(block.chunk.offsets, block.chunk.sizes, strict=True))
     # in place on the product: no float32 copy of the weight, and a tensor subclass in `data` gives plain values
-    result = (left[rows] @ right[:, columns]).mul_(scaling).add_(block.data)
+    result = (left[(*expert, rows)] @ right[(*expert, slice(None), columns)]).mul_(scaling).add_(block.data)
     if factor is not None:
         result.mul_(factor[rows, None])
     return Block(block.chunk, result.to(block.data.dtype))
@@ -147,7 +164,7 @@ def _row_norms(
     layout = weight.like if isinstance(weight, LazyTensor) else weight
     if isinstance(layout, DTensor) and any(getattr(p, "dim", 0) == 1 for p in layout.placements):
         # decided by placement and not by what is here: a rank with an empty shard has to take part in the gather
-        blocks = [Block(Chunk.whole(layout.shape), _whole(weight))]
+        blocks: Iterable[Block] = [Block(Chunk.whole(layout.shape), _whole(weight))]
     else:
         blocks = blocks_of(weight)
     for block in blocks:

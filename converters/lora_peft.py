@@ -6,19 +6,19 @@ Source: peft, utils/save_and_load.py and tuners/lora/config.py.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from converters.lora_config import LoRAConfig
-from converters.lora_merge import AdaptedModule
+from converters.lora_merge import AdaptedWeight
 from titan_ckpt.errors import KeyMapError
-from titan_ckpt.keymap import IDENTITY, Identity, KeyGroup, KeyMap, KeyRule, PermuteRotary
+from titan_ckpt.keymap import IDENTITY, Identity, KeyGroup, KeyMap, KeyRule, PermuteRotary, Split, Unstack
 
+logger = logging.getLogger(__name__)
 _PREFIX = "base_model.model."
-_ROW_OPS = (Identity, PermuteRotary)
-"""What may happen to a weight's rows so that the same can happen to B's: no more than a change of their order."""
 
 
 class PeftAdapter:
@@ -27,7 +27,7 @@ class PeftAdapter:
     def __init__(
         self,
         config: LoRAConfig,
-        adapted: Mapping[str, AdaptedModule],
+        adapted: Mapping[str, AdaptedWeight],
         copied: Mapping[str, str],
         others: Sequence[str],
     ) -> None:
@@ -43,9 +43,9 @@ class PeftAdapter:
         """
         rules: list[KeyRule] = []
         problems: list[str] = []
-        for module in self._adapted.values():
+        for adapted in self._adapted.values():
             try:
-                rules += _adapter_rules(module, base)
+                rules += _adapter_rules(adapted, base)
             except KeyMapError as error:
                 problems.append(str(error))
         for trained, fqn in self._copied.items():
@@ -55,29 +55,30 @@ class PeftAdapter:
             else:
                 problems.append(f"{fqn}: stored as {', '.join(group.keys)}, and a copy of it cannot be")
         if problems:
-            raise KeyMapError(f"{len(problems)} adapted module(s) have no name in PEFT\n  " + "\n  ".join(problems))
+            raise KeyMapError(f"{len(problems)} adapter(s) have no name in PEFT\n  " + "\n  ".join(problems))
         return KeyMap(tuple(rules))
 
     def file_config(self, base: KeyMap) -> dict[str, Any]:
         """Return adapter_config.json without the base's identity: what PEFT reads, and what vLLM insists on."""
         config = self._config
-        names = {fqn: _module_key(fqn, base) for fqn in self._adapted}
-        own = self._adapted
-        copied = {_module_key(fqn.rpartition(".")[0], base) for fqn in self._copied.values()}
+        modules = {key: a for a in self._adapted.values() for key in _modules(base.group_of_fqn(a.weight))}
+        others = [key for fqn in self._others for key in _known(fqn, base)]
+        _warn_of_lost_experts(self._adapted.values(), base)
+        copied = {key for fqn in self._copied.values() for key in _modules(base.group_of_fqn(fqn))}
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "r": config.rank,
             "lora_alpha": _json_number(config.alpha),
-            "target_modules": _shortest(list(names.values()), list(_known(self._others, base))),
+            "target_modules": _shortest(list(modules), others),
             "lora_dropout": config.dropout,
             "bias": "none",
             "use_rslora": config.use_rslora,
             "use_dora": config.use_dora,
             "fan_in_fan_out": False,
             "inference_mode": True,
-            "rank_pattern": {names[f]: m.rank for f, m in own.items() if m.rank != config.rank},
-            "alpha_pattern": {names[f]: _json_number(m.alpha) for f, m in own.items() if m.alpha != config.alpha},
+            "rank_pattern": {key: a.rank for key, a in modules.items() if a.rank != config.rank},
+            "alpha_pattern": {key: _json_number(a.alpha) for key, a in modules.items() if a.alpha != config.alpha},
             "modules_to_save": sorted(copied) or None,
         }
 
@@ -93,52 +94,81 @@ class PeftAdapter:
         for name, value in expected.items():
             if found.get(name, "none" if name == "bias" else False) != value:
                 problems.append(f"{name} is {found[name]!r}, expected {value!r}")
-        for fqn, module in self._adapted.items():
-            key = _module_key(fqn, base)
-            rank = _from_pattern(found.get("rank_pattern") or {}, key, found.get("r", 8))
-            alpha = _from_pattern(found.get("alpha_pattern") or {}, key, found.get("lora_alpha", 8))
-            scaling = alpha / (math.sqrt(rank) if found.get("use_rslora") else rank)
-            if rank != module.rank or not math.isclose(scaling, module.scaling):
-                expected_here = f"rank {module.rank} scaled by {module.scaling:g}"
-                problems.append(f"{key}: rank {rank} scaled by {scaling:g}, expected {expected_here}")
+        for adapted in self._adapted.values():
+            for key in _modules(base.group_of_fqn(adapted.weight)):
+                rank = _from_pattern(found.get("rank_pattern") or {}, key, found.get("r", 8))
+                alpha = _from_pattern(found.get("alpha_pattern") or {}, key, found.get("lora_alpha", 8))
+                scaling = alpha / (math.sqrt(rank) if found.get("use_rslora") else rank)
+                if rank != adapted.rank or not math.isclose(scaling, adapted.scaling):
+                    expected_here = f"rank {adapted.rank} scaled by {adapted.scaling:g}"
+                    problems.append(f"{key}: rank {rank} scaled by {scaling:g}, expected {expected_here}")
         return problems
 
 
-def _adapter_rules(module: AdaptedModule, base: KeyMap) -> Iterator[KeyRule]:
-    group = _group(module.fqn, base)
-    key = _PREFIX + group.keys[0].removesuffix(".weight")
-    if module.embedding:
-        yield KeyRule.of(module.lora_a, f"{key}.lora_embedding_A")
-        yield KeyRule.of(module.lora_b, f"{key}.lora_embedding_B")
-        return
-    yield KeyRule.of(module.lora_a, f"{key}.lora_A.weight", IDENTITY)
-    yield KeyRule.of(module.lora_b, f"{key}.lora_B.weight", group.op)
-    if module.dora:
-        yield KeyRule.of(module.lora_magnitude, f"{key}.lora_magnitude_vector", group.op)
+def _adapter_rules(adapted: AdaptedWeight, base: KeyMap) -> Iterator[KeyRule]:
+    """Yield how A, B and the magnitude follow what the base's table does to the weight.
+
+    Raises: KeyMapError where they cannot.
+    """
+    group = base.group_of_fqn(adapted.weight)
+    keys = [_PREFIX + key for key in _modules(group)]
+
+    def named(suffix: str) -> list[str]:
+        return [f"{key}.{suffix}" for key in keys]
+
+    if adapted.form == "embedding" and isinstance(group.op, Identity):
+        yield KeyRule.of(adapted.lora_a, named("lora_embedding_A"))
+        yield KeyRule.of(adapted.lora_b, named("lora_embedding_B"))
+    elif adapted.form == "stack" and isinstance(group.op, Unstack):
+        # where the file has W transposed, (B A)^T = A^T B^T: the two change places
+        a, b = ("lora_B", "lora_A") if group.op.transpose else ("lora_A", "lora_B")
+        yield KeyRule.of(adapted.lora_a, named(f"{a}.weight"), group.op)
+        yield KeyRule.of(adapted.lora_b, named(f"{b}.weight"), group.op)
+    elif adapted.form == "linear" and _keeps_rows(group, adapted.rows):
+        parts = Split((adapted.rank,) * len(adapted.rows)) if adapted.rows else IDENTITY
+        yield KeyRule.of(adapted.lora_a, named("lora_A.weight"), parts)
+        yield KeyRule.of(adapted.lora_b, named("lora_B.weight"), group.op)
+        if adapted.dora:
+            yield KeyRule.of(adapted.lora_magnitude, named("lora_magnitude_vector"), group.op)
+    else:
+        files = f"{', '.join(group.keys[:2])}{', ...' if len(group.keys) > 2 else ''}"
+        what = f"{adapted.fqn}: stored as {files} ({type(group.op).__name__})"
+        raise KeyMapError(f"{what}, and a low-rank product cannot follow", (adapted.fqn,))
 
 
-def _group(fqn: str, base: KeyMap) -> KeyGroup:
-    group = base.group_of_fqn(f"{fqn}.weight")
-    if not isinstance(group.op, _ROW_OPS) or not group.keys[0].endswith(".weight"):
-        raise KeyMapError(
-            f"{fqn}: stored as {', '.join(group.keys[:2])}{', ...' if len(group.keys) > 2 else ''} "
-            f"({type(group.op).__name__}), and a low-rank product cannot follow",
-            (fqn,),
+def _warn_of_lost_experts(adapted: Collection[AdaptedWeight], base: KeyMap) -> None:
+    """Say where PEFT on transformers 5, which fuses experts' projections as it loads, would leave an adapter out.
+
+    Source: peft, utils/transformers_weight_conversion.py _convert_peft_config_moe, which goes by last parts of names.
+    """
+    last: dict[bool, set[str]] = {True: set(), False: set()}
+    for one in adapted:
+        keys = _modules(base.group_of_fqn(one.weight))
+        last[one.form == "stack"].update(key.rpartition(".")[2] for key in keys)
+    if both := sorted(last[True] & last[False]):
+        logger.warning(
+            "PEFT on transformers 5 ignores the adapters of dense modules called %s beside those of experts called "
+            "alike; the files are right, and other readers use all of them",
+            ", ".join(both),
         )
-    return group
 
 
-def _module_key(fqn: str, base: KeyMap) -> str:
-    return base.group_of_fqn(f"{fqn}.weight").keys[0].removesuffix(".weight")
+def _keeps_rows(group: KeyGroup, rows: tuple[int, ...]) -> bool:
+    """Say whether B can follow: rows in another order, or cut where the adapter is cut."""
+    return isinstance(group.op, Identity | PermuteRotary) or (isinstance(group.op, Split) and group.op.rows == rows)
 
 
-def _known(fqns: Iterable[str], base: KeyMap) -> Iterator[str]:
-    """Yield the other tool's names of modules that it has."""
-    for fqn in fqns:
-        try:
-            yield from (key.removesuffix(".weight") for key in base.group_of_fqn(f"{fqn}.weight").keys)
-        except KeyMapError:
-            continue
+def _modules(group: KeyGroup) -> list[str]:
+    """Return the other tool's modules that hold the weight."""
+    return [key.removesuffix(".weight") for key in group.keys]
+
+
+def _known(weight: str, base: KeyMap) -> list[str]:
+    """Return the other tool's modules of a weight, if it has that at all."""
+    try:
+        return _modules(base.group_of_fqn(weight))
+    except KeyMapError:
+        return []
 
 
 def _shortest(adapted: Sequence[str], others: Sequence[str]) -> list[str]:

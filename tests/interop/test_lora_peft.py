@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig as Qwen3MoeHFConfig
 
 from converters import ModelConverters, from_tables
 from titan_ckpt.config import CheckpointConfig, ExportConfig, InitialLoadConfig, ResumeConfig, SaveConfig
 from titan_ckpt.errors import LoadMismatchError
+from titan_ckpt.keymap import KeyMap, KeyRule, Split
 from titan_ckpt.manager import CheckpointManager
+from titan_ckpt.models import qwen3_moe
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
 from titan_ckpt.transforms import StateDictTransforms
 
@@ -89,13 +93,17 @@ def hf_base(folder: Path) -> LlamaForCausalLM:
 def native(ours: dict[str, Any]) -> tuple[Llama3, ModelConverters]:
     model = Llama3(TINY)
     model.init_weights()
+    return model, native_on(model, ours)
+
+
+def native_on(model: nn.Module, ours: dict[str, Any]) -> ModelConverters:
     converters = from_tables([{"kind": "lora", **ours}])
-    converters.convert(model)
-    return model.eval(), converters
+    converters.convert(model.eval())
+    return converters
 
 
 def manager(
-    model: Llama3, converters: ModelConverters, folder: Path, *sources: Path, **config: Any
+    model: Llama3 | qwen3_moe.Qwen3Moe, converters: ModelConverters, folder: Path, *sources: Path, **config: Any
 ) -> CheckpointManager:
     return CheckpointManager(
         CheckpointConfig(initial_load=tuple(InitialLoadConfig(str(path)) for path in sources), **config),
@@ -161,6 +169,103 @@ def test_peft_adapter_in_ours(name: str, tmp_path: Path) -> None:
         result = m.load()
     assert not result.report.initialised
     assert (logits(model) - logits(tuned.eval())).abs().max() <= 1e-5
+
+
+class FusedFeedForward(nn.Module):
+    """SwiGLU with one matrix for gate and up."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.w13 = nn.Linear(dim, 2 * hidden, bias=False)
+        self.w2 = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.w13(x).chunk(2, dim=-1)
+        out: torch.Tensor = self.w2(F.silu(gate) * up)
+        return out
+
+
+class FusedLlama(Llama3):
+    """A Llama whose gate and up projections are one, as the table says."""
+
+    def __init__(self) -> None:
+        super().__init__(TINY)
+        for layer in self.layers.values():
+            layer.add_module("feed_forward", FusedFeedForward(TINY.dim, TINY.ffn_dim))
+
+    def key_map(self) -> KeyMap:
+        mine, hf = "layers.{i}.feed_forward", "model.layers.{i}.mlp"
+        rest = [rule for rule in super().key_map().rules if ".feed_forward.w1" not in rule.native[0]]
+        fused = KeyRule.of(
+            f"{mine}.w13.weight", [f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"], Split((TINY.ffn_dim,) * 2)
+        )
+        return KeyMap((fused, *(rule for rule in rest if ".feed_forward.w3" not in rule.native[0])))
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_an_adapter_on_a_fused_weight_is_one_per_part(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Gate and up in one matrix have an A and a B each, so PEFT's two adapters go in and out exactly, and merge."""
+    base = hf_base(tmp_path / "base")
+    theirs = LoraConfig(r=4, lora_alpha=8, target_modules=["gate_proj", "up_proj"], task_type="CAUSAL_LM", **settings)
+    tuned = get_peft_model(base, theirs)
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    tuned.save_pretrained(str(tmp_path / "adapter"))
+    model = FusedLlama()
+    converters = from_tables([{"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["w13"], **settings}])
+    converters.convert(model)
+    exports = (ExportConfig("peft"), ExportConfig("hf"))
+    with manager(model, converters, tmp_path / "run", tmp_path / "base", tmp_path / "adapter", export=exports) as m:
+        m.load()
+        assert (logits(model) - logits(tuned.eval())).abs().max() <= 1e-5
+        m.save(1, last_step=True)
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "run/exports/step-1")
+    assert (logits(merged) - logits(model)).abs().max() <= 1e-5
+    again = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    ours = PeftModel.from_pretrained(
+        LlamaForCausalLM.from_pretrained(tmp_path / "base"), str(tmp_path / "run/exports/step-1-peft")
+    )
+    assert torch.equal(logits(ours), logits(again))
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")  # PEFT's own
+@pytest.mark.parametrize("targets", [["wq", "wv"], ["experts.w2"], ["wq", "experts.w1", "experts.w2", "experts.w3"]])
+def test_adapters_on_experts_in_peft(targets: list[str], tmp_path: Path) -> None:
+    """Stacked experts are written one by one; PEFT, whose model fuses them again, gives the same logits."""
+    shape = replace(qwen3_moe.FLAVORS["debug-1m"], dim=32, num_layers=2, head_dim=16, ffn_dim=64, vocab_size=96)
+    shape = replace(shape, num_experts=4, expert_dim=32)
+    torch.manual_seed(1)
+    base = Qwen3MoeForCausalLM(Qwen3MoeHFConfig.from_dict(shape.to_hf()))
+    with torch.no_grad():
+        for parameter in base.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    base.save_pretrained(tmp_path / "base")
+    model = qwen3_moe.Qwen3Moe(shape)
+    model.init_weights()
+    converters = from_tables([{"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": targets}])
+    converters.convert(model.eval())
+    exports = (ExportConfig("peft"), ExportConfig("hf"))
+    with manager(model, converters, tmp_path / "run", tmp_path / "base", export=exports) as m:
+        m.load()
+        randomise(model, converters)
+        m.save(1, last_step=True)
+    assert (logits(model) - logits(base)).abs().max() > 1e-2
+    merged = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "run/exports/step-1")
+    assert (logits(merged) - logits(model)).abs().max() <= 1e-5
+    tuned = PeftModel.from_pretrained(base, str(tmp_path / "run/exports/step-1-peft"))
+    assert (logits(tuned) - logits(model)).abs().max() <= 1e-5
+
+
+def test_experts_and_dense_modules_of_one_name_come_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """PEFT would drop the dense layer's adapters and say nothing, so this side says it."""
+    model = qwen3_moe.Qwen3Moe(replace(qwen3_moe.FLAVORS["debug-1m"], num_layers=2))
+    adapter = native_on(model, {"target_modules": ["w1", "w2", "w3"]}).state_dict_adapter()
+    assert adapter is not None
+    with caplog.at_level("WARNING"):
+        adapter.file_config(model.key_map())
+    assert "ignores the adapters of dense modules called down_proj, gate_proj, up_proj" in caplog.text
 
 
 def test_a_second_run_goes_on_from_base_and_adapter(tmp_path: Path) -> None:

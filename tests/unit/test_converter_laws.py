@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
+from torch import nn
+
 from converters import ModelConverters, from_tables
+from titan_ckpt.models import qwen3, qwen3_moe
 from titan_ckpt.testing import ConverterTests
 
 _LORA = {"kind": "lora", "rank": 4, "target_modules": ["wq", "wk", "wv", "wo", "w1", "w2", "w3"]}
@@ -17,6 +21,19 @@ class _TableTests(ConverterTests):
 
     def make_converter(self) -> ModelConverters:
         return from_tables(self.tables)
+
+
+class _Qwen3Tests(_TableTests):
+    def make_model(self) -> nn.Module:
+        shape = replace(qwen3.FLAVORS["debug-2m"], dim=64, num_layers=2, head_dim=16, ffn_dim=128)
+        return qwen3.Qwen3(replace(shape, vocab_size=96, max_seq_len=32))
+
+
+class _Qwen3MoeTests(_TableTests):
+    def make_model(self) -> nn.Module:
+        shape = qwen3_moe.FLAVORS["debug-1m"]
+        shape = replace(shape, dim=64, num_layers=2, head_dim=16, ffn_dim=128, vocab_size=96, max_seq_len=32)
+        return qwen3_moe.Qwen3Moe(replace(shape, num_experts=3, expert_dim=32))
 
 
 class TestLoRA(_TableTests):
@@ -86,3 +103,29 @@ class TestFloat8AndLoRA(_TableTests):
 
 class TestFloat8GatheredAndLoRA(_TableTests):
     tables: ClassVar = [{**_FLOAT8, "fsdp_all_gather": True}, _LORA]
+
+
+class TestLoRAOnQwen3(_Qwen3Tests):
+    tables: ClassVar = [_LORA]
+
+
+class TestQATAndLoRAOnQwen3(_Qwen3Tests):
+    tables: ClassVar = [_INT4, _LORA]
+
+
+class TestFloat8AndDoRAOnQwen3(_Qwen3Tests):
+    tables: ClassVar = [_FLOAT8, {**_LORA, "use_dora": True}]
+
+
+class TestLoRAOnExperts(_Qwen3MoeTests):
+    """Also on stacks of three experts, which two ranks share unevenly."""
+
+    tables: ClassVar = [{**_LORA, "target_modules": ["wq", "experts.w1", "experts.w2", "experts.w3"]}]
+
+
+class TestQATAndLoRAOnQwen3Moe(_Qwen3MoeTests):
+    tables: ClassVar = [_INT4, {**_LORA, "target_modules": ["wq", "w1", "w2", "w3"]}]
+
+
+class TestFloat8AndLoRAOnQwen3Moe(_Qwen3MoeTests):
+    tables: ClassVar = [_FLOAT8, _LORA]

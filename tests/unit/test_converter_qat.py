@@ -71,7 +71,7 @@ def test_what_trains_is_what_quantising_the_export_gives(scheme: Scheme, adapter
     losses = train(model)
     assert losses[-1] < losses[0] - 0.2
     exported = ModelWrapper([model], converters).state_dict("export")
-    state = {fqn: blocks_of(value)[0].data for fqn, value in exported.items()}
+    state = {fqn: next(iter(blocks_of(value))).data for fqn, value in exported.items()}
     with torch.no_grad():
         assert torch.equal(torchao_quantised(state, scheme)(TOKENS), model(TOKENS))
 

@@ -130,7 +130,7 @@ class ConverterTests(ABC):
         export = specimen.state_dict(last_step=True)
         assert {fqn: info_of(value) for fqn, value in export.items()} == specimen.base
         for fqn, value in export.items():
-            blocks = blocks_of(value)
+            blocks = list(blocks_of(value))
             assert {type(block.data) for block in blocks} <= {torch.Tensor}, fqn
             assert {block.data.dtype for block in blocks} <= {specimen.base[fqn].dtype}, fqn
             assert all(tuple(block.data.shape) == block.chunk.sizes for block in blocks), fqn
@@ -139,7 +139,7 @@ class ConverterTests(ABC):
     def test_export_does_not_depend_on_sharding(self) -> None:
         """Every chunk of the export is that of the whole model's export, up to the order of a sum."""
         specimen, whole = self._specimen(), self._specimen(sharded=False)
-        expected = {f: blocks_of(v)[0].data for f, v in whole.state_dict(last_step=True).items()}
+        expected = {f: next(iter(blocks_of(v))).data for f, v in whole.state_dict(last_step=True).items()}
         for fqn, value in specimen.state_dict(last_step=True).items():
             for block in blocks_of(value):
                 there = expected[fqn][block.chunk.within(Chunk.whole(expected[fqn].shape))]
@@ -172,7 +172,7 @@ class ConverterTests(ABC):
             names, values = list(given), list(given.values())
             made = specimen.converter.state_dict_transform(given, last_step)
             for value in made.values():
-                blocks_of(value)
+                list(blocks_of(value))
             assert made is not given
             assert list(given) == names and all(a is b for a, b in zip(given.values(), values, strict=True))
             for fqn, value in specimen.raw.items():

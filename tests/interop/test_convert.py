@@ -135,7 +135,8 @@ from typing import Any
         convert(folder / "small", folder / "warm", "native")
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         convert(folder / "hf", folder / "native", "native")
-        convert(folder / "native", folder / "back", "hf", hf_config={"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+        config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+        convert(folder / "native", folder / "back", "hf", hf_config=config)
         print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
         """
     )

@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_ckpt.models.config import DecoderConfig
+from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.layers import INIT_STD, ExactBuffers, TransformerBlock
 
 ConfigT = TypeVar("ConfigT", bound=DecoderConfig)
 
 
-class Decoder(ExactBuffers, Generic[ConfigT]):
-    """A causal language model. May be built under `torch.device("meta")`; values come from `init_weights` or a load.
+class Decoder(ExactBuffers, LanguageModel, Generic[ConfigT]):
+    """A causal language model made of equal blocks.
 
     A tied model has no `output`: it uses the embedding matrix, so nothing can untie it.
     A pipeline stage is a model whose `tok_embeddings`, `layers`, `norm` or `output` were removed: layers keep their
@@ -28,6 +29,8 @@ class Decoder(ExactBuffers, Generic[ConfigT]):
     """
 
     rope_table: torch.Tensor
+    layers: nn.ModuleDict
+    max_seq_len: int
 
     def __init__(
         self,
@@ -37,6 +40,8 @@ class Decoder(ExactBuffers, Generic[ConfigT]):
     ) -> None:
         super().__init__()
         self.config = config
+        self.vocab_size = config.vocab_size
+        self.max_seq_len = config.max_seq_len
         self.make_rope_table = make_rope_table
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
@@ -51,8 +56,8 @@ class Decoder(ExactBuffers, Generic[ConfigT]):
 
         Shape: (batch, seq) token ids, or (batch, seq, dim) on a later stage; (batch, seq, vocab) out.
         """
-        if tokens.shape[1] > self.config.max_seq_len:
-            raise ValueError(f"{tokens.shape[1]} tokens are longer than max_seq_len {self.config.max_seq_len}")
+        if tokens.shape[1] > self.max_seq_len:
+            raise ValueError(f"{tokens.shape[1]} tokens are longer than max_seq_len {self.max_seq_len}")
         x = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         table = self.rope_table[: tokens.shape[1]]
         for layer in self.layers.values():

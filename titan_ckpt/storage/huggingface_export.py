@@ -43,6 +43,8 @@ _COPIED = (
 _FROM_BASE = ("auto_map", "bos_token_id", "eos_token_id", "pad_token_id")
 """What config.json takes from the base's where the model itself does not say: it goes with the copied files."""
 _OUTPUT = "lm_head.weight"
+_OUTPUTS = (_OUTPUT, "embed_out.weight", "head.weight", "decoder.weight", "output_projection.weight")
+"""What the output matrix is called: almost always the first; in GPT-NeoX, RWKV, ModernBERT and BioGPT the others."""
 
 
 def export_huggingface(
@@ -128,7 +130,7 @@ def _check_tied(config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> N
     wrong = "config says tie_word_embeddings = {} and the export has {} {}: one of them is wrong"
     if tied and _OUTPUT in infos:
         raise ExportError(wrong.format("true", "a", _OUTPUT))
-    if tied is False and causal and _OUTPUT not in infos:
+    if tied is False and causal and not any(key in infos for key in _OUTPUTS):
         raise ExportError(wrong.format("false", "no", _OUTPUT))
 
 

@@ -1,0 +1,179 @@
+"""Any causal language model of the transformers library, trained under its own parameter names.
+
+Owns what such a model needs beyond what it has: logits from tokens, initial values and buffers on demand, its layers,
+its table. transformers is an optional extra, imported when a model is built. Nothing here is specific to one model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+from torch import nn
+
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.keymap import KeyMap
+from titan_ckpt.models.hf_keys import find_key_map
+from titan_ckpt.models.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_LOADED = "_is_hf_initialized"
+"""transformers' mark, on tensors and modules, for what must keep its values. Source: `initialization.py`."""
+
+
+def build(source: str | Path | Mapping[str, Any], dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
+    """Return the model of a Hugging Face folder, or of what its config.json says, without the folder's weights.
+
+    Under `torch.device("meta")` it has no values until `to_empty` and a load or `init_weights`, elsewhere random ones.
+    Quantisation is left out: its weights are those of the plain model, in `dtype`. Nothing is downloaded and no code
+    of the folder is run.
+    Raises: ConfigError if transformers is absent, or knows no causal language model by this config.
+    """
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError([f'model: transformers is not installed ({error}); pip install "titan-ckpt[hf]"']) from error
+    config = _read_config(source)
+    make: Any = AutoModelForCausalLM.from_config
+    try:
+        model: PreTrainedModel = make(config, dtype=dtype, trust_remote_code=False)
+    except ValueError as error:
+        raise ConfigError([f"model_type: {config.model_type!r}: {str(error).splitlines()[0]}"], str(source)) from error
+    return adopt(model)
+
+
+def adopt(model: PreTrainedModel) -> HuggingFaceModel:
+    """Turn a model of transformers into a HuggingFaceModel, in place, as FSDP2 turns modules into its own."""
+    table = find_key_map(model)
+    text = model.config.get_text_config()
+    model.__class__ = _class_of(type(model))
+    adopted = cast("HuggingFaceModel", model)
+    adopted.table = table
+    adopted.layers_fqn = _find_layers(adopted)
+    adopted.architecture = type(model).__name__
+    adopted.vocab_size = text.vocab_size
+    adopted.max_seq_len = getattr(text, "max_position_embeddings", None)
+    return adopted
+
+
+class HuggingFaceModel(LanguageModel):
+    """What is put before a model's own class; `config`, `initialize_weights` and `tie_weights` are that class's."""
+
+    table: KeyMap
+    layers_fqn: str
+    architecture: str
+
+    if TYPE_CHECKING:
+        config: PretrainedConfig
+
+        def initialize_weights(self) -> None: ...
+
+        def tie_weights(self) -> None: ...
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Shape: (batch, seq) token ids in, (batch, seq, vocab) logits out."""
+        logits: torch.Tensor = super().forward(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    @property
+    def layers(self) -> nn.Module:  # type: ignore[override]  # set, it would be registered under a second name
+        """Return the model's own list of blocks."""
+        return self.get_submodule(self.layers_fqn)
+
+    def init_weights(self) -> None:
+        """Fill every parameter in place from the current generator, as transformers does, and recompute the buffers."""
+        self.tie_weights()
+        self._initialize(loaded=())
+
+    def reset_buffers(self) -> None:
+        """Recompute what no checkpoint holds, on the device it is on."""
+        temporary = {id(buffer) for buffer in _temporary_buffers(self).values()}
+        values = (*self.parameters(), *self.buffers())
+        self._initialize(loaded=[value for value in values if id(value) not in temporary])
+
+    def _initialize(self, loaded: Collection[torch.Tensor]) -> None:
+        """Have transformers fill everything but what is `loaded`; marks that others made are put back."""
+        marked = [*self.modules(), *self.parameters(), *self.buffers()]
+        before = [(thing, thing.__dict__.pop(_LOADED)) for thing in marked if _LOADED in thing.__dict__]
+        try:
+            for value in loaded:
+                setattr(value, _LOADED, True)
+            self.initialize_weights()
+        finally:
+            for thing in marked:
+                thing.__dict__.pop(_LOADED, None)
+            for thing, mark in before:
+                setattr(thing, _LOADED, mark)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Move or cast like any module, but keep ties, and keep non-persistent buffers exact.
+
+        Rotary frequencies in bfloat16 move every logit; those that come from meta are garbage until recomputed.
+        """
+        before = _temporary_buffers(self)
+        was_meta = any(value.is_meta for value in (*self.parameters(), *self.buffers()))
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for fqn, buffer in before.items():
+            if (now := self.get_buffer(fqn)).dtype != buffer.dtype:
+                owner, _, name = fqn.rpartition(".")
+                setattr(self.get_submodule(owner), name, buffer.to(now.device))
+        if was_meta and not any(value.is_meta for value in (*self.parameters(), *self.buffers())):
+            self.tie_weights()
+            self.reset_buffers()
+        return self
+
+    def key_map(self) -> KeyMap:
+        """Return the table between these names and the folder's, which are the same but for a few."""
+        return self.table
+
+    def hf_config(self) -> dict[str, Any]:
+        """Return the config.json of this model."""
+        return {**self.config.to_dict(), "architectures": [self.architecture]}
+
+
+def _class_of(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Derive the adopted class. It keeps name and module, by which transformers tells its own models from others."""
+    made = type(base.__name__, (HuggingFaceModel, base), {"__module__": base.__module__})
+    return cast("type[PreTrainedModel]", made)
+
+
+def _read_config(source: str | Path | Mapping[str, Any]) -> PretrainedConfig:
+    """Return what transformers makes of a folder's config.json, or of its contents. Raises: ConfigError."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING, AutoConfig, __version__
+
+    where = "config" if isinstance(source, Mapping) else str(Path(source) / "config.json")
+    try:
+        raw = dict(source) if isinstance(source, Mapping) else json.loads(Path(where).read_bytes())
+    except FileNotFoundError:
+        raise ConfigError([f"model.folder: {where} is not there; expected a Hugging Face folder"]) from None
+    except ValueError as error:
+        raise ConfigError([f"model.folder: {where} is not JSON: {error}"]) from None
+    raw.pop("quantization_config", None)
+    if raw.get("model_type") not in CONFIG_MAPPING:
+        raise ConfigError([f"model_type: transformers {__version__} has no {raw.get('model_type')!r}"], where)
+    try:
+        config: PretrainedConfig = AutoConfig.for_model(raw.pop("model_type"), **raw)
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError([f"transformers cannot read it: {' '.join(str(error).split())}"], where) from error
+    return config
+
+
+def _find_layers(model: nn.Module) -> str:
+    """Return the fqn of the list of modules that holds the most parameters. Raises: ConfigError where there is none."""
+    lists = {fqn: module for fqn, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    sizes: dict[str, int] = {fqn: sum(p.numel() for p in module.parameters()) for fqn, module in lists.items()}
+    if not sizes:
+        raise ConfigError([f"{type(model).__name__} has no list of layers, so it cannot be sharded layer by layer"])
+    return max(sizes, key=sizes.__getitem__)
+
+
+def _temporary_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the floating buffers that no checkpoint holds, by fqn."""
+    kept = model.state_dict().keys()
+    return {fqn: buffer for fqn, buffer in model.named_buffers() if fqn not in kept and buffer.is_floating_point()}

@@ -1,0 +1,184 @@
+"""The table between the parameters of a transformers model and the tensors of its folder.
+
+Owns the finding of it. transformers 5 holds some weights otherwise than its folders do (stacked experts, fused gate
+and up, renamed modules) and says how as code that runs over a state dict. That code, the one behind save_pretrained, is
+run here over small numbered tensors, and the table is what explains where each number went.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from titan_ckpt.errors import KeyMapError
+from titan_ckpt.keymap import IDENTITY, Chain, Concat, KeyMap, KeyRule, Split, TensorOp, Transpose, Unstack
+from titan_ckpt.model_wrapper import ModelWrapper
+from titan_ckpt.tensors import Chunk, Shape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_PROBE_SIZE = 24
+"""Longest row of a numbered tensor: as a number of parts may be, it divides by 2, 3, 4, 6, 8 and 12."""
+_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """File tensors and the parameters whose values they hold, all of either."""
+
+    fqns: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
+def find_key_map(model: PreTrainedModel) -> KeyMap:
+    """Return the model's table, with the names that are the same on both sides left to `identity`. Reads no values.
+
+    Raises: KeyMapError listing parameters that the folder holds in a form that no operation makes.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    shapes = {fqn: tuple(value.shape) for fqn, value in ModelWrapper([model]).state_dict().items()}
+    rules: list[KeyRule] = []
+    problems: list[str] = []
+    with torch.device("cpu"):  # the caller may be building on meta
+        probes = _numbered(shapes)
+        files: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(probes))
+        for group in _groups(probes, files):
+            op = _operation(group, shapes, probes, files)
+            if op is None:
+                problems.append(f"{', '.join(group.fqns)} as {_some(group.keys)}")
+            else:
+                rules.append(KeyRule.of(group.fqns, group.keys, op))
+    if problems:
+        raise KeyMapError(
+            f"{type(model).__name__}: no operation arranges {len(problems)} parameter(s) as the folder has them\n  "
+            + "\n  ".join(problems),
+            problems,
+        )
+    return KeyMap(tuple(_generalised(rules)), identity=True)
+
+
+def _numbered(shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
+    """Return small tensors in which every number occurs once. What may count experts keeps its size."""
+    start, made = 0, {}
+    for fqn, shape in shapes.items():
+        whole = shape[:1] if len(shape) > 2 else ()
+        small = torch.Size([*whole, *(min(n, _PROBE_SIZE) for n in shape[len(whole) :])])
+        made[fqn] = torch.arange(start, start + small.numel()).view(small)
+        start += small.numel()
+    return made
+
+
+def _groups(probes: Mapping[str, torch.Tensor], files: Mapping[str, torch.Tensor]) -> list[_Group]:
+    """Tie file tensors to the parameters whose numbers they hold; both in the order of their first numbers."""
+    fqns = list(probes)
+    starts = torch.tensor([int(probe.flatten()[0]) for probe in probes.values()])
+    groups: dict[str, tuple[list[str], list[str]]] = {}
+    for key in sorted(files, key=lambda key: int(files[key].flatten()[0])):
+        owners = torch.searchsorted(starts, files[key].flatten(), right=True) - 1
+        names = [fqns[i] for i in dict.fromkeys(owners.tolist())]
+        merged = [groups[name] for name in names if name in groups]
+        group = merged[0] if merged else ([], [])
+        for name in names:
+            if name not in groups:
+                group[0].append(name)
+            groups[name] = group
+        group[1].append(key)
+    unique = {id(group): group for group in groups.values()}
+    return [_Group(tuple(natives), tuple(keys)) for natives, keys in unique.values()]
+
+
+def _operation(
+    group: _Group,
+    shapes: Mapping[str, Shape],
+    probes: Mapping[str, torch.Tensor],
+    files: Mapping[str, torch.Tensor],
+) -> TensorOp | None:
+    """Return the operation that makes the file tensors of the parameters, number by number."""
+    natives, wanted = [probes[fqn] for fqn in group.fqns], [files[key] for key in group.keys]
+    for kind, op in _candidates([tuple(native.shape) for native in natives], len(wanted)).items():
+        if _makes(op, natives, wanted):
+            return _candidates([shapes[fqn] for fqn in group.fqns], len(wanted)).get(kind)
+    return None
+
+
+def _candidates(natives: Sequence[Shape], num_file: int) -> dict[str, TensorOp]:
+    """Return the operations that could turn parameters of these shapes into so many file tensors."""
+    if len(natives) > 1:
+        return {"concat": Concat(tuple(shape[0] for shape in natives))} if num_file == 1 and all(natives) else {}
+    (shape,) = natives
+    if num_file == 1:
+        return {"identity": IDENTITY, "transpose": Transpose()}
+    found: dict[str, TensorOp] = {}
+    num, parts = shape[0], num_file // shape[0]
+    if num % num_file == 0:
+        found["split"] = Split((num // num_file,) * num_file)
+    if num == num_file:
+        found |= {"unstack": Unstack(num), "unstack transposed": Unstack(num, transpose=True)}
+    if len(shape) == 3 and num_file == num * parts:
+        found["unstack, split"] = Chain(Unstack(num), Split((shape[1] // parts,) * parts))
+        found["unstack transposed, split"] = Chain(Unstack(num, transpose=True), Split((shape[2] // parts,) * parts))
+    return found
+
+
+def _makes(op: TensorOp, natives: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+    """Say whether the operation makes exactly the wanted tensors."""
+    shapes = [tuple(native.shape) for native in natives]
+    try:
+        if op.file_shapes(shapes) != [tuple(tensor.shape) for tensor in wanted]:
+            return False
+    except KeyMapError:
+        return False
+    made = [torch.full_like(tensor, -1) for tensor in wanted]
+    for index, native in enumerate(natives):
+        for piece in op.pieces(index, shapes, Chunk.whole(native.shape), native):
+            target = made[piece.file_index]
+            target[piece.chunk.within(Chunk.whole(target.shape))] = piece.view.reshape(piece.chunk.sizes)
+    return all(torch.equal(a, b) for a, b in zip(made, wanted, strict=True))
+
+
+def _generalised(rules: Sequence[KeyRule]) -> Iterable[KeyRule]:
+    """Return one row for all layers where they agree, and none for names that stay as they are."""
+    rows: dict[tuple[str, ...], list[tuple[KeyRule, KeyRule | None]]] = {}
+    for rule in rules:
+        general = _general(rule)
+        template = tuple(_template(fqn, _numbers(fqn)) or fqn for fqn in rule.native)
+        rows.setdefault(template, []).append((rule, general))
+    for same in rows.values():
+        agreed = {general for _, general in same}
+        chosen = [rule for rule, _ in same] if None in agreed or len(agreed) > 1 else agreed
+        yield from (
+            rule for rule in chosen if rule is not None and not (rule.native == rule.file and rule.op == IDENTITY)
+        )
+
+
+def _general(rule: KeyRule) -> KeyRule | None:
+    """Return the rule with placeholders for the numbers of its parameters' names, or None where they do not recur."""
+    numbers = _numbers(rule.native[0])
+    names = [_template(name, numbers) for name in (*rule.native, *rule.file)]
+    found = [name for name in names if name is not None]
+    if len(found) < len(names) or any(_numbers(fqn) != numbers for fqn in rule.native):
+        return None
+    return KeyRule.of(found[: len(rule.native)], found[len(rule.native) :], rule.op)
+
+
+def _numbers(name: str) -> list[str]:
+    return [part for part in name.split(".") if part.isdecimal()]
+
+
+def _template(name: str, numbers: Sequence[str]) -> str | None:
+    """Replace these numbers, in this order, by placeholders; None where one is not there."""
+    parts, left = [], list(enumerate(numbers))
+    for part in name.split("."):
+        if left and part == left[0][1]:
+            part = f"{{n{left.pop(0)[0]}}}"
+        parts.append(part)
+    return None if left else ".".join(parts)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

@@ -13,6 +13,7 @@ from typing import ClassVar
 from torch import nn
 
 from converters.lora_config import LoRAConfig
+from converters.lora_init import initialize_adapter
 from converters.lora_layers import (
     AdaptedStacks,
     Adapter,
@@ -22,7 +23,6 @@ from converters.lora_layers import (
     attach,
     attach_copy,
     attach_to_stack,
-    initialize_adapter,
 )
 from converters.lora_merge import AdaptedWeight, check_adapters, merged, rounded
 from converters.lora_peft import PeftAdapter

@@ -1,14 +1,13 @@
 """The modules that LoRA puts in the place of others, by class swap: every base parameter keeps its name.
 
-Owns the forward computation and initial values of adapted modules. Knows no names, no files and no state dicts.
+Owns the forward computation of adapted modules, and how a module becomes one. Knows no names and no state dicts.
+Initial values are in lora_init.py.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,7 +19,6 @@ from torch.nn.utils import skip_init
 
 from converters.lora_merge import spread
 from converters.qat import QuantisedForward
-from titan_ckpt.tensors import Chunk, blocks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ class LoRALinear(nn.Linear):
     @property
     def magnitude(self) -> torch.Tensor:
         """DoRA's trained row lengths."""
-        return _weight(self, "lora_magnitude")
+        return child_weight(self, "lora_magnitude")
 
     def merged_weight(self) -> torch.Tensor:
         """Return the weight that base and adapter make together, differentiable in the adapter, in the base's dtype."""
@@ -241,72 +239,8 @@ def _mixed(kind: Any, base: Any) -> type[Any]:
     return kind if base in kind.__mro__ else type(f"{kind.__name__}_{base.__name__}", (kind, base), {})
 
 
-@torch.no_grad()
-def initialize_adapter(module: nn.Module, fqn: str, wanted: Callable[[str], bool], seed: int) -> None:
-    """Give those tensors of an adapted module that are `wanted`, by fqn, their initial values, on any sharding."""
-    if isinstance(module, TrainedCopy):
-        base = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-        for name, value in (*module.trained.named_parameters(), *module.trained.named_buffers()):
-            if wanted(f"{fqn}.trained.{name}"):
-                _fill(value, _whole(base[name]))
-        return
-    if isinstance(module, AdaptedStacks):
-        for name in module.adapters:
-            _initialize_stack(module.get_submodule(f"lora_{name}"), f"{fqn}.lora_{name}", wanted, seed)
-        return
-    assert isinstance(module, LoRALinear | LoRAEmbedding)
-    random, zero = ("lora_b", "lora_a") if isinstance(module, LoRAEmbedding) else ("lora_a", "lora_b")
-    if wanted(name := f"{fqn}.{random}.weight"):
-        weight = _weight(module, random)
-        draw = _embedding_values if isinstance(module, LoRAEmbedding) else _linear_values
-        _fill(weight, draw(weight.shape, _generator(name, seed)))
-    if wanted(f"{fqn}.{zero}.weight"):
-        for block in blocks_of(_weight(module, zero)):
-            block.data.zero_()
-    if module.adapter.dora and wanted(f"{fqn}.lora_magnitude.weight"):
-        rows = torch.linalg.vector_norm(_whole(module.weight).float(), dim=1)
-        _fill(_weight(module, "lora_magnitude"), rows)
-
-
-def _initialize_stack(factors: nn.Module, fqn: str, wanted: Callable[[str], bool], seed: int) -> None:
-    assert isinstance(factors, StackAdapter)
-    if wanted(name := f"{fqn}.lora_a"):
-        _fill(factors.lora_a, _linear_values(factors.lora_a.shape, _generator(name, seed)))
-    if wanted(f"{fqn}.lora_b"):
-        for block in blocks_of(factors.lora_b):
-            block.data.zero_()
-
-
-def _linear_values(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """kaiming_uniform(a=sqrt(5)), the initial values of a linear module."""
-    return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[-1])
-
-
-def _embedding_values(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Standard normal. Source: peft, tuners/lora/layer.py reset_lora_parameters."""
-    return torch.randn(shape, generator=generator)
-
-
-def _generator(name: str, seed: int) -> torch.Generator:
-    """Return a generator that depends on the name and the seed alone: the same on every rank."""
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
-
-
-def _fill(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy this rank's part of the whole `values`."""
-    whole = Chunk.whole(target.shape)
-    for block in blocks_of(target):
-        block.data.copy_(values[block.chunk.within(whole)])
-
-
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with all its values. Collective for a sharded one."""
-    full: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return full.detach()
-
-
-def _weight(module: nn.Module, child: str) -> torch.Tensor:
+def child_weight(module: nn.Module, child: str) -> torch.Tensor:
+    """Return the weight of a module that an adapter added."""
     weight = module.get_submodule(child).weight
     assert isinstance(weight, torch.Tensor)
     return weight

@@ -17,6 +17,7 @@ import torch
 from titan_ckpt.errors import ConverterError, KeyMapError
 from titan_ckpt.keymap import KeyGroup, KeyMap, TensorOp
 from titan_ckpt.storage.base import ReadRequest
+from titan_ckpt.storage.engine import collector_held
 from titan_ckpt.tensors import Block, Chunk, LazyTensor, Shape, TensorInfo, blocks_of, info_of
 from titan_ckpt.types import LoadReport, Mismatch, ModelHooks, StateDict
 
@@ -96,6 +97,7 @@ class StateDictTransforms:
     hf_config: Mapping[str, Any] | None = None
     assets: Path | None = None
 
+    @collector_held()
     def to_file(self, tensors: StateDict, hooks: ModelHooks | None, dtype: torch.dtype | None) -> list[FileGroup]:
         """Return how the tensors look in a file, lazily, in the order of `tensors`.
 
@@ -128,6 +130,7 @@ class StateDictTransforms:
             raise KeyMapError(f"{len(problems)} problem(s) with file names\n  " + "\n  ".join(problems), unknown)
         return made
 
+    @collector_held()
     def from_file(
         self, wanted: StateDict, available: Mapping[str, TensorInfo], hooks: ModelHooks | None, *, cast: bool
     ) -> ReadPlan:

@@ -325,6 +325,32 @@ def bytes_read() -> int:
     return int(lines["rchar"])
 
 
+@distributed(nproc=2)
+def test_an_export_needs_little_memory(tmp_path: Path) -> None:
+    """Rows and columns of 48 MiB tensors are cast and written with less than 64 MiB on top of what is there."""
+    mesh = init_device_mesh("cpu", (2,))
+    for dim in (0, 1):
+        shape = [4096, 3072]
+        shape[dim] //= 2
+        state = {
+            f"w{i}.weight": DTensor.from_local(torch.ones(shape), mesh, [Shard(dim)], run_check=False) for i in range(3)
+        }
+        groups = StateDictTransforms().to_file(state, None, torch.bfloat16)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+        before = status("VmRSS")
+        export_huggingface(
+            tmp_path / str(dim), groups, config={"model_type": "x", "architectures": ["X"]}, assets=None,
+            max_shard_bytes=10**9, coordinator=Coordinator.current(60.0), fsync=False,
+        )  # fmt: skip
+        assert status("VmHWM") - before < 64 << 20
+
+
+def status(name: str) -> int:
+    """A field of this process's memory status, in bytes."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields[name].split()[0]) * 1024
+
+
 def test_the_index_names_every_tensor_once(tmp_path: Path) -> None:
     """Written by one rank or by many, the index is complete."""
     export(single(), tmp_path / "out", Coordinator.current())

@@ -18,6 +18,7 @@ import torch
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import ExportError
 from titan_ckpt.ownership import divide
+from titan_ckpt.storage.engine import collector_held
 from titan_ckpt.storage.safetensors_file import Layout, lay_out
 from titan_ckpt.tensors import Block, Chunk, LazyTensor, TensorInfo
 from titan_ckpt.transforms import FileGroup
@@ -58,6 +59,7 @@ class ExportPlan:
         return any(self.shares.get(fqn, ()) != () for fqn in group.fqns)
 
 
+@collector_held()
 def plan_export(groups: Sequence[FileGroup], pack: PackFiles, coordinator: Coordinator) -> ExportPlan:
     """Agree on all tensors, and on who writes them. Collective.
 

@@ -24,7 +24,7 @@ from titan_ckpt import posix
 from titan_ckpt.errors import ExportError
 from titan_ckpt.storage.base import ReadRequest, TensorReader
 from titan_ckpt.storage.box import element_span, is_run
-from titan_ckpt.storage.engine import IO_BYTES
+from titan_ckpt.storage.engine import IO_BYTES, collector_held
 from titan_ckpt.storage.export_plan import ExportPlan
 from titan_ckpt.storage.memory import Buffer, bytes_at, is_plain_memory, round_up
 from titan_ckpt.storage.regions import boxes, mapped_boxes, windows
@@ -32,7 +32,7 @@ from titan_ckpt.storage.safetensors_file import Layout
 from titan_ckpt.tensors import Block, Chunk
 from titan_ckpt.transforms import FileGroup, FilePiece
 
-_PROOF_BYTES = 32 << 20
+_PROOF_BYTES = 16 << 20
 """Bytes that are re-read at once."""
 
 
@@ -81,6 +81,7 @@ class ExportWriter:
         for fd in self._fds.values():
             posix.fsync(fd)
 
+    @collector_held()
     def prove(self, reader: TensorReader) -> None:
         """Re-read every region this rank wrote and compare it with what was given.
 

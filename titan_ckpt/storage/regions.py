@@ -15,7 +15,7 @@ from titan_ckpt.storage.memory import round_up
 from titan_ckpt.storage.safetensors_file import Entry
 from titan_ckpt.tensors import Chunk
 
-_MAP_BYTES = 32 << 20
+_MAP_BYTES = 16 << 20
 """Bytes of a file that are mapped at once."""
 
 MapBytes = Callable[[int, int], mmap.mmap]

@@ -20,6 +20,7 @@ import torch
 
 from titan_ckpt import strict_json
 from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.storage.engine import collector_held
 from titan_ckpt.tensors import TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000
@@ -76,6 +77,7 @@ class Layout:
     num_bytes: int
 
 
+@collector_held()
 def read_header(path: Path) -> SafetensorsHeader:
     """Read and check a file's header, and that the file is exactly as long as it says.
 

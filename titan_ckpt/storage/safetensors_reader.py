@@ -21,7 +21,7 @@ import torch
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.storage.base import ReadRequest
 from titan_ckpt.storage.box import element_span, is_run
-from titan_ckpt.storage.engine import IO_BYTES, FileReader, bounce_buffer, run_workers
+from titan_ckpt.storage.engine import IO_BYTES, FileReader, bounce_buffer, collector_held, run_workers
 from titan_ckpt.storage.memory import ALIGNMENT, Buffer, bytes_at, is_plain_memory
 from titan_ckpt.storage.regions import mapped_boxes, windows
 from titan_ckpt.storage.safetensors_file import Entry, SafetensorsHeader
@@ -77,6 +77,7 @@ class SafetensorsFiles:
     def entries(self) -> Mapping[str, Entry]:
         return {key: entry for key, (_, entry) in self._places.items()}
 
+    @collector_held()
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Fill every request. Raises: CorruptCheckpointError if a file ends early; OSError."""
         jobs: list[_Run | _Region] = []
@@ -84,7 +85,8 @@ class SafetensorsFiles:
             header, entry = self._places[request.key]
             if request.chunk.numel:
                 jobs += _jobs(self._open(header), entry, request)
-        jobs.sort(key=lambda job: (str(job.file.path), job.offset if isinstance(job, _Run) else job.entry.start))
+        order = {file: i for i, file in enumerate(self._files.values())}
+        jobs.sort(key=lambda job: (order[job.file], job.offset if isinstance(job, _Run) else job.entry.start))
         cold = _cold_files(jobs)
         try:
             run_workers(jobs, lambda job: _fill(job, cold))

@@ -5,8 +5,10 @@ Owns the fields that every architecture has. What an architecture adds, and what
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -72,6 +74,20 @@ class DecoderConfig:
             "pad_token_id": None,
             "use_cache": True,
         }
+
+
+def read_config_json(folder: str | Path) -> dict[str, Any]:
+    """Return the contents of a Hugging Face folder's config.json. Raises: ConfigError."""
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError([f"model.folder: {path} is not there; expected a Hugging Face folder"]) from None
+    except ValueError as error:
+        raise ConfigError([f"model.folder: {path} is not JSON: {error}"]) from None
+    if not isinstance(config, dict):
+        raise ConfigError([f"model.folder: {path}: expected a JSON object, found {type(config).__name__}"])
+    return config
 
 
 def read_shape(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ its table. transformers is an optional extra, imported when a model is built. No
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -16,6 +15,7 @@ from torch import nn
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.keymap import KeyMap
+from titan_ckpt.models.config import read_config_json
 from titan_ckpt.models.hf_keys import find_key_map
 from titan_ckpt.models.language_model import LanguageModel
 
@@ -147,13 +147,8 @@ def _read_config(source: str | Path | Mapping[str, Any]) -> PretrainedConfig:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
-    where = "config" if isinstance(source, Mapping) else str(Path(source) / "config.json")
-    try:
-        raw = dict(source) if isinstance(source, Mapping) else json.loads(Path(where).read_bytes())
-    except FileNotFoundError:
-        raise ConfigError([f"model.folder: {where} is not there; expected a Hugging Face folder"]) from None
-    except ValueError as error:
-        raise ConfigError([f"model.folder: {where} is not JSON: {error}"]) from None
+    where = "config" if isinstance(source, Mapping) else str(source)
+    raw = dict(source) if isinstance(source, Mapping) else read_config_json(source)
     raw.pop("quantization_config", None)
     if raw.get("model_type") not in CONFIG_MAPPING:
         raise ConfigError([f"model_type: transformers {__version__} has no {raw.get('model_type')!r}"], where)

@@ -22,8 +22,8 @@ BelowOne = Annotated[float, Check("a number from 0 to below 1", lambda x: 0 <= x
 class ModelConfig:
     """Which model to train: exactly one of `flavor` and `folder` says its shape."""
 
-    name: Literal["llama3"] = "llama3"
-    """The architecture."""
+    name: Literal["llama3", "qwen3", "qwen3_moe", "hf"] = "llama3"
+    """The architecture; "hf" is any causal language model of the transformers library, which needs a folder."""
     flavor: NonEmpty | None = None
     """A shape by name, such as "debug-2m" or "8B"."""
     folder: NonEmpty | None = None

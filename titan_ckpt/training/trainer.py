@@ -6,7 +6,6 @@ Owns the order of things. What a model, a dataset, a schedule or a checkpoint is
 from __future__ import annotations
 
 import fnmatch
-import json
 import logging
 import random
 import signal
@@ -25,7 +24,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.manager import CheckpointManager
-from titan_ckpt.models.llama3 import FLAVORS, Llama3, Llama3Config
+from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.models.registry import build_model
 from titan_ckpt.training.callbacks import Callback, Callbacks, Checkpointing, GradientHealth, StepMetrics
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.corpus import open_corpus
@@ -82,7 +82,7 @@ class Trainer:
     """
 
     ranks: Ranks
-    model: Llama3
+    model: LanguageModel
     tokenizer: TextTokenizer
     encode: Callable[[str], list[int]]
     dataset: PackedDataset
@@ -141,9 +141,13 @@ class Trainer:
         self.callbacks = self.build_callbacks()
         self.callbacks.on_init_end(self)
 
-    def build_model(self) -> Llama3:
-        """Return the model with initial values, converted, whole and on the CPU."""
-        model = Llama3(self.model_config())
+    def build_model(self) -> LanguageModel:
+        """Return the model with initial values, converted, whole and on the CPU.
+
+        Raises: ConfigError for an unknown flavor, or a folder without a config.json of this architecture.
+        """
+        config = self.config.model
+        model = build_model(config.name, flavor=config.flavor, folder=config.folder)
         model.init_weights()
         if self.converters is not None:
             self.converters.convert(model)
@@ -172,7 +176,7 @@ class Trainer:
             tokenizer = read_tokenizer(Path(data.tokenizer.folder))
         else:
             tokenizer = train_tokenizer(open_corpus(data.corpus), data.tokenizer.vocab_size, Path(data.cache_folder))
-        need, have = tokenizer.vocab_size, self.model.config.vocab_size
+        need, have = tokenizer.vocab_size, self.model.vocab_size
         if need > have:
             raise ConfigError([f"data.tokenizer: its {need} tokens do not fit the model's vocabulary of {have}"])
         return tokenizer
@@ -184,8 +188,8 @@ class Trainer:
     def build_dataset(self) -> PackedDataset:
         """Return this rank's share of the packed corpus. Raises: ConfigError for a length that does not fit."""
         data = self.config.data
-        if data.sequence_length > self.model.config.max_seq_len:
-            longest = self.model.config.max_seq_len
+        longest = self.model.max_seq_len
+        if longest is not None and data.sequence_length > longest:
             raise ConfigError([f"data.sequence_length: {data.sequence_length} is longer than the model's {longest}"])
         corpus = open_corpus(data.corpus)
         key: dict[str, object] = {"corpus": corpus.digest, "tokenizer": self.tokenizer.digest}
@@ -236,22 +240,6 @@ class Trainer:
         return Callbacks(GradientHealth(), metrics, ProgressBar(), Checkpointing(), self.user_callbacks)
 
     # What the build steps share
-
-    def model_config(self) -> Llama3Config:
-        """Return the model's shape. Raises: ConfigError for an unknown flavor or a folder without a config.json."""
-        model = self.config.model
-        if model.flavor is not None:
-            if model.flavor not in FLAVORS:
-                raise ConfigError([f"model.flavor: {model.flavor!r} is unknown; known: {', '.join(FLAVORS)}"])
-            return FLAVORS[model.flavor]
-        assert model.folder is not None, "ModelConfig has one of the two"
-        path = Path(model.folder) / "config.json"
-        try:
-            return Llama3Config.from_hf(json.loads(path.read_bytes()), str(path))
-        except FileNotFoundError:
-            raise ConfigError([f"model.folder: {path} is not there; expected a Hugging Face folder"]) from None
-        except json.JSONDecodeError as error:
-            raise ConfigError([f"model.folder: {path} is not JSON: {error}"]) from None
 
     def trainable(self) -> list[nn.Parameter]:
         """Return the parameters that are trained, each once."""

@@ -1,0 +1,52 @@
+"""The architectures by name, and how a model is made from one of its flavors or from a Hugging Face folder.
+
+Owns the list. A new architecture is a module of its own and one line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.models import hf, llama3, qwen3, qwen3_moe
+from titan_ckpt.models.config import read_config_json
+from titan_ckpt.models.language_model import LanguageModel
+
+ConfigT = TypeVar("ConfigT")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture(Generic[ConfigT]):
+    """What the list knows of an architecture."""
+
+    make: Callable[[ConfigT], LanguageModel]
+    read: Callable[[Mapping[str, Any], str], ConfigT]
+    """Make a configuration of a config.json's contents and its path. Raises: ConfigError."""
+    flavors: Mapping[str, ConfigT]
+
+
+ARCHITECTURES: Mapping[str, Architecture[Any]] = {
+    "llama3": Architecture(llama3.Llama3, llama3.Llama3Config.from_hf, llama3.FLAVORS),
+    "qwen3": Architecture(qwen3.Qwen3, qwen3.Qwen3Config.from_hf, qwen3.FLAVORS),
+    "qwen3_moe": Architecture(qwen3_moe.Qwen3Moe, qwen3_moe.Qwen3MoeConfig.from_hf, qwen3_moe.FLAVORS),
+    "hf": Architecture(hf.build, lambda config, source: config, {}),
+}
+
+
+def build_model(name: str, *, flavor: str | None = None, folder: str | Path | None = None) -> LanguageModel:
+    """Return a model without weights of its own, of a flavor or of the shape that a folder's config.json says.
+
+    Raises: ConfigError for an unknown name or flavor, and for a folder that is not there or is of another architecture.
+    """
+    if name not in ARCHITECTURES:
+        raise ConfigError([f"model.name: {name!r} is unknown; known: {', '.join(ARCHITECTURES)}"])
+    architecture = ARCHITECTURES[name]
+    if folder is not None:
+        return architecture.make(architecture.read(read_config_json(folder), str(Path(folder) / "config.json")))
+    if flavor is None or flavor not in architecture.flavors:
+        known = ", ".join(architecture.flavors) or f"none: {name} needs model.folder"
+        raise ConfigError([f"model.flavor: {flavor!r} is unknown; known: {known}"])
+    return architecture.make(architecture.flavors[flavor])

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import skip_init
 
 from converters.lora_merge import spread
@@ -126,7 +127,10 @@ class LoRAEmbedding(nn.Embedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         """Shape: token ids in, (..., embedding_dim) out."""
         base = super().forward(input)
-        low = F.linear(F.embedding(input, self.lora_a.weight.t()), self.lora_b.weight)
+        inner = F.embedding(input, self.lora_a.weight.t())
+        if isinstance(inner, DTensor):  # cut by rows it is a masked sum, which nothing but a reduction understands
+            inner = inner.redistribute(placements=[Replicate()] * inner.device_mesh.ndim)
+        low = F.linear(inner, self.lora_b.weight)
         out: torch.Tensor = (base + low * self.adapter.scaling).to(base.dtype)
         return out
 

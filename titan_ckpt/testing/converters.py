@@ -81,6 +81,7 @@ class ConverterTests(ABC):
     """Inherit, name the subclass Test..., and say how the converter is made; every law is a test then.
 
     The sharded laws run in two processes, so the subclass must be importable by name from the project's root.
+    `make_model`, `make_input`, `key_map` and `shard` may be overridden.
     """
 
     @abstractmethod
@@ -94,6 +95,14 @@ class ConverterTests(ABC):
     def make_input(self) -> torch.Tensor:
         """Return what the model computes on."""
         return torch.arange(24).reshape(2, 12) % _TINY.vocab_size
+
+    def shard(self, model: nn.Module) -> None:
+        """Lay the model out over all ranks, in place, as training does: FSDP2 per block, then for the rest."""
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for blocks in [m for m in model.modules() if isinstance(m, nn.ModuleDict | nn.ModuleList)]:
+            for block in blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks:
+                fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
 
     def key_map(self, model: nn.Module) -> KeyMap:
         """Return the model's table, from which an adapter derives its own."""
@@ -218,7 +227,9 @@ class ConverterTests(ABC):
             model = self.make_model()
         converter = self.make_converter()
         converter.convert(model)
-        other = _Specimen(_shard(model).to_empty(device="cpu"), converter, specimen.base)
+        if dist.is_initialized():
+            self.shard(model)
+        other = _Specimen(model.to_empty(device="cpu"), converter, specimen.base)
         there, here = specimen.state_dict(), other.state_dict()
         assert {f: info_of(v) for f, v in here.items()} == {f: info_of(v) for f, v in there.items()}
         _copy({fqn: value for fqn, value in here.items() if fqn in specimen.base}, there)
@@ -229,7 +240,7 @@ class ConverterTests(ABC):
 
     @distributed(nproc=2)
     def test_all_laws_hold_on_shards(self) -> None:
-        """Under FSDP2 on two ranks every law above holds as well."""
+        """On two ranks, laid out by `shard`, every law above holds as well."""
         for name in (n for n in dir(self) if n.startswith("test_") and n != "test_all_laws_hold_on_shards"):
             law = getattr(self, name)
             if not hasattr(law, "__wrapped__") and name in vars(ConverterTests):
@@ -245,7 +256,9 @@ class ConverterTests(ABC):
         base = {fqn: info_of(value) for fqn, value in ModelWrapper([model]).state_dict("full").items()}
         converter = self.make_converter()
         converter.convert(model)
-        specimen = _Specimen(_shard(model) if sharded else model, converter, base)
+        if sharded and dist.is_initialized():
+            self.shard(model)
+        specimen = _Specimen(model, converter, base)
         if fill:
             _fill({fqn: v for fqn, v in specimen.state_dict().items() if converter.key_filter(fqn)})
         return specimen
@@ -254,17 +267,6 @@ class ConverterTests(ABC):
         specimen.model.eval()
         out: torch.Tensor = specimen.model(self.make_input())
         return out
-
-
-def _shard(model: nn.Module) -> nn.Module:
-    """Shard as training does, where there are ranks: every block of a ModuleDict or ModuleList, then the whole."""
-    if dist.is_initialized():
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for blocks in [m for m in model.modules() if isinstance(m, nn.ModuleDict | nn.ModuleList)]:
-            for block in blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks:
-                fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    return model
 
 
 def _fill(tensors: StateDict) -> None:

@@ -1,0 +1,66 @@
+"""Tensor parallelism of converted modules: fake quantisers stay whole, each adapter is cut the way its weight is.
+
+Owns one ParallelStyle, which stands around any of PyTorch's for linear and embedding modules. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from converters.lora_layers import LoRAEmbedding, LoRALinear
+from titan_ckpt.errors import ConverterError
+
+_ADDED = ("lora_a", "lora_b", "lora_magnitude")
+
+
+def converted_plan(plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    """Return a plan for `parallelize_module` that fits whatever converters have made of the modules it names."""
+    return {name: ConvertedParallel(style) for name, style in plan.items()}
+
+
+class ConvertedParallel(ParallelStyle):
+    """A style for a linear or embedding module with parts inside; for any other module it is the style it was given.
+
+    A weight cut by rows has its B cut by rows and A whole, one cut by columns has A cut and B whole: the low-rank path
+    needs one small reduction at most.
+    """
+
+    def __init__(self, style: ParallelStyle) -> None:
+        super().__init__()
+        self.style = style
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        parts = dict(module.named_children())
+        if not isinstance(module, nn.Linear | nn.Embedding) or not parts:
+            return self.style._apply(module, device_mesh)  # noqa: SLF001 - the method that every style has
+        adapted = isinstance(module, LoRALinear | LoRAEmbedding)
+        if adapted and not isinstance(self.style, ColwiseParallel | RowwiseParallel):
+            raise ConverterError(f"an adapted {type(module).__name__} cannot be cut by {type(self.style).__name__}")
+        if isinstance(module, LoRALinear) and module.adapter.rows:
+            raise ConverterError("tensor parallelism would cut across the parts of a fused weight's adapter")
+        for name in parts:  # a style cuts everything below a module alike
+            delattr(module, name)
+        module = self.style._apply(module, device_mesh)  # noqa: SLF001
+        for name, part in parts.items():
+            if adapted and name in _ADDED:
+                _distribute(part, device_mesh, _placement(name, cut_rows=isinstance(self.style, ColwiseParallel)))
+            module.add_module(name, part)
+        return module
+
+
+def _placement(name: str, *, cut_rows: bool) -> Placement:
+    """Return where a factor lies: A (rank, in) has no out dim, B (out, rank) and the magnitude (out,) no in dim."""
+    if name == "lora_a":
+        return Replicate() if cut_rows else Shard(1)
+    return Shard(0) if cut_rows else Replicate()
+
+
+def _distribute(part: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    for name, parameter in [*part.named_parameters()]:
+        local = distribute_tensor(parameter.detach(), mesh, [placement])
+        part.register_parameter(name, nn.Parameter(local, requires_grad=parameter.requires_grad))

@@ -40,6 +40,7 @@ NonEmpty = Annotated[str, Check("a string that is not empty", str.strip)]
 NonNegative = Annotated[int, Check("an integer, 0 or more", lambda n: n >= 0)]
 PositiveInt = Annotated[int, Check("a positive integer", lambda n: n > 0)]
 PositiveSeconds = Annotated[float, Check("a positive number (seconds)", lambda s: s > 0)]
+PositiveHours = Annotated[float, Check("a positive number (hours)", lambda h: h > 0)]
 PositiveSteps = Annotated[int, Check("a positive integer (steps)", lambda n: n > 0)]
 
 
@@ -51,13 +52,21 @@ class KeepConfig:
     """How many of the newest steps stay; more than one guards against a bad newest one."""
     every: PositiveSteps | None = None
     """Steps divisible by this stay for good."""
+    every_hours: PositiveHours | None = None
+    """Of the steps saved within each span of this many hours the first stays for good."""
+    best: PositiveInt | None = None
+    """How many of the steps with the best `metric` stay."""
+    metric: NonEmpty = "loss"
+    """Which of the values given to save(metrics=...) `best` goes by; a step without it is not among the best."""
+    mode: Literal["min", "max"] = "min"
+    """Whether the least or the greatest value is best."""
 
     def __post_init__(self) -> None:
         validate(self)
 
     def problems(self) -> Iterator[str]:
-        if self.latest is None and self.every is None:
-            yield "latest: required where `every` is not set; to keep every checkpoint leave `keep` out"
+        if not any((self.latest, self.every, self.every_hours, self.best)):
+            yield "latest: required where no other rule is set; to keep every checkpoint leave `keep` out"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NoReturn, get_args
 
 import xxhash
@@ -24,6 +24,7 @@ SCHEMA_VERSION = 1
 Kind = Literal["full", "adapter", "model"]
 
 _FORMAT = "titan_ckpt"
+_MAX_METRICS = 1_000
 _MAX_ENTRIES = 100_000
 _MAX_TEXT = 1_000_000
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
@@ -56,6 +57,8 @@ class Manifest:
     base: dict[str, Any] | None
     resumed_from: dict[str, Any] | None
     files: tuple[FileRecord, ...]
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Finite values the run gave with this save, for retention by the best."""
     schema_version: int = SCHEMA_VERSION
 
     def to_bytes(self) -> bytes:
@@ -64,7 +67,7 @@ class Manifest:
         Raises: StateEncodingError where a field would not come back as it is.
         """
         values: dict[str, Any] = {"format": _FORMAT, "schema_version": self.schema_version}
-        values |= {field.name: getattr(self, field.name) for field in fields(self) if field.name not in values}
+        values |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in values}
         values["files"] = "FILES"
         try:
             lines = ",\n".join(f"{to_text(name)}: {to_text(value)}" for name, value in values.items())
@@ -142,6 +145,15 @@ def _natural(least: int, most: int) -> Callable[[Json], int]:
     return read
 
 
+def _metrics(value: Json) -> dict[str, float]:
+    if not isinstance(value, dict) or len(value) > _MAX_METRICS:
+        raise ValueError(f"expected an object of at most {_MAX_METRICS} numbers")
+    for name, number in value.items():
+        if type(number) is not float or not math.isfinite(number):
+            raise ValueError(f"{name!r:.80}: expected a finite number with a point, found {number!r:.40}")
+    return value  # type: ignore[return-value]
+
+
 def _kind(value: Json) -> Kind:
     for kind in get_args(Kind):
         if value == kind:
@@ -209,5 +221,6 @@ _READERS: dict[str, Callable[[Json], Any]] = {
     "base": _object_or_none,
     "resumed_from": _object_or_none,
     "files": _files,
+    "metrics": _metrics,
     "schema_version": as_int,
 }

@@ -180,7 +180,8 @@ class StepStore:
         expired: list[CommittedStep] = []
         for weights_only in (False, True):
             group = {step.step: step for step in found if (step.manifest.kind == "model") is weights_only}
-            expired += [group[step] for step in policy.expired_steps(sorted(group), keep, stay)]
+            facts = {n: policy.StepFacts(s.manifest.created_unix_seconds, s.manifest.metrics) for n, s in group.items()}
+            expired += [group[step] for step in policy.expired_steps(sorted(group), keep, stay, facts)]
         return expired
 
     def expire(self, keep: KeepConfig | None, protected: AbstractSet[int]) -> list[int]:

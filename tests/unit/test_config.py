@@ -166,7 +166,7 @@ def test_faults_in_unions_name_the_kinds() -> None:
         ({"save": {"interval": 5, "keep": {"latest": -1}}}, "save.keep.latest: expected a positive integer, found -1"),
         (
             {"save": {"interval": 5, "keep": {}}},
-            "save.keep.latest: required where `every` is not set; to keep every checkpoint leave `keep` out",
+            "save.keep.latest: required where no other rule is set; to keep every checkpoint leave `keep` out",
         ),
         (
             {"save": {"interval": 5, "timeout_seconds": float("inf")}},

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_ckpt.config import KeepConfig, SaveConfig
-from titan_ckpt.policy import expired_steps, is_due
+from titan_ckpt.policy import StepFacts, expired_steps, is_due
 
 step_numbers = st.integers(0, 200)
 step_lists = st.lists(step_numbers, max_size=20)
@@ -16,7 +16,20 @@ keeps = st.one_of(
     st.builds(KeepConfig, latest=some),
     st.builds(KeepConfig, every=some),
     st.builds(KeepConfig, latest=some, every=some),
+    st.builds(KeepConfig, best=some, mode=st.sampled_from(["min", "max"])),
+    st.builds(KeepConfig, every_hours=st.floats(0.1, 50.0), latest=some),
 )
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> dict[int, StepFacts]:
+    """Steps saved one after another, some with a loss."""
+    facts, now = {}, 1e9
+    for step in sorted(set(draw(step_lists))):
+        now += draw(st.floats(0, 1e5))
+        loss = draw(st.none() | st.sampled_from([0.5, 1.0, 2.0]))
+        facts[step] = StepFacts(now, {} if loss is None else {"loss": loss})
+    return facts
 
 
 @given(step_numbers, st.booleans())
@@ -93,3 +106,42 @@ def test_removing_the_expired_settles_it(steps: list[int], keep: KeepConfig, pro
     """After the removal nothing more expires: an interrupted removal can be taken up by deciding again."""
     remaining = set(steps) - set(expired_steps(steps, keep, protected))
     assert expired_steps(sorted(remaining), keep, protected) == []
+
+
+@given(histories(), some, st.sampled_from(["min", "max"]))
+def test_the_best_stay(facts: dict[int, StepFacts], best: int, mode: str) -> None:
+    """No step that goes has a better loss than one that stays because of its loss."""
+    keep = KeepConfig(best=best, mode=mode)  # type: ignore[arg-type]
+    expired = expired_steps(list(facts), keep, frozenset(), facts)
+    losses = {step: f.metrics["loss"] for step, f in facts.items() if f.metrics}
+    stay = sorted(losses[step] for step in losses if step not in expired)
+    gone = [losses[step] for step in losses if step in expired]
+    assert len(stay) >= min(best, len(losses))
+    if gone and mode == "min":
+        assert sorted(stay)[best - 1] <= min(gone)
+    if gone and mode == "max":
+        assert sorted(stay, reverse=True)[best - 1] >= max(gone)
+
+
+@given(histories(), st.floats(0.1, 50.0))
+def test_one_step_of_each_span_stays(facts: dict[int, StepFacts], hours: float) -> None:
+    """Every step that goes has one that stays at most a span before it."""
+    expired = expired_steps(list(facts), KeepConfig(every_hours=hours), frozenset(), facts)
+    stay = [facts[step].unix_seconds for step in facts if step not in expired]
+    for step in expired:
+        assert any(0 <= facts[step].unix_seconds - kept < hours * 3600 for kept in stay)
+
+
+@given(histories(), keeps, step_sets)
+def test_removing_the_expired_settles_it_with_facts_too(
+    facts: dict[int, StepFacts], keep: KeepConfig, protected: frozenset[int]
+) -> None:
+    """Rules that go by time or metric decide the same again after a removal."""
+    remaining = set(facts) - set(expired_steps(list(facts), keep, protected, facts))
+    assert expired_steps(sorted(remaining), keep, protected, facts) == []
+
+
+def test_a_tie_goes_to_the_newer_step() -> None:
+    """Of two steps with the same loss the newer one is the best."""
+    facts = {step: StepFacts(float(step), {"loss": 1.0}) for step in (1, 2)} | {3: StepFacts(3.0, {"loss": 9.0})}
+    assert expired_steps([1, 2, 3], KeepConfig(best=1), frozenset(), facts) == [1]

@@ -186,7 +186,15 @@ def alternate(cases: Mapping[str, Case], pairs: int, before: Callable[[str], obj
 
     `before(case)` prepares a turn outside the clock. The order is turned round every other time.
     """
-    times: Times = {name: [] for name in cases}
+    return alternate_in_two(cases, pairs, before)[0]
+
+
+def alternate_in_two(
+    cases: Mapping[str, Case], pairs: int, before: Callable[[str], object] | None = None
+) -> tuple[Times, Times]:
+    """Do the same for cases that return what waits for their end: seconds until they return, and until their end."""
+    returned: Times = {name: [] for name in cases}
+    ended: Times = {name: [] for name in cases}
     for turn in range(pairs + 1):
         for name in list(cases) if turn % 2 else list(cases)[::-1]:
             if before is not None:
@@ -194,11 +202,16 @@ def alternate(cases: Mapping[str, Case], pairs: int, before: Callable[[str], obj
             gc.collect()
             barrier()
             begin = time.perf_counter()
-            cases[name]()
+            wait = cases[name]()
             barrier()
+            middle = time.perf_counter()
+            if callable(wait):
+                wait()
+                barrier()
             if turn:
-                times[name].append(time.perf_counter() - begin)
-    return times
+                returned[name].append(middle - begin)
+                ended[name].append(time.perf_counter() - begin)
+    return returned, ended
 
 
 def report(title: str, times: Times, num_bytes: int) -> None:

@@ -39,15 +39,20 @@ def read(path: Path, buffers: list[Buffer], direct: bool) -> None:
     os.close(fd)
 
 
-def copy(source: torch.Tensor, target: Buffer) -> None:
-    """Copy memory in blocks with as many threads as everything here uses."""
-    base = source.data_ptr()
-    size = source.nbytes
+def copy(sources: list[torch.Tensor], target: Buffer) -> None:
+    """Copy tensors' memory, one after the other, in blocks and with as many threads as there are processors."""
+    blocks = []
+    start = target.address
+    for source in sources:
+        for offset in range(0, source.nbytes, IO_BYTES):
+            count = min(IO_BYTES, source.nbytes - offset)
+            blocks.append((start + offset, source.data_ptr() + offset, count))
+        start += source.nbytes
 
-    def move(offset: int) -> None:
-        move_bytes(target.address + offset, base + offset, min(IO_BYTES, size - offset))
+    def move(block: tuple[int, int, int]) -> None:
+        move_bytes(*block)
 
-    run_workers(range(0, size, IO_BYTES), move, num_copy_workers())
+    run_workers(blocks, move, num_copy_workers())
 
 
 def make_buffers() -> list[Buffer]:

@@ -9,13 +9,14 @@ save and used for every save after; it is as large as this rank's file, and that
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Sequence
 
 import torch
 
 from titan_ckpt.storage.engine import IO_BYTES, num_copy_workers, run_workers
-from titan_ckpt.storage.memory import Buffer, round_up
+from titan_ckpt.storage.memory import ALIGNMENT, Buffer, SharedBuffer, round_up
 from titan_ckpt.storage.segments import Segments
 
 logger = logging.getLogger(__name__)
@@ -66,16 +67,23 @@ class StagingHandle:
 class Arena:
     """Reusable host memory for one staged save, pinned where it is filled from a device."""
 
-    def __init__(self, num_bytes: int, pinned: bool) -> None:
-        """Allocate and touch the memory. `num_bytes`: of the data section."""
+    def __init__(self, num_bytes: int, *, pinned: bool, beside: bytes = b"", shared: bool = False) -> None:
+        """Allocate and touch the memory.
+
+        `num_bytes`: of the data section. `beside` is put behind it, at `beside_at`. `shared`: a process may map it.
+        """
         self.num_bytes = num_bytes
-        self.buffer = Buffer.allocate(round_up(num_bytes))
+        self.beside_at = round_up(num_bytes)
+        size = self.beside_at + round_up(len(beside))
+        self.shared = SharedBuffer.allocate(max(size, ALIGNMENT)) if shared else None
+        self.buffer = self.shared.buffer if self.shared else Buffer.allocate(size)
+        self.buffer.view[self.beside_at : self.beside_at + len(beside)] = beside
         self._pinned = pinned and _pin(self.buffer)
-        self._stream = torch.cuda.Stream() if pinned else None
+        self._stream: torch.cuda.Stream | None = None
         run_workers(range(0, num_bytes, IO_BYTES), self._touch, num_copy_workers())
 
     def _touch(self, start: int) -> None:
-        self.buffer.tensor[start : start + IO_BYTES].zero_()
+        self.buffer.tensor[start : min(start + IO_BYTES, self.num_bytes)].zero_()
 
     def stage(self, starts: Sequence[int], tensors: Sequence[torch.Tensor]) -> StagingHandle:
         """Begin copying the tensors; they must not change before `wait` on the handle returns."""
@@ -91,7 +99,8 @@ class Arena:
 
     def copy_from_device(self, segments: Segments) -> torch.cuda.Event:
         """Enqueue the copies on a side stream, after what the current stream has queued; return their end's event."""
-        assert self._stream is not None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             segments.fill(0, self.num_bytes, self.buffer)
@@ -104,6 +113,9 @@ class Arena:
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.buffer.address)
             self._pinned = False
+        if self.shared is not None:
+            os.close(self.shared.fd)
+            self.shared = None
 
 
 def _pin(buffer: Buffer) -> bool:

@@ -23,6 +23,7 @@ from titan_ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     NotACheckpointError,
+    SaveError,
     StateEncodingError,
 )
 from titan_ckpt.manifest import FileRecord, Manifest
@@ -442,6 +443,50 @@ def test_a_failing_write_fails_the_save(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, tensors)
     assert not [thread for thread in threading.enumerate() if "titan_ckpt-io" in thread.name]
+
+
+def test_a_process_of_its_own_writes_the_same_file(tmp_path: Path) -> None:
+    """From shared memory, save after save, also after the tensors' shapes have changed."""
+    tensors = every_kind()
+    (tmp_path / "here").mkdir()
+    expected = save(tmp_path / "here", tensors)
+    writer = NativeWriter(in_process=True)
+    try:
+        for name in ("first", "second"):
+            writer.plan(tensors, Coordinator.current())
+            writer.stage(tensors)
+            (tmp_path / name).mkdir()
+            assert writer.write_staged(tmp_path / name) == [expected]
+            assert (tmp_path / name / FILE).read_bytes() == (tmp_path / "here" / FILE).read_bytes()
+        with pytest.raises(FileExistsError):
+            writer.write_staged(tmp_path / "first")
+        other = {"a": torch.ones(7)}
+        writer.plan(other, Coordinator.current())
+        writer.stage(other)
+        (tmp_path / "other").mkdir()
+        writer.write_staged(tmp_path / "other")
+        assert_same(load(tmp_path / "other", other), other)
+    finally:
+        writer.close()
+
+
+def test_a_killed_writer_process_fails_one_save_only(tmp_path: Path) -> None:
+    """The save says how it ended, the next one starts another process."""
+    tensors = {"a": torch.randn(1000)}
+    writer = NativeWriter(in_process=True)
+    try:
+        writer.plan(tensors, Coordinator.current())
+        writer.stage(tensors)
+        assert writer._process is not None
+        writer._process._process.kill()
+        with pytest.raises(SaveError, match="SIGKILL"):
+            writer.write_staged(tmp_path)
+        (tmp_path / "next").mkdir()
+        writer.stage(tensors)
+        writer.write_staged(tmp_path / "next")
+        assert_same(load(tmp_path / "next", tensors), tensors)
+    finally:
+        writer.close()
 
 
 def test_an_error_while_staging_reaches_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,21 @@ class Buffer:
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=max(num_bytes, 1))[:num_bytes]
         return Buffer(memoryview(mapping)[:num_bytes], tensor, tensor.data_ptr() if num_bytes else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBuffer:
+    """A buffer that another process can map, given the descriptor."""
+
+    buffer: Buffer
+    fd: int
+
+    @staticmethod
+    def allocate(num_bytes: int) -> SharedBuffer:
+        """Map memory without a name; it goes with the last descriptor and view of it."""
+        fd = os.memfd_create("titan_ckpt-arena", os.MFD_CLOEXEC)
+        os.ftruncate(fd, num_bytes)
+        return SharedBuffer(Buffer.of(mmap.mmap(fd, num_bytes), num_bytes), fd)
 
 
 def bytes_at(address: int, num_bytes: int) -> memoryview:

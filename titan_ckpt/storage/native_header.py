@@ -94,7 +94,8 @@ class Layout:
     entries: tuple[Entry, ...]
     data_start: int
     data_bytes: int
-    _template: bytes
+    template: bytes
+    """The header with zeros for digests."""
 
     @property
     def num_bytes(self) -> int:
@@ -107,7 +108,7 @@ class Layout:
     def seal(self, block_digests: Sequence[str]) -> tuple[bytes, str]:
         """Return the header's bytes and its digest, which stands for the whole file."""
         assert len(block_digests) == self.num_blocks
-        header = bytearray(self._template)
+        header = bytearray(self.template)
         at = _DIGEST_AT + _DIGEST_CHARS + len(_BLOCKS_KEY)
         header[at : at + _DIGEST_CHARS * self.num_blocks] = "".join(block_digests).encode()
         digest = xxhash.xxh3_128_hexdigest(header)

@@ -5,14 +5,13 @@ Owns the plan (who writes what, where in the file) and keeps it between saves. N
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -21,10 +20,12 @@ from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.manifest import FileRecord
 from titan_ckpt.ownership import Share, divide
 from titan_ckpt.staging import Arena, StagingHandle
-from titan_ckpt.storage.engine import IO_BYTES, FileWriter, bounce_buffer, collector_held, run_workers
-from titan_ckpt.storage.memory import Buffer, round_up
-from titan_ckpt.storage.native_header import BLOCK_BYTES, STORED_DTYPES, Layout, lay_out
+from titan_ckpt.storage.engine import bounce_buffer, collector_held
+from titan_ckpt.storage.memory import round_up
+from titan_ckpt.storage.native_header import STORED_DTYPES, Layout, lay_out
+from titan_ckpt.storage.rank_file_writer import write_rank_file
 from titan_ckpt.storage.segments import Segments
+from titan_ckpt.storage.writer_process import WriterProcess
 
 
 def rank_file_name(rank: int) -> str:
@@ -44,12 +45,15 @@ class _Plan:
 class NativeWriter:
     """Writes one rank's file, again and again. One save at a time; `write_staged` may run in a background thread."""
 
-    def __init__(self, file_name: str | None = None) -> None:
-        """`file_name`: by default rank_file_name of this rank."""
+    def __init__(self, file_name: str | None = None, in_process: bool = False) -> None:
+        """`file_name`: by default rank_file_name of this rank. `in_process`: a process of its own writes staged saves."""
         self._file_name = file_name
+        self._in_process = in_process
         self._key: list[tuple[str, torch.Size, torch.dtype, tuple[Any, Any] | None]] = []
         self._plan: _Plan | None = None
         self._arena: Arena | None = None
+        self._staged: Layout | None = None
+        self._process: WriterProcess | None = None
 
     def plan(self, tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> None:
         """Decide what this rank writes; keep the plan of the last save if no rank's tensors changed. Collective.
@@ -110,20 +114,28 @@ class NativeWriter:
         segments = Segments(plan.starts, _bind(plan, tensors))
 
         @contextmanager
-        def piece(start: int, stop: int) -> Iterator[memoryview]:
+        def pieces(start: int, stop: int) -> Iterator[memoryview]:
             with bounce_buffer() as bounce:
                 segments.fill(start, stop, bounce)
                 yield bounce.view[: round_up(stop - start)]
 
-        return self._write(folder, piece)
+        return [self._record(write_rank_file(self._path(folder), plan.layout, pieces))]
 
     def allocate(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Make the arena for these tensors ready, so that the first staged save is as quick as the later ones."""
         layout = self._planned.layout
-        if self._arena is not None and self._arena.num_bytes == layout.data_bytes:
-            return
-        self.close()  # give the old memory back before taking the new
-        self._arena = Arena(layout.data_bytes, any(t.device.type == "cuda" for t in tensors.values()))
+        if self._arena is None or self._staged is not layout:
+            self.close()  # give the old memory back before taking the new
+            pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
+            beside = layout.template if self._in_process else b""
+            self._arena = Arena(layout.data_bytes, pinned=pinned, beside=beside, shared=self._in_process)
+            self._staged = layout
+        if self._process is not None and not self._process.alive:
+            self._process.close()
+            self._process = None
+        if self._in_process and self._process is None:
+            assert self._arena.shared is not None
+            self._process = WriterProcess(self._arena.shared)
 
     def begin_staging(self, tensors: Mapping[str, torch.Tensor]) -> StagingHandle:
         """Begin to copy the tensors into the arena, in the background; they must not change before handle.wait()."""
@@ -139,40 +151,28 @@ class NativeWriter:
     def write_staged(self, folder: Path) -> list[FileRecord]:
         """Write the file from the arena, whose staging is finished; durable when it returns. Raises: as `write`."""
         assert self._arena is not None, "begin_staging() comes first"
+        layout, path = self._planned.layout, self._path(folder)
+        if self._process is not None:
+            return [self._record(self._process.write(path, layout, self._arena.beside_at))]
         staged = self._arena.buffer.view
-        return self._write(folder, lambda start, stop: nullcontext(staged[start : round_up(stop)]))
+        return [self._record(write_rank_file(path, layout, lambda a, b: nullcontext(staged[a : round_up(b)])))]
 
-    def _write(self, folder: Path, piece: Callable[[int, int], AbstractContextManager[memoryview]]) -> list[FileRecord]:
-        """Write pieces of the data section, each hashed while it is hot, then the header that holds the digests.
-
-        `piece(start, stop)` lends those bytes, in aligned memory and padded to its multiple.
-        """
-        layout = self._planned.layout
+    def _path(self, folder: Path) -> Path:
         assert self._file_name is not None
-        digests = [""] * layout.num_blocks
-        with FileWriter(folder / self._file_name, layout.num_bytes) as file:
+        return folder / self._file_name
 
-            def write_piece(start: int) -> None:
-                stop = min(start + IO_BYTES, layout.data_bytes)
-                with piece(start, stop) as view:
-                    for at in range(0, stop - start, BLOCK_BYTES):
-                        block = view[at : min(at + BLOCK_BYTES, stop - start)]
-                        digests[(start + at) // BLOCK_BYTES] = xxhash.xxh3_128_hexdigest(block)
-                    file.write(view, layout.data_start + start)
-
-            run_workers(range(0, layout.data_bytes, IO_BYTES), write_piece)
-            header, digest = layout.seal(digests)
-            aligned = Buffer.allocate(len(header))
-            aligned.view[:] = header
-            file.write(aligned.view, 0)
-            file.finish()
-        return [FileRecord(self._file_name, layout.num_bytes, digest)]
+    def _record(self, digest: str) -> FileRecord:
+        assert self._file_name is not None
+        return FileRecord(self._file_name, self.num_bytes, digest)
 
     def close(self) -> None:
-        """Give the arena back."""
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        """Give the arena back, and end the writer process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
 
 
 def _bind(plan: _Plan, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -1,0 +1,211 @@
+"""A rank dies or hangs at some operation of a collective save: the others stop in time, and nothing is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.forked_ranks import Ranks, outcome
+from tests.faults.scenarios import quick_folder
+from tests.faults.shim import Counter, FailAt, KillAt, intercepted
+from tests.faults.small_checkpoints import load, manifest_of, write_files
+from titan_ckpt import directory as directory_module
+from titan_ckpt.directory import CheckpointDirectory
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.manifest import FileRecord
+
+BOUND = 1.5
+LATEST = 4 * (1.0 + 0.05 * BOUND)
+"""What waiting for a verdict may add to the bound."""
+
+
+def save_together(root: Path, line: Coordinator, step: int, value: int) -> None:
+    """Save one file per rank, as a manager does, in a directory opened for it."""
+    directory = CheckpointDirectory(root, line)
+    try:
+        attempt = directory.begin(step, num_bytes=100)
+        error: Exception | None = None
+        records: list[FileRecord] = []
+        try:
+            records = write_files(attempt, value, (f"rank-{line.rank:05d}.safetensors",))
+        except OSError as e:
+            error = e
+        try:
+            gathered: Any = line.gather("written", [[r.name, r.num_bytes, r.digest] for r in records], error)
+        except BaseException:
+            directory.abandon(attempt)
+            raise
+        files = [FileRecord(*record) for rank in gathered for record in rank]
+        directory.commit(
+            attempt, manifest_of(attempt, files, world_size=line.world_size, created_unix_seconds=1.0 * step)
+        )
+    finally:
+        directory.close()
+
+
+@dataclass
+class StopAt(Counter):
+    """Stops the process by SIGSTOP before one operation."""
+
+    ordinal: int = 0
+
+    def __call__(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if self.next(name) == self.ordinal:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return operation(*args)
+
+
+@dataclass(frozen=True)
+class Case:
+    world: int
+    victims: tuple[int, ...]
+    how: str
+    ordinal: int
+
+    def shim(self) -> Counter:
+        if self.how == "SIGSTOP":
+            return StopAt(ordinal=self.ordinal)
+        if self.how == "SIGKILL":
+            return KillAt(ordinal=self.ordinal)
+        return FailAt(ordinal=self.ordinal, errno=errno.ENOSPC)
+
+    def body(self, root: Path) -> Callable[[Coordinator], Any]:
+        def run(line: Coordinator) -> Any:
+            save_together(root, line, 10, 1)
+            start = time.monotonic()
+            if line.rank in self.victims:
+                with intercepted(self.shim()):
+                    result = outcome(lambda: save_together(root, line, 20, 2))
+            else:
+                result = outcome(lambda: save_together(root, line, 20, 2))
+            return [result, time.monotonic() - start]
+
+        return run
+
+
+NUM_RANK_0_OPERATIONS = 19
+CASES = [
+    *(Case(2, (1,), "SIGKILL", ordinal) for ordinal in range(4)),
+    *(Case(2, (0,), "SIGKILL", ordinal) for ordinal in range(NUM_RANK_0_OPERATIONS)),
+    *(Case(2, (0, 1), "SIGKILL", ordinal) for ordinal in range(4)),
+    *(Case(2, (1,), "SIGSTOP", ordinal) for ordinal in range(4)),
+    *(Case(2, (0,), "SIGSTOP", ordinal) for ordinal in (3, 9, 15)),
+    *(Case(4, (2,), "SIGKILL", ordinal) for ordinal in (0, 2)),
+    *(Case(4, (1, 3), "SIGSTOP", ordinal) for ordinal in (1,)),
+    *(Case(2, (1,), "ENOSPC", ordinal) for ordinal in range(4)),
+    *(Case(2, (0,), "ENOSPC", ordinal) for ordinal in range(NUM_RANK_0_OPERATIONS - 3)),
+]
+
+
+def judge(case: Case, root: Path, results: list[Any]) -> str | None:
+    """Say what is wrong with how the ranks ended and with what they left, if anything is."""
+    live = [rank for rank in range(case.world) if rank not in case.victims or case.how == "ENOSPC"]
+    for rank in live:
+        if results[rank] is None or "crash" in results[rank]:
+            return f"rank {rank} ended with {results[rank]}"
+        (kind, *details), seconds = results[rank]
+        if seconds > BOUND + LATEST + 3:
+            return f"rank {rank} waited {seconds:.1f} s"
+        if kind == "PeerError" and not set(details[0]) <= set(case.victims):
+            return f"rank {rank} blames {details}"
+        if kind not in ("ok", "PeerError", "SaveError", "OSError"):
+            return f"rank {rank} raised {kind}: {details}"
+    kinds = {results[rank][0][0] for rank in live}
+    if case.how == "ENOSPC" and "ok" in kinds and len(kinds) > 1:
+        return f"some ranks think it is saved: {results}"
+    found = load(root)
+    if found not in ([(20, 2)] if "ok" in kinds else [(10, 1), (20, 2)]):
+        return f"{kinds}, and loaded {found}"
+    return None
+
+
+def test_no_operation_is_a_bad_moment_for_a_rank_to_fail() -> None:
+    """Killed, stopped or out of space, on any rank and at any operation: the rest raise in time, naming it."""
+    found = []
+    for batch in range(0, len(CASES), 8):
+        cases = CASES[batch : batch + 8]
+        with quick_folder() as folder:
+            roots = [folder / str(number) for number in range(len(cases))]
+            worlds = [Ranks(case.world, case.body(root), BOUND, False) for case, root in zip(cases, roots, strict=True)]
+            try:
+                answers = [
+                    [
+                        world.result(rank) if rank not in case.victims or case.how == "ENOSPC" else None
+                        for rank in range(case.world)
+                    ]
+                    for case, world in zip(cases, worlds, strict=True)
+                ]
+            finally:
+                for world in worlds:
+                    world.stop()
+            for case, root, results in zip(cases, roots, answers, strict=True):
+                if fault := judge(case, root, results):
+                    found.append(f"{case}: {fault}")
+                after = [outcome_of_next_world(root, case.world)]
+                if after != [(30, 3)]:
+                    found.append(f"{case}: the next world found {after}")
+    assert found == []
+
+
+def outcome_of_next_world(root: Path, world: int) -> Any:
+    """Save step 30 with new ranks and load it."""
+    ranks = Ranks(world, lambda line: outcome(lambda: save_together(root, line, 30, 3)), 20.0, False)
+    try:
+        results = [ranks.result(rank) for rank in range(world)]
+    finally:
+        ranks.stop()
+    return load(root) if results == [["ok", None]] * world else results
+
+
+def test_the_numbers_of_operations_are_right() -> None:
+    """Rank 0's last case is its last operation, and the others' are the four of a file."""
+    with quick_folder() as folder:
+
+        def body(line: Coordinator) -> Any:
+            save_together(folder / "x", line, 10, 1)
+            counter = Counter()
+            with intercepted(counter):
+                save_together(folder / "x", line, 20, 2)
+            return counter.names
+
+        ranks = Ranks(2, body, 20.0, False)
+        try:
+            names = [ranks.result(rank) for rank in range(2)]
+        finally:
+            ranks.stop()
+    assert len(names[0]) == NUM_RANK_0_OPERATIONS, names[0]
+    assert names[1] == ["open_exclusive", "pwrite_all", "fsync", "close"]
+
+
+@pytest.mark.parametrize("view", ["older", "empty"])
+def test_ranks_with_stale_views_wait_or_refuse_together(view: str) -> None:
+    """Rank 1 sees the folder as it was before: it waits for rank 0's choice, and no rank goes on alone."""
+    with quick_folder() as folder:
+
+        def body(line: Coordinator) -> Any:
+            root = folder / "x"
+            if view == "older":
+                save_together(root, line, 10, 1)
+            save_together(root, line, 20, 2)
+            if line.rank == 1:
+                directory_module._VISIBLE_SECONDS = 0.3
+                setattr(directory_module, "read_manifest_bytes", lambda path: b"")  # noqa: B010 - not exported there.
+            directory = CheckpointDirectory(root, line)
+            return [directory.steps(), outcome(lambda: directory.manifest(20).step)]
+
+        ranks = Ranks(2, body, 20.0, False)
+        try:
+            results = [ranks.result(rank) for rank in range(2)]
+        finally:
+            ranks.stop()
+    steps = [10, 20] if view == "older" else [20]
+    assert [result[0] for result in results] == [steps, steps]
+    assert [result[1][0] for result in results] == ["PeerError", "CorruptCheckpointError"]

@@ -6,6 +6,7 @@ rank). Knows no files.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +17,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from titan_ckpt import typed_json
 from titan_ckpt.config import Component
-from titan_ckpt.errors import LoadMismatchError
-from titan_ckpt.model_wrapper import ModelWrapper
+from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError, StateEncodingError
+from titan_ckpt.model_wrapper import ModelWrapper, without_memory
+from titan_ckpt.nested_tensors import give_tensors, names_of, take_tensors
 from titan_ckpt.optimizer_state import PREFIX as OPTIMIZER
 from titan_ckpt.optimizer_state import OptimizerState
 from titan_ckpt.rng import RandomState
@@ -62,25 +65,34 @@ class RunState:
     rng: RandomState = field(default_factory=RandomState)
 
     def __post_init__(self) -> None:
-        names = self.model.parameter_names()
-        object.__setattr__(self, "_optimizer", OptimizerState(self.optimizers, names) if self.optimizers else None)
+        """Raises: LoadMismatchError for optimizers that do not train this model's parameters."""
+        _ = self.optimizer
 
     @property
     def optimizer(self) -> OptimizerState | None:
-        found: OptimizerState | None = self._optimizer  # type: ignore[attr-defined]
-        return found
+        """Return the optimizers' state under the names that parameters have now: a model may replace them."""
+        return OptimizerState(self.optimizers, self.model.parameter_names()) if self.optimizers else None
 
     def snapshot(self, step: int, model: StateDict) -> Snapshot:
-        """Return the run at `step`; tensors alias live memory, the rest is taken now."""
+        """Return the run at `step`; tensors alias live memory, the rest is taken now.
+
+        Raises: StateEncodingError for tensors that hold no values.
+        """
+        if names := without_memory(model):
+            raise StateEncodingError(
+                f"{len(names)} tensors of the model have no memory yet, such as {names[0]}: materialise a model that "
+                "was built on meta (to_empty), and run a lazy one once, before it is saved",
+                names[0],
+            )
         tensors: StateDict = {MODEL + fqn: value for fqn, value in model.items()}
         run: dict[str, Any] = {"step": step}
         rank: dict[str, Any] = {"rng": self.rng.state_dict()}
         components = ["model", "rng"]
         if extra := self.model.extra_state():
             run["model"] = extra
-        if self.optimizer is not None:
+        if (optimizer := self.optimizer) is not None:
             components.append("optimizer")
-            optimizer_tensors, run["optimizer"] = self.optimizer.split()
+            optimizer_tensors, run["optimizer"] = optimizer.split()
             tensors |= optimizer_tensors
         if self.lr_schedulers:
             components.append("lr_scheduler")
@@ -91,7 +103,7 @@ class RunState:
         if self.states:
             components.append("states")
             run["states"] = {
-                name: _take_tensors(state.state_dict(), f"{STATES}{name}", tensors)
+                name: take_tensors(state.state_dict(), f"{STATES}{name}", tensors)
                 for name, state in self.states.items()
             }
         parameters = {MODEL + fqn for fqn in self.model.parameter_names().values()}
@@ -99,57 +111,76 @@ class RunState:
         return Snapshot(tensors, run, rank, tuple(c for c in COMPONENTS if c in components), volatile)
 
     def expected_bytes(self, model: StateDict) -> int:
-        """Estimate this rank's bytes in a save, counting two float32 moments for parameters not yet stepped."""
-        tensors = self.snapshot(0, model).tensors
+        """Estimate this rank's bytes in a save, counting two float32 moments for parameters not yet stepped.
+
+        Asks no dataloader and no user state: that may move generators, and they are small or like the model.
+        """
+        tensors = dict(model)
+        if (optimizer := self.optimizer) is not None:
+            tensors |= optimizer.split()[0]
         total = sum(block.data.nbytes for value in tensors.values() for block in blocks_of(value))
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                fresh = [p for p in group["params"] if p not in optimizer.state]
+        for one in self.optimizers:
+            for group in one.param_groups:
+                fresh = [p for p in group["params"] if p not in one.state]
                 total += sum(8 * block.data.numel() for p in fresh for block in blocks_of(p))
         return total
 
-    def destinations(self, available: Mapping[str, TensorInfo], exclude: frozenset[str]) -> StateDict:
-        """Return a tensor to fill for every stored tensor that is not the model's; nothing is attached yet.
-
-        Raises: LoadMismatchError where the optimizer's state does not fit.
-        """
-        out: StateDict = {}
-        if self.optimizer is not None and "optimizer" not in exclude:
-            out |= self.optimizer.destinations({k: v for k, v in available.items() if k.startswith(OPTIMIZER)})
-        if self.states and "states" not in exclude:
-            live: StateDict = {}
-            for name, state in self.states.items():
-                _take_tensors(state.state_dict(), f"{STATES}{name}", live)
-            for key, info in available.items():
-                if key.startswith(STATES) and key.removeprefix(STATES).split(".", 1)[0] in self.states:
-                    like = live.get(key)
-                    if isinstance(like, DTensor) and tuple(like.shape) == info.shape:
-                        out[key] = torch.empty_like(like, dtype=info.dtype)
-                    else:
-                        out[key] = torch.empty(info.shape, dtype=info.dtype)
-        return out
-
-    def apply(
-        self, run: dict[str, Any], rank: dict[str, Any] | None, tensors: StateDict, exclude: frozenset[str]
-    ) -> None:
-        """Give everything that was read back to its owner; the random generators last.
+    def check(self, run: dict[str, Any], rank: dict[str, Any] | None, exclude: frozenset[str]) -> None:
+        """Make sure that everything this run has can be restored; changes nothing.
 
         `rank` is None where the checkpoint was written by another number of ranks.
-        Raises: LoadMismatchError listing what this run has and the checkpoint lacks; nothing is applied then.
+        Raises: LoadMismatchError listing what this run has and the checkpoint lacks.
         """
-        steps = self._restorers(run, rank, tensors)
-        wanted = {name: restore for name, restore in steps.items() if name not in exclude}
-        lacking = [name for name, restore in wanted.items() if restore is None]
+        steps = self._restorers(run, rank, {})
+        lacking = [name for name, restore in steps.items() if restore is None and name not in exclude]
         if lacking:
             raise LoadMismatchError(
                 f"the checkpoint has no state for: {', '.join(lacking)}. It was saved by a run without them, or by "
                 f"another number of ranks; to start afresh with them: checkpoint.resume.exclude = {json.dumps(lacking)}"
             )
-        if "model" in run:
-            self.model.load_extra_state(run["model"])
-        for restore in wanted.values():
-            assert restore is not None
-            restore()
+        if (optimizer := self.optimizer) is not None and "optimizer" not in exclude:
+            optimizer.match(run["optimizer"])
+        absent = [name for name in self.model.extra_state_names() if name not in run.get("model", {})]
+        if absent and "model" not in exclude:
+            raise LoadMismatchError(
+                f"the checkpoint lacks the extra state of {len(absent)} modules: {', '.join(absent[:8])}. Was it saved "
+                "from a different model?"
+            )
+
+    def destinations(
+        self, available: Mapping[str, TensorInfo], run: dict[str, Any], exclude: frozenset[str]
+    ) -> tuple[StateDict, list[str]]:
+        """Return a tensor to fill for every stored one that is not the model's; nothing is attached yet.
+
+        Also returns the keys of optimizer state that no parameter here is for; another pipeline stage's, perhaps.
+        Raises: CorruptCheckpointError for a state whose tensors are not there.
+        """
+        out: StateDict = {}
+        strangers: list[str] = []
+        if (optimizer := self.optimizer) is not None and "optimizer" not in exclude:
+            stored = {k: v for k, v in available.items() if k.startswith(OPTIMIZER)}
+            out, strangers = optimizer.destinations(stored)
+        if "states" not in exclude:
+            for name, state in self.states.items():
+                wanted = list(names_of(run.get("states", {}).get(name)))
+                if lost := [key for key in wanted if key not in available]:
+                    raise CorruptCheckpointError(f"state {name!r}: its tensors {', '.join(lost[:8])} are not stored")
+                live: StateDict = {}
+                if wanted:
+                    take_tensors(state.state_dict(), f"{STATES}{name}", live)
+                out |= {key: _room_for(available[key], live.get(key)) for key in wanted}
+        return out, strangers
+
+    def apply(
+        self, run: dict[str, Any], rank: dict[str, Any] | None, tensors: StateDict, exclude: frozenset[str]
+    ) -> None:
+        """Give everything that was read back to its owner, after `check`; the random generators last."""
+        if "model" not in exclude:
+            self.model.load_extra_state(run.get("model", {}))
+        for name, restore in self._restorers(run, rank, tensors).items():
+            if name not in exclude:
+                assert restore is not None, "check() comes first"
+                restore()
 
     def _restorers(
         self, run: dict[str, Any], rank: dict[str, Any] | None, tensors: StateDict
@@ -161,12 +192,12 @@ class RunState:
             own = {k: v for k, v in tensors.items() if k.startswith(OPTIMIZER)}
             out["optimizer"] = (lambda: optimizer.apply(own, run["optimizer"])) if "optimizer" in run else None
         if self.lr_schedulers:
-            fits = len(run.get("lr_scheduler", [])) == len(self.lr_schedulers)
-            out["lr_scheduler"] = (lambda: self._load_schedulers(run["lr_scheduler"])) if fits else None
+            schedules = _one_for_each(run.get("lr_scheduler", []), len(self.lr_schedulers))
+            out["lr_scheduler"] = (lambda: self._load_schedulers(schedules)) if schedules else None
         if self.states:
             there = run.get("states", {})
-            full = {n: _give_tensors(v, tensors) for n, v in there.items() if n in self.states}
-            out["states"] = (lambda: self._load_states(full)) if set(self.states) <= set(there) else None
+            complete = set(self.states) <= set(there)
+            out["states"] = (lambda: self._load_states(there, tensors)) if complete else None
         dataloader = self.dataloader
         if dataloader is not None:
             known = rank is not None and "dataloader" in rank
@@ -178,9 +209,9 @@ class RunState:
         for scheduler, state in zip(self.lr_schedulers, stored, strict=True):
             scheduler.load_state_dict(state)
 
-    def _load_states(self, stored: dict[str, Any]) -> None:
+    def _load_states(self, stored: dict[str, Any], tensors: StateDict) -> None:
         for name, state in self.states.items():
-            state.load_state_dict(stored[name])
+            state.load_state_dict(give_tensors(stored[name], tensors))
 
     def _reseed(self, step: int) -> Callable[[], None]:
         """Another number of ranks has no generator state to take over: derive one from the seed and the step."""
@@ -188,24 +219,21 @@ class RunState:
         def reseed() -> None:
             seed = (torch.initial_seed() + 0x9E3779B97F4A7C15 * (step + 1)) % 2**63
             logger.warning("random generators: the checkpoint has another number of ranks; reseeded with %d", seed)
-            torch.manual_seed(seed)
+            self.rng.reseed(seed)
 
         return reseed
 
 
-def _take_tensors(value: Any, path: str, into: StateDict) -> Any:
-    """Return `value` with every tensor of a nested dict moved to `into`, leaving its name behind."""
-    if isinstance(value, torch.Tensor) and (isinstance(value, DTensor) or value.dim()):
-        into[path] = value.detach()
-        return {"$tensor_file": path}
-    if type(value) is dict:
-        return {k: _take_tensors(v, f"{path}.{k}", into) for k, v in value.items()}
-    return value
+def _one_for_each(stored: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Return a state for each of `count` schedulers, or nothing: another layout may have more or fewer of the same."""
+    if len(stored) == count:
+        return stored
+    alike = len({typed_json.dumps(state) for state in stored}) == 1
+    return [copy.deepcopy(stored[0]) for _ in range(count)] if alike else []
 
 
-def _give_tensors(value: Any, tensors: StateDict) -> Any:
-    if type(value) is dict:
-        if set(value) == {"$tensor_file"}:
-            return tensors[value["$tensor_file"]]
-        return {k: _give_tensors(v, tensors) for k, v in value.items()}
-    return value
+def _room_for(info: TensorInfo, live: torch.Tensor | None) -> torch.Tensor:
+    """Return a new tensor for stored state, sharded as the live one is."""
+    if isinstance(live, DTensor) and tuple(live.shape) == info.shape:
+        return torch.empty_like(live, dtype=info.dtype)
+    return torch.empty(info.shape, dtype=info.dtype)

@@ -6,7 +6,8 @@ Owns which tensors go into which kind of export, and where. Writing and proving 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +40,34 @@ class Exporter:
         self._coordinator = coordinator
 
     def check(self, configs: Sequence[ExportConfig]) -> None:
-        """Find before training what would make an export fail after it.
+        """Find before training what would make an export fail after it. Collective.
 
         Raises: ExportError listing every export that cannot be made; KeyMapError for names without a file key.
         """
+        if not configs:
+            return
+        owned = self._owned_anywhere()
+        error: BaseException | None = None
+        try:
+            self._check(configs, owned)
+        except Exception as e:
+            error = e
+        self._coordinator.barrier("export-check", error)
+
+    def _owned_anywhere(self) -> bool:
+        """Say whether any rank has converter-owned keys: a pipeline stage may have none. Collective."""
+        return any(self._coordinator.gather("export-owned", bool(self._model.owned_state_dict())))
+
+    def _check(self, configs: Sequence[ExportConfig], owned: bool) -> None:
         problems = []
+        hooks = self._model.hooks
         for config in configs:
             if config.format == "hf" and self._transforms.hf_config is None:
                 problems.append(
                     "hf: the model has no table to Hugging Face names; give the manager "
                     "sd_transforms=StateDictTransforms(key_map=..., hf_config=...)"
                 )
-            if config.format == "peft" and not self._model.owned_state_dict():
+            if config.format == "peft" and not (owned and hooks is not None and hooks.state_dict_adapter() is not None):
                 problems.append('peft: no converter owns adapter weights; add [[converters]] kind = "lora"')
             if config.assets is not None and not Path(config.assets).is_dir():
                 problems.append(f"assets: {config.assets} is no folder")
@@ -69,37 +86,42 @@ class Exporter:
         dtype: torch.dtype | None = None if config.dtype is None else getattr(torch, config.dtype)
         name = f"step-{step}-peft" if config.format == "peft" else f"step-{step}"
         folder = self._base_folder / config.folder / name
-        if config.format == "hf":
-            self._export_hf(folder, config, dtype)
-        elif config.format == "peft":
-            self._export_peft(folder, dtype, base)
-        else:
-            export_dcp(folder, self._under_own_names(dtype), self._coordinator)
+        write: Callable[[], object] | None = None
+        error: BaseException | None = None
+        try:
+            write = self._planned(config, folder, dtype, base)
+        except Exception as e:
+            error = e
+        self._coordinator.barrier("export-plan", error)
+        assert write is not None
+        write()
         logger.info("exported %s to %s", config.format, folder)
         return folder
 
-    def _export_hf(self, folder: Path, config: ExportConfig, dtype: torch.dtype | None) -> None:
-        groups = self._transforms.to_file(self._model.state_dict("export"), self._model.hooks, dtype)
-        assets = Path(config.assets) if config.assets else self._transforms.assets
-        export_huggingface(
-            folder,
-            groups,
-            config=dict(self._transforms.hf_config or {}),
-            assets=assets,
-            max_shard_bytes=config.max_shard_bytes,
-            coordinator=self._coordinator,
-        )
-
-    def _export_peft(self, folder: Path, dtype: torch.dtype | None, base: dict[str, Any] | None) -> None:
-        hooks = self._model.hooks
+    def _planned(
+        self, config: ExportConfig, folder: Path, dtype: torch.dtype | None, base: dict[str, Any] | None
+    ) -> Callable[[], object]:
+        """Decide what the export holds, and return what writes it."""
+        transforms, hooks = self._transforms, self._model.hooks
+        if config.format == "dcp":
+            return partial(export_dcp, folder, self._under_own_names(dtype), self._coordinator)
+        if config.format == "hf":
+            return partial(
+                export_huggingface,
+                folder,
+                transforms.to_file(self._model.state_dict("export"), hooks, dtype),
+                config=dict(transforms.hf_config or {}),
+                assets=Path(config.assets) if config.assets else transforms.assets,
+                max_shard_bytes=config.max_shard_bytes,
+                coordinator=self._coordinator,
+            )
         adapter = None if hooks is None else hooks.state_dict_adapter()
-        owned = self._model.owned_state_dict()
-        if adapter is None or not owned:
-            raise ExportError('a peft export needs a converter that owns adapter weights, such as kind = "lora"')
-        config = adapter.file_config(self._transforms.key_map)
+        assert adapter is not None, "check() comes first"
+        file_config = adapter.file_config(transforms.key_map)
         if base is not None:
-            config |= {"base_model_name_or_path": base["path"], "revision": base["revision"], BASE_RECORD: base}
-        export_peft(folder, self._transforms.to_file(owned, hooks, dtype), config=config, coordinator=self._coordinator)
+            file_config |= {"base_model_name_or_path": base["path"], "revision": base["revision"], BASE_RECORD: base}
+        groups = transforms.to_file(self._model.owned_state_dict(), hooks, dtype)
+        return partial(export_peft, folder, groups, config=file_config, coordinator=self._coordinator)
 
     def _under_own_names(self, dtype: torch.dtype | None) -> StateDict:
         """Return the export's tensors under native names, floating ones cast when they are written."""

@@ -16,7 +16,7 @@ from typing import Any, Self
 from titan_ckpt.components import MODEL
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import LoadMismatchError
-from titan_ckpt.model_wrapper import ModelWrapper
+from titan_ckpt.model_wrapper import ModelWrapper, without_memory
 from titan_ckpt.plan import LoadSource
 from titan_ckpt.storage import open_reader
 from titan_ckpt.storage.base import ReadRequest, TensorReader
@@ -79,12 +79,24 @@ def prepare_load(
     Raises: LoadMismatchError listing every fault; CorruptCheckpointError; NotACheckpointError; PeerError.
     """
     stack = ExitStack()
-    wanted = wrapper.state_dict("full")
+    wanted: StateDict = {}
     opened: list[_Opened] = []
     try:
         error: BaseException | None = None
         try:
+            wanted = wrapper.state_dict("full")
+            if sources:
+                _check_memory(wanted)
+        except Exception as e:
+            error = e
+        owned = any(coordinator.gather("load-wanted", any(map(wrapper.owns, wanted)), error))
+        try:
             for source in sources:
+                if source.adapter and not owned:
+                    raise LoadMismatchError(
+                        f"{source.path} is an adapter, and no converter of this run owns adapter weights: add the "
+                        'converter it belongs to, such as [[converters]] kind = "lora"'
+                    )
                 reader = stack.enter_context(open_reader(source.path, source.format))
                 opened.append(_Opened(source, reader, _plan(source, reader, wanted, wrapper, transforms)))
         except Exception as e:
@@ -105,16 +117,19 @@ def prepare_load(
     return PreparedLoad(report, opened, stack)
 
 
+def _check_memory(wanted: StateDict) -> None:
+    if names := without_memory(wanted):
+        raise LoadMismatchError(
+            f"{len(names)} tensors of the model have no memory to load into, such as {names[0]}: materialise a model "
+            "that was built on meta (model.to_empty(device=...)), and run a lazy one once, before load()"
+        )
+
+
 def _plan(
     source: LoadSource, reader: TensorReader, wanted: StateDict, wrapper: ModelWrapper, transforms: StateDictTransforms
 ) -> ReadPlan:
     if source.adapter:
         wanted = {fqn: value for fqn, value in wanted.items() if wrapper.owns(fqn)}
-        if not wanted:
-            raise LoadMismatchError(
-                f"{source.path} is an adapter, and no converter of this run owns adapter weights: add the converter it "
-                'belongs to, such as [[converters]] kind = "lora"'
-            )
     if source.format == "peft":
         _check_adapter_config(source, reader, wrapper, transforms)
     if source.format not in ("native", "dcp"):

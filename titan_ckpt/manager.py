@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +18,13 @@ from titan_ckpt.components import RunState
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.directory import CheckpointDirectory
 from titan_ckpt.distributed import Coordinator
-from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConverterError, CorruptCheckpointError
+from titan_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CommitConflictError,
+    ConverterError,
+    CorruptCheckpointError,
+)
 from titan_ckpt.exporting import Exporter
 from titan_ckpt.loading import PreparedLoad, prepare_load
 from titan_ckpt.manifest import Manifest
@@ -79,17 +85,15 @@ class CheckpointManager:
         self._directory = CheckpointDirectory(Path(base_folder) / config.folder, storage_line)
         self._saver = Saver(self._directory, storage_line, config.save) if config.save else None
         self._exporter = Exporter(Path(base_folder), self._model, self._transforms, self._coordinator)
+        self._exporter.check(config.export)
         self._step_hooks = [  # so that a loop that forgets maybe_wait_for_staging() saves no mixture of two steps
             optimizer.register_step_pre_hook(lambda *_: self.maybe_wait_for_staging()) for optimizer in optimizers
         ]
-        self._exporter.check(config.export)
         self._base: dict[str, Any] | None = None
         self._resumed_from: dict[str, Any] | None = None
         self._saved_step: int | None = None
-
-    @property
-    def _owns_keys(self) -> bool:
-        return bool(self._hooks) and any(self._model.owns(fqn) for fqn in self._model.state_dict("full"))
+        self._knows_folder = False
+        self._closed = False
 
     # load
 
@@ -101,28 +105,36 @@ class CheckpointManager:
         Raises: CheckpointNotFoundError; LoadMismatchError; CorruptCheckpointError when no candidate can be read;
         BaseMismatchError; ConverterError for another set of converters.
         """
+        self._check_open()
         self.wait()
         requested = step if step >= 0 else self.config.resume.step
-        candidates = [requested] if requested is not None else self._directory.steps()[::-1]
-        result: LoadResult | None = None
-        for i, candidate in enumerate(candidates):
-            try:
-                result = self._resume(candidate, by_number=requested is not None)
-            except CheckpointError as error:
-                corrupt = any(self._coordinator.gather("ladder", isinstance(error, CorruptCheckpointError)))
-                if not corrupt or requested is not None or i + 1 == len(candidates):
-                    raise
-                logger.warning("step %d cannot be resumed from; going on to the one before it: %s", candidate, error)
-            if result is not None:
-                break
-        else:
+        result = self._resume_newest() if requested is None else self._resume(requested, by_number=True)
+        if result is None:
             result = self._load_initial()
         self._preflight()
+        self._knows_folder = True
         return result
 
+    def _resume_newest(self) -> LoadResult | None:
+        """Resume the newest step that is whole, else one before it; None where there is none to resume from."""
+        failure: Exception | None = None
+        for candidate in self._directory.steps()[::-1]:
+            try:
+                result = self._resume(candidate, by_number=False)
+            except Exception as error:  # whatever it is on this rank, all ranks are here, and decide together
+                if not any(self._coordinator.gather("ladder", isinstance(error, CorruptCheckpointError))):
+                    raise
+                logger.warning("step %d cannot be resumed from; going on to the one before it: %s", candidate, error)
+                failure = error
+                continue
+            if result is not None:
+                return result
+        if failure is not None:
+            raise failure
+        return None
+
     def _load_initial(self) -> LoadResult:
-        load_plan = plan.resolve(self.config, None, self._describe)
-        logger.info("%s", load_plan)
+        load_plan = self._resolve(None)
         with self._prepare(load_plan, resuming=False) as prepared:
             self._read(prepared)
             self._identify_base(load_plan, prepared, None)
@@ -142,19 +154,24 @@ class CheckpointManager:
                 )
             return None
         path = self._directory.step_path(step)
-        load_plan = plan.resolve(self.config, ResumeStep(step, manifest.kind, path), self._describe)
-        logger.info("%s", load_plan)
+        load_plan = self._resolve(ResumeStep(step, manifest.kind, path))
         self._check_converters(manifest)
         with self._prepare(load_plan, resuming=True) as prepared:
             state = ResumeState.open(path, manifest, self._run, load_plan.exclude, self._coordinator)
             with state:
                 self._read(prepared, state)
             self._identify_base(load_plan, prepared, manifest)
-        state.apply(self._run, load_plan.exclude)
+        self._together("load-apply", lambda: state.apply(self._run, load_plan.exclude))
         self._resumed_from = {"step": step, "attempt": manifest.attempt}
         self._directory.resume_from(step)
         self._saved_step = step
         return LoadResult(step, load_plan, prepared.report)
+
+    def _resolve(self, step: ResumeStep | None) -> LoadPlan:
+        plans: list[LoadPlan] = []
+        self._together("load-sources", lambda: plans.append(plan.resolve(self.config, step, self._describe)))
+        logger.info("%s", plans[0])
+        return plans[0]
 
     def _preflight(self) -> None:
         """Find out before step 1 whether saves will work: lease, permissions, space for what they will take."""
@@ -165,18 +182,25 @@ class CheckpointManager:
         return prepare_load(load_plan.sources, self._model, self._transforms, self._coordinator, require_owned=resuming)
 
     def _read(self, prepared: PreparedLoad, state: ResumeState | None = None) -> None:
-        error: BaseException | None = None
-        try:
+        def read() -> None:
             prepared.read()
             if state is not None:
                 state.read()
+
+        self._together("load-read", read)
+
+    def _together(self, tag: str, act: Callable[[], None]) -> None:
+        """Act on every rank; where one fails, all raise. Collective."""
+        error: BaseException | None = None
+        try:
+            act()
         except Exception as e:
             error = e
-        self._coordinator.barrier("load-read", error)
+        self._coordinator.barrier(tag, error)
 
     def _identify_base(self, load_plan: LoadPlan, prepared: PreparedLoad, manifest: Manifest | None) -> None:
         """Digest the base that converter-owned weights stand on, and hold it against what each adapter records."""
-        if not self._owns_keys:
+        if not any(self._coordinator.gather("owned", bool(self._model.owned_state_dict()))):
             return
         own_base = manifest.base if manifest is not None and manifest.kind == "full" else None
         self._base = identify_base(self._model, load_plan.sources, own_base, self._coordinator)
@@ -211,6 +235,7 @@ class CheckpointManager:
         `force` saves a step that is not due: the process is about to be stopped.
         Raises: what an earlier save in the background raised, once; SaveError; ExportError.
         """
+        self._check_open()
         saved = False
         due = force or policy.is_due(step, self.config.save, last_step)
         if self._saver is not None and due and step != self._saved_step:
@@ -228,6 +253,7 @@ class CheckpointManager:
             logger.warning("step %d is due and not saved: the save before it is still being written", step)
             return False
         self.wait()
+        self._look_before_saving(step)
         request = SaveRequest(
             step,
             "adapter" if self._adapter_only else "full",
@@ -235,11 +261,21 @@ class CheckpointManager:
             base=self._base,
             resumed_from=self._resumed_from,
         )
-        self._saver.save(request, self._run.snapshot(step, self._model_to_save()))
+        self._saver.save(request, lambda: self._run.snapshot(step, self._model_to_save()))
         if self.config.save.async_mode == "disabled":
             self._saver.wait()
         self._saved_step = step
         return True
+
+    def _look_before_saving(self, step: int) -> None:
+        """Refuse to write a new run's steps among those of another one, which nobody looked at."""
+        if not self._knows_folder and (steps := self._directory.steps()):
+            raise CommitConflictError(
+                f"{self._directory.root}: step {step} is to be saved, load() was never called, and step "
+                f"{', '.join(map(str, steps[-8:]))} of an earlier run is there: call load() before the first step to "
+                "resume, or choose another folder"
+            )
+        self._knows_folder = True
 
     @property
     def _adapter_only(self) -> bool:
@@ -258,10 +294,17 @@ class CheckpointManager:
     def wait(self) -> None:
         """Wait until the save in flight is committed. Raises: what it raised, once."""
         if self._saver is not None:
-            self._saver.wait()
+            try:
+                self._saver.wait()
+            except BaseException:
+                self._saved_step = None  # it may be saved again
+                raise
 
     def close(self) -> None:
-        """Finish the save in flight and release the folder. Raises: what that save raised, once."""
+        """Finish the save in flight and release the folder; idempotent. Raises: what that save raised, once."""
+        if self._closed:
+            return
+        self._closed = True
         try:
             self.wait()
         finally:
@@ -270,6 +313,11 @@ class CheckpointManager:
             if self._saver is not None:
                 self._saver.close()
             self._directory.close()
+            self._coordinator.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError(f"{self._directory.root}: this CheckpointManager is closed; make another one")
 
     def __enter__(self) -> Self:
         return self

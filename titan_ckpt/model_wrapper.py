@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
-from titan_ckpt.errors import ConverterError
+from titan_ckpt.errors import ConverterError, StateEncodingError
 from titan_ckpt.types import ModelHooks, StateDict, StateDictMode
 
 _WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
+_EXTRA_STATE = "_extra_state"
 
 
 def clean_fqn(name: str) -> str:
@@ -23,15 +26,29 @@ def clean_fqn(name: str) -> str:
 class ModelWrapper:
     """One or more model parts (pipeline stages, or one module) seen as a single state dict.
 
-    Nothing is cached but names: every value aliases the live parameter, so its storage is stable between saves as long
-    as the model keeps its parameters.
+    Nothing is cached, not even names: every value aliases the live parameter, also one that was replaced or tied since.
     """
 
     def __init__(self, model_parts: Sequence[nn.Module], hooks: ModelHooks | None = None) -> None:
-        self.parts = [p.module if isinstance(p, DistributedDataParallel) else p for p in model_parts]
+        if isinstance(model_parts, nn.Module):
+            raise TypeError(f"model_parts is one {type(model_parts).__name__}: put it in a list, [model]")
+        self.parts = [_unwrapped(part) for part in model_parts]
         self.hooks = hooks
-        self.tied = _tied_names(self.parts)
-        """alias -> the fqn that is saved for it."""
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Return alias -> the fqn that is saved for it."""
+        first: dict[int, str] = {}
+        tied: dict[str, str] = {}
+        for part in self.parts:
+            _reshard(part)
+            named = [*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)]
+            for name, value in named:
+                fqn = clean_fqn(name)
+                owner = first.setdefault(id(value), fqn)
+                if owner != fqn:
+                    tied[fqn] = owner
+        return tied
 
     def state_dict(self, mode: StateDictMode = "full", last_step: bool = False) -> StateDict:
         """Return fqn -> tensor, in the order of the modules; tied aliases appear once, under their first name.
@@ -39,7 +56,13 @@ class ModelWrapper:
         full: everything persistent. base: without converter-owned keys. export: what the outside world should see,
         after the converters' last-step transforms; its values may be lazy. Collective where a converter's transform is.
         """
-        tensors = {fqn: value for fqn, value in self._entries() if isinstance(value, torch.Tensor)}
+        tensors = {fqn: value for fqn, value in self._entries() if not _is_extra(fqn)}
+        if strange := [f"{fqn} ({type(v).__name__})" for fqn, v in tensors.items() if not isinstance(v, torch.Tensor)]:
+            raise StateEncodingError(
+                f"state_dict() of the model holds what is no tensor: {', '.join(strange)}. Keep such state in "
+                "get_extra_state(), or hand it to the manager in states",
+                strange[0],
+            )
         if self.hooks is not None:
             tensors = self.hooks.state_dict_transform(tensors, last_step=last_step or mode == "export")
         if mode == "base":
@@ -56,30 +79,40 @@ class ModelWrapper:
 
     def extra_state(self) -> dict[str, Any]:
         """Return what modules keep beside tensors (`get_extra_state`), by fqn."""
-        return {fqn: value for fqn, value in self._entries() if not isinstance(value, torch.Tensor)}
+        return {fqn: value for fqn, value in self._entries() if _is_extra(fqn)}
+
+    def extra_state_names(self) -> list[str]:
+        """Return the fqns of `extra_state`, without asking for the state itself."""
+        return [fqn for fqn, _ in self._modules_with_extra_state()]
 
     def load_extra_state(self, extra: dict[str, Any]) -> None:
         """Give modules back what `extra_state` returned."""
-        for part in self.parts:
-            for name, module in part.named_modules():
-                key = clean_fqn(f"{name}._extra_state" if name else "_extra_state")
-                if key in extra:
-                    module.set_extra_state(extra[key])
+        for fqn, module in self._modules_with_extra_state():
+            if fqn in extra:
+                module.set_extra_state(extra[fqn])
 
     def parameter_names(self) -> dict[nn.Parameter, str]:
         """Return each live parameter's fqn (its first name, when tied)."""
         names: dict[nn.Parameter, str] = {}
         for part in self.parts:
+            _reshard(part)
             for name, parameter in part.named_parameters():
                 names.setdefault(parameter, clean_fqn(name))
         return names
 
+    def _modules_with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
+        for part in self.parts:
+            for name, module in part.named_modules():
+                if type(module).get_extra_state is not nn.Module.get_extra_state:
+                    yield clean_fqn(f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE), module
+
     def _entries(self) -> Iterator[tuple[str, Any]]:
         seen: set[str] = set()
+        tied = self.tied
         for part in self.parts:
             for name, value in part.state_dict().items():
                 fqn = clean_fqn(name)
-                if fqn in self.tied:
+                if fqn in tied:
                     continue
                 if fqn in seen:
                     raise ConverterError(f"two model parts both hold {fqn!r}: their parameter names must be disjoint")
@@ -87,14 +120,29 @@ class ModelWrapper:
                 yield fqn, value
 
 
-def _tied_names(parts: Sequence[nn.Module]) -> dict[str, str]:
-    first: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    for part in parts:
-        named = [*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)]
-        for name, value in named:
-            fqn = clean_fqn(name)
-            owner = first.setdefault(id(value), fqn)
-            if owner != fqn:
-                tied[fqn] = owner
-    return tied
+def without_memory(tensors: StateDict) -> list[str]:
+    """Return the names of tensors that hold no values yet: on meta, or of a lazy module before its first forward."""
+    return [fqn for fqn, value in tensors.items() if is_lazy(value) or value.is_meta]
+
+
+def _is_extra(fqn: str) -> bool:
+    """Say whether a key is a module's extra state, which may be a tensor of its own making: loading fills nothing."""
+    return fqn == _EXTRA_STATE or fqn.endswith(f".{_EXTRA_STATE}")
+
+
+def _unwrapped(part: nn.Module) -> nn.Module:
+    """Return the module inside DistributedDataParallel and torch.compile, in whichever order they were applied."""
+    while True:
+        if isinstance(part, DistributedDataParallel):
+            part = part.module
+        elif isinstance(inner := getattr(part, "_orig_mod", None), nn.Module):
+            part = inner
+        else:
+            return part
+
+
+def _reshard(part: nn.Module) -> None:
+    """Make FSDP2 modules hold their shards: after a forward without a backward they hold gathered parameters."""
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -12,11 +12,13 @@ import xxhash
 from titan_ckpt import posix, typed_json
 from titan_ckpt.components import MODEL, RunState
 from titan_ckpt.distributed import Coordinator
-from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError
+from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.manifest import Manifest
-from titan_ckpt.saving import RUN_STATE, rank_state_name
+from titan_ckpt.optimizer_state import misfit
+from titan_ckpt.saving import RUN_STATE, rank_state_name, with_rank_parts
 from titan_ckpt.storage.base import ReadRequest, TensorReader
 from titan_ckpt.storage.native import NativeReader
+from titan_ckpt.strict_json import Json
 from titan_ckpt.transforms import StateDictTransforms
 from titan_ckpt.types import StateDict
 
@@ -37,41 +39,65 @@ class ResumeState:
     ) -> Self:
         """Read the JSON and plan the tensors; all ranks succeed or all raise. Collective.
 
-        Raises: CorruptCheckpointError naming the file; LoadMismatchError where the optimizer does not fit.
+        Raises: CorruptCheckpointError naming the file; LoadMismatchError for what the checkpoint lacks, and where the
+        optimizer does not fit.
         """
         error: BaseException | None = None
         made: Self | None = None
+        strangers: list[Json] = []
         try:
-            run = _read_state(path, RUN_STATE, manifest)
-            same_world = manifest.world_size == coordinator.world_size
-            rank = _read_state(path, rank_state_name(coordinator.rank), manifest) if same_world else None
-            reader = NativeReader(path, files=[f for f in manifest.files if f.name.endswith(".safetensors")])
-            available = {key: info for key, info in reader.tensors.items() if not key.startswith(MODEL)}
-            tensors = run_state.destinations(available, exclude)
-            plan = StateDictTransforms().from_file(tensors, available, None, cast=False)
-            if plan.report.missing or plan.report.mismatched:
-                lines = [f"{m.key}: expected {m.expected}, found {m.found}" for m in plan.report.mismatched]
-                raise LoadMismatchError(f"{path}: training state does not fit: {', '.join(lines)}", plan.report)
-            made = cls(run, rank, tensors, reader, plan.requests)
+            made, strangers = cls._open(path, manifest, run_state, exclude, coordinator)
         except Exception as e:
             error = e
-        coordinator.barrier("resume-plan", error)
+        try:
+            unknown: list[Any] = coordinator.gather("resume-plan", strangers, error)
+            if nowhere := set.intersection(*map(set, unknown)):
+                raise misfit(sorted(nowhere))
+        except BaseException:
+            if made is not None:
+                made.close()
+            raise
         assert made is not None
         return made
+
+    @classmethod
+    def _open(
+        cls, path: Path, manifest: Manifest, run_state: RunState, exclude: frozenset[str], coordinator: Coordinator
+    ) -> tuple[Self, list[Json]]:
+        """Return this rank's state, and the optimizer's tensors that are for no parameter of this rank."""
+        run = _read_state(path, RUN_STATE, manifest)
+        same_world = manifest.world_size == coordinator.world_size
+        rank = _read_state(path, rank_state_name(coordinator.rank), manifest) if same_world else None
+        run = with_rank_parts(run, rank)
+        run_state.check(run, rank, exclude)
+        reader = NativeReader(path, files=[f for f in manifest.files if f.name.endswith(".safetensors")])
+        try:
+            available = {key: info for key, info in reader.tensors.items() if not key.startswith(MODEL)}
+            tensors, strangers = run_state.destinations(available, run, exclude)
+            plan = StateDictTransforms().from_file(tensors, available, None, cast=False)
+            assert not plan.report.missing and not plan.report.mismatched, "destinations follow what is available"
+        except BaseException:
+            reader.close()
+            raise
+        return cls(run, rank, tensors, reader, plan.requests), [*strangers]
 
     def read(self) -> None:
         """Fill the destinations. Raises: CorruptCheckpointError; OSError."""
         self._reader.read(self._requests)
 
     def apply(self, run_state: RunState, exclude: frozenset[str]) -> None:
-        """Hand everything to its owner. Raises: LoadMismatchError for what the checkpoint lacks."""
+        """Hand everything to its owner. Raises: what an owner raises."""
         run_state.apply(self.run, self.rank, self.tensors, exclude)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._reader.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self._reader.close()
+        self.close()
 
 
 def _read_state(path: Path, name: str, manifest: Manifest) -> dict[str, Any]:

@@ -30,3 +30,9 @@ class RandomState:
         torch.set_rng_state(state_dict["torch"])
         if "cuda" in state_dict and torch.cuda.is_available():
             torch.cuda.set_rng_state(state_dict["cuda"])
+
+    def reseed(self, seed: int) -> None:
+        """Start every generator afresh: one that is left alone would repeat what it drew at the start of the run."""
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        torch.manual_seed(seed)

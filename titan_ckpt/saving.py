@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,29 @@ from typing import Any
 import xxhash
 
 from titan_ckpt import typed_json
-from titan_ckpt.components import Snapshot
+from titan_ckpt.components import STATES, Snapshot
 from titan_ckpt.config import SaveConfig
 from titan_ckpt.directory import CheckpointDirectory
 from titan_ckpt.distributed import Coordinator
+from titan_ckpt.errors import SaveError
 from titan_ckpt.manifest import FileRecord, Kind, Manifest
+from titan_ckpt.optimizer_state import merge_groups
 from titan_ckpt.staging import StagingHandle
 from titan_ckpt.storage.native import NativeWriter
 from titan_ckpt.storage.staged_folder import write_file
+from titan_ckpt.strict_json import Json
 
 logger = logging.getLogger(__name__)
 
 RUN_STATE = "state.json"
+
+
+def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {fqn: value for one in reversed(of_ranks) for fqn, value in one.items()}
+
+
+_MERGE: dict[str, Callable[[Sequence[Any]], Any]] = {"optimizer": merge_groups, "model": _joined}
+"""Parts that are by parameter or module: a pipeline stage has its own."""
 
 
 def rank_state_name(rank: int) -> str:
@@ -88,35 +99,74 @@ class Saver:
     def busy(self) -> bool:
         return self._handle is not None and not self._handle.done
 
-    def prepare(self, snapshot: Snapshot) -> None:
-        """Plan the tensors, and reserve what staging needs, before the first save. Collective."""
-        self._writer.plan(snapshot.tensors, self._coordinator)
-        if self._config.async_mode != "disabled":
-            self._writer.allocate(snapshot.tensors)
-
-    def save(self, request: SaveRequest, snapshot: Snapshot) -> SaveHandle:
+    def save(self, request: SaveRequest, take: Callable[[], Snapshot]) -> SaveHandle:
         """Start a save and return its handle; with async_mode "disabled" it has ended. Collective.
 
         The one before must have been waited for. Live tensors may change again once `wait_staged` has returned.
+        Raises: what `take` raises on any rank, and StateEncodingError, before anything is written.
         """
         assert self._handle is None, "wait() for the save before this one"
-        handle = self._handle = SaveHandle(request.step)
-        state = {rank_state_name(self._coordinator.rank): typed_json.dumps(snapshot.rank, "rank state")}
-        if self._coordinator.rank == 0:
-            state[RUN_STATE] = typed_json.dumps(snapshot.run, "run state")
+        snapshot, state = self._take(take)
         self._writer.plan(snapshot.tensors, self._coordinator)
         if self._config.async_mode == "disabled":
+            handle = self._handle = SaveHandle(request.step)
             self._run(handle, request, snapshot, state, lambda folder: self._writer.write(folder, snapshot.tensors))
-        else:
-            staging = self._staging = self._writer.begin_staging(snapshot.frozen_tensors())
+            return handle
+        error: BaseException | None = None
+        try:
+            self._staging = self._writer.begin_staging(snapshot.frozen_tensors())
+        except Exception as e:  # no memory for the copy: told to the other ranks when they have written
+            error = e
+        staging = self._staging
 
-            def write_staged(folder: Path) -> list[FileRecord]:
-                staging.finish()
-                return self._writer.write_staged(folder)
+        def write_staged(folder: Path) -> list[FileRecord]:
+            if staging is None:
+                assert error is not None
+                raise error
+            staging.finish()
+            return self._writer.write_staged(folder)
 
-            arguments = (handle, request, snapshot, state, write_staged)
-            threading.Thread(target=self._run, args=arguments, name=f"titan_ckpt save {request.step}").start()
+        handle = self._handle = SaveHandle(request.step)
+        arguments = (handle, request, snapshot, state, write_staged)
+        threading.Thread(target=self._run, args=arguments, name=f"titan_ckpt save {request.step}").start()
         return handle
+
+    def _take(self, take: Callable[[], Snapshot]) -> tuple[Snapshot, dict[str, bytes]]:
+        """Take the snapshot on all ranks; return it with the JSON files that this rank writes.
+
+        1 Every rank posts a digest of each part of its run state. 2 Where they differ, all post the parts that can be
+        merged. 3 Rank 0 writes what all have alike or merged; every rank keeps the rest in its own file.
+        """
+        rank, world_size = self._coordinator.rank, self._coordinator.world_size
+        error: BaseException | None = None
+        snapshot = Snapshot({}, {}, {}, ())
+        digests: dict[str, Json] = {}
+        try:
+            snapshot = take()
+            if world_size > 1:
+                parts = _run_parts(snapshot.run)
+                digests = {n: xxhash.xxh3_128_hexdigest(typed_json.dumps(v, n)) for n, v in parts.items()}
+        except Exception as e:
+            error = e
+        gathered: list[Any] = self._coordinator.gather("snapshot", digests, error)
+        names = dict.fromkeys(name for of_rank in gathered for name in of_rank)
+        differing = [name for name in names if len({of_rank.get(name) for of_rank in gathered}) > 1]
+        run, own = snapshot.run, snapshot.rank
+        if "step" in differing:
+            raise SaveError("the ranks save different steps: every rank must call save() with the same step")
+        if differing:
+            mine = {name: typed_json.encode(run[name]) for name in differing if name in _MERGE and name in run}
+            of_ranks = [typed_json.decode(one, "run state") for one in self._coordinator.gather("run state", mine)]
+            run, own = _divide(run, own, differing, of_ranks)
+        state: dict[str, bytes] = {}
+        try:
+            state[rank_state_name(rank)] = typed_json.dumps(own, "rank state")
+            if rank == 0:
+                state[RUN_STATE] = typed_json.dumps(run, "run state")
+        except Exception as e:
+            error = e
+        self._coordinator.barrier("state files", error)
+        return snapshot, state
 
     def wait_staged(self) -> None:
         """Return when live tensors may change: the save in flight has copied them. Raises: what the copy raised."""
@@ -168,7 +218,7 @@ class Saver:
                 *write_tensors(attempt.path),
                 *(_write_file(attempt.path / n, data) for n, data in state.items()),
             ]
-        except Exception as e:
+        except BaseException as e:  # also an interrupt from the keyboard: the other ranks wait for an answer
             error = e
         try:
             gathered: list[Any] = self._coordinator.gather("written", [asdict(r) for r in records], error)
@@ -189,6 +239,40 @@ class Saver:
         )
         self._directory.commit(attempt, manifest)
         self._directory.expire(self._config.keep)
+
+
+def _run_parts(run: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts of a run state that may be alike on all ranks one by one: each user state is one."""
+    parts = {name: value for name, value in run.items() if name != "states"}
+    return parts | {f"{STATES}{name}": value for name, value in run.get("states", {}).items()}
+
+
+def _divide(
+    run: dict[str, Any], rank: dict[str, Any], differing: Sequence[str], of_ranks: Sequence[dict[str, Any]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (run state, rank state), where a differing part is merged over the ranks, or goes to the rank's state."""
+    run, rank = dict(run), dict(rank)
+    states = dict(run.get("states", {}))
+    for name in differing:
+        if name in _MERGE:
+            run[name] = _MERGE[name]([one[name] for one in of_ranks if name in one])
+        elif name.startswith(STATES):
+            key = name.removeprefix(STATES)
+            if key in states:
+                rank.setdefault("states", {})[key] = states.pop(key)
+        elif name in run:
+            rank[name] = run.pop(name)
+    if "states" in run:
+        run["states"] = states
+    return run, rank
+
+
+def with_rank_parts(run: dict[str, Any], rank: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the run state with what its ranks did not have alike, which each rank kept for itself."""
+    if rank is None:
+        return run
+    own = {name: rank[name] for name in ("lr_scheduler",) if name in rank}
+    return {**run, **own, "states": run.get("states", {}) | rank.get("states", {})}
 
 
 def _write_file(path: Path, data: bytes) -> FileRecord:

@@ -81,7 +81,8 @@ class SubLayer(nn.Module):
 class Attention(SubLayer):
     """Causal self-attention in which groups of query heads share a key-value head.
 
-    With `qk_norm_eps`, queries and keys are normalised per head before they are turned.
+    With `qk_norm_eps`, queries and keys are normalised per head before they are turned. Where ranks share the heads, a
+    rank's gradients of those norms are of its own heads: SequenceParallel(sequence_dim=2) sums them.
     """
 
     def __init__(

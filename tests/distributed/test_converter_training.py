@@ -1,0 +1,204 @@
+"""Every converter trains on two FSDP2 ranks, resumes bit for bit, and exports what one process would export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from converters import from_tables
+from titan_ckpt import (
+    CheckpointConfig,
+    CheckpointManager,
+    ExportConfig,
+    InitialLoadConfig,
+    SaveConfig,
+    StateDictTransforms,
+)
+from titan_ckpt.errors import ExportError
+from titan_ckpt.models.llama3 import Llama3, Llama3Config
+from titan_ckpt.storage import open_reader
+from titan_ckpt.storage.base import ReadRequest
+from titan_ckpt.tensors import Chunk
+from titan_ckpt.testing import distributed
+
+TINY = Llama3Config(
+    dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_dim=128, vocab_size=96, max_seq_len=32
+)
+LORA = {"kind": "lora", "rank": 4, "target_modules": ["wq", "wk", "wv", "wo", "w1", "w2", "w3"]}
+DORA = {**LORA, "use_dora": True, "dropout": 0.1, "modules_to_save": ["norm"]}
+INT4 = {"kind": "qat", "scheme": "int4_weight_only"}
+FLOAT8 = {"kind": "float8", "emulate": True}
+GATHERED = {**FLOAT8, "fsdp_all_gather": True}
+SETS: dict[str, list[dict[str, Any]]] = {
+    "lora": [LORA],
+    "dora": [DORA],
+    "qat": [INT4],
+    "qat_lora": [INT4, LORA],
+    "float8_gathered": [GATHERED],
+    "float8_rowwise": [{**FLOAT8, "recipe": "rowwise"}],
+    "float8_gathered_lora": [GATHERED, LORA],
+}
+
+
+class Run:
+    """A run as train.py does it, small: base from Hugging Face, converters, FSDP2 where there are ranks, AdamW."""
+
+    def __init__(
+        self, tables: list[dict[str, Any]], base: Path, folder: Path, dtype: torch.dtype = torch.float32
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = Llama3(TINY)
+        self.model.init_weights()
+        self.model.to(dtype)
+        self.converters = from_tables(tables)
+        self.converters.convert(self.model)
+        if dist.is_initialized():
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            for layer in self.model.layers.children():
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
+        self.manager = CheckpointManager(
+            CheckpointConfig(
+                save=SaveConfig(interval=1, timeout_seconds=30),
+                initial_load=(InitialLoadConfig(str(base), cast=True),),
+                export=tuple(
+                    ExportConfig(kind) for kind in ("hf", "peft") if kind == "hf" or tables[-1]["kind"] == "lora"
+                ),
+            ),
+            model_parts=[self.model],
+            optimizers=[self.optimizer],
+            sd_transforms=StateDictTransforms(self.model.key_map(), self.model.hf_config()),
+            model_converters=self.converters,
+            base_folder=folder,
+        )
+
+    def load(self) -> int:
+        result = self.manager.load()
+        self.converters.initialize([self.model], result.report.initialised)
+        return result.step
+
+    def step(self) -> float:
+        """Take one step on tokens that the saved generator draws, rank by rank."""
+        tokens = torch.randint(0, TINY.vocab_size, (4, 12))
+        loss = F.cross_entropy(self.model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.converters.post_optimizer_hook([self.model])
+        return float(loss.item())
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Return everything trained, gathered."""
+        tensors = self.converters.state_dict_transform(self.model.state_dict(), last_step=False)
+        return {n: v.full_tensor() if isinstance(v, DTensor) else v.clone() for n, v in tensors.items()}
+
+
+def write_base(folder: Path) -> Path:
+    torch.manual_seed(3)
+    LlamaForCausalLM(LlamaConfig.from_dict(TINY.to_hf())).save_pretrained(folder)
+    return folder
+
+
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    with open_reader(folder) as reader:
+        tensors = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in reader.tensors.items()}
+        reader.read([ReadRequest(key, Chunk.whole(value.shape), value) for key, value in tensors.items()])
+    return tensors
+
+
+@distributed(nproc=2)
+def train_resume_export(name: str, base: Path, folder: Path) -> None:
+    whole = Run(SETS[name], base, folder / "whole")
+    whole.load()
+    torch.manual_seed(10 + dist.get_rank())
+    losses = [whole.step() for _ in range(8)]
+    assert sum(losses[-2:]) < sum(losses[:2]), losses
+    first = Run(SETS[name], base, folder / "run")
+    with first.manager:
+        assert first.load() == 0
+        torch.manual_seed(10 + dist.get_rank())
+        assert [first.step() for _ in range(4)] == losses[:4]
+        first.manager.save(4)
+    second = Run(SETS[name], base, folder / "run")
+    with second.manager:
+        assert second.load() == 4
+        assert [second.step() for _ in range(4)] == losses[4:]
+        reference = whole.whole()
+        assert all(torch.equal(value, reference[n]) for n, value in second.whole().items())
+        second.manager.save(8, last_step=True)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_two_ranks_train_resume_and_export(name: str, tmp_path: Path) -> None:
+    """4 + 4 steps equal 8, bit for bit; one process resumes the ranks' step and exports the same as they did."""
+    base = write_base(tmp_path / "base")
+    train_resume_export(name, base, tmp_path)
+    alone = Run(SETS[name], base, tmp_path / "run")
+    with alone.manager:
+        assert alone.load() == 8
+        for kind, folder in (("hf", "step-8"), ("peft", "step-8-peft")):
+            by_ranks = tmp_path / "run/exports" / folder
+            if not by_ranks.exists():
+                continue
+            exported = alone.manager._exporter.export(ExportConfig(kind, folder="alone"), 8, alone.manager._base)  # type: ignore[arg-type]
+            ours, theirs = read_all(exported), read_all(by_ranks)
+            assert list(ours) == list(theirs)
+            for key, value in ours.items():
+                assert torch.allclose(value, theirs[key], rtol=1e-6, atol=1e-7), key
+    tokens = torch.arange(24).reshape(2, 12)
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "run/exports/step-8")
+    if name in ("lora", "dora"):  # elsewhere the live model rounds what the export has in full
+        with torch.no_grad():
+            assert (merged(tokens).logits - alone.model.eval()(tokens)).abs().max() <= 1e-5
+
+
+@distributed(nproc=2)
+def refuse_on_all_ranks(base: Path, folder: Path) -> None:
+    run = Run([LORA], base, folder)
+    with run.manager:
+        run.load()
+        with pytest.raises(ExportError, match="none of the 14 adapters has any effect"):
+            run.manager.save(1, last_step=True)
+        for name, parameter in run.model.named_parameters():
+            if name.endswith("wo.lora_a.weight"):
+                assert isinstance(parameter, DTensor)
+                # the second rank's rows alone: the first must raise too
+                parameter.detach().to_local().fill_(float("nan") if dist.get_rank() else 1.0)
+        with pytest.raises(ExportError, match=r"2 adapter tensor\(s\) hold NaN .*1\.attention\.wo\.lora_a\.weight"):
+            run.manager.save(2, last_step=True)
+    assert not (folder / "exports").exists() or not list((folder / "exports").glob("step-*"))
+
+
+def test_a_useless_or_broken_adapter_is_refused_on_every_rank(tmp_path: Path) -> None:
+    """The verdict is one, wherever the bad values lie, and nothing is published."""
+    refuse_on_all_ranks(write_base(tmp_path / "base"), tmp_path / "run")
+
+
+@distributed(nproc=2)
+def float32_adapters_over_bfloat16(base: Path, folder: Path) -> None:
+    run = Run([LORA], base, folder, torch.bfloat16)
+    with run.manager:
+        run.load()
+        losses = [run.step() for _ in range(6)]
+        assert losses[-1] < losses[0]
+        kinds = {run.converters.key_filter(n): p.dtype for n, p in run.model.named_parameters()}
+        assert kinds == {True: torch.float32, False: torch.bfloat16}
+        run.manager.save(6, last_step=True)
+
+
+def test_float32_adapters_train_over_a_bfloat16_base(tmp_path: Path) -> None:
+    """Two dtypes in one FSDP2 group: the frozen base stays bfloat16 on disk, adapters float32."""
+    float32_adapters_over_bfloat16(write_base(tmp_path / "base"), tmp_path / "run")
+    exports = tmp_path / "run/exports"
+    assert {v.dtype for v in read_all(exports / "step-6").values()} == {torch.bfloat16}
+    assert {v.dtype for v in read_all(exports / "step-6-peft").values()} == {torch.float32}

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from tests.faults.shim import intercepted
 from tests.faults.writers import Save, Writer
+from titan_ckpt.lease import LEASE_NAME
+from titan_ckpt.step_folders import survey
 
 SOAK = os.environ.get("TITAN_CKPT_SOAK") == "1"
 
@@ -30,6 +32,11 @@ class Scenario:
     def prepare(self, writer: Writer, root: Path) -> None:
         if self.before:
             writer.run(root, self.before, lambda _: None, keep=None)
+
+    @property
+    def least(self) -> int:
+        """How many valid steps there must be at any moment, with keep = 2 and less an abandoned branch."""
+        return min(2, len([step for step, _ in self.before if self.resume is None or step <= self.resume]))
 
     def legal(self, acknowledged: Sequence[Save]) -> set[Save | None]:
         """Return what a resume may find: the last acknowledged save, or the one under way, whole.
@@ -54,14 +61,19 @@ SEVERAL = Scenario("several", ((10, 1),), ((20, 2), (30, 3), (40, 4)))
 SCENARIOS = (FRESH, NEXT, REPLACE, REPLACE_ONLY, ROLLBACK, SEVERAL)
 
 
-def judge(writer: Writer, root: Path, legal: set[Save | None]) -> str | None:
-    """Resume, then save and resume again; return what is wrong, None if nothing is."""
+def judge(writer: Writer, root: Path, legal: set[Save | None], least: int = 0) -> str | None:
+    """Resume, then save and resume again; return what is wrong, None if nothing is.
+
+    `legal` is what the resume may find, `least` how many valid steps there must be.
+    """
     try:
         found = writer.load(root)
     except BaseException as error:
         return f"load failed: {type(error).__name__}: {error}"
     if found not in legal:
         return f"loaded {found}, legal were {sorted(legal, key=str)}"
+    if (root / LEASE_NAME).exists() and len(survey(root).steps) < least:
+        return f"{len(survey(root).steps)} valid steps are left of {least}"
     following = (1000, 99)
     try:
         writer.run(root, [following], lambda _: None, resume=found[0] if found else None)

@@ -60,7 +60,10 @@ def violations(writer: Writer, scenario: Scenario, fault: Fault) -> Iterator[str
                 yield f"{where}: raised {type(raised).__name__}: {raised}"
             if raised is None and len(acknowledged) < len(scenario.saves):
                 yield f"{where}: not saved and no error"
-            if found := judge(writer, root, scenario.legal(acknowledged)):
+            legal = scenario.legal(acknowledged)
+            if raised is not None and not fault.lasting:
+                legal -= set(scenario.saves[len(acknowledged) :])  # What failed has been undone, not left half-way.
+            if found := judge(writer, root, legal, scenario.least):
                 yield f"{where}: {found}"
 
 

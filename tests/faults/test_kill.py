@@ -28,6 +28,10 @@ from tests.faults.scenarios import (
 )
 from tests.faults.shim import KillAt, Moment, count_operations
 from tests.faults.writers import DirectoryWriter, ManagerWriter, NaiveWriter, Save, Writer
+from titan_ckpt import trash
+from titan_ckpt.config import KeepConfig
+from titan_ckpt.manifest import Manifest
+from titan_ckpt.step_store import Attempt, StepStore
 
 MOMENTS: tuple[Moment, ...] = ("before", "half", "after")
 
@@ -47,7 +51,7 @@ def violations(writer: Writer, scenario: Scenario, every: int = 1) -> Iterator[s
                 scenario.prepare(writer, root)
                 acknowledged, finished = run_killed(writer, scenario, root, KillAt(ordinal=ordinal, moment=moment))
                 assert not finished, f"operation {ordinal} was not reached"
-                if fault := judge(writer, root, scenario.legal(acknowledged)):
+                if fault := judge(writer, root, scenario.legal(acknowledged), scenario.least):
                     yield f"{writer.name}, {scenario.name}, {moment} operation {ordinal} ({names[ordinal]}): {fault}"
 
 
@@ -83,6 +87,30 @@ def test_the_matrix_catches_a_naive_writer() -> None:
     found = list(violations(NaiveWriter(), REPLACE))
     assert any("a mix of saves" in fault for fault in found), found
     assert len(found) >= 5
+
+
+def test_the_matrix_catches_each_broken_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deleting before the commit, replacing by deleting, and not recovering at the opening are all caught."""
+    commit = StepStore.commit
+
+    def expire_first(store: StepStore, attempt: Attempt, manifest: Manifest) -> None:
+        store.expire(KeepConfig(latest=1), frozenset())
+        commit(store, attempt, manifest)
+
+    def delete_first(store: StepStore, attempt: Attempt) -> None:
+        if store.step_path(attempt.step).exists():
+            trash.discard(store.root, store.step_path(attempt.step), "removed")
+
+    writer = DirectoryWriter()
+    with monkeypatch.context() as patch:
+        patch.setattr(StepStore, "commit", expire_first)
+        assert any("valid steps are left" in fault for fault in violations(writer, NEXT, 3))
+    with monkeypatch.context() as patch:
+        patch.setattr(StepStore, "_move_old_version", delete_first)
+        assert any("loaded (10, 1)" in fault for fault in violations(writer, REPLACE, 3))
+    with monkeypatch.context() as patch:
+        patch.setattr(trash, "_restore_replaced", lambda root: None)
+        assert any("loaded (10, 1)" in fault for fault in violations(writer, REPLACE))
 
 
 def test_being_killed_while_recovering_loses_nothing() -> None:

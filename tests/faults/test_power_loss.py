@@ -54,7 +54,7 @@ def lose_power(
             tree = disk.after_power_loss(choose)
             key = (frozenset(tree.items()), len(acknowledged))
             if key not in verdicts:
-                verdicts[key] = judged(writer, tree, scenario.legal(acknowledged))
+                verdicts[key] = judged(writer, tree, scenario.legal(acknowledged), scenario.least)
             if fault := verdicts[key]:
                 found[f"after {number} operations, {len(acknowledged)} acknowledged: {fault}"] += 1
         if number < len(events):
@@ -64,11 +64,11 @@ def lose_power(
     return found, len(verdicts)
 
 
-def judged(writer: Writer, tree: Tree, legal: set[Save | None]) -> str | None:
+def judged(writer: Writer, tree: Tree, legal: set[Save | None], least: int = 0) -> str | None:
     """Put the tree on a real file system and resume from it."""
     with quick_folder() as folder:
         write_tree(folder, tree)
-        return judge(writer, folder / "checkpoints", legal)
+        return judge(writer, folder / "checkpoints", legal, least)
 
 
 CASES: list[tuple[Writer, Scenario]] = [(DirectoryWriter(), scenario) for scenario in SCENARIOS]

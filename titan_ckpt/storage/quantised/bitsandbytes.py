@@ -45,8 +45,11 @@ def find(folder: QuantisedFolder) -> Findings:
             found.faults.append(f"{weight}: {error.args[0] if error.args else error}")
         found.hidden.update(k for k in folder.infos if k.startswith(f"{weight}."))
     for key in folder.infos:
-        if key.endswith(".SCB"):
+        weight, _, part = key.rpartition(".")
+        if part == "SCB":
             _add_int8(found, folder, key, small)
+        elif part in ("absmax", "quant_map") and weight not in states:
+            found.faults.append(f"{key} without {weight}{_STATE}nf4 or fp4")
     return found
 
 

@@ -19,9 +19,9 @@ from titan_ckpt.storage.safetensors_file import Entry, SafetensorsHeader
 from titan_ckpt.storage.safetensors_reader import SafetensorsFiles
 from titan_ckpt.tensors import Chunk, TensorInfo
 
-_FETCHED_ELEMENTS = 8 << 20
-"""Of one request, read at once: 4 or 8 MiB in the file."""
-_COMPUTED_ELEMENTS = 1 << 18
+_FETCHED_ELEMENTS = 4 << 20
+"""Of one request, read at once: 2 or 4 MiB in the file."""
+_COMPUTED_ELEMENTS = 1 << 17
 """Computed at once: what a processor's own cache holds, and what needs no fresh pages."""
 
 

@@ -1,0 +1,80 @@
+"""Weights stored by bitsandbytes and compressed-tensors are, bit for bit, what those libraries dequantise them to.
+
+The folders and the digests are made by the libraries themselves: tests/golden/quantised/generate.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.storage import open_reader
+from titan_ckpt.storage.base import ReadRequest
+from titan_ckpt.tensors import Chunk
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "quantised"
+NAMES = sorted(path.parent.name for path in GOLDEN.glob("*/expected.json"))
+
+
+def read(folder: Path, chunk: Chunk | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    with open_reader(folder) as reader:
+        chunk = chunk or Chunk.whole(reader.tensors["a.weight"].shape)
+        into = torch.full(chunk.sizes, float("nan"), dtype=dtype)
+        reader.read([ReadRequest("a.weight", chunk, into)])
+    return into
+
+
+def test_every_format_has_its_folder() -> None:
+    """The golden folders are there: both libraries, every packing."""
+    assert len(NAMES) == 24
+    assert {name.split("-")[0] for name in NAMES} == {"bnb", "ct"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_values_are_the_librarys_own(name: str) -> None:
+    """A dequantised weight has the library's bits; nothing but the weight and the bias is listed."""
+    expected = json.loads((GOLDEN / name / "expected.json").read_text())["a.weight"]
+    with open_reader(GOLDEN / name) as reader:
+        info = reader.tensors["a.weight"]
+        assert set(reader.tensors) <= {"a.weight", "a.bias"}
+    assert (list(info.shape), info.dtype) == (expected["shape"], torch.float32)
+    assert hashlib.sha256(read(GOLDEN / name).numpy().tobytes()).hexdigest() == expected["sha256"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=12)
+@given(data=st.data())
+def test_any_region_is_that_region_of_the_whole(name: str, data: st.DataObject) -> None:
+    """Rows and columns that start and end anywhere are the same values, also when they are cast on the way."""
+    value = read(GOLDEN / name)
+    starts = tuple(data.draw(st.integers(0, n - 1)) for n in value.shape)
+    chunk = Chunk(starts, tuple(data.draw(st.integers(1, n - a)) for n, a in zip(value.shape, starts, strict=True)))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    assert torch.equal(read(GOLDEN / name, chunk, dtype), value[chunk.within(Chunk.whole(value.shape))].to(dtype))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_companion_is_needed(name: str, tmp_path: Path) -> None:
+    """Without any one of the tensors beside a weight, or with one of another shape, the error names the weight."""
+    stored = load_file(GOLDEN / name / "model.safetensors")
+    companions = [key for key in stored if key not in ("a.weight", "a.bias", "a.weight_format", "a.weight_packed")]
+    assert companions
+    for key in companions:
+        for wrong in (None, torch.cat([stored[key].reshape(-1)] * 2)):
+            folder = tmp_path / f"{companions.index(key)}-{wrong is None}"
+            folder.mkdir()
+            shutil.copy(GOLDEN / name / "config.json", folder)
+            tensors = {k: v for k, v in stored.items() if k != key} | ({} if wrong is None else {key: wrong})
+            save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+            with pytest.raises(CorruptCheckpointError, match=r"a\.weight") as error:
+                open_reader(folder)
+            assert "quant_method = " in str(error.value)

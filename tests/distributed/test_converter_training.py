@@ -171,9 +171,10 @@ def refuse_on_all_ranks(base: Path, folder: Path) -> None:
             run.manager.save(1, last_step=True)
         for name, parameter in run.model.named_parameters():
             if name.endswith("wo.lora_a.weight"):
-                assert isinstance(parameter, DTensor)
+                whole = parameter.detach()
+                assert isinstance(whole, DTensor)
                 # the second rank's rows alone: the first must raise too
-                parameter.detach().to_local().fill_(float("nan") if dist.get_rank() else 1.0)
+                whole.to_local().fill_(float("nan") if dist.get_rank() else 1.0)
         with pytest.raises(ExportError, match=r"2 adapter tensor\(s\) hold NaN .*1\.attention\.wo\.lora_a\.weight"):
             run.manager.save(2, last_step=True)
     assert not (folder / "exports").exists() or not list((folder / "exports").glob("step-*"))

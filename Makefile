@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check bench soak clean
+.PHONY: demo test lint check bench soak clean
 
 demo: $(READY)
 	$(BIN)/python -m titan_ckpt.training.demo
@@ -10,12 +10,13 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest
 
-check: $(READY)
+check: lint test
+
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.all

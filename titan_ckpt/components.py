@@ -86,7 +86,7 @@ class RunState:
             )
         tensors: StateDict = {MODEL + fqn: value for fqn, value in model.items()}
         run: dict[str, Any] = {"step": step}
-        rank: dict[str, Any] = {"rng": self.rng.state_dict()}
+        rank: dict[str, Any] = {}
         components = ["model", "rng"]
         if extra := self.model.extra_state():
             run["model"] = extra
@@ -106,6 +106,7 @@ class RunState:
                 name: take_tensors(state.state_dict(), f"{STATES}{name}", tensors)
                 for name, state in self.states.items()
             }
+        rank["rng"] = self.rng.state_dict()  # last: the state_dict() of a loader may draw from the generators
         parameters = {MODEL + fqn for fqn in self.model.parameter_names().values()}
         volatile = frozenset(n for n in tensors if n not in parameters and not n.startswith(OPTIMIZER))
         return Snapshot(tensors, run, rank, tuple(c for c in COMPONENTS if c in components), volatile)

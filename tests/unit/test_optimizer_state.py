@@ -182,7 +182,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, seed: 
             return loss
 
         if isinstance(optimizer, torch.optim.LBFGS):
-            optimizer.step(closure)
+            optimizer.step(closure)  # type: ignore[no-untyped-call]
         else:
             closure()
             optimizer.step()
@@ -231,7 +231,7 @@ def test_the_state_of_a_scalar_parameter_is_its_own() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     steps(model, optimizer, 2, seed=0)
     wanted = optimizer.state[model.scale]["exp_avg"].clone()
-    tensors, [[group]] = state_of(model, optimizer).split()
+    _, [[group]] = state_of(model, optimizer).split()
     assert list(group["shared"]) == ["step"]
     other = Scales()
     fresh = torch.optim.AdamW(other.parameters())

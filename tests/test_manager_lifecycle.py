@@ -1,0 +1,300 @@
+"""What a manager goes through besides saving and loading: misuse, interrupts, failures, leaks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig
+from titan_ckpt.errors import (
+    CheckpointError,
+    CommitConflictError,
+    CorruptCheckpointError,
+    ExportError,
+    LoadMismatchError,
+    StateEncodingError,
+)
+from titan_ckpt.manifest import Manifest
+
+MODES = pytest.mark.parametrize("mode", ["disabled", "thread"])
+
+
+def manager(folder: Path, mode: Any = "disabled", model: nn.Module | None = None, **objects: Any) -> CheckpointManager:
+    save = SaveConfig(interval=1, async_mode=mode, if_busy=objects.pop("if_busy", "wait"))
+    config = CheckpointConfig(save=save, export=objects.pop("export", ()))
+    return CheckpointManager(config, model_parts=[model or nn.Linear(2, 2)], base_folder=folder, **objects)
+
+
+def steps_in(folder: Path) -> list[str]:
+    return sorted(p.name for p in (folder / "checkpoints").glob("step-*"))
+
+
+class State:
+    def __init__(self, value: Any = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        if isinstance(self.value, BaseException):
+            raise self.value
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict["value"]
+
+
+@MODES
+@pytest.mark.parametrize("value", [object(), RuntimeError("no state today")])
+def test_a_state_that_cannot_be_saved_is_an_error_and_not_a_hang(tmp_path: Path, mode: Any, value: Any) -> None:
+    """The save fails at once, closing does not wait for it, and the next save works."""
+    state = State(value)
+    with manager(tmp_path, mode, states={"it": state}) as m:
+        with pytest.raises((StateEncodingError, RuntimeError), match=r"states?\.it\.value|no state today"):
+            m.save(1)
+        state.value = 3
+        assert m.save(1)
+    assert steps_in(tmp_path) == ["step-1"]
+
+
+def test_a_failed_save_of_a_step_can_be_made_again(tmp_path: Path) -> None:
+    """The step is not taken for saved because a save of it was started."""
+    with manager(tmp_path, "thread") as m:
+        m.save(1)
+        m.wait()
+        staging = tmp_path / "checkpoints" / ".staging"
+        hidden = staging.with_name("hidden")
+        staging.rename(hidden)
+        staging.write_text("a file where a folder should be")
+        m.save(2)
+        with pytest.raises(OSError, match="staging"):
+            m.wait()
+        staging.unlink()
+        hidden.rename(staging)
+        assert m.save(2)
+        assert not m.save(2)
+    assert steps_in(tmp_path) == ["step-1", "step-2"]
+
+
+@MODES
+def test_an_interrupt_while_writing_leaves_nothing_behind(
+    tmp_path: Path, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the middle of a save: raised once, no staging folder stays, the next save works."""
+    with manager(tmp_path, mode) as m:
+        assert m._saver is not None
+        writer = m._saver._writer
+        with monkeypatch.context() as patch:
+            for method in ("write", "write_staged"):
+                patch.setattr(writer, method, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                m.save(1)
+                m.wait()
+        assert not list((tmp_path / "checkpoints" / ".staging").iterdir())
+        assert m.save(1)
+    assert steps_in(tmp_path) == ["step-1"]
+
+
+def test_a_closed_manager_says_so(tmp_path: Path) -> None:
+    """Saving or loading after close is refused; closing again is not."""
+    m = manager(tmp_path)
+    m.save(1)
+    m.close()
+    m.close()
+    for use in (lambda: m.save(2), m.load):
+        with pytest.raises(CheckpointError, match="is closed; make another"):
+            use()
+    assert steps_in(tmp_path) == ["step-1"]
+
+
+@MODES
+def test_nothing_is_left_after_close(tmp_path: Path, mode: Any) -> None:
+    """No thread, no open file, no hook on the optimizer; also where the run fails with a save in flight."""
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def run(folder: Path, *, fail: bool) -> None:
+        with manager(folder, mode, model, optimizers=[optimizer]) as m:
+            m.load()
+            m.save(1)
+            if fail:
+                raise RuntimeError("the run failed")
+
+    def open_things() -> tuple[int, set[str], int]:
+        gc.collect()
+        threads = {t.name for t in threading.enumerate()}
+        return len(os.listdir("/proc/self/fd")), threads, len(optimizer._optimizer_step_pre_hooks)
+
+    run(tmp_path / "first", fail=False)  # buffers and libraries that stay for the next save
+    before = open_things()
+    run(tmp_path / "first", fail=False)
+    with pytest.raises(RuntimeError, match="the run failed"):
+        run(tmp_path / "second", fail=True)
+    with pytest.raises(ExportError):
+        manager(tmp_path, model=model, optimizers=[optimizer], export=(ExportConfig("peft"),))
+    other = manager(tmp_path / "first", model=nn.Linear(3, 3))
+    with pytest.raises(LoadMismatchError):
+        other.load()
+    other.close()
+    assert open_things() == before
+    assert steps_in(tmp_path / "second") == ["step-1"]
+
+
+def test_a_second_writer_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    """Two managers on one folder: the second cannot save, and can once the first is closed."""
+    with manager(tmp_path) as first:
+        first.load()
+        first.save(1)
+        with manager(tmp_path) as second, pytest.raises(CommitConflictError):
+            second.load()
+        first.save(2)
+    with manager(tmp_path) as second:
+        assert second.load().step == 2
+
+
+def test_saving_among_the_steps_of_a_run_that_was_not_loaded_is_refused(tmp_path: Path) -> None:
+    """A forgotten load() would put a new run's steps among the old ones, and resume from a mixture."""
+    with manager(tmp_path) as m:
+        m.save(10)
+    with manager(tmp_path) as m, pytest.raises(CommitConflictError, match=r"load\(\) was never called, and step 10"):
+        m.save(1)
+    assert steps_in(tmp_path) == ["step-10"]
+
+
+def test_a_busy_save_is_skipped_where_that_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """if_busy = "skip": the step is left out, the one in flight and the next are saved."""
+    with manager(tmp_path, "thread", if_busy="skip") as m:
+        assert m._saver is not None
+        go_on = threading.Event()
+        write = m._saver._writer.write_staged
+        monkeypatch.setattr(m._saver._writer, "write_staged", lambda folder: (go_on.wait(20), write(folder))[1])
+        assert m.save(1)
+        assert not m.save(2)
+        go_on.set()
+        m.wait()
+        assert m.save(3)
+    assert steps_in(tmp_path) == ["step-1", "step-3"]
+
+
+def test_the_last_step_waits_for_the_save_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When save(last_step=True) returns, the step is committed."""
+    with manager(tmp_path, "thread") as m:
+        assert m._saver is not None
+        write = m._saver._writer.write_staged
+        monkeypatch.setattr(m._saver._writer, "write_staged", lambda folder: (time.sleep(0.3), write(folder))[1])
+        m.save(1)
+        m.save(2, last_step=True)
+        assert steps_in(tmp_path) == ["step-1", "step-2"]
+
+
+def test_loading_again_gives_the_same_run_again(tmp_path: Path) -> None:
+    """load() after a step took over twice: weights and moments are those of the step, both times."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+
+    with manager(tmp_path, "thread", model, optimizers=[optimizer]) as m:
+        step()
+        m.save(1)
+        weight, moment = model.weight.detach().clone(), optimizer.state[model.weight]["exp_avg"].clone()
+        for _ in range(2):
+            step()
+            assert m.load().step == 1
+            assert torch.equal(model.weight, weight)
+            assert torch.equal(optimizer.state[model.weight]["exp_avg"], moment)
+            assert optimizer.state[model.weight]["step"].item() == 1
+
+
+def test_a_damaged_step_before_a_weights_only_one_is_no_fresh_start(tmp_path: Path) -> None:
+    """Nothing that can be resumed from is whole: an error, not step 0."""
+    with manager(tmp_path) as m:
+        m.save(1)
+        m.save(2)
+    folder = tmp_path / "checkpoints"
+    path = folder / "step-1" / "MANIFEST.json"
+    manifest = Manifest.from_bytes(path.read_bytes(), str(path))
+    path.write_bytes(
+        type(manifest)(**{f: getattr(manifest, f) for f in manifest.__slots__} | {"kind": "model"}).to_bytes()
+    )
+    data = bytearray((folder / "step-2" / "rank-00000.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "step-2" / "rank-00000.safetensors").write_bytes(data)
+    with manager(tmp_path) as m, pytest.raises(CorruptCheckpointError):
+        m.load()
+
+
+def test_parameters_replaced_between_saves_are_the_ones_saved(tmp_path: Path) -> None:
+    """A layer of another size, with an optimizer's group of its own: names and the plan are looked at anew."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+    with manager(tmp_path, "thread", model, optimizers=[optimizer]) as m:
+        m.save(1)
+        model[1] = nn.Linear(2, 5)
+        optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.3})
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        m.save(2)
+    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 5))
+    again = torch.optim.SGD([{"params": list(layer.parameters())} for layer in other], lr=9.0, momentum=0.9)
+    with manager(tmp_path, "thread", other, optimizers=[again]) as m:
+        assert m.load().step == 2
+    assert torch.equal(other[1].weight, model[1].weight)
+    assert [g["lr"] for g in again.param_groups] == [0.1, 0.3]
+
+
+def test_an_optimizer_of_replaced_parameters_is_named(tmp_path: Path) -> None:
+    """It trains tensors that are the model's no longer: said so, instead of saving them under the model's names."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with manager(tmp_path, model=model, optimizers=[optimizer]) as m:
+        model.weight = nn.Parameter(torch.zeros(2, 2))
+        with pytest.raises(LoadMismatchError, match=r"parameter 0 \(shape \[2, 2\]\) of SGD is in no model part"):
+            m.save(1)
+
+
+def test_ties_are_those_of_the_moment(tmp_path: Path) -> None:
+    """A weight tied when the manager was made, and untied since, is saved under both names."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[2].weight = model[0].weight
+    with manager(tmp_path, model=model) as m:
+        m.save(1)
+        model[1].weight = nn.Parameter(torch.full((2, 2), 7.0))
+        m.save(2)
+    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    other[2].weight = other[0].weight
+    with manager(tmp_path, model=other) as m:
+        m.load()
+    assert torch.equal(other[1].weight, model[1].weight)
+    assert torch.equal(other[2].weight, model[0].weight)
+
+
+@pytest.mark.parametrize("kind", ["meta", "lazy"])
+def test_a_model_without_memory_is_neither_saved_nor_loaded_into(tmp_path: Path, kind: str) -> None:
+    """A model left on meta would take a load in silence."""
+    with manager(tmp_path, model=nn.Linear(2, 3)) as m:
+        m.save(1)
+    if kind == "meta":
+        with torch.device("meta"):
+            model: nn.Module = nn.Linear(2, 3)
+    else:
+        model = nn.LazyLinear(3)
+    with manager(tmp_path, model=model) as m, pytest.raises(LoadMismatchError, match="no memory to load into.*weight"):
+        m.load()
+    with manager(tmp_path / "new", model=model) as m, pytest.raises(StateEncodingError, match="have no memory yet"):
+        m.save(1)
+
+
+def test_a_module_in_place_of_a_list_is_named(tmp_path: Path) -> None:
+    """A Sequential is a sequence of modules too, and would lose its names."""
+    with pytest.raises(TypeError, match=r"one Sequential: put it in a list"):
+        CheckpointManager(CheckpointConfig(), model_parts=nn.Sequential(nn.Linear(2, 2)), base_folder=tmp_path)  # type: ignore[arg-type]

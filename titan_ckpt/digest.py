@@ -3,10 +3,11 @@
 Owns the digest's definition. Moves no values between ranks and knows no files; the digests of stored bytes are the
 storage engine's own.
 
-A tensor is rows (all dims but the last) of bytes, cut in 32-bit words, the last one padded with zeros. Its digest is
-the sum over rows r and words w of a_r * b_w * word mod 2^64, twice with other keys, mixed with dtype and shape. The
-sum is linear, so every rank adds up what it holds, at any row and any byte, and partial sums are added. 32-bit words
-under 64-bit keys make it a multilinear hash: a change escapes with probability 2^-33 a lane, 2^-66 in all.
+A tensor is rows (all dims but the last) of bytes, cut in parts of 64 KiB, and those in 32-bit words, the last one
+padded with zeros. Its digest is the sum over rows r, parts p and words w of a_r * b_p * c_w * word mod 2^64, twice with
+other keys, mixed with dtype and shape. The sum is linear, so every rank adds up what it holds, at any row and any byte,
+and partial sums are added. 32-bit words under odd 64-bit keys make it a multilinear hash: a change escapes with
+probability of about 2^-31 a lane, 2^-62 in all. Parts bound the table of word keys: long rows need no memory.
 Source: Lemire and Kaser, "Strongly universal string hashing is fast" (2014).
 """
 
@@ -29,8 +30,11 @@ Partial = tuple[int, int]
 
 _MASK = (1 << 64) - 1
 _LANES = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)
-_PIECE_BYTES = 1 << 20
+_OF_WORDS, _OF_PARTS = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
+_PIECE_BYTES = 1 << 19
 """What is expanded to 64 bits at a time: small enough to stay in a core's cache."""
+_PART_BYTES = 1 << 16
+"""Of the definition: changing it changes every digest."""
 
 
 def logical_digests(tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> dict[str, str]:
@@ -68,29 +72,38 @@ def finish(info: TensorInfo, total: Partial) -> str:
 def partial_digest(info: TensorInfo, chunk: Chunk, block: torch.Tensor) -> Partial:
     """Return what `block`, the values of `chunk`, adds to the digest of a tensor of `info`.
 
-    block: any strides, on any device; read in pieces of 1 MiB, its shape is chunk.sizes.
+    block: any strides, on any device; read in pieces of 512 KiB, its shape is chunk.sizes.
     """
     if not block.numel():
         return 0, 0
-    shape = info.shape or (1,)
-    offsets, sizes = (chunk.offsets or (0,)), (chunk.sizes or (1,))
-    columns = sizes[-1]
-    rows = _row_numbers(shape[:-1], offsets[:-1], sizes[:-1])
-    itemsize = info.dtype.itemsize
-    skip = offsets[-1] * itemsize % 4  # bytes of the first word that lie in front of this chunk
-    first_word = offsets[-1] * itemsize // 4
-    num_words = -(-(skip + columns * itemsize) // 4)
-    flat = block.reshape(-1, columns) if block.is_contiguous() else block.reshape(len(rows), columns)
+    shape, offsets, sizes = info.shape or (1,), chunk.offsets or (0,), chunk.sizes or (1,)
+    numbers = _row_numbers(shape[:-1], offsets[:-1], sizes[:-1])
+    rows = block.reshape(len(numbers), sizes[-1])
+    begin, end = offsets[-1], offsets[-1] + sizes[-1]
+    width = _PART_BYTES // info.dtype.itemsize
     totals = [0, 0]
-    keys = [_keys(first_word, num_words, lane).to(block.device) for lane in _LANES]
+    for part in range(begin // width, -(-end // width)):
+        first, stop = max(begin, part * width), min(end, (part + 1) * width)
+        sums = _part_sums(rows[:, first - begin : stop - begin], numbers, (first - part * width) * info.dtype.itemsize)
+        for i, lane in enumerate(_LANES):
+            totals[i] += sums[i] * int(_mix(torch.tensor([part]), lane ^ _OF_PARTS)[0])
+    return totals[0] & _MASK, totals[1] & _MASK
+
+
+def _part_sums(rows: torch.Tensor, numbers: torch.Tensor, start: int) -> list[int]:
+    """Return both lanes' sums over one part of some rows; `start` counts bytes from the part's begin."""
+    columns, itemsize, device = rows.shape[1], rows.dtype.itemsize, rows.device
+    skip = start % 4  # bytes of the first word that lie in front of this chunk
+    num_words = -(-(skip + columns * itemsize) // 4)
+    keys = [_word_keys(lane)[start // 4 :][:num_words].to(device) for lane in _LANES]
+    totals = [0, 0]
     step = max(1, _PIECE_BYTES // (columns * itemsize))
-    for start in range(0, len(rows), step):
-        words = _words(flat[start : start + step], skip, num_words).to(torch.int64)
-        numbers = rows[start : start + step]
+    for at in range(0, len(rows), step):
+        words = _words(rows[at : at + step], skip, num_words).to(torch.int64)
         for i, lane in enumerate(_LANES):
             row_sums = (words * keys[i]).sum(1)
-            totals[i] += int((row_sums * _mix(numbers, lane).to(block.device)).sum())
-    return totals[0] & _MASK, totals[1] & _MASK
+            totals[i] += int((row_sums * _mix(numbers[at : at + step], lane).to(device)).sum())
+    return totals
 
 
 def _words(rows: torch.Tensor, skip: int, num_words: int) -> torch.Tensor:
@@ -111,10 +124,10 @@ def _row_numbers(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[
     return numbers
 
 
-@functools.lru_cache(maxsize=64)
-def _keys(first: int, count: int, lane: int) -> torch.Tensor:
-    """Return the keys of a range of words: odd, so that no row or word is left out of the sum."""
-    return _mix(torch.arange(first, first + count), lane ^ 0x5851F42D4C957F2D)
+@functools.cache
+def _word_keys(lane: int) -> torch.Tensor:
+    """Return the keys of the words of a part."""
+    return _mix(torch.arange(_PART_BYTES // 4), lane ^ _OF_WORDS)
 
 
 def _mix(numbers: torch.Tensor, lane: int) -> torch.Tensor:

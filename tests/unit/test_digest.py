@@ -72,6 +72,21 @@ def test_sign_flips_in_pairs_do_not_cancel(dtype: torch.dtype) -> None:
     assert len(seen) == 1 + 24 * 23 // 2
 
 
+@given(st.sampled_from(DTYPES), st.lists(st.integers(1, 99_999), max_size=3))
+def test_long_rows_may_be_cut_anywhere(dtype: torch.dtype, cuts: list[int]) -> None:
+    """Rows of several parts give the same digest in pieces, and another when two of their parts are swapped."""
+    tensor = values((2, 100_000), dtype)
+    info = info_of(tensor)
+    total: Partial = (0, 0)
+    for a, b in cut(100_000, cuts):
+        total = add(total, partial_digest(info, Chunk((0, a), (2, b - a)), tensor[:, a:b]))
+    assert finish(info, total) == digest(tensor)
+    part = (1 << 16) // dtype.itemsize
+    if 2 * part <= 100_000:
+        swapped = torch.cat([tensor[:, part : 2 * part], tensor[:, :part], tensor[:, 2 * part :]], 1)
+        assert digest(swapped) != digest(tensor)
+
+
 def test_position_counts() -> None:
     """Swapped rows, swapped columns and a transpose are other tensors."""
     tensor = torch.randn(4, 4)
@@ -94,14 +109,18 @@ def test_scalars_and_empty_tensors_have_digests() -> None:
 
 def test_the_digest_is_what_it_was() -> None:
     """Recorded adapters hold digests of their base: the definition must not move."""
-    tensor = torch.arange(24, dtype=torch.float32).view(4, 6)
-    info = TensorInfo((4, 6), torch.float32)
-    total = partial_digest(info, Chunk.whole((4, 6)), tensor)
+    tensor = torch.arange(3 * 20_000, dtype=torch.float32).view(3, 20_000)
+    info = TensorInfo((3, 20_000), torch.float32)
+    total = partial_digest(info, Chunk.whole(info.shape), tensor)
+    words = tensor.view(torch.int32).tolist()
     by_hand = [0, 0]
     for i, lane in enumerate((0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)):
-        for r, w in itertools.product(range(4), range(6)):
-            word = int(tensor.view(torch.int32)[r, w])
-            by_hand[i] += key(r, lane) * key(w, lane ^ 0x5851F42D4C957F2D) * word
+        parts = [key(p, lane ^ 0x2545F4914F6CDD1D) for p in range(2)]  # of 64 KiB, 16,384 words
+        of_words = [key(w, lane ^ 0x5851F42D4C957F2D) for w in range(16_384)]
+        for r, row in enumerate(words):
+            by_hand[i] += key(r, lane) * sum(
+                parts[w // 16_384] * of_words[w % 16_384] * word for w, word in enumerate(row)
+            )
     assert total == tuple(n % 2**64 for n in by_hand)
 
 

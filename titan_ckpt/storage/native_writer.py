@@ -46,7 +46,7 @@ class NativeWriter:
     """Writes one rank's file, again and again. One save at a time; `write_staged` may run in a background thread."""
 
     def __init__(self, file_name: str | None = None, in_process: bool = False) -> None:
-        """`file_name`: by default rank_file_name of this rank. `in_process`: a process of its own writes staged saves."""
+        """`file_name`: by default rank_file_name of this rank. `in_process`: another process writes staged saves."""
         self._file_name = file_name
         self._in_process = in_process
         self._key: list[tuple[str, torch.Size, torch.dtype, tuple[Any, Any] | None]] = []

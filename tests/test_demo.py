@@ -1,0 +1,43 @@
+"""The demo, shortened: what does not depend on long training holds, and a claim that does not hold is its exit code."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from titan_ckpt.training import demo
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_a_short_demo_proves_everything_but_learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 30 steps resume and exports compare well; the losses have not fallen as promised, so it exits with 1."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "CONSOLE", Console(file=(output := io.StringIO()), width=160))
+    for name, value in {"PRETRAIN_STEPS": 30, "LORA_STEPS": 12, "SAVE_EVERY": 6, "KILL_AT": 8}.items():
+        monkeypatch.setattr(demo, name, value)
+    assert demo.main() == 1
+    printed = output.getvalue()
+    failed = [line.split("│")[1].strip() for line in printed.splitlines() if line.rstrip().endswith("NO  │")]
+    assert "loss falls" in failed, printed
+    assert [claim for claim in failed if "loss" not in claim and "moves" not in claim] == [], printed
+    assert "max difference" in printed
+    assert "bit for bit" in printed
+
+
+def test_a_run_that_fails_ends_the_demo_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit code is 1, and what the run said last is shown."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "CONSOLE", Console(file=(output := io.StringIO()), width=160))
+    monkeypatch.setattr(demo, "PRETRAIN_STEPS", 0)
+    assert demo.main() == 1
+    assert "training.steps: expected a positive integer (steps), found 0" in output.getvalue()

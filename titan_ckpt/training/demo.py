@@ -1,0 +1,210 @@
+"""`make demo`: a model's whole life on real text, with every claim compared and a table at the end.
+
+Pretrain, SIGKILL in the middle, resume, export; LoRA on the export; LoRA on base and adapter; merge; load everything
+with transformers and PEFT. Owns the story; the comparisons are in demo_checks.py. Exits with 1 if one of them fails.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import pkgutil
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from titan_ckpt.training.reporting import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+OUTPUTS = Path("outputs/demo")
+PRETRAIN_STEPS, LORA_STEPS, SAVE_EVERY, KILL_AT = 240, 60, 60, 150
+CONSOLE = Console()
+
+Overrides = Mapping[str, object]
+
+
+class RunFailedError(Exception):
+    """A run of train.py ended otherwise than expected. Carries the end of its log."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One use of train.py: a file of configs/, and what is set on the command line."""
+
+    name: str
+    config: str
+    num_steps: int
+    overrides: Overrides
+
+    @property
+    def folder(self) -> Path:
+        return OUTPUTS / self.name
+
+    @property
+    def arguments(self) -> list[str]:
+        """Return the command line after `train.py`."""
+        settings: Overrides = {
+            "output_folder": self.folder.as_posix(),
+            "data.cache_folder": (OUTPUTS / "cache").as_posix(),
+            "training.steps": self.num_steps,
+            "training.batch_size": 8,
+            "training.device": "cpu",
+            "training.log_interval": 1,
+            "checkpoint.save.interval": SAVE_EVERY,
+            **self.overrides,
+        }
+        return [
+            str(ROOT / "configs" / f"{self.config}.toml"),
+            *(w for k, v in settings.items() for w in (f"--{k}", toml(v))),
+        ]
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start train.py in a process of its own, one thread, its output in <folder>.log."""
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        with self.folder.with_suffix(".log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, str(ROOT / "train.py"), *self.arguments],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def course(self) -> list[tuple[int, float]]:
+        """Return (step, loss) of every step that was logged."""
+        return [(row["step"], row["loss"]) for row in read_metrics(self.folder / "metrics.jsonl")]
+
+
+def toml(value: object) -> str:
+    """Return a value as train.py's command line reads it."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{k} = {toml(v)}' for k, v in value.items())} }}"
+    return json.dumps(value)
+
+
+class Stage:
+    """Runs train.py under progress bars, and remembers how long each run took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        columns = (TextColumn("{task.description:<34}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
+        self.progress = Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}"), console=CONSOLE)
+
+    def __enter__(self) -> Stage:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.progress.stop()
+
+    def train(self, *attempts: Attempt) -> None:
+        """Run train.py for every attempt at the same time, to its end or until it is killed. Raises: RunFailedError."""
+        started = time.perf_counter()
+        tasks = {a.title: self.progress.add_task(a.title, total=a.run.num_steps, loss=float("nan")) for a in attempts}
+        running = [(attempt, attempt.run.start()) for attempt in attempts]
+        try:
+            while running:
+                time.sleep(0.05)
+                for attempt, process in list(running):
+                    ended = process.poll() is not None
+                    course = attempt.run.course()
+                    if course:
+                        self.progress.update(tasks[attempt.title], completed=course[-1][0], loss=course[-1][1])
+                    if not ended and attempt.kill_at is not None and course and course[-1][0] >= attempt.kill_at:
+                        process.send_signal(signal.SIGKILL)
+                    if ended:
+                        running.remove((attempt, process))
+                        self.progress.stop_task(tasks[attempt.title])
+                        self.seconds[attempt.title] = time.perf_counter() - started
+                        attempt.check(process.returncode)
+        finally:
+            for _, process in running:  # another one failed, or the demo was interrupted
+                process.kill()
+                process.wait()
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A process of a run, which ends by itself or is killed once it has logged `kill_at`."""
+
+    title: str
+    run: Run
+    kill_at: int | None = None
+
+    def check(self, returncode: int) -> None:
+        """Raise a RunFailedError with the end of the log if the process ended otherwise than expected."""
+        expected = 0 if self.kill_at is None else -signal.SIGKILL
+        if returncode != expected:
+            log = self.run.folder.with_suffix(".log").read_text()[-3000:]
+            raise RunFailedError(f"{self.title}: exit code {returncode}, expected {expected}\n{log}")
+
+
+def docstrings() -> Iterator[str]:
+    """Yield the standard library's documentation, a module at a time: text that the base was not trained on."""
+    for name in ("asyncio", "collections", "concurrent", "email", "http", "json", "logging", "unittest"):
+        package = import_module(name)
+        inner = [i.name for i in pkgutil.iter_modules(package.__path__) if not i.name.startswith(("__", "windows"))]
+        for module in (package, *(import_module(f"{name}.{i}") for i in inner)):
+            members = [m for _, m in inspect.getmembers(module) if inspect.isclass(m) or inspect.isfunction(m)]
+            found = [inspect.getdoc(m) for m in (module, *members)]
+            yield "\n\n".join(dict.fromkeys(text for text in found if text))
+
+
+def main() -> int:
+    """Tell the whole story and return the exit code."""
+    started = time.perf_counter()
+    logging.disable(logging.WARNING)  # what this process loads for its comparisons is not part of the story
+    shutil.rmtree(OUTPUTS, ignore_errors=True)
+    OUTPUTS.mkdir(parents=True)
+    corpus = OUTPUTS / "docstrings.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in docstrings() if text))
+
+    exports = [{"format": "hf"}, {"format": "hf", "dtype": "bfloat16", "folder": "exports-bf16"}]
+    pretrain: Overrides = {"model.flavor": "debug-0.5m", "optimizer.lr": 4e-3, "checkpoint.export": exports}
+    whole = Run("uninterrupted", "pretrain_hf_export", PRETRAIN_STEPS, pretrain)
+    killed = Run("pretrain", "pretrain_hf_export", PRETRAIN_STEPS, pretrain)
+    base = killed.folder / "exports" / f"step-{PRETRAIN_STEPS}"
+    on_base: Overrides = {
+        "model.folder": base.as_posix(),
+        "data.tokenizer.folder": base.as_posix(),
+        "data.corpus": corpus.as_posix(),
+        "checkpoint.initial_load.0.path": base.as_posix(),
+        "optimizer.lr": 4e-3,
+    }
+    first = Run("lora", "lora_from_hf", LORA_STEPS, on_base)
+    adapter = first.folder / "exports" / f"step-{LORA_STEPS}-peft"
+    continued = {**on_base, "checkpoint.initial_load.1.path": adapter.as_posix()}
+    second = Run("lora-continued", "lora_from_base_and_adapter", LORA_STEPS, continued)
+    try:
+        with Stage() as stage:
+            killing = Attempt(f"pretrain, SIGKILL at step {KILL_AT}", killed, KILL_AT)
+            stage.train(Attempt("pretrain, uninterrupted", whole), killing)
+            before_kill = killed.course()
+            stage.train(Attempt("pretrain, resumed", killed))
+            stage.train(Attempt("LoRA on the base", first))
+            stage.train(Attempt("LoRA on base + adapter", second))
+    except RunFailedError as error:
+        CONSOLE.print(str(error), style="red", markup=False)
+        return 1
+    from titan_ckpt.training.demo_checks import Story, report  # needs transformers and peft, which take seconds
+
+    story = Story(whole, killed, first, second, before_kill, stage.seconds)
+    passed = report(story, CONSOLE)
+    CONSOLE.print(f"{time.perf_counter() - started:.0f} s in all; everything is in {OUTPUTS}")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

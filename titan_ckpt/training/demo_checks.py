@@ -1,0 +1,242 @@
+"""What the demo claims, compared: resumed with uninterrupted, every export with the native model it was made from.
+
+Owns the comparisons and their table. transformers and peft are the judges; nothing here is compared with itself.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import PeftModel
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from titan_ckpt.manifest import MANIFEST_NAME, Manifest
+from titan_ckpt.training.tokenizer import TextTokenizer
+from titan_ckpt.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from titan_ckpt.training.demo import Run
+
+PROMPT = "The statement returns"
+NEW_TOKENS = 24
+AVERAGED = 10
+"""Steps at either end of the LoRA runs."""
+TOLERANCE = 1e-5
+"""Of logits in float32, absolute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One comparison: what was found, and whether that is what was promised."""
+
+    what: str
+    found: str
+    holds: bool
+
+
+@dataclass(frozen=True)
+class Story:
+    """The runs of the demo, and what was seen of them."""
+
+    whole: Run
+    killed: Run
+    first: Run
+    second: Run
+    before_kill: list[tuple[int, float]]
+    seconds: dict[str, float]
+    texts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def base(self) -> Path:
+        return self.killed.folder / "exports" / f"step-{self.killed.num_steps}"
+
+    @property
+    def base_bf16(self) -> Path:
+        return self.killed.folder / "exports-bf16" / f"step-{self.killed.num_steps}"
+
+    @property
+    def merged(self) -> Path:
+        return self.second.folder / "exports" / f"step-{self.second.num_steps}"
+
+    @property
+    def resumed_from(self) -> int:
+        """The step that the killed run went on from, as its last checkpoint records it."""
+        step = self.killed.folder / "checkpoints" / f"step-{self.killed.num_steps}"
+        manifest = Manifest.from_bytes((step / MANIFEST_NAME).read_bytes(), str(step))
+        assert manifest.resumed_from is not None
+        return int(manifest.resumed_from["step"])
+
+    def adapter(self, run: Run) -> Path:
+        return run.folder / "exports" / f"step-{run.num_steps}-peft"
+
+
+class Probe(Trainer):
+    """A run loaded from its last checkpoint, for its model instead of for training."""
+
+    def train(self) -> None:
+        """Take no step."""
+        self.model.train(False)
+
+
+def native(run: Run) -> tuple[nn.Module, TextTokenizer]:
+    """Return the model and tokenizer of a finished run, loaded from its newest native checkpoint."""
+    from train import read_run  # the demo is a user of train.py, converters included
+
+    config, overrides = run.arguments[0], run.arguments[1:]
+    probe = Probe(*read_run(config, overrides))
+    state = probe.run()
+    assert state.step == run.num_steps, "a finished run loads its last step"
+    return probe.model, probe.tokenizer
+
+
+def greedy(logits_of: Callable[[torch.Tensor], torch.Tensor], ids: list[int]) -> list[int]:
+    """Return the ids that the model appends, one most likely token at a time."""
+    out = list(ids)
+    with torch.no_grad():
+        for _ in range(NEW_TOKENS):
+            out.append(int(logits_of(torch.tensor([out]))[0, -1].argmax()))
+    return out
+
+
+def difference(model: nn.Module, other: nn.Module, tokens: torch.Tensor) -> float:
+    """Return the largest absolute difference of a native model's logits to those of a transformers or PEFT model."""
+    with torch.no_grad():
+        return float((model(tokens) - other(tokens).logits).abs().max())
+
+
+def load_hf(folder: Path) -> Any:
+    """Return the folder's model as transformers loads it, in float32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def resume_claims(story: Story) -> Iterator[Claim]:
+    """Compare the killed and resumed run with the one that was left alone."""
+    whole, resumed = story.whole.course(), story.killed.course()
+    died, last = story.before_kill[-1][0], story.killed.num_steps
+    yield Claim("killed at step, resumed from step", f"{died}, {story.resumed_from}", story.resumed_from < died < last)
+    same = sum(a == b for a, b in zip(whole, resumed, strict=False))
+    yield Claim("losses equal an uninterrupted run's, bit for bit", f"{same} of {last}", whole == resumed)
+    files = [run.folder / "exports" / f"step-{last}" / "model.safetensors" for run in (story.whole, story.killed)]
+    one, other = map(load_file, files)
+    equal = sum(torch.equal(one[k], other[k]) for k in one)
+    yield Claim("final weights equal, bit for bit", f"{equal} of {len(one)} tensors", equal == len(one) == len(other))
+    fall = whole[0][1] - resumed[-1][1]
+    yield Claim("loss falls", f"{whole[0][1]:.3f} to {resumed[-1][1]:.3f}", fall > 2)
+
+
+def base_claims(story: Story) -> Iterator[Claim]:
+    """Compare the pretrained exports with the native model: float32, bfloat16, tokenizer, generated text."""
+    model, tokenizer = native(story.killed)
+    ids = tokenizer.encode_document(PROMPT)[:-1]
+    tokens = torch.randint(0, tokenizer.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
+    hf = load_hf(story.base)
+    yield within("Hugging Face export, float32: logits", difference(model, hf, tokens))
+    appended = greedy(model, ids)
+    story.texts["base"] = tokenizer.decode(appended)
+    theirs = hf.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+    yield Claim("transformers generates the same text", f"{NEW_TOKENS} tokens", theirs[0].tolist() == appended)
+    same = AutoTokenizer.from_pretrained(story.base)(PROMPT)["input_ids"] == ids
+    yield Claim("AutoTokenizer gives the same ids", f"{len(ids)} tokens", same)
+    tied = "lm_head.weight" not in load_file(story.base / "model.safetensors")
+    yield Claim("tied model has no lm_head on disk", "absent" if tied else "present", tied)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    yield within("Hugging Face export, bfloat16: logits", difference(model, load_hf(story.base_bf16), tokens))
+
+
+def lora_claims(story: Story) -> Iterator[Claim]:
+    """Compare adapters and the merged model with the native LoRA models they were made from."""
+    for run, title in ((story.first, "PEFT adapter"), (story.second, "PEFT adapter, continued")):
+        model, tokenizer = native(run)
+        tokens = torch.randint(0, tokenizer.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
+        base = load_hf(story.base)
+        without = difference(model, base, tokens)
+        yield within(
+            f"{title} + base: logits", difference(model, PeftModel.from_pretrained(base, story.adapter(run)), tokens)
+        )
+        yield Claim(f"{title} moves the base's logits by", f"{without:.3f}", without > 0.1)
+    merged = load_hf(story.merged)
+    yield within("merged Hugging Face export: logits", difference(model, merged, tokens))
+    ids = tokenizer.encode_document(PROMPT)[:-1]
+    appended = greedy(model, ids)
+    story.texts["with adapters"] = tokenizer.decode(appended)
+    same = greedy(lambda x: merged(x).logits, ids) == appended
+    yield Claim("merged model continues the prompt alike", f"{NEW_TOKENS} tokens", same)
+    start, end = mean_loss(story.first.course()[:AVERAGED]), mean_loss(story.second.course()[-AVERAGED:])
+    yield Claim(f"loss on the new text falls ({AVERAGED} steps' mean)", f"{start:.3f} to {end:.3f}", end < start - 0.2)
+
+
+def mean_loss(course: list[tuple[int, float]]) -> float:
+    """Return the mean over some steps: single batches of small size differ more than an adapter moves them."""
+    return sum(loss for _, loss in course) / len(course)
+
+
+def within(what: str, largest: float) -> Claim:
+    """Return the claim that logits differ by no more than TOLERANCE."""
+    return Claim(what, f"max difference {largest:.1e}", largest <= TOLERANCE)
+
+
+def report(story: Story, console: Console) -> bool:
+    """Make every comparison, print the tables, and say whether all of them hold."""
+    claims: list[Claim] = []
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings(), console.status("loading everything with transformers and PEFT"):
+        warnings.simplefilter("ignore")  # other libraries' advice
+        for part in (resume_claims, base_claims, lora_claims):
+            claims += part(story)
+    table = Table("comparison", "found", "", title="What was promised, and what was found")
+    for claim in claims:
+        table.add_row(claim.what, claim.found, "[green]yes[/]" if claim.holds else "[bold red]NO[/]")
+    console.print(losses_table(story), runs_table(story), sizes_table(story), table)
+    for name, text in story.texts.items():
+        console.print(f"{name}: {text!r}", markup=False, highlight=False)
+    return all(claim.holds for claim in claims)
+
+
+def losses_table(story: Story) -> Table:
+    """Return the losses around the kill, in three columns that must agree where they overlap."""
+    table = Table("step", "uninterrupted", "before the kill", "after the resume", title="Loss around the kill")
+    whole, before, after = (dict(c) for c in (story.whole.course(), story.before_kill, story.killed.course()))
+    died = story.before_kill[-1][0]
+    restarted = story.resumed_from
+    for step in sorted({1, restarted, restarted + 1, died, died + 1, story.killed.num_steps}):
+        resumed = repr(after[step]) if step > restarted else "-"
+        table.add_row(str(step), repr(whole[step]), repr(before[step]) if step in before else "-", resumed)
+    return table
+
+
+def runs_table(story: Story) -> Table:
+    """Return what every run took."""
+    table = Table("run", "seconds", title="Time")
+    for title, seconds in story.seconds.items():
+        table.add_row(title, f"{seconds:.1f}")
+    return table
+
+
+def sizes_table(story: Story) -> Table:
+    """Return what lies on disk."""
+    table = Table("folder", "what it is", "MB", title="Size")
+    steps = f"checkpoints/step-{story.killed.num_steps}"
+    adapter_only = story.first.folder / "checkpoints" / f"step-{story.first.num_steps}"
+    for folder, what in (
+        (story.killed.folder / steps, "checkpoint: weights, optimizer, state"),
+        (adapter_only, "checkpoint: adapter, its optimizer, state"),
+        (story.base, "Hugging Face export, float32"),
+        (story.base_bf16, "Hugging Face export, bfloat16"),
+        (story.adapter(story.first), "PEFT export"),
+        (story.merged, "Hugging Face export, merged"),
+    ):
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        table.add_row(folder.as_posix(), what, f"{size / 1e6:.2f}")
+    return table

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import json
 import math
-import os
-import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +12,6 @@ import xxhash
 
 from titan_ckpt.errors import CorruptCheckpointError, StateEncodingError
 from titan_ckpt.manifest import MAX_BYTES, FileRecord, Manifest
-
-SOAK = bool(os.environ.get("TITAN_CKPT_SOAK"))
-FUZZ = 1_000_000 if SOAK else 10_000
 
 
 def example(**changes: Any) -> Manifest:
@@ -198,89 +190,9 @@ def test_what_would_not_come_back_is_not_written(changes: dict[str, Any]) -> Non
         example(**changes).to_bytes()
 
 
-def test_fuzzed_bytes_raise_the_typed_error_only() -> None:
-    """Edits of the text, most of which break the seal or the JSON; never another exception, never accepted."""
-    original = example().to_bytes()
-    generator = random.Random(0)
-    for _ in range(FUZZ // 2):
-        data = bytearray(original)
-        for _ in range(generator.randint(1, 5)):
-            edit(data, generator)
-        if data == original:
-            continue
-        with pytest.raises(CorruptCheckpointError):
-            Manifest.from_bytes(bytes(data))
-        sealed = bytes(data[:-49])
-        with contextlib.suppress(CorruptCheckpointError):
-            Manifest.from_bytes(sealed + f',\n"digest": "{xxhash.xxh3_128_hexdigest(sealed)}"\n}}\n'.encode())
-
-
-def test_fuzzed_structures_give_a_manifest_or_the_typed_error() -> None:
-    """Any node replaced by another or by something hostile, then sealed correctly."""
-    generator = random.Random(1)
-    plain = json.loads(example().to_bytes())
-    del plain["digest"]
-    hostile: list[Any] = [
-        None,
-        True,
-        -1,
-        2**64,
-        1e308,
-        "",
-        "../x",
-        "\ud800",
-        [],
-        {},
-        [[]],
-        {"$type": "os.system"},
-        "a" * 300,
-        0.5,
-    ]
-    refused = 0
-    for _ in range(FUZZ // 2):
-        document = copy.deepcopy(plain)
-        for _ in range(generator.randint(1, 3)):
-            nodes = list(walk(document))
-            container, key = generator.choice(nodes)
-            other, other_key = generator.choice(nodes)
-            new = copy.deepcopy(other[other_key]) if generator.random() < 0.5 else copy.deepcopy(generator.choice(hostile))
-            container[key] = new
-        try:
-            Manifest.from_bytes(seal(document)).to_bytes()
-        except CorruptCheckpointError:
-            refused += 1
-    assert refused > FUZZ // 4
-
-
 @pytest.mark.parametrize("text", [b"[" * 100_000, b'{"a":' * 100_000, b"1" * 100_000, b'"' + b"\\u0000" * 100_000])
 def test_deep_and_large_documents_are_refused_quickly(text: bytes) -> None:
     """Nesting and digits that would exhaust a parser raise the typed error even under a valid seal."""
     sealed = text + f',\n"digest": "{xxhash.xxh3_128_hexdigest(text)}"\n}}\n'.encode()
     with pytest.raises(CorruptCheckpointError):
         Manifest.from_bytes(sealed)
-
-
-def edit(data: bytearray, generator: random.Random) -> None:
-    """Flip, insert, delete, duplicate or overwrite a few bytes in place."""
-    place = generator.randrange(len(data) + 1)
-    kind = generator.randrange(5)
-    if kind == 0 and place < len(data):
-        data[place] ^= 1 << generator.randrange(8)
-    elif kind == 1:
-        data[place:place] = generator.choice(
-            [b'"', b"[", b"}", b"9", b"-", b"null", b"1e999", b"\xff", b"NaN", b'"step":1,']
-        )
-    elif kind == 2:
-        del data[place : place + generator.randrange(1, 9)]
-    elif kind == 3:
-        data[place:place] = data[generator.randrange(len(data) + 1) :][: generator.randrange(1, 40)]
-    else:
-        data[place : place + 1] = bytes([generator.randrange(256)])
-
-
-def walk(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (container, key) of every node."""
-    keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
-    for key in keys:
-        yield node, key
-        yield from walk(node[key])

@@ -11,7 +11,6 @@ import pathlib
 import random
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -25,8 +24,6 @@ from hypothesis.extra import numpy as hnp
 from titan_ckpt.errors import CorruptCheckpointError, StateEncodingError
 from titan_ckpt.typed_json import MAX_INLINE_BYTES, decode, dumps, encode, loads
 from titan_ckpt.typed_json_decoder import TENSOR_DTYPES
-
-SOAK = bool(os.environ.get("TITAN_CKPT_SOAK"))
 
 
 def same(a: Any, b: Any) -> bool:
@@ -123,7 +120,11 @@ values: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@settings(max_examples=20_000 if SOAK else 300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=20_000 if os.environ.get("TITAN_CKPT_SOAK") == "1" else 300,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 @given(values)
 def test_any_value_comes_back_with_its_types_and_bits(value: Any) -> None:
     """Generated nestings of every supported type round-trip, twice to the same bytes."""
@@ -423,102 +424,6 @@ def test_malformed_text_is_one_typed_error(text: str) -> None:
     """Each way of being wrong raises CorruptCheckpointError that names the file."""
     with pytest.raises(CorruptCheckpointError, match=r"state\.json"):
         loads(text.encode("utf-8", "surrogatepass"), "state.json")
-
-
-def rich_document() -> dict[str, Any]:
-    return {
-        "np": np.random.PCG64(1).state,
-        "array": np.arange(3, dtype=">f4"),
-        "text": np.array(["a", "bc"]),
-        "t": torch.arange(6.0),
-        "d": defaultdict(list, {"a": [1]}),
-        "s": {1, (2, 3)},
-        "b": b"xyz",
-        "f": [math.nan, 1 + 2j, range(3)],
-        "dt": [NAIVE, NAIVE.date(), NAIVE.time(), datetime.timedelta(1)],
-        "z": [torch.device("cpu"), torch.float16, torch.Size([1]), pathlib.Path("x")],
-        "o": deque([1], 3),
-        "c": [Counter("aab"), OrderedDict(a=1), {1: 2}],
-    }
-
-
-def test_mutated_bytes_decode_or_raise_the_typed_error_only() -> None:
-    """Random edits of a rich document's text: a value or CorruptCheckpointError, never another exception."""
-    original = dumps(rich_document())
-    generator = random.Random(0)
-    refused = 0
-    for _ in range(500_000 if SOAK else 5_000):
-        data = bytearray(original)
-        for _ in range(generator.randint(1, 4)):
-            mutate(data, generator)
-        try:
-            loads(bytes(data))
-        except CorruptCheckpointError:
-            refused += 1
-    assert refused > 1000
-
-
-def test_mutated_structures_decode_or_raise_the_typed_error_only() -> None:
-    """Any node replaced by any other node or by hostile values still gives a value or the typed error."""
-    generator = random.Random(1)
-    text = json.dumps(encode(rich_document()))
-    hostile: list[Any] = [
-        None,
-        True,
-        -1,
-        2**70,
-        1e300,
-        "",
-        "$",
-        "eval",
-        [],
-        {},
-        [[]],
-        {"$set": [[]]},
-        "AAAA",
-        [2**62, 2**62],
-        [0, 2**62],
-    ]
-    refused = 0
-    for _ in range(500_000 if SOAK else 5_000):
-        document = json.loads(text)
-        nodes = list(walk(document))
-        container, key = generator.choice(nodes)
-        other, other_key = generator.choice(nodes)
-        container[key] = (
-            json.loads(json.dumps(other[other_key])) if generator.random() < 0.5 else generator.choice(hostile)
-        )
-        try:
-            decode(document)
-        except CorruptCheckpointError:
-            refused += 1
-    assert refused > 1000
-
-
-def walk(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (container, key) of every node."""
-    keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
-    for key in keys:
-        yield node, key
-        yield from walk(node[key])
-
-
-def mutate(data: bytearray, generator: random.Random) -> None:
-    """Change, insert, remove, repeat or swap a few bytes in place."""
-    place = generator.randrange(len(data) + 1)
-    kind = generator.randrange(5)
-    if kind == 0 and place < len(data):
-        data[place] ^= 1 << generator.randrange(8)
-    elif kind == 1:
-        data[place:place] = generator.choice(
-            [b'"', b"[", b"}", b"9", b"-", b"$", b"null", b"1e400", b"\xff", b'{"$set":']
-        )
-    elif kind == 2:
-        del data[place : place + generator.randrange(1, 9)]
-    elif kind == 3:
-        data[place:place] = data[generator.randrange(len(data) + 1) :][: generator.randrange(1, 40)]
-    else:
-        data[place : place + 1] = bytes([generator.randrange(256)])
 
 
 def test_decode_is_the_inverse_of_encode_without_text() -> None:

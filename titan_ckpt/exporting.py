@@ -78,14 +78,25 @@ class Exporter:
         if any(config.format == "peft" for config in configs):
             self._transforms.to_file(self._model.owned_state_dict(), self._model.hooks, None)
 
+    def is_there(self, config: ExportConfig, step: int) -> bool:
+        """Say whether this export was published before, as rank 0 sees it. Collective."""
+        folder = self._folder(config, step)
+        found = bool(self._coordinator.broadcast("export-there", folder.is_dir()))
+        if found:
+            logger.info("export %s is there already", folder)
+        return found
+
+    def _folder(self, config: ExportConfig, step: int) -> Path:
+        name = f"step-{step}-peft" if config.format == "peft" else f"step-{step}"
+        return self._base_folder / config.folder / name
+
     def export(self, config: ExportConfig, step: int, base: dict[str, Any] | None) -> Path:
         """Write, prove and publish one export, and return its folder. Collective.
 
         Raises: ExportError; OSError; PeerError. Nothing is left under the folder's name then.
         """
         dtype: torch.dtype | None = None if config.dtype is None else getattr(torch, config.dtype)
-        name = f"step-{step}-peft" if config.format == "peft" else f"step-{step}"
-        folder = self._base_folder / config.folder / name
+        folder = self._folder(config, step)
         write: Callable[[], object] | None = None
         error: BaseException | None = None
         try:

@@ -239,17 +239,20 @@ class CheckpointManager:
         saved = False
         due = force or policy.is_due(step, self.config.save, last_step)
         if self._saver is not None and due and step != self._saved_step:
-            saved = self._save(step)
+            saved = self._save(step, skippable=not (force or last_step))
         if last_step:
             self.wait()
+            finished_before = self._resumed_from is not None and self._resumed_from["step"] == step
             for export in self.config.export:
+                if finished_before and self._exporter.is_there(export, step):
+                    continue  # the run that made this step made it; only what it still owed is missing
                 self._exporter.export(export, step, self._base)
         return saved
 
-    def _save(self, step: int) -> bool:
+    def _save(self, step: int, *, skippable: bool) -> bool:
         assert self._saver is not None and self.config.save is not None
         busy = self._coordinator.broadcast("busy", self._saver.busy)
-        if busy and self.config.save.if_busy == "skip":
+        if busy and skippable and self.config.save.if_busy == "skip":
             logger.warning("step %d is due and not saved: the save before it is still being written", step)
             return False
         self.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from titan_ckpt.config import from_dict
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.manager import LoadResult
+from titan_ckpt.saving import Saver
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.config import RunConfig
@@ -96,6 +98,26 @@ def test_a_finished_run_trains_no_further(tmp_path: Path) -> None:
     assert Trainer(settings(tmp_path), callbacks=[recorder]).run().step == 3
     assert recorder.events == ["init_end", "load 3"]
     assert losses(tmp_path) == before
+
+
+def test_a_finished_run_makes_the_exports_that_are_missing(tmp_path: Path) -> None:
+    """Running it again leaves an export that is there alone, and makes one that a crash had left out."""
+    exports = [{"format": "hf"}, {"format": "dcp", "folder": "other"}]
+    config = settings(tmp_path, checkpoint={"save": {"interval": 2}, "export": exports})
+    Trainer(config).run()
+    there = tmp_path / "run" / "exports" / "step-3" / "model.safetensors"
+    written = there.stat().st_mtime_ns
+    shutil.rmtree(tmp_path / "run" / "other")
+    Trainer(config).run()
+    assert there.stat().st_mtime_ns == written
+    assert (tmp_path / "run" / "other" / "step-3").is_dir()
+
+
+def test_a_busy_writer_skips_any_step_but_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With if_busy = "skip" a run may leave steps out, and still ends with its last one saved."""
+    monkeypatch.setattr(Saver, "busy", True)
+    Trainer(settings(tmp_path, checkpoint={"save": {"interval": 1, "async_mode": "thread", "if_busy": "skip"}})).run()
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-3"]
 
 
 def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(tmp_path: Path) -> None:

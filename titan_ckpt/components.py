@@ -158,9 +158,10 @@ class RunState:
         """
         out: StateDict = {}
         strangers: list[str] = []
-        if (optimizer := self.optimizer) is not None and "optimizer" not in exclude:
+        if "optimizer" not in exclude:
             stored = {k: v for k, v in available.items() if k.startswith(OPTIMIZER)}
-            out, strangers = optimizer.destinations(stored)
+            optimizer = self.optimizer
+            out, strangers = ({}, list(stored)) if optimizer is None else optimizer.destinations(stored)
         if "states" not in exclude:
             for name, state in self.states.items():
                 wanted = list(names_of(run.get("states", {}).get(name)))

@@ -50,8 +50,10 @@ class ResumeState:
         except Exception as e:
             error = e
         try:
-            unknown: list[Any] = coordinator.gather("resume-plan", strangers, error)
-            if nowhere := set.intersection(*map(set, unknown)):
+            mine: Json = {"trains": bool(run_state.optimizers), "strangers": strangers}
+            of_ranks: list[Any] = coordinator.gather("resume-plan", mine, error)
+            nowhere = set.intersection(*(set(one["strangers"]) for one in of_ranks))
+            if nowhere and any(one["trains"] for one in of_ranks):  # a run that trains nothing takes no such state
                 raise misfit(sorted(nowhere))
         except BaseException:
             if made is not None:

@@ -107,8 +107,9 @@ def test_the_placeholder_cannot_be_forged() -> None:
 
 def test_taking_changes_nothing_that_was_given() -> None:
     """The user's own containers stay as they are; giving puts equal ones together."""
-    value = {"a": [torch.ones(2)], "b": OrderedDict(c=torch.zeros(1))}
-    before, tensors = copy.copy(value), {}
+    value: dict[str, Any] = {"a": [torch.ones(2)], "b": OrderedDict(c=torch.zeros(1))}
+    before = copy.copy(value)
+    tensors: dict[str, torch.Tensor] = {}
     taken = take_tensors(value, "s", tensors)
     assert value["a"] is before["a"] and isinstance(value["a"][0], torch.Tensor)
     assert flat(give_tensors(taken, tensors)) == flat(value)

@@ -134,7 +134,7 @@ def test_a_parameter_of_no_model_part_is_refused() -> None:
         state_of(model, torch.optim.AdamW([nn.Parameter(torch.zeros(2))]))
 
 
-EVERY_KIND = {
+EVERY_KIND: dict[str, Any] = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=1e-2),
     "nesterov": lambda m: torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9, nesterov=True),
     "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=1e-2),
@@ -182,7 +182,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, seed: 
             return loss
 
         if isinstance(optimizer, torch.optim.LBFGS):
-            optimizer.step(closure)  # type: ignore[no-untyped-call]
+            optimizer.step(closure)
         else:
             closure()
             optimizer.step()
@@ -271,7 +271,7 @@ def test_a_parameter_of_two_optimizers_is_refused() -> None:
 
 
 def test_groups_of_pipeline_stages_become_one() -> None:
-    """Each stage lists its own parameters: one process with one optimizer gets all of them back, and a stage its own."""
+    """Each stage lists its own parameters: one optimizer over all gets them back, and so does a stage."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     stages = [torch.optim.AdamW(model[i].parameters(), lr=0.3, betas=(0.8, 0.9)) for i in (0, 1)]

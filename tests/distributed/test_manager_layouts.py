@@ -1,0 +1,393 @@
+"""CheckpointManager in every layout, one to another: weights and AdamW state bit for bit, and stages that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig
+from titan_ckpt.errors import CheckpointError, LoadMismatchError, SaveError
+from titan_ckpt.testing import distributed
+
+RATES = (0.5, 0.25)
+SEED = 3
+
+
+class Layer(nn.Linear):
+    """A linear layer that keeps something beside its tensors."""
+
+    seen = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+class Net(nn.Module):
+    """Two layers, which a pipeline cuts in two stages; sizes that 2 and 4 do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"0": Layer(6, 9), "1": Layer(9, 6)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def single() -> list[nn.Module]:
+    return [Net()]
+
+
+def ddp() -> list[nn.Module]:
+    return [DistributedDataParallel(Net())]
+
+
+def fsdp() -> list[nn.Module]:
+    return _sharded(Net(), init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def hsdp() -> list[nn.Module]:
+    return _sharded(Net(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def tensor_parallel() -> list[nn.Module]:
+    return [_tensor_parallel(init_device_mesh("cpu", (dist.get_world_size(),)))]
+
+
+def fsdp_and_tensor_parallel() -> list[nn.Module]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    return _sharded(_tensor_parallel(mesh["tensor"]), mesh["shard"])
+
+
+def pipeline() -> list[nn.Module]:
+    """Rank 0 and 1 have one layer each, further ranks none at all."""
+    net = Net()
+    for name in [name for name in net.layers if name != str(dist.get_rank())]:
+        del net.layers[name]
+    return [net]
+
+
+def pipeline_of_sharded() -> list[nn.Module]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
+    net = Net()
+    del net.layers[str(1 - mesh["pipeline"].get_local_rank())]
+    return _sharded(net, mesh["shard"])
+
+
+def _sharded(net: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+    for layer in net.layers.values():  # type: ignore[operator]
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return [net]
+
+
+def _tensor_parallel(mesh: DeviceMesh) -> Net:
+    net = Net()
+    parallelize_module(net, mesh, {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()})
+    return net
+
+
+LAYOUTS: dict[str, tuple[int, Callable[[], list[nn.Module]]]] = {
+    "single": (1, single),
+    "ddp": (2, ddp),
+    "fsdp": (2, fsdp),
+    "hsdp": (4, hsdp),
+    "tensor_parallel": (2, tensor_parallel),
+    "fsdp_and_tensor_parallel": (4, fsdp_and_tensor_parallel),
+    "pipeline": (2, pipeline),
+    "pipeline_and_idle_rank": (3, pipeline),
+    "pipeline_of_sharded": (4, pipeline_of_sharded),
+}
+
+
+class Run:
+    """A model in a layout, with AdamW in two groups whose gradients depend on names alone: every layout agrees."""
+
+    def __init__(self, layout: str) -> None:
+        self.parts = LAYOUTS[layout][1]()
+        self.nets: list[nn.Module] = [p.module if isinstance(p, DistributedDataParallel) else p for p in self.parts]
+        named = list(self.nets[0].named_parameters())
+        groups: list[dict[str, Any]] = [
+            {"params": [p for _, p in named if p.dim() > 1], "lr": 9.0, "weight_decay": 0.1},
+            {"params": [p for _, p in named if p.dim() < 2], "lr": 9.0, "weight_decay": 0.0},
+        ]
+        self.optimizers = [torch.optim.AdamW(groups)] if named else []
+
+    def train(self, steps: int) -> None:
+        for optimizer in self.optimizers:
+            for group, rate in zip(optimizer.param_groups, RATES, strict=True):
+                group["lr"] = rate
+        for name, module in self.nets[0].named_modules():
+            if isinstance(module, Layer):
+                module.seen = 10 + int(name[-1])
+        with torch.no_grad():
+            for name, p in self.nets[0].named_parameters():
+                p.copy_(_like(p, _values(name, 0, p)))
+        for step in range(1, steps + 1):
+            for name, p in self.nets[0].named_parameters():
+                p.grad = _like(p, _values(name, step, p))
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+    def manager(self, folder: Path, **settings: Any) -> CheckpointManager:
+        states = settings.pop("states", None)
+        config = CheckpointConfig(save=SaveConfig(interval=1, timeout_seconds=20), **settings)
+        return CheckpointManager(
+            config, model_parts=self.parts, optimizers=self.optimizers, states=states, base_folder=folder
+        )
+
+    def whole(self) -> dict[str, Any]:
+        """Everything this rank has, gathered."""
+        out: dict[str, Any] = {}
+        for name, p in self.nets[0].named_parameters():
+            state = self.optimizers[0].state[p]
+            out[name] = [_full(p), *(_full(state[key]) for key in ("exp_avg", "exp_avg_sq", "step"))]
+        for name, module in self.nets[0].named_modules():
+            if isinstance(module, Layer):
+                out[f"{name}.seen"] = module.seen
+        for optimizer in self.optimizers:
+            out["rates"] = [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
+        return out
+
+
+def _values(name: str, step: int, like: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(SEED + step + sum(map(ord, name)))
+    return torch.randn(like.shape, generator=generator)
+
+
+def _like(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if isinstance(like, DTensor):
+        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    return value
+
+
+def _full(value: torch.Tensor) -> torch.Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def assert_is_the_run_that_was_saved(run: Run, expected: dict[str, Any]) -> None:
+    for name, value in run.whole().items():
+        if isinstance(value, list) and isinstance(value[0], torch.Tensor):
+            assert all(map(torch.equal, value, expected[name])), name
+        else:
+            assert value == expected[name], name
+
+
+def expected() -> dict[str, Any]:
+    run = Run("single")
+    run.train(3)
+    return run.whole()
+
+
+def save_in(layout: str, folder: Path, **settings: Any) -> None:
+    run = Run(layout)
+    run.train(3)
+    with run.manager(folder, **settings) as manager:
+        manager.save(3, last_step=True)
+
+
+def load_in(layout: str, folder: Path) -> None:
+    run = Run(layout)
+    with run.manager(folder) as manager:
+        assert manager.load().step == 3
+    assert_is_the_run_that_was_saved(run, expected())
+
+
+def on_ranks(layout: str, act: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Run `act(layout, ...)` on as many ranks as the layout needs."""
+    {1: act, 2: _on_2, 3: _on_3, 4: _on_4}[LAYOUTS[layout][0]](
+        *(() if LAYOUTS[layout][0] == 1 else (act.__name__,)), layout, *args, **kwargs
+    )
+
+
+@distributed(nproc=2)
+def _on_2(act: str, *args: Any, **kwargs: Any) -> None:
+    globals()[act](*args, **kwargs)
+
+
+@distributed(nproc=3)
+def _on_3(act: str, *args: Any, **kwargs: Any) -> None:
+    globals()[act](*args, **kwargs)
+
+
+@distributed(nproc=4)
+def _on_4(act: str, *args: Any, **kwargs: Any) -> None:
+    globals()[act](*args, **kwargs)
+
+
+PAIRS = [
+    ("ddp", "fsdp"),
+    ("hsdp", "tensor_parallel"),
+    ("tensor_parallel", "hsdp"),
+    ("fsdp_and_tensor_parallel", "ddp"),
+    ("pipeline", "fsdp_and_tensor_parallel"),
+    ("pipeline_and_idle_rank", "pipeline"),
+    ("single", "pipeline_of_sharded"),
+]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), PAIRS)
+def test_weights_and_optimizer_go_from_one_layout_to_another(tmp_path: Path, saved: str, loaded: str) -> None:
+    """Weights, moments, counts, hyperparameters and extra state: the same bits, there and in a single process."""
+    on_ranks(saved, save_in, tmp_path)
+    load_in("single", tmp_path)
+    on_ranks(loaded, load_in, tmp_path)
+
+
+def export_and_start(layout: str, folder: Path) -> None:
+    save_in(layout, folder / "a", export=(ExportConfig("dcp"),))
+    source = InitialLoadConfig(str(folder / "a" / "exports" / "step-3"))
+    run = Run(layout)
+    with run.manager(folder / "b", initial_load=(source,)) as manager:
+        assert manager.load().step == 0
+    truth = expected()
+    for name, p in run.nets[0].named_parameters():
+        assert torch.equal(_full(p), truth[name][0])
+
+
+@pytest.mark.parametrize("layout", ["pipeline_and_idle_rank", "fsdp_and_tensor_parallel"])
+def test_an_export_of_any_layout_is_a_source_for_any_other(tmp_path: Path, layout: str) -> None:
+    """DCP out of stages and out of shards, back into them, and into one process."""
+    on_ranks(layout, export_and_start, tmp_path)
+    run = Run("single")
+    source = InitialLoadConfig(str(tmp_path / "a" / "exports" / "step-3"))
+    with run.manager(tmp_path / "c", initial_load=(source,)) as manager:
+        manager.load()
+    truth = expected()
+    assert all(torch.equal(p, truth[name][0]) for name, p in run.nets[0].named_parameters())
+
+
+class State:
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        if isinstance(self.value, Exception):
+            raise self.value
+        self.value = state_dict
+
+
+@distributed(nproc=2)
+def test_a_stage_gets_its_own_state_back(tmp_path: Path) -> None:
+    """An average of a stage's weights has other names and values on each rank; what all have alike is stored once."""
+    rank = dist.get_rank()
+    own = {"count": rank, "average": {f"layers.{rank}.weight": torch.full((2, 2), float(rank))}}
+    with Run("pipeline").manager(tmp_path, states={"ema": State(own), "train": State({"tokens": 5})}) as manager:
+        manager.save(1)
+    found = {"ema": State({}), "train": State({})}
+    with Run("pipeline").manager(tmp_path, states=found) as manager:
+        manager.load()
+    assert found["ema"].value["count"] == rank
+    assert torch.equal(found["ema"].value["average"][f"layers.{rank}.weight"], torch.full((2, 2), float(rank)))
+    assert found["train"].value == {"tokens": 5}
+    assert '"tokens"' in (tmp_path / "checkpoints/step-1/state.json").read_text()
+
+
+@distributed(nproc=2)
+def test_an_error_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    """Whatever a state raises while it is saved or loaded: nobody waits, both ranks know, and the next one works."""
+    run = Run("ddp")
+    state = State({"a": 1})
+    with run.manager(tmp_path, states={"it": state}) as manager:
+        state.value = object() if dist.get_rank() == 1 else {"a": 1}
+        with pytest.raises(CheckpointError, match=r"states\.it"):
+            manager.save(1)
+        state.value = {"a": 1}
+        manager.save(2)
+        if dist.get_rank() == 1:
+            state.value = RuntimeError("no room for it")
+        with pytest.raises((RuntimeError, CheckpointError), match="no room for it"):
+            manager.load()
+        state.value = None
+        assert manager.load().step == 2
+
+
+@distributed(nproc=2)
+def test_ranks_that_save_different_steps_are_stopped(tmp_path: Path) -> None:
+    """One rank that counts otherwise would make a step of two."""
+    with (
+        Run("ddp").manager(tmp_path) as manager,
+        pytest.raises(SaveError, match="every rank must call save"),
+    ):
+        manager.save(1 + dist.get_rank())
+
+
+@distributed(nproc=2)
+def test_a_missing_source_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    """A path that only one machine has: both ranks stop at once."""
+    there = tmp_path / f"rank-{dist.get_rank()}"
+    if dist.get_rank() == 0:
+        there.mkdir()
+        save_file({n: p.detach() for n, p in Net().named_parameters()}, there / "model.safetensors")
+    with (
+        Run("ddp").manager(tmp_path, initial_load=(InitialLoadConfig(str(there)),)) as manager,
+        pytest.raises(CheckpointError, match="is not there"),
+    ):
+        manager.load()
+
+
+@distributed(nproc=2)
+def test_state_of_parameters_that_no_stage_trains_is_named_on_every_rank(tmp_path: Path) -> None:
+    """Another stage's parameters are no strangers; those that nobody trains are."""
+    run = Run("pipeline")
+    run.train(1)
+    with run.manager(tmp_path) as manager:
+        manager.save(1)
+    other = Run("pipeline")
+    if dist.get_rank() == 1:
+        other.optimizers = []
+    with (
+        other.manager(tmp_path) as manager,
+        pytest.raises(LoadMismatchError, match=r"2 trained there.*layers\.1\.bias"),
+    ):
+        manager.load()
+
+
+@distributed(nproc=2)
+def test_gathered_parameters_after_an_evaluation_do_not_hide_the_shards(tmp_path: Path) -> None:
+    """FSDP2 keeps the root's parameters gathered after a forward without a backward: names and ties still hold."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].weight = net[2].weight = net[0].weight
+    fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(net.parameters())
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            net(torch.ones(1, 4))
+
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    evaluate()
+    config = CheckpointConfig(save=SaveConfig(interval=1))
+    with CheckpointManager(config, model_parts=[net], optimizers=[optimizer], base_folder=tmp_path) as manager:
+        evaluate()
+        manager.save(1)
+        wanted = (
+            _full(optimizer.param_groups[0]["params"][0]),
+            _full(optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"]),
+        )
+        net(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        evaluate()
+        manager.load()
+        assert torch.equal(_full(optimizer.param_groups[0]["params"][0]), wanted[0])
+        assert torch.equal(_full(optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"]), wanted[1])

@@ -171,6 +171,20 @@ def test_concatenated_and_transposed_tensors_are_found(monkeypatch: pytest.Monke
     assert len(table.rules) == 4
 
 
+def test_layers_that_are_stored_differently_have_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row for all layers is made only where all layers agree; a number that does not recur is not generalised."""
+
+    def change(model: object, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        names = {"0.weight": "first.weight", "1.weight": "blocks.1.w", "2.weight": "blocks.2.w"}
+        return {names.get(fqn, fqn.replace("bias", "b")): value for fqn, value in tensors.items()}
+
+    monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", change)
+    model: Any = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    table = find_key_map(model)
+    assert [table.group_of_fqn(f"{i}.weight").keys[0] for i in range(3)] == ["first.weight", "blocks.1.w", "blocks.2.w"]
+    assert sorted(rule.native[0] for rule in table.rules) == ["0.weight", "1.weight", "2.weight", "{n0}.bias"]
+
+
 def test_an_arrangement_that_no_operation_makes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interleaved rows and mixed columns are refused with all names, never stored in another order."""
 

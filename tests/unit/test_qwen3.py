@@ -79,6 +79,13 @@ def test_a_few_steps_learn_a_batch_by_heart() -> None:
     assert losses[-1] < losses[0] / 2
 
 
+def test_a_shape_that_cannot_be_is_refused_with_every_reason() -> None:
+    """Heads that do not divide into groups, and rotary pairs of an odd width, are found before anything is built."""
+    with pytest.raises(ConfigError) as caught:
+        replace(TINY, num_kv_heads=3, head_dim=7)
+    assert {p.split(":")[0] for p in caught.value.problems} == {"num_kv_heads", "head_dim"}
+
+
 def test_a_config_this_model_cannot_represent_lists_every_reason() -> None:
     """All faults of a foreign config.json come in one error."""
     config = TINY.to_hf()

@@ -90,9 +90,13 @@ class FailAt(Counter):
     lasting: bool = False
     only: frozenset[str] | None = None
     half: bool = False
+    named: str | None = None
+    """Count these operations alone."""
     hits: int = 0
 
     def __call__(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if self.named not in (None, name):
+            return operation(*args)
         number = self.next(name)
         due = number >= self.ordinal if self.lasting else number == self.ordinal
         if not due or (self.only is not None and name not in self.only):

@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from tests.faults.scenarios import NEXT, REPLACE, ROLLBACK, Scenario, judge, quick_folder
+from tests.faults.scenarios import NEXT, REPLACE, ROLLBACK, SOAK, Scenario, judge, quick_folder
 from tests.faults.shim import WRITES, FailAt, count_operations, intercepted
 from tests.faults.writers import DirectoryWriter, ManagerWriter, NaiveWriter, Save, Writer
 from titan_ckpt import posix
@@ -77,6 +77,26 @@ CASES: list[tuple[Writer, Scenario, Fault]] = [
 def test_an_error_anywhere_fails_the_save_and_nothing_else(writer: Writer, scenario: Scenario, fault: Fault) -> None:
     """What was there stays loadable, an unfinished save raises, and the next one works once the disk does."""
     assert list(violations(writer, scenario, fault)) == []
+
+
+@pytest.mark.parametrize(("mode", "half"), [("disabled", False), ("thread", True)])
+def test_an_error_in_any_helper_thread_fails_the_save(mode: Literal["disabled", "thread"], half: bool) -> None:
+    """A file of several blocks is written by several threads: whichever fails, the save raises and changes nothing."""
+    writer = ManagerWriter(mode, num_rows=70_000)
+    with quick_folder() as folder:
+        root = folder / "checkpoints"
+        writer.run(root, [(10, 1)], lambda _: None)
+        names = count_operations(lambda: writer.run(root, [(20, 2)], lambda _: None))
+        first, number = names.index("fallocate"), names.count("pwrite_all")
+        before = names[:first].count("pwrite_all")
+        blocks = names[first : names.index("truncate", first)].count("pwrite_all")
+        assert blocks >= 3
+        for ordinal in range(before, number if SOAK else before + blocks):
+            shim = FailAt(ordinal=ordinal, errno=errno.ENOSPC, half=half, named="pwrite_all")
+            with intercepted(shim), pytest.raises(OSError, match="No space left"):
+                writer.run(root, [(30, 3)], lambda _: None)
+            assert shim.hits == 1
+        assert writer.load(root) == (20, 2)
 
 
 def test_the_matrix_catches_a_writer_that_swallows_errors() -> None:

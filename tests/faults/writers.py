@@ -136,6 +136,8 @@ class ManagerWriter:
     """CheckpointManager with a small real model and optimizer, as a training loop uses it."""
 
     async_mode: Literal["disabled", "thread", "process"]
+    num_rows: int = 16
+    """Of the first layer; rows of 16 floats."""
 
     @property
     def name(self) -> str:
@@ -149,7 +151,7 @@ class ManagerWriter:
         resume: int | None = None,
         keep: int | None = 2,
     ) -> None:
-        model, optimizer = _model_and_optimizer()
+        model, optimizer = _model_and_optimizer(self.num_rows)
         save = SaveConfig(
             interval=1, async_mode=self.async_mode, keep=None if keep is None else KeepConfig(latest=keep)
         )
@@ -164,20 +166,20 @@ class ManagerWriter:
                 acknowledge((step, value))
 
     def load(self, root: Path) -> Save | None:
-        model, optimizer = _model_and_optimizer()
+        model, optimizer = _model_and_optimizer(self.num_rows)
         config = CheckpointConfig(folder=root.name)
         with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=root.parent) as manager:
             step = manager.load().step
         if step == 0:
             return None
         state = [value for entry in optimizer.state.values() for value in entry.values()]
-        values = {float(x) for tensor in [*model.state_dict().values(), *state] for x in tensor.reshape(-1)}
+        values = {x for tensor in [*model.state_dict().values(), *state] for x in tensor.unique().tolist()}
         assert len(values) == 1, f"a mix of saves: {values}"
         return step, int(values.pop())
 
 
-def _model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 3))
+def _model_and_optimizer(num_rows: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(16, num_rows), torch.nn.Linear(16, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     _fill(model, optimizer, -1)
     return model, optimizer

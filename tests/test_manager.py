@@ -120,7 +120,7 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-@pytest.mark.parametrize("mode", ["disabled", "thread"])
+@pytest.mark.parametrize("mode", ["disabled", "thread", "process"])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, mode: Any) -> None:
     """Three steps, a new process's objects, three more: every bit as six in a row."""
     whole = Run()
@@ -152,6 +152,18 @@ def test_retention_keeps_what_it_says(tmp_path: Path) -> None:
     with run.manager(tmp_path, save=SaveConfig(interval=2, keep=KeepConfig(latest=2, every=4))) as manager:
         run.train(manager, 10)
     assert steps_in(tmp_path) == [4, 8, 10]
+
+
+def test_the_best_step_stays(tmp_path: Path) -> None:
+    """Of losses 3, 1, nan and 2 the one at step 2 is kept beside the newest."""
+    run = Run()
+    keep = KeepConfig(latest=1, best=1, metric="loss")
+    with run.manager(tmp_path, save=SaveConfig(interval=1, keep=keep)) as manager:
+        manager.load()
+        for step, loss in enumerate([3.0, 1.0, float("nan"), 2.0], 1):
+            run.step()
+            manager.save(step, metrics={"loss": loss})
+    assert steps_in(tmp_path) == [2, 4]
 
 
 def test_a_run_without_a_save_table_writes_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,17 +230,26 @@ class CheckpointManager:
 
     # save
 
-    def save(self, step: int, last_step: bool = False, *, force: bool = False) -> bool:
+    def save(
+        self,
+        step: int,
+        last_step: bool = False,
+        *,
+        force: bool = False,
+        metrics: Mapping[str, float] | None = None,
+    ) -> bool:
         """Save if the step is due; on the last step also wait for it and make the exports. Returns whether it saved.
 
-        `force` saves a step that is not due: the process is about to be stopped.
+        `force` saves a step that is not due: the process is about to be stopped. `metrics`: values that retention by
+        the best may go by, recorded with the step; rank 0's count, and those that are not finite are left out.
         Raises: what an earlier save in the background raised, once; SaveError; ExportError.
         """
         self._check_open()
         saved = False
         due = force or policy.is_due(step, self.config.save, last_step)
         if self._saver is not None and due and step != self._saved_step:
-            saved = self._save(step, skippable=not (force or last_step))
+            finite = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
+            saved = self._save(step, finite, skippable=not (force or last_step))
         if last_step:
             self.wait()
             finished_before = self._resumed_from is not None and self._resumed_from["step"] == step
@@ -249,7 +259,7 @@ class CheckpointManager:
                 self._exporter.export(export, step, self._base)
         return saved
 
-    def _save(self, step: int, *, skippable: bool) -> bool:
+    def _save(self, step: int, metrics: dict[str, float], *, skippable: bool) -> bool:
         assert self._saver is not None and self.config.save is not None
         busy = self._coordinator.broadcast("busy", self._saver.busy)
         if busy and skippable and self.config.save.if_busy == "skip":
@@ -263,6 +273,7 @@ class CheckpointManager:
             converters=self._hooks.describe() if self._hooks else [],
             base=self._base,
             resumed_from=self._resumed_from,
+            metrics=metrics,
         )
         self._saver.save(request, lambda: self._run.snapshot(step, self._model_to_save()))
         if self.config.save.async_mode == "disabled":

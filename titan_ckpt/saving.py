@@ -1,4 +1,4 @@
-"""One save at a time: stage, write, agree, commit, expire. In this thread, or in one helper thread.
+"""One save at a time: stage, write, agree, commit, expire. In this thread, or in one helper thread and its process.
 
 Owns the order of a save and who waits for whom. Decides neither when a save is due (policy.py) nor what a checkpoint is
 (directory.py), and knows no file format beyond asking the native writer for its files.
@@ -56,6 +56,7 @@ class SaveRequest:
     converters: list[dict[str, Any]] = field(default_factory=list)
     base: dict[str, Any] | None = None
     resumed_from: dict[str, Any] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -91,7 +92,7 @@ class Saver:
         self._directory = directory
         self._coordinator = coordinator
         self._config = config
-        self._writer = NativeWriter()
+        self._writer = NativeWriter(in_process=config.async_mode == "process")
         self._handle: SaveHandle | None = None
         self._staging: StagingHandle | None = None
 
@@ -236,6 +237,7 @@ class Saver:
             base=request.base,
             resumed_from=request.resumed_from,
             files=tuple(FileRecord(**record) for rank in gathered for record in rank),
+            metrics=request.metrics,
         )
         self._directory.commit(attempt, manifest)
         self._directory.expire(self._config.keep)

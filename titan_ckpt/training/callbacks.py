@@ -79,7 +79,8 @@ class Checkpointing(Callback):
         trainer.manager.maybe_wait_for_staging()
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        if trainer.manager.save(metrics.step, last_step=metrics.step == trainer.config.training.steps):
+        last_step = metrics.step == trainer.config.training.steps
+        if trainer.manager.save(metrics.step, last_step=last_step, metrics={"loss": metrics.loss}):
             trainer.callbacks.on_save(trainer, metrics.step)
 
 

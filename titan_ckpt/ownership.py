@@ -163,8 +163,8 @@ class _Sharing:
     def __init__(self, rank: int, holders: Mapping[str, _Holders]) -> None:
         self._rank = rank
         self._holders = holders
-        self._replicas: dict[tuple[tuple[int, ...], ...], _Replicas] = {}
-        self._chunks: dict[tuple[Any, ...], list[tuple[Chunk, Index | None]]] = {}
+        self._replicas: dict[tuple[int, ...], _Replicas] = {}
+        self._at: dict[tuple[Any, ...], _Replicas] = {}
 
     def shares(self, tensors: Mapping[str, torch.Tensor]) -> list[Share]:
         """Return this rank's shares in the order of its state dict."""
@@ -179,7 +179,7 @@ class _Sharing:
             if self._rank == min(holders.ranks):
                 yield Share(fqn, holders.info, Chunk.whole(value.shape), None)
             return
-        chunks = self._chunks_of(value)
+        chunks = _chunks_of(value)
         if not chunks:
             return
         if len(holders.ranks) == 1:
@@ -198,34 +198,32 @@ class _Sharing:
             elif self._rank in writers:
                 yield Share(fqn, holders.info, chunk, index)
 
-    def _chunks_of(self, value: torch.Tensor) -> list[tuple[Chunk, Index | None]]:
-        if not isinstance(value, DTensor):
-            return [(Chunk.whole(value.shape), None)]
-        key = (value.device_mesh, value.placements, value.shape)
-        if key not in self._chunks:
-            held: list[tuple[Chunk, Index | None]] = [(c, index) for c, index in local_chunks(value) if c.numel]
-            self._chunks[key] = held if len(held) > 1 else [(chunk, None) for chunk, _ in held]
-        return self._chunks[key]
-
     def _replicas_of(self, value: torch.Tensor, holders: _Holders) -> _Replicas:
         """Find the ranks at the same place as this one along the sharded axes, in every mesh with a copy."""
-        if isinstance(value, DTensor):
-            mesh = value.device_mesh
-            place = mesh.get_coordinate()
-            assert place is not None and holders.mesh_shape is not None
-            at = tuple(
-                slice(None) if isinstance(p, Replicate) else c for p, c in zip(value.placements, place, strict=True)
-            )
-            key = tuple(
-                tuple(torch.tensor(members).view(holders.mesh_shape)[at].flatten().tolist())
-                for members in holders.meshes
-            )
-        else:
-            key = (tuple(holders.ranks),)
-        if key not in self._replicas:
-            ranks = tuple(sorted(rank for members in key for rank in members))
-            self._replicas[key] = _Replicas(ranks, [0] * len(ranks))
-        return self._replicas[key]
+        if not isinstance(value, DTensor):
+            return self._sharing_out([tuple(holders.ranks)])
+        assert holders.mesh_shape is not None
+        copied = tuple(isinstance(placement, Replicate) for placement in value.placements)
+        key = (value.device_mesh, copied, *(holders.meshes if len(holders.meshes) > 1 else ()))
+        if key not in self._at:
+            place = value.device_mesh.get_coordinate()
+            assert place is not None
+            at = tuple(slice(None) if every else c for every, c in zip(copied, place, strict=True))
+            groups = [torch.tensor(ranks).view(holders.mesh_shape)[at].flatten() for ranks in holders.meshes]
+            self._at[key] = self._sharing_out([tuple(ranks.tolist()) for ranks in groups])
+        return self._at[key]
+
+    def _sharing_out(self, groups: list[tuple[int, ...]]) -> _Replicas:
+        ranks = tuple(sorted(rank for group in groups for rank in group))
+        return self._replicas.setdefault(ranks, _Replicas(ranks, [0] * len(ranks)))
+
+
+def _chunks_of(value: torch.Tensor) -> list[tuple[Chunk, Index | None]]:
+    """Return what this rank holds of a tensor; the index is None where it is all of the local one."""
+    if not isinstance(value, DTensor):
+        return [(Chunk.whole(value.shape), None)]
+    held: list[tuple[Chunk, Index | None]] = [(chunk, index) for chunk, index in local_chunks(value) if chunk.numel]
+    return held if len(held) > 1 else [(chunk, None) for chunk, _ in held]
 
 
 def _dim_to_cut(chunk: Chunk, parts: int) -> int:

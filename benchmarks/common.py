@@ -51,11 +51,11 @@ class Options:
     tensors: int
 
 
-def parse(description: str, gb: float = 3.7) -> Options:
+def parse(description: str, gb: float = 3.7, nproc: int = 1) -> Options:
     """Read the command line that all benchmarks share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--gb", type=float, default=gb, help="10^9 bytes of state over all ranks")
-    parser.add_argument("--nproc", type=int, default=1, help="ranks, on this machine, over gloo")
+    parser.add_argument("--nproc", type=int, default=nproc, help="ranks, on this machine, over gloo")
     parser.add_argument("--pairs", type=int, default=5, help="turns of every case")
     parser.add_argument("--json", action="store_true", help="end with one JSON object on the last line")
     parser.add_argument("--folder", default=None, help="a folder on the disk to measure; default: a new one here")

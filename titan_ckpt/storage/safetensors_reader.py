@@ -27,7 +27,7 @@ from titan_ckpt.storage.regions import mapped_boxes, windows
 from titan_ckpt.storage.safetensors_file import Entry, SafetensorsHeader
 from titan_ckpt.tensors import Chunk
 
-_RUN_BYTES = IO_BYTES - 2 * ALIGNMENT
+RUN_BYTES = IO_BYTES - 2 * ALIGNMENT
 """Bytes of one read: a direct one begins and ends at whole blocks, and still fits a bounce buffer."""
 _MIN_DIRECT_BYTES = 1 << 20
 """A smaller read goes through the page cache, whose read-ahead serves the next one."""
@@ -119,7 +119,7 @@ def _jobs(file: FileReader, entry: Entry, request: ReadRequest) -> Iterator[_Run
     if is_plain_memory(into):
         into = into.view(-1)
     offset = entry.start + element_span(shape, request.chunk)[0] * dtype.itemsize
-    for window in windows(into, _RUN_BYTES // dtype.itemsize):
+    for window in windows(into, RUN_BYTES // dtype.itemsize):
         num_bytes = window.numel() * dtype.itemsize
         yield _Run(file, offset, num_bytes, dtype, window)
         offset += num_bytes

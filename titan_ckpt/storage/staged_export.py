@@ -112,7 +112,7 @@ class _Export:
         rank, world_size = self.coordinator.rank, self.coordinator.world_size
         mine = list(plan.layouts)[rank::world_size]
         self._together("export/create", lambda: self._create(path, plan, mine))
-        with ExportWriter(path, plan) as writer:
+        with ExportWriter(path, plan, direct=self.fsync) as writer:
             self._together("export/write", lambda: self._write(path, plan, companions, writer))
             parts = self.coordinator.gather("export/parts", cast("Any", writer.undivided))
             if faults := coverage_faults(plan.infos, cast("Any", parts)):

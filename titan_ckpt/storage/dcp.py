@@ -1,7 +1,7 @@
 """The torch.distributed.checkpoint format, for interchange: folders of `dcp.save` and torchtitan, read and written.
 
-Owns that format's files. Nothing in them is trusted: `.metadata` goes through an unpickler that knows eleven harmless
-types, every item is loaded with `weights_only`, and a path that leaves the folder is refused.
+Owns that format's files. Nothing in them is trusted: `.metadata` is read as data (dcp_metadata.py), every item is
+loaded with `weights_only`, and a path that leaves the folder is refused.
 Source: torch/distributed/checkpoint/{metadata,filesystem,planner_helpers}.py.
 """
 
@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -30,40 +30,12 @@ from titan_ckpt import posix
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.storage.base import ReadRequest, TensorReader
+from titan_ckpt.storage.dcp_metadata import METADATA, overlap, read_metadata, storage_table
+from titan_ckpt.storage.engine import FileReader
 from titan_ckpt.storage.staged_folder import StagedFolder, write_file
 from titan_ckpt.strict_json import Json
-from titan_ckpt.tensors import Chunk, TensorInfo, blocks_of, info_of
+from titan_ckpt.tensors import Chunk, LazyTensor, TensorInfo, blocks_of, info_of
 from titan_ckpt.types import StateDict
-
-METADATA = ".metadata"
-_MAX_METADATA_BYTES = 1 << 30
-_MODULES = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "MetadataIndex",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch": {"Size", "device"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-    "pathlib._local": {"PosixPath", "PurePosixPath"},
-}
-
-
-class _SafeUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _MODULES.get(module, ()):
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), (torch.dtype, torch.layout)):
-            return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no DCP metadata needs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +54,7 @@ class DcpReader(TensorReader):
     def __init__(self, path: Path) -> None:
         """Read the metadata. Raises: CorruptCheckpointError for anything but plain, contained metadata."""
         self.path = path
-        metadata = _read_metadata(path / METADATA)
+        metadata = read_metadata(path / METADATA)
         self._tensors: dict[str, TensorInfo] = {}
         self._sizes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
         self._chunks: dict[str, list[_Stored]] = {}
@@ -92,8 +64,11 @@ class DcpReader(TensorReader):
                 self._tensors[name] = TensorInfo(tuple(entry.size), entry.properties.dtype)
                 for c in entry.chunks:
                     self._sizes[name, tuple(c.offsets)] = tuple(c.sizes)
-        for index, info in _table(metadata).items():
-            stored = self._contained(index, info)
+        self._checked: set[str] = set()
+        for file in {info.relative_path for info in storage_table(metadata).values()}:
+            self._require_contained(file)
+        for index, info in storage_table(metadata).items():
+            stored = self._stored(index, info)
             if index.fqn in self._tensors:
                 self._chunks.setdefault(index.fqn, []).append(stored)
             else:
@@ -109,11 +84,13 @@ class DcpReader(TensorReader):
         return list(self._items)
 
     def item(self, name: str) -> Any:
-        """Return one non-tensor item. Raises: CorruptCheckpointError if it is more than plain data."""
+        """Return one non-tensor item. Raises: CorruptCheckpointError if it is more than plain data; KeyError."""
         return self._load(name, self._items[name])
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Fill every request, one stored chunk at a time. Raises: CorruptCheckpointError."""
+        """Fill every request, one stored chunk at a time; extra memory is one chunk. Raises: CorruptCheckpointError."""
+        for key in {request.key for request in requests} - self._checked:
+            self._require_disjoint(key)
         by_chunk: dict[tuple[str, int], list[ReadRequest]] = {}
         for request in requests:
             covered = 0
@@ -131,8 +108,11 @@ class DcpReader(TensorReader):
         for (key, i), wanting in by_chunk.items():
             stored = self._chunks[key][i]
             data = self._load(key, stored)
-            if not isinstance(data, torch.Tensor) or tuple(data.shape) != stored.chunk.sizes:
-                raise self._corrupt(stored, key, "holds something else than its metadata says")
+            plain = type(data) is torch.Tensor and data.layout is torch.strided and data.device.type == "cpu"
+            expected = TensorInfo(stored.chunk.sizes, self._tensors[key].dtype)
+            if not plain or info_of(data) != expected:
+                found = str(info_of(data)) if plain else f"a {type(data).__name__} that is not plain data"
+                raise self._corrupt(stored, key, f"holds {found}, its metadata says {expected}")
             for request in wanting:
                 part = stored.chunk.intersect(request.chunk)
                 assert part is not None
@@ -151,14 +131,29 @@ class DcpReader(TensorReader):
     def close(self) -> None:
         """Do nothing: no file stays open."""
 
-    def _contained(self, index: MetadataIndex, info: _StorageInfo) -> _Stored:
-        relative = PurePosixPath(info.relative_path)
-        target = self.path / relative
-        if not target.resolve().is_relative_to(self.path.resolve()) or target.is_symlink():
+    def _require_contained(self, file: str) -> None:
+        try:
+            target = self.path / PurePosixPath(file)
+            outside = not target.resolve().is_relative_to(self.path.resolve()) or target.is_symlink()
+        except (ValueError, OSError):  # no name of a file at all
+            outside = True
+        if outside:
             raise CorruptCheckpointError(
-                f"{self.path / METADATA}: {index.fqn} points outside the folder, at {info.relative_path!r}",
+                f"{self.path / METADATA} points outside the folder, at {file!r}. Take another checkpoint",
                 str(self.path),
             )
+
+    def _require_disjoint(self, key: str) -> None:
+        """Refuse chunks that overlap: together with a hole elsewhere they could seem to be complete."""
+        if found := overlap([stored.chunk for stored in self._chunks.get(key, [])]):
+            raise CorruptCheckpointError(
+                f"{self.path / METADATA}: {key} is stored twice at {list(found[0].offsets)}+{list(found[0].sizes)} and "
+                f"{list(found[1].offsets)}+{list(found[1].sizes)}. Take another checkpoint",
+                str(self.path),
+            )
+        self._checked.add(key)
+
+    def _stored(self, index: MetadataIndex, info: _StorageInfo) -> _Stored:
         if info.transform_descriptors:
             raise CorruptCheckpointError(
                 f"{self.path / METADATA}: {index.fqn} is stored with {list(info.transform_descriptors)}, which is not "
@@ -173,24 +168,78 @@ class DcpReader(TensorReader):
                     f"{self.path / METADATA}: {index.fqn} at {offsets} is stored but not described", str(self.path)
                 )
             chunk = Chunk(offsets, self._sizes[index.fqn, offsets])
-        return _Stored(chunk, str(relative), info.offset, info.length)
+        return _Stored(chunk, str(PurePosixPath(info.relative_path)), info.offset, info.length)
 
     def _load(self, name: str, stored: _Stored) -> Any:
-        path = self.path / stored.file
         try:
-            with path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < stored.offset + stored.num_bytes:
-                    raise self._corrupt(stored, name, "is cut off")
-                file.seek(stored.offset)
-                return torch.load(io.BytesIO(file.read(stored.num_bytes)), weights_only=True, map_location="cpu")
+            file = FileReader(self.path / stored.file)
         except FileNotFoundError as error:
             raise self._corrupt(stored, name, "is missing") from error
-        except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-            raise self._corrupt(stored, name, f"cannot be read as plain data: {str(error).splitlines()[0]}") from error
+        try:
+            if file.num_bytes < stored.offset + stored.num_bytes:
+                raise self._corrupt(stored, name, "is cut off")
+            return torch.load(cast(IO[bytes], _Part(file, stored)), weights_only=True, map_location="cpu")
+        except (OSError, CorruptCheckpointError):
+            raise
+        except Exception as error:  # a pickle can fail in any way
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise self._corrupt(stored, name, f"cannot be read as plain data: {reason}") from error
+        finally:
+            file.close()
 
     def _corrupt(self, stored: _Stored, name: str, what: str) -> CorruptCheckpointError:
         path = self.path / stored.file
         return CorruptCheckpointError(f"{path}, needed for {name}, {what}. Take another checkpoint", str(path))
+
+
+class _Part(io.RawIOBase):
+    """A part of a file as a file of its own, so that what is loaded from it is in memory once."""
+
+    def __init__(self, file: FileReader, stored: _Stored) -> None:
+        super().__init__()
+        self._file = file
+        self._stored = stored
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._stored.num_bytes}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._stored.num_bytes - self._position))
+        if count:
+            self._file.read_into([view[:count]], self._stored.offset + self._position)
+        self._position += count
+        return count
+
+
+class _Appender(io.RawIOBase):
+    """What is written to it goes to the end of a file at once, so that a tensor is never in memory twice."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self._fd = fd
+        self.position = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        posix.pwrite_all(self._fd, view, self.position)
+        self.position += len(view)
+        return len(view)
 
 
 def export_dcp(folder: Path, tensors: StateDict, coordinator: Coordinator) -> None:
@@ -233,42 +282,46 @@ def write_dcp(folder: Path, tensors: StateDict, coordinator: Coordinator) -> Non
     error: BaseException | None = None
     data_file = f"__{coordinator.rank}_0.distcp"
     alone = coordinator.world_size == 1  # then nothing is asked of lazy tensors before they are written
-    held: Json = (
-        {} if alone else {name: [list(b.chunk.offsets) for b in blocks_of(value)] for name, value in tensors.items()}
-    )
+    held: Json = {} if alone else {name: _offsets(value) for name, value in tensors.items()}
     owner: dict[tuple[str, tuple[int, ...]], int] = {}
     tables: list[Any] = coordinator.gather("dcp-chunks", held)
     for rank, table in enumerate(tables):
         for name, offsets in table.items():
             for o in offsets:
                 owner.setdefault((name, tuple(o)), rank)
+    fd = -1
     try:
         fd = posix.open_exclusive(folder / data_file)
-        try:
-            position = 0
-            for name, value in tensors.items():
-                for block in blocks_of(value):
-                    if owner.get((name, block.chunk.offsets), coordinator.rank) != coordinator.rank:
-                        continue
-                    buffer = io.BytesIO()
-                    torch.save(block.data.detach().cpu().contiguous().clone(), buffer)
-                    posix.pwrite_all(fd, buffer.getbuffer(), position)
-                    places.append(
-                        [
-                            name,
-                            [*block.chunk.offsets],
-                            [*block.chunk.sizes],
-                            data_file,
-                            position,
-                            len(buffer.getbuffer()),
-                        ]
-                    )
-                    position += len(buffer.getbuffer())
-            posix.fsync(fd)
-        finally:
-            posix.close(fd)
     except Exception as e:
         error = e
+    file = _Appender(fd)
+    for name, value in tensors.items():
+        if error is not None and not (isinstance(value, LazyTensor) and value.collective):
+            continue  # only what other ranks cannot resolve without this one
+        try:
+            for block in blocks_of(value):
+                if error is None and owner.get((name, block.chunk.offsets), coordinator.rank) == coordinator.rank:
+                    start = file.position
+                    torch.save(_alone(block.data), cast(IO[bytes], file))
+                    where: list[Json] = [
+                        [*block.chunk.offsets],
+                        [*block.chunk.sizes],
+                        data_file,
+                        start,
+                        file.position - start,
+                    ]
+                    places.append([name, *where])
+        except Exception as e:
+            error = error or e
+    try:
+        if fd >= 0:
+            try:
+                if error is None:
+                    posix.fsync(fd)
+            finally:
+                posix.close(fd)
+    except Exception as e:
+        error = error or e
     infos: Json = {
         n: [list(info_of(v).shape), str(info_of(v).dtype).removeprefix("torch.")] for n, v in tensors.items()
     }
@@ -279,6 +332,18 @@ def write_dcp(folder: Path, tensors: StateDict, coordinator: Coordinator) -> Non
     except Exception as e:
         error = e
     coordinator.barrier("dcp-metadata", error)
+
+
+def _offsets(value: torch.Tensor | LazyTensor) -> list[Json]:
+    """Return where the chunks that this rank holds begin, without computing a lazy tensor that can tell."""
+    known = value.like if isinstance(value, LazyTensor) and value.like is not None else value
+    return [list(block.chunk.offsets) for block in blocks_of(known)]
+
+
+def _alone(data: torch.Tensor) -> torch.Tensor:
+    """Return the values over memory that holds nothing else: torch.save writes a view's whole storage."""
+    data = data.detach().cpu().contiguous()
+    return data if data.untyped_storage().nbytes() == data.nbytes else data.clone()
 
 
 def _write_metadata(folder: Path, gathered: list[Any]) -> None:
@@ -295,38 +360,3 @@ def _write_metadata(folder: Path, gathered: list[Any]) -> None:
     metadata = Metadata(dict(entries), planner_data={n: (n,) for n in entries}, storage_data=storage)
     metadata.storage_meta = StorageMeta()
     write_file(folder / METADATA, pickle.dumps(metadata), fsync=True)
-
-
-def _read_metadata(path: Path) -> Metadata:
-    try:
-        data = posix.read_whole(path, _MAX_METADATA_BYTES)
-        metadata = _SafeUnpickler(io.BytesIO(data)).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
-        _check_types(metadata)
-    except Exception as error:  # a pickle can fail in any way
-        if isinstance(error, OSError):
-            raise
-        raise CorruptCheckpointError(
-            f"{path} is not the metadata of a DCP checkpoint, and may be hostile: {error}. Nothing was executed",
-            str(path),
-        ) from error
-    return metadata
-
-
-def _table(metadata: Metadata) -> dict[Any, Any]:
-    table: dict[Any, Any] | None = metadata.storage_data
-    return table or {}
-
-
-def _check_types(metadata: Metadata) -> None:
-    """Refuse a metadata whose fields are not what they should be, before anything uses them."""
-    for index, info in _table(metadata).items():
-        sizes = (info.offset, info.length)
-        if not isinstance(info, _StorageInfo) or type(index) is not MetadataIndex or type(index.fqn) is not str:
-            raise pickle.UnpicklingError("its storage table is malformed")
-        if not all(type(n) is int and n >= 0 for n in sizes) or not isinstance(info.relative_path, str):
-            raise pickle.UnpicklingError(f"the place of {index.fqn} is malformed")
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata) and not isinstance(entry.properties.dtype, torch.dtype):
-            raise pickle.UnpicklingError(f"the dtype of {name} is malformed")

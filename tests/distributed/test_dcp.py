@@ -1,0 +1,110 @@
+"""DCP folders of several ranks: what torch.distributed.checkpoint saved from DTensors, and what is written here."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig
+from titan_ckpt.errors import LoadMismatchError
+from titan_ckpt.testing import distributed
+
+
+class Net(nn.Module):
+    """Rows that 2 and 4 ranks do not divide, a weight of one row, a name that starts as Hugging Face's do."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.model = nn.ModuleDict({"up": nn.Linear(3, 7), "one": nn.Linear(4, 1, bias=False)})
+        self.register_buffer("count", torch.tensor(seed + 5))
+        self.small = nn.Parameter(torch.randn(5, 2).bfloat16())
+
+
+def shard(net: Net) -> Net:
+    """Rows of everything with rows over all ranks; one rank's part of the single row is all, the others' is empty."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in net.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)))
+    return net
+
+
+def assert_is(net: Net, other: Net) -> None:
+    for (name, a), (_, b) in zip(net.state_dict().items(), other.state_dict().items(), strict=True):
+        assert torch.equal(a.full_tensor() if isinstance(a, DTensor) else a, b), name
+
+
+def load(net: Net, source: Path, folder: Path, **settings: Any) -> None:
+    config = CheckpointConfig(initial_load=(InitialLoadConfig(str(source), **settings),))
+    with CheckpointManager(config, model_parts=[net], base_folder=folder) as manager:
+        manager.load()
+
+
+@distributed(nproc=2)
+def save_with_torch(folder: Path, prefix: str) -> None:
+    """As torchtitan does: the model under `model.` or at the top, the rest of the run beside it."""
+    net = shard(Net())
+    optimizer = {f"optimizer.state.{name}.exp_avg": p.detach() for name, p in net.named_parameters()}
+    state = {f"{prefix}{name}": value for name, value in net.state_dict().items()}
+    dcp.save(
+        {**state, **optimizer, "lr_scheduler": {"last_epoch": 3}, "train_state": {"step": torch.tensor(3)}},
+        checkpoint_id=folder,
+    )
+
+
+@distributed(nproc=4)
+def load_on_four(source: Path, folder: Path) -> None:
+    net = shard(Net(seed=9))
+    load(net, source, folder)
+    assert_is(net, Net())
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_torchtitan_folder_of_two_ranks_opens_on_one_and_on_four(tmp_path: Path, prefix: str) -> None:
+    """Only the model is taken, wherever it lies, though its own names begin with `model.` too."""
+    save_with_torch(tmp_path / "dcp", prefix)
+    net = Net(seed=9)
+    load(net, tmp_path / "dcp", tmp_path / "one")
+    assert_is(net, Net())
+    load_on_four(tmp_path / "dcp", tmp_path / "four")
+    wide = Net(seed=9).double()
+    with pytest.raises(LoadMismatchError, match=r"set cast = true"):
+        load(wide, tmp_path / "dcp", tmp_path / "no")
+    load(wide, tmp_path / "dcp", tmp_path / "cast", cast=True)
+    assert torch.equal(wide.small, Net().small.double())
+
+
+@distributed(nproc=2)
+def export_here(folder: Path) -> None:
+    net = shard(Net())
+    mesh = init_device_mesh("cpu", (2,))
+    big = torch.randn(300, 1000, generator=torch.Generator().manual_seed(1))
+    net.copies = nn.Parameter(distribute_tensor(big, mesh, [Replicate()], src_data_rank=None))
+    config = CheckpointConfig(export=(ExportConfig("dcp"),))
+    with CheckpointManager(config, model_parts=[net], base_folder=folder) as manager:
+        manager.save(1, last_step=True)
+
+
+def test_an_export_of_two_ranks_holds_everything_once_and_opens_with_dcp_load(tmp_path: Path) -> None:
+    """Replicas are written by one rank; plain dcp.load in one process reads the same values."""
+    export_here(tmp_path)
+    folder = tmp_path / "exports" / "step-1"
+    assert sum(p.stat().st_size for p in folder.glob("*.distcp")) < 300 * 1000 * 4 + 20_000
+    net = Net()
+    loaded: dict[str, Any] = {name: torch.zeros_like(value) for name, value in net.state_dict().items()}
+    loaded["copies"] = torch.zeros(300, 1000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dcp in one process, as meant here
+        dcp.load(loaded, checkpoint_id=folder)
+    assert all(torch.equal(loaded[name], value) for name, value in net.state_dict().items())
+    assert torch.equal(loaded["copies"], torch.randn(300, 1000, generator=torch.Generator().manual_seed(1)))

@@ -77,6 +77,18 @@ class KillAt(Counter):
         return None
 
 
+@dataclass
+class StopAt(Counter):
+    """Stops the process by SIGSTOP before one operation; it goes on when somebody sends SIGCONT."""
+
+    ordinal: int = 0
+
+    def __call__(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if self.next(name) == self.ordinal:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return operation(*args)
+
+
 WRITES = frozenset({"mkdir", "open_exclusive", "open_or_create", "pwrite_all", "fallocate", "truncate"})
 """What a full disk refuses; deleting and syncing still work."""
 

@@ -72,11 +72,12 @@ def test_no_operation_is_a_bad_moment_to_be_killed(scenario: Scenario) -> None:
         ("thread", FRESH, 3),
         ("disabled", SEVERAL, 5),
         ("thread", SEVERAL, 5),
+        *([("process", NEXT, 1), ("process", ROLLBACK, 1)] if SOAK else []),  # Each starts an interpreter.
     ],
     ids=lambda value: value.name if isinstance(value, Scenario) else str(value),
 )
 def test_a_manager_may_be_killed_at_any_operation(
-    mode: Literal["disabled", "thread"], scenario: Scenario, every: int
+    mode: Literal["disabled", "thread", "process"], scenario: Scenario, every: int
 ) -> None:
     """The same for training runs with model and optimizer, saved in the loop and in a thread; a soak kills at each."""
     assert list(violations(ManagerWriter(mode), scenario, 1 if SOAK else every)) == []

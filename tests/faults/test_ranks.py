@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ import pytest
 
 from tests.faults.forked_ranks import Ranks, outcome
 from tests.faults.scenarios import quick_folder
-from tests.faults.shim import Counter, FailAt, KillAt, intercepted
+from tests.faults.shim import Counter, FailAt, KillAt, StopAt, intercepted
 from tests.faults.small_checkpoints import load, manifest_of, write_files
 from titan_ckpt import directory as directory_module
 from titan_ckpt.directory import CheckpointDirectory
@@ -49,18 +47,6 @@ def save_together(root: Path, line: Coordinator, step: int, value: int) -> None:
         )
     finally:
         directory.close()
-
-
-@dataclass
-class StopAt(Counter):
-    """Stops the process by SIGSTOP before one operation."""
-
-    ordinal: int = 0
-
-    def __call__(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if self.next(name) == self.ordinal:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return operation(*args)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,104 @@
+"""async_mode "process": the writer process is killed, fails, or outlives its trainer, and never commits anything."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.power import read_tree
+from tests.faults.scenarios import SOAK, quick_folder
+from tests.faults.writers import ManagerWriter
+
+HOOK = Path(__file__).parent / "in_writer_process"
+KILLS = [{"kind": "KillAt", "ordinal": at, "moment": moment} for at in range(7) for moment in ("before", "after")]
+ERRORS = [{"kind": "FailAt", "ordinal": at, "errno": code} for at in range(7) for code in (errno.EIO, errno.ENOSPC)]
+SOME = [
+    {"kind": "KillAt", "ordinal": 0, "moment": "before"},
+    {"kind": "KillAt", "ordinal": 2, "moment": "half"},
+    {"kind": "FailAt", "ordinal": 5, "errno": errno.EIO},
+]
+
+
+@pytest.fixture(autouse=True)
+def _hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a writer process that is started from here import the fault."""
+    monkeypatch.setattr(sys, "path", [str(HOOK), str(HOOK.parents[2]), *sys.path])
+
+
+@pytest.mark.parametrize(
+    "fault", [*KILLS, *ERRORS] if SOAK else SOME, ids=lambda fault: "-".join(map(str, fault.values()))
+)
+def test_a_fault_of_the_writer_process_fails_the_save(monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any]) -> None:
+    """Killed or out of space at an operation of its own: the trainer's save raises, and the step before is there."""
+    with quick_folder() as folder:
+        root = folder / "checkpoints"
+        ManagerWriter("disabled").run(root, [(10, 1)], lambda _: None)
+        monkeypatch.setenv("TITAN_CKPT_FAULT", json.dumps(fault))
+        with pytest.raises(OSError, match=r"writer process ended with SIGKILL|Input/output error|No space left"):
+            ManagerWriter("process").run(root, [(20, 2)], lambda _: None)
+        assert ManagerWriter("disabled").load(root) == (10, 1)
+        assert sorted(os.listdir(root / ".staging")) == sorted(os.listdir(root / ".trash")) == []
+        ManagerWriter("disabled").run(root, [(30, 3)], lambda _: None)
+        assert ManagerWriter("disabled").load(root) == (30, 3)
+
+
+def test_a_writer_process_that_outlives_its_trainer_commits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer is killed while its writer is stopped within a file; a new run goes on; the writer wakes."""
+    with quick_folder() as folder:
+        root = folder / "checkpoints"
+        ManagerWriter("disabled").run(root, [(10, 1)], lambda _: None)
+        monkeypatch.setenv("TITAN_CKPT_FAULT", json.dumps({"kind": "StopAt", "ordinal": 3}))
+        trainer = os.fork()
+        if trainer == 0:
+            ManagerWriter("process").run(root, [(20, 2)], lambda _: None)
+            os._exit(0)
+        writer = stopped_child_of(trainer)
+        os.kill(trainer, signal.SIGKILL)
+        os.waitpid(trainer, 0)
+        assert ManagerWriter("disabled").load(root) == (10, 1)
+        ManagerWriter("disabled").run(root, [(30, 3)], lambda _: None)
+        before = read_tree(root)
+        os.kill(writer, signal.SIGCONT)
+        await_end(writer)
+        after = read_tree(root)
+        assert {path for path in after if path.startswith("step")} == {
+            path for path in before if path.startswith("step")
+        }
+        assert ManagerWriter("disabled").load(root) == (30, 3)
+        ManagerWriter("disabled").run(root, [(40, 4)], lambda _: None)
+        assert os.listdir(root / ".staging") == os.listdir(root / ".trash") == []
+
+
+def stopped_child_of(pid: int) -> int:
+    """Wait until a child of a process has been stopped; return it."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            if state_of(int(child)) == "T":
+                return int(child)
+        time.sleep(0.05)
+    raise AssertionError("the writer process did not come to its operation")
+
+
+def await_end(pid: int) -> None:
+    """Wait until a process that is nobody's child here has ended."""
+    deadline = time.monotonic() + 60
+    while state_of(pid) not in ("", "Z"):
+        assert time.monotonic() < deadline, "the writer process outlives its line"
+        time.sleep(0.05)
+
+
+def state_of(pid: int) -> str:
+    """Return the state letter of a process, "" when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""

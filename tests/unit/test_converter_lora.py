@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from converters import LoRAConfig, LoRAConverter, ModelConverters, build, from_tables
 from titan_ckpt.errors import ConverterError, ExportError, KeyMapError
@@ -286,6 +287,39 @@ def test_dropout_acts_while_training_only() -> None:
     randomise(model, converters)
     assert not torch.equal(model.train()(TOKENS), model(TOKENS))
     assert torch.equal(model.eval()(TOKENS), model(TOKENS))
+
+
+def test_stages_cut_from_a_copy_are_merged_stage_by_stage() -> None:
+    """Pipeline stages are cut from copies of the converted model: what a stage holds, it merges, by names alone."""
+    model = llama()
+    converters = converted(model, "wq", "output", modules_to_save=("norm",))
+    randomise(model, converters)
+    whole = resolved(ModelWrapper([model], converters).state_dict("export"))
+    first, last = copy.deepcopy(model), copy.deepcopy(model)
+    del first.layers["1"], last.layers["0"]
+    first.norm = first.output = last.tok_embeddings = None
+    parts = [resolved(ModelWrapper([part], converters).state_dict("export")) for part in (first, last)]
+    assert sorted([*parts[0], *parts[1]]) == sorted(whole)
+    assert all(torch.equal(value, whole[fqn]) for part in parts for fqn, value in part.items())
+
+
+def test_wrapped_and_compiled_models_keep_their_names() -> None:
+    """Activation checkpointing and torch.compile put segments into names; hooks and initial values see through them."""
+    model = llama()
+    converters = converted(model, "wq", use_dora=True)
+    randomise(model, converters)
+    expected = resolved(ModelWrapper([model], converters).state_dict("export"))
+    out = model(TOKENS)
+    for name in list(model.layers):
+        model.layers[name] = checkpoint_wrapper(model.layers[name])
+    compiled: Any = torch.compile(model, backend="eager")
+    wrapper = ModelWrapper([compiled], converters)
+    assert any("_checkpoint_wrapped_module" in name for name, _ in compiled.named_modules())
+    assert torch.equal(compiled(TOKENS), out)
+    export = resolved(wrapper.state_dict("export"))
+    assert list(export) == list(expected) and all(torch.equal(export[fqn], expected[fqn]) for fqn in export)
+    converters.initialize([compiled])
+    assert not any(wrapper.owned_state_dict()[f"layers.{i}.attention.wq.lora_b.weight"].any() for i in range(2))
 
 
 # names in other tools' files

@@ -17,13 +17,13 @@ from titan_ckpt import plan, policy
 from titan_ckpt.base_identity import check_base, identify_base
 from titan_ckpt.components import RunState
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
+from titan_ckpt.converter_record import check_converters
 from titan_ckpt.directory import CheckpointDirectory
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CommitConflictError,
-    ConverterError,
     CorruptCheckpointError,
 )
 from titan_ckpt.exporting import Exporter
@@ -156,7 +156,7 @@ class CheckpointManager:
             return None
         path = self._directory.step_path(step)
         load_plan = self._resolve(ResumeStep(step, manifest.kind, path))
-        self._check_converters(manifest)
+        check_converters(manifest.converters, self._hooks.describe() if self._hooks else [], manifest.step)
         with self._prepare(load_plan, resuming=True) as prepared:
             state = ResumeState.open(path, manifest, self._run, load_plan.exclude, self._coordinator)
             with state:
@@ -218,15 +218,6 @@ class CheckpointManager:
             )
         found = source.format or detect_format(path)
         return found, found == "peft"
-
-    def _check_converters(self, manifest: Manifest) -> None:
-        here = self._hooks.describe() if self._hooks else []
-        if here != manifest.converters:
-            raise ConverterError(
-                f"step {manifest.step} was saved with converters {manifest.converters or 'none'}, this run has "
-                f"{here or 'none'}: resume with the same [[converters]], or start from it in another folder as "
-                "[[checkpoint.initial_load]]"
-            )
 
     # save
 

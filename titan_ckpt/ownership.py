@@ -86,6 +86,11 @@ def divide(tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> Div
     return division
 
 
+def pack(listed: dict[str, Any]) -> str:
+    """Return a rank's list as short text: names repeat themselves, and every rank gets every distinct list."""
+    return base64.b64encode(zlib.compress(json.dumps(listed, separators=(",", ":")).encode(), 1)).decode()
+
+
 def _describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return this rank's list as JSON, each mesh once."""
     meshes: dict[DeviceMesh, int] = {}
@@ -108,7 +113,7 @@ def _exchange(mine: dict[str, Any], coordinator: Coordinator) -> dict[tuple[int,
     digests = coordinator.gather("plan/digests", xxhash.xxh3_128_hexdigest(text.encode()))
     first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
     speaks = coordinator.rank in first.values() and len(first) > 1
-    packed = base64.b64encode(zlib.compress(text.encode(), 1)).decode() if speaks else None
+    packed = pack(mine) if speaks else None
     posted = coordinator.gather("plan/lists", packed) if len(first) > 1 else [None] * coordinator.world_size
     lists = {}
     for digest, speaker in first.items():

@@ -58,8 +58,11 @@ class NativeReader(TensorReader):
         with collector_held():
             first = self._open(0)
             self._world_size = first.header.world_size
-            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+            ready = dist.is_available() and dist.is_initialized()
+            rank, world_size = (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
             self._own = self._open(rank) if rank < self._world_size else first
+            here = rank * self._world_size / world_size
+            self._by_distance = sorted(range(self._world_size), key=lambda r: abs(r - here))
             self._tensors = {**first.header.infos(), **first.header.elsewhere}
 
     @property
@@ -145,14 +148,23 @@ class NativeReader(TensorReader):
         return BlockReader(source.file, source.header, transfers, self._verify)
 
     def _locate(self, fqn: str, chunk: Chunk) -> list[tuple[_Source, Entry, Chunk]]:
-        """Find the stored parts that make up a chunk; looks in other ranks' files only if this rank's lacks any."""
+        """Find the stored parts that make up a chunk, in this rank's file first, then in those of the ranks around it.
+
+        With sharding along rows, as FSDP does it, the files of a few neighbours have all; the others are not opened.
+        """
         if fqn not in self._tensors:
             raise KeyError(f"{self.path}: holds no tensor {fqn}")
         if not chunk.numel:
             return []
         found = _parts(self._own, fqn, chunk)
-        if sum(part.numel for _, _, part in found) < chunk.numel:
-            found = [hit for rank in range(self._world_size) for hit in _parts(self._open(rank), fqn, chunk)]
+        missing = chunk.numel - sum(part.numel for _, _, part in found)
+        for rank in self._by_distance:
+            if missing <= 0:
+                break
+            if rank != self._own.header.rank:
+                more = _parts(self._open(rank), fqn, chunk)
+                missing -= sum(part.numel for _, _, part in more)
+                found += more
         _check_cover(fqn, chunk, [part for _, _, part in found], str(self.path))
         return found
 

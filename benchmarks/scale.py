@@ -1,0 +1,201 @@
+"""What planning, headers and manifests take at 1,024 and 10,000 ranks, by running one rank's part of it for real.
+
+python -m benchmarks.scale [--json]
+
+Every rank does the same work at the same time, so one rank's time is everybody's. What others would have posted is made
+here from the same rules: ranks of one pipeline stage list the same tensors on the same mesh.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.common import parse
+from titan_ckpt import ownership
+from titan_ckpt.manifest import FileRecord, Manifest
+from titan_ckpt.storage.native_header import lay_out, parse_header
+
+Shapes = dict[str, tuple[tuple[int, ...], list[Placement]]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One job: its ranks as pipeline stages of a (replicate, shard, tensor-parallel) mesh."""
+
+    name: str
+    stages: int
+    mesh: tuple[int, int, int]
+    tensors_of_stage: Callable[[int, int], Shapes]
+
+    @property
+    def world_size(self) -> int:
+        return self.stages * prod(self.mesh)
+
+
+def dense_405b(stage: int, stages: int) -> Shapes:
+    """126 layers of width 16,384; FSDP over rows, tensor parallelism over rows or columns."""
+    rows, columns, copied = (
+        [Replicate(), Shard(0), Shard(0)],
+        [Replicate(), Shard(0), Shard(1)],
+        [Replicate(), Shard(0)],
+    )
+    found: Shapes = {}
+    for i in range(stage * 126 // stages, (stage + 1) * 126 // stages):
+        for name, shape, placements in (
+            ("attention.wq", (16384, 16384), rows),
+            ("attention.wk", (1024, 16384), rows),
+            ("attention.wv", (1024, 16384), rows),
+            ("attention.wo", (16384, 16384), columns),
+            ("feed_forward.w1", (53248, 16384), rows),
+            ("feed_forward.w2", (16384, 53248), columns),
+            ("feed_forward.w3", (53248, 16384), rows),
+            ("attention_norm", (16384,), [*copied, Replicate()]),
+            ("ffn_norm", (16384,), [*copied, Replicate()]),
+        ):
+            found[f"layers.{i}.{name}.weight"] = (shape, list(placements))
+    if stage == 0:
+        found["tok_embeddings.weight"] = ((128256, 16384), rows)
+    if stage == stages - 1:
+        found["output.weight"] = ((128256, 16384), rows)
+    return found
+
+
+def mixture_1t(stage: int, stages: int) -> Shapes:
+    """61 layers of 256 experts, each expert a tensor of its own."""
+    found: Shapes = {}
+    sharded: list[Placement] = [Replicate(), Shard(0), Replicate()]
+    for i in range(stage * 61 // stages, (stage + 1) * 61 // stages):
+        for expert in range(256):
+            for name, shape in (("w1", (2048, 7168)), ("w2", (7168, 2048)), ("w3", (2048, 7168))):
+                found[f"layers.{i}.moe.experts.{expert}.{name}.weight"] = (shape, sharded)
+        found[f"layers.{i}.attention.wqkv.weight"] = ((24576, 7168), sharded)
+    return found
+
+
+RUNS = (
+    Run("405 B dense", 1, (1, 128, 8), dense_405b),
+    Run("405 B dense, 16 stages", 16, (1, 80, 8), dense_405b),
+    Run("1 T mixture, 16 stages", 16, (1, 64, 1), mixture_1t),
+    Run("1 T mixture, 16 stages", 16, (5, 125, 1), mixture_1t),
+)
+
+
+class _Gathered:
+    """Answers rank 0 as the others would."""
+
+    rank = 0
+
+    def __init__(self, run: Run) -> None:
+        self.world_size = run.world_size
+        self.exchanged_bytes = 0
+        self._run = run
+        per_stage = prod(run.mesh)
+        self._stage = [rank // per_stage for rank in range(run.world_size)]
+        self._lists = [_describe(run, stage) for stage in range(run.stages)]
+
+    def gather(self, tag: str, value: Any, error: BaseException | None = None) -> list[Any]:
+        if error is not None:
+            raise error
+        if tag == "plan/digests":
+            answer: list[Any] = [value if stage == 0 else f"{stage:032x}" for stage in self._stage]
+        elif tag == "plan/lists":
+            first = {stage: self._stage.index(stage) for stage in range(1, self._run.stages)}
+            answer = [value, *[None] * (self.world_size - 1)]
+            for stage, rank in first.items():
+                answer[rank] = ownership.pack(self._lists[stage])
+        else:
+            total = sum(prod(shape) * 4 for of_stage in self._lists for _, _, shape, _, _ in of_stage["tensors"])
+            answer = [value, total - value, *[0] * (self.world_size - 2)]
+        self.exchanged_bytes += len(json.dumps(answer))
+        return answer
+
+
+def _ranks(run: Run, stage: int) -> torch.Tensor:
+    per_stage = prod(run.mesh)
+    return torch.arange(stage * per_stage, (stage + 1) * per_stage).view(run.mesh)
+
+
+def _describe(run: Run, stage: int) -> dict[str, Any]:
+    rows = [
+        [fqn, "float32", list(shape), 0, [repr(p) for p in placements]]
+        for fqn, (shape, placements) in _with_moments(run.tensors_of_stage(stage, run.stages)).items()
+    ]
+    return {"meshes": [[list(run.mesh), _ranks(run, stage).flatten().tolist()]], "tensors": rows}
+
+
+def _with_moments(shapes: Shapes) -> Shapes:
+    return {f"{prefix}{fqn}": value for prefix in ("", "exp_avg.", "exp_avg_sq.") for fqn, value in shapes.items()}
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """Plan as rank 0 of a job, lay its file out, read it back, and write the manifest."""
+    dist.init_process_group("fake", rank=0, world_size=run.world_size, store=FakeStore())
+    try:
+        mesh = DeviceMesh("cpu", _ranks(run, 0), _init_backend=False)
+        state = {fqn: _shard(mesh, *spec) for fqn, spec in _with_moments(run.tensors_of_stage(0, run.stages)).items()}
+        gathered = _Gathered(run)
+        begin = time.perf_counter()
+        division = ownership.divide(state, gathered)  # type: ignore[arg-type]
+        here = {share.fqn for share in division.shares}
+        chunks = [(share.fqn, share.info, share.chunk) for share in division.shares]
+        elsewhere = {fqn: info for fqn, info in division.tensors.items() if fqn not in here}
+        layout = lay_out(chunks, 0, run.world_size, elsewhere)
+        planned = time.perf_counter()
+        header, _ = layout.seal(["0" * 32] * layout.num_blocks)
+        begin_open = time.perf_counter()
+        parsed = parse_header(header, layout.num_bytes, "rank-00000.safetensors")
+        names = len({**parsed.infos(), **parsed.elsewhere})
+        opened = time.perf_counter()
+        records = tuple(FileRecord(f"rank-{r:05d}.safetensors", 10**10, f"{r:032x}") for r in range(run.world_size))
+        manifest = Manifest(1, "full", "0" * 32, run.world_size, 1.0, ("model",), [], None, None, records).to_bytes()
+        return {
+            "ranks": run.world_size,
+            "tensors": names,
+            "tensors_here": len(state),
+            "plan_seconds": round(planned - begin, 3),
+            "exchanged_mib": round(gathered.exchanged_bytes / 2**20, 2),
+            "header_mib": round(len(header) / 2**20, 2),
+            "file_gib": round(layout.num_bytes / 2**30, 2),
+            "open_seconds": round(opened - begin_open, 3),
+            "manifest_mib": round(len(manifest) / 2**20, 2),
+            "manifest_seconds": round(time.perf_counter() - opened, 3),
+        }
+    finally:
+        dist.destroy_process_group()
+
+
+def _shard(mesh: DeviceMesh, shape: tuple[int, ...], placements: list[Placement]) -> DTensor:
+    stride = torch.empty(shape, device="meta").stride()
+    local = list(shape)
+    for size, placement in zip(mesh.shape, placements, strict=True):
+        if isinstance(placement, Shard):
+            local[placement.dim] = -(-local[placement.dim] // size)
+    values = torch.empty(local, device="meta")
+    return DTensor.from_local(values, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def main() -> None:
+    """Print one line per job."""
+    options = parse("planning at scale")
+    measured = {}
+    for run in RUNS:
+        found = measure(run)
+        measured[f"{run.name}, {run.world_size} ranks"] = found
+        print(f"{run.name}: " + ", ".join(f"{key} {value}" for key, value in found.items()), flush=True)
+    if options.json:
+        print(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    main()

@@ -35,7 +35,6 @@ cache_folder = "{cache}"
 [training]
 steps = 100
 batch_size = 4
-accumulation = 2
 max_grad_norm = 1.0
 
 [optimizer]

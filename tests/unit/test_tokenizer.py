@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.corpus import Corpus, open_corpus
 from titan_ckpt.training.tokenizer import BOS, EOS, read_tokenizer, train_tokenizer
 
+ROOT = Path(__file__).parents[2]
 TEXTS = ["One document about checkpoints.\n", "Another — with ünïcode, 数字 and\ttabs.", "  leading spaces\n\n\n"]
 
 
@@ -88,21 +90,33 @@ def test_a_tokenizer_is_trained_once(tmp_path: Path) -> None:
     assert train_tokenizer(corpus, 320, tmp_path).folder != first.folder
 
 
-def _train_in_process(cache: str, results: multiprocessing.queues.Queue[str]) -> None:
-    results.put(train_tokenizer(open_corpus("builtin"), 600, Path(cache)).digest)
+TRAIN = """
+import sys
+from pathlib import Path
+from titan_ckpt.training.corpus import open_corpus
+from titan_ckpt.training.tokenizer import train_tokenizer
+print("ready", flush=True)
+sys.stdin.readline()
+print(train_tokenizer(open_corpus("builtin"), 600, Path(sys.argv[1])).digest)
+"""
 
 
 def test_ranks_that_train_at_once_agree(tmp_path: Path) -> None:
-    """Three processes on an empty cache end with one tokenizer and no leftovers."""
-    context = multiprocessing.get_context("spawn")
-    results: multiprocessing.queues.Queue[str] = context.Queue()
-    workers = [context.Process(target=_train_in_process, args=(str(tmp_path), results)) for _ in range(3)]
-    for worker in workers:
-        worker.start()
-    digests = {results.get(timeout=120) for _ in workers}
-    for worker in workers:
-        worker.join()
-    assert len(digests) == 1
+    """Two processes that start on an empty cache together end with one tokenizer and no leftovers."""
+    command = [sys.executable, "-c", TRAIN, str(tmp_path)]
+    ranks = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)
+    ]
+    for rank in ranks:
+        assert rank.stdout is not None and rank.stdin is not None
+        assert rank.stdout.readline() == "ready\n"
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.write("go\n")
+        rank.stdin.flush()
+    digests = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert len(set(digests)) == 1
     assert len(list(tmp_path.iterdir())) == 1
 
 

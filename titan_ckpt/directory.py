@@ -14,7 +14,7 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from titan_ckpt import preflight
+from titan_ckpt import preflight, step_store
 from titan_ckpt.config import KeepConfig
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, PreflightError, SaveError
@@ -24,8 +24,6 @@ from titan_ckpt.step_store import Attempt, StepStore, attempt_at
 from titan_ckpt.strict_json import Json
 
 _Value = TypeVar("_Value")  # JSON
-_VISIBLE_SECONDS = 30.0
-"""How long a rank may see an older listing than rank 0 does: network file systems cache for seconds."""
 
 
 class CheckpointDirectory:
@@ -45,7 +43,7 @@ class CheckpointDirectory:
         """Return the committed steps, ascending.
 
         Raises: CorruptCheckpointError if there is none, but content that looks like one: starting afresh beside it
-        would hide a loss.
+        would hide a loss; NotACheckpointError where the path is a file.
         """
 
         def look() -> list[int]:
@@ -210,7 +208,7 @@ class CheckpointDirectory:
         """Wait until this rank, too, sees the save that rank 0 chose. Raises: CorruptCheckpointError."""
         if self._coordinator.rank == 0:
             return
-        deadline = time.monotonic() + _VISIBLE_SECONDS
+        deadline = time.monotonic() + step_store.VISIBLE_SECONDS
         while True:
             try:
                 found = read_manifest_bytes(self.step_path(step))

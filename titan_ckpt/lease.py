@@ -97,9 +97,9 @@ class Lease:
         try:
             status = os.stat(self._path)
         except FileNotFoundError:
-            status = None
+            raise CommitConflictError(f"{self._path} is gone: the folder was moved or cleared under this run") from None
         holder = _read(self._fd)
-        if status is None or (status.st_dev, status.st_ino) != self._identity or holder != self._holder:
+        if (status.st_dev, status.st_ino) != self._identity or holder != self._holder:
             raise CommitConflictError(
                 f"{self._path.parent}: taken over by {holder or 'another process'} while this one, {self._holder}, was "
                 "away. What it has committed stays; stop this process"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 import uuid
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from titan_ckpt.errors import (
     CheckpointNotFoundError,
     CommitConflictError,
     CorruptCheckpointError,
+    NotACheckpointError,
     PreflightError,
     SaveError,
 )
@@ -42,6 +44,9 @@ from titan_ckpt.step_folders import (
 )
 
 logger = logging.getLogger(__name__)
+
+VISIBLE_SECONDS = 30.0
+"""How long one rank may see an older listing than another: network file systems cache for seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +78,14 @@ class StepStore:
         return self.root / step_name(step)
 
     def look(self) -> Survey:
-        """Return what is there; log, once, what looks like a step and is none. Raises: OSError.
+        """Return what is there; log, once, what looks like a step and is none. Raises: NotACheckpointError; OSError.
 
         An interrupted replacement is undone first, so that its step is not missed, unless a living process is at it.
         """
+        if self.root.exists() and not self.root.is_dir():
+            raise NotACheckpointError(
+                f"{self.root} is not a folder, so it cannot hold checkpoints; choose another path"
+            )
         found = survey(self.root)
         if self._lease is None and any(name.startswith(TRASH) for name, _ in found.rejected):
             with contextlib.suppress(CommitConflictError, OSError):
@@ -175,6 +184,8 @@ class StepStore:
 
         The one resumed from stays, and so does every step with something foreign, such as a pin, in it.
         """
+        if keep is None:
+            return []
         found = survey(self.root).steps
         stay = self._protected | protected | {step.step for step in found if step.foreign}
         expired: list[CommittedStep] = []
@@ -278,15 +289,25 @@ class StepStore:
 
 
 def _require_exactly(path: Path, manifest: Manifest) -> None:
-    """Raises: SaveError unless the folder holds the manifest's files in their sizes, and nothing else."""
+    """Wait for what other ranks wrote to be seen from here, too.
+
+    Raises: SaveError unless the folder then holds the manifest's files in their sizes, and nothing else.
+    """
+    deadline = time.monotonic() + (VISIBLE_SECONDS if manifest.world_size > 1 else 0.0)
+    while faults := _faults(path, manifest):
+        if time.monotonic() > deadline:
+            raise SaveError(f"{path}: {'; '.join(faults)}")
+        time.sleep(0.1)
+
+
+def _faults(path: Path, manifest: Manifest) -> list[str]:
     expected = {record.name: record.num_bytes for record in manifest.files}
     found = {name: (path / name).lstat().st_size for name in posix.list_folder(path)}
-    faults = [f"{name} is missing" for name in expected.keys() - found.keys()]
-    faults += [f"{name} is not expected" for name in found.keys() - expected.keys()]
-    faults += [
+    missing = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
+    foreign = [f"{name} is not expected" for name in sorted(found.keys() - expected.keys())]
+    sizes = [
         f"{name} has {found[name]} bytes, {size} were written"
         for name, size in expected.items()
-        if name in found and found[name] != size
+        if found.get(name, size) != size
     ]
-    if faults:
-        raise SaveError(f"{path}: {'; '.join(sorted(faults))}")
+    return [*missing, *foreign, *sizes]

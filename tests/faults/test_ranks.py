@@ -16,6 +16,7 @@ from tests.faults.scenarios import quick_folder
 from tests.faults.shim import Counter, FailAt, KillAt, StopAt, intercepted
 from tests.faults.small_checkpoints import load, manifest_of, write_files
 from titan_ckpt import directory as directory_module
+from titan_ckpt import step_store
 from titan_ckpt.directory import CheckpointDirectory
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.manifest import FileRecord
@@ -182,7 +183,7 @@ def test_ranks_with_stale_views_wait_or_refuse_together(view: str) -> None:
                 save_together(root, line, 10, 1)
             save_together(root, line, 20, 2)
             if line.rank == 1:
-                directory_module._VISIBLE_SECONDS = 0.3
+                step_store.VISIBLE_SECONDS = 0.3
                 setattr(directory_module, "read_manifest_bytes", lambda path: b"")  # noqa: B010 - not exported there.
             directory = CheckpointDirectory(root, line)
             return [directory.steps(), outcome(lambda: directory.manifest(20).step)]

@@ -26,7 +26,7 @@ from tests.faults.small_checkpoints import (
     write_files,
 )
 from titan_ckpt import directory as directory_module
-from titan_ckpt import posix
+from titan_ckpt import posix, step_store
 from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory import CheckpointDirectory
 from titan_ckpt.distributed import Coordinator
@@ -34,6 +34,7 @@ from titan_ckpt.errors import (
     CheckpointNotFoundError,
     CommitConflictError,
     CorruptCheckpointError,
+    NotACheckpointError,
     PeerError,
     PreflightError,
     SaveError,
@@ -550,6 +551,24 @@ def test_a_stopped_writer_that_was_succeeded_never_commits(tmp_path: Path, momen
     successor.close()
 
 
+def test_a_folder_that_is_moved_away_under_its_writer_is_noticed(tmp_path: Path) -> None:
+    """The run's folder is renamed while it runs: the next save says so instead of writing somewhere new."""
+    directory = open_directory(tmp_path / "run")
+    commit_step(directory, 10)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    with pytest.raises(CommitConflictError, match=r"\.lease is gone: the folder was moved or cleared"):
+        directory.begin(20)
+    assert not (tmp_path / "run").exists()
+    directory.close()
+
+
+def test_a_file_in_place_of_the_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    """A path that is a file is named as such."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotACheckpointError, match="is not a folder"):
+        open_directory(tmp_path / "file").steps()
+
+
 def test_a_torn_lease_file_is_no_obstacle(tmp_path: Path) -> None:
     """A lease cut by a power failure, or scribbled over, names nobody."""
     for data in (b"", b"{", b"[]", b'{"id": 1}', b"\xff" * 10_000):
@@ -666,6 +685,29 @@ def test_rank_0s_failure_is_every_ranks(tmp_path: Path) -> None:
 
 
 @distributed(nproc=2)
+def test_files_that_are_seen_late_are_waited_for(tmp_path: Path) -> None:
+    """Rank 0's listing lacks rank 1's file for two tenths of a second, as over a network file system: no error."""
+    line = Coordinator.current(20)
+    directory = CheckpointDirectory(tmp_path, line)
+    list_folder, start = posix.list_folder, time.monotonic()
+
+    def late(path: Any) -> list[str]:
+        seen = time.monotonic() - start > 0.2
+        return [name for name in list_folder(path) if seen or not name.startswith("rank-00001")]
+
+    posix.list_folder = late
+    collective_save(directory, line, 10, 1)
+    assert directory.steps() == [10]
+    step_store.VISIBLE_SECONDS = 0.3
+    posix.list_folder = lambda path: [name for name in list_folder(path) if not name.startswith("rank-00001")]
+    with pytest.raises(SaveError if line.rank == 0 else PeerError, match=r"rank-00001\.safetensors is missing"):
+        collective_save(directory, line, 20, 2)
+    posix.list_folder = list_folder
+    assert directory.steps() == [10]
+    directory.close()
+
+
+@distributed(nproc=2)
 def test_a_folder_that_is_not_shared_is_found_at_the_preflight(tmp_path: Path) -> None:
     """Rank 1's path leads to another disk: the pre-flight names the rank instead of a save failing hours later."""
     line = Coordinator.current(20)
@@ -682,7 +724,7 @@ def test_a_folder_that_is_not_shared_is_found_at_the_preflight(tmp_path: Path) -
 @distributed(nproc=2)
 def test_ranks_that_see_different_saves_do_not_load_a_mix(tmp_path: Path) -> None:
     """Rank 1's view of step 10 is another attempt, or nothing: every rank refuses, naming rank 1."""
-    directory_module._VISIBLE_SECONDS = 0.5
+    step_store.VISIBLE_SECONDS = 0.5
     line = Coordinator.current(20)
     root = tmp_path / f"view-of-rank-{line.rank}"
     if line.rank == 0:

@@ -17,6 +17,7 @@ import torch
 
 from titan_ckpt.errors import LoadMismatchError
 from titan_ckpt.storage.base import ReadRequest
+from titan_ckpt.storage.engine import collector_held
 from titan_ckpt.storage.quantised import bitsandbytes, compressed_tensors, fp8_block, mxfp4, torchao_flat
 from titan_ckpt.storage.quantised.folder import Findings, QuantisedFolder
 from titan_ckpt.storage.quantised.reading import DequantisedFiles
@@ -54,17 +55,18 @@ def open_quantised(
     infos = {key: entry.info for header in headers for key, entry in header.entries.items()}
     metadata = [header.metadata for header in headers]
     folder = QuantisedFolder(path, method, settings, infos, metadata, lambda keys: _read_whole(headers, keys))
-    found = METHODS[method](folder)
-    found.raise_faults(folder)
-    return DequantisedFiles(headers, found.values, found.hidden)
+    with collector_held():
+        found = METHODS[method](folder)
+        found.raise_faults(folder)
+        return DequantisedFiles(headers, found.values, found.hidden)
 
 
 def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the quantization_config of a config.json, also where it is that of a model's text part."""
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
         for name in ("quantization_config", "compression_config"):
-            if part.get(name):
-                return part[name] if isinstance(part[name], dict) else {"quant_method": part[name]}
+            if settings := part.get(name):
+                return settings if isinstance(settings, dict) else {"quant_method": settings}
     return None
 
 

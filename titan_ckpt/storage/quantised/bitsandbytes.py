@@ -6,6 +6,8 @@ Source: bitsandbytes, `functional.py` (QuantState.from_dict, int8_vectorwise_deq
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -20,6 +22,7 @@ from titan_ckpt.storage.quantised.values import Codes, Constant, Numbers, Scaled
 from titan_ckpt.tensors import Shape, TensorInfo
 
 _STATE = ".quant_state.bitsandbytes__"
+_COMPANIONS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _MAX_STATE_BYTES = 1 << 16
 _ROW_LAYOUT = 0
 """`weight_format` of weights as a plain matrix; others are tiled for the kernels of old GPUs."""
@@ -35,35 +38,37 @@ def find(folder: QuantisedFolder) -> Findings:
         for key in (states[weight], f"{weight}.quant_map", f"{weight}.nested_quant_map")
         if key in folder.infos and folder.infos[key].nbytes <= _MAX_STATE_BYTES
     ]
-    formats = [key for key in folder.infos if key.endswith(".weight_format")]
+    formats = [key for key, info in folder.infos.items() if key.endswith(".weight_format") and info.nbytes <= 8]
     small = folder.read_whole([*companions, *formats])
     for weight, key in states.items():
         try:
             state = _FourBit.parse(folder, weight, key, small)
             found.add(weight, state.values())
-        except (KeyError, TypeError, ValueError) as error:
-            found.faults.append(f"{weight}: {error.args[0] if error.args else error}")
-        found.hidden.update(k for k in folder.infos if k.startswith(f"{weight}."))
+        except (TypeError, ValueError) as error:
+            found.faults[weight] = str(error)
+        found.hidden.update((key, *(f"{weight}.{part}" for part in _COMPANIONS)))
     for key in folder.infos:
         weight, _, part = key.rpartition(".")
         if part == "SCB":
             _add_int8(found, folder, key, small)
-        elif part in ("absmax", "quant_map") and weight not in states:
-            found.faults.append(f"{key} without {weight}{_STATE}nf4 or fp4")
+        elif part in _COMPANIONS and weight not in states:
+            found.faults[key] = f"there is no {weight}{_STATE}nf4, nor fp4"
     return found
 
 
-def _add_int8(found: Findings, folder: QuantisedFolder, scb: str, small: Any) -> None:
+def _add_int8(found: Findings, folder: QuantisedFolder, scb: str, small: Mapping[str, torch.Tensor]) -> None:
     stem = scb.removesuffix("SCB")
     key, format_key = f"{stem}weight", f"{stem}weight_format"
     weight, maxima = folder.infos.get(key), folder.infos[scb]
     found.hidden.update((scb, format_key))
     if weight is None or weight.dtype != torch.int8 or len(weight.shape) != 2:
-        found.faults.append(f"{scb} beside {key} {weight}, expected an int8 matrix")
+        found.faults[scb] = f"beside {key} {weight}, expected an int8 matrix"
     elif maxima.dtype not in FLOATS or prod(maxima.shape) != weight.shape[0]:
-        found.faults.append(f"{key}: {weight} with {scb} {maxima}, expected {weight.shape[0]} floats")
-    elif format_key in small and int(small[format_key]) != _ROW_LAYOUT:
-        found.unsupported.append(f"{key} is tiled for old GPUs (weight_format {int(small[format_key])})")
+        found.faults[key] = f"{weight} with {scb} {maxima}, expected {weight.shape[0]} floats"
+    elif format_key in folder.infos and (
+        format_key not in small or small[format_key].reshape(-1).tolist() != [_ROW_LAYOUT]
+    ):
+        found.unsupported.append(f"{key} is tiled for old GPUs ({format_key} is not {_ROW_LAYOUT})")
     else:
         rows, columns = weight.shape
         scaled = Scaled(Numbers(key, weight), Numbers(scb, TensorInfo((rows, 1), maxima.dtype)), (1, columns))
@@ -78,13 +83,14 @@ class _FourBit:
     key: str
     shape: Shape
     blocksize: int
-    codes: torch.Tensor
+    codes: bytes
+    """The values of the 16 codes, float32."""
     absmax: Values
     """[number of blocks], computed where they are quantised themselves."""
 
     @staticmethod
-    def parse(folder: QuantisedFolder, key: str, state_key: str, small: Any) -> _FourBit:
-        """Check a weight and its companions. Raises: ValueError, TypeError, KeyError saying what is wrong."""
+    def parse(folder: QuantisedFolder, key: str, state_key: str, small: Mapping[str, torch.Tensor]) -> _FourBit:
+        """Check a weight and its companions. Raises: ValueError, TypeError saying what is wrong."""
         infos = folder.infos
         parts = [key, f"{key}.absmax", f"{key}.quant_map"]
         if missing := [name for name in parts if name not in infos]:
@@ -98,11 +104,11 @@ class _FourBit:
             raise ValueError(f"{infos[key]} holds {infos[key].nbytes} bytes, and two values of {list(shape)} make one")
         num_blocks = -(-numel // blocksize)
         absmax = _maxima(folder, key, state, num_blocks, small)
-        return _FourBit(key, shape, blocksize, _table(small, f"{key}.quant_map", 16), absmax)
+        return _FourBit(key, shape, blocksize, _codes(small, f"{key}.quant_map", 16), absmax)
 
     def values(self) -> Values:
         """Return the weight; its bytes are one run, the first value of each in the high nibble."""
-        table = nibbles(self.codes, high_first=True)
+        table = _table(self.codes)
         columns = self.shape[-1]
         if columns % 2 == 0 and columns % self.blocksize == 0:
             stored = TensorInfo((*self.shape[:-1], columns // 2), torch.uint8)
@@ -114,7 +120,9 @@ class _FourBit:
         return Unflattened(Scaled(flat, self.absmax, (self.blocksize,)), self.shape)
 
 
-def _maxima(folder: QuantisedFolder, key: str, state: dict[str, Any], num_blocks: int, small: Any) -> Values:
+def _maxima(
+    folder: QuantisedFolder, key: str, state: dict[str, Any], num_blocks: int, small: Mapping[str, torch.Tensor]
+) -> Values:
     """Return the block maxima [num_blocks]."""
     name, nested = f"{key}.absmax", f"{key}.nested_absmax"
     info = folder.infos[name]
@@ -126,8 +134,8 @@ def _maxima(folder: QuantisedFolder, key: str, state: dict[str, Any], num_blocks
     length, outer = _positive(state, "nested_blocksize"), folder.infos.get(nested)
     if outer is None or outer.dtype not in FLOATS or prod(outer.shape) != -(-num_blocks // length):
         raise ValueError(f"{nested} is {outer}, expected {-(-num_blocks // length)} floats")
-    table = _table(small, f"{key}.nested_quant_map", 256)
-    codes = Codes(name, TensorInfo((num_blocks,), torch.uint8), (num_blocks,), table.view(256, 1))
+    table = _table(_codes(small, f"{key}.nested_quant_map", 256))
+    codes = Codes(name, TensorInfo((num_blocks,), torch.uint8), (num_blocks,), table)
     offset = state["nested_offset"]
     if not isinstance(offset, float | int) or isinstance(offset, bool):
         raise TypeError(f"nested_offset is {offset!r:.40}, expected a number")
@@ -158,8 +166,15 @@ def _positive(state: dict[str, Any], name: str) -> int:
     return value
 
 
-def _table(small: Any, key: str, num: int) -> torch.Tensor:
+def _codes(small: Mapping[str, torch.Tensor], key: str, num: int) -> bytes:
     values = small.get(key)
     if values is None or values.numel() != num or values.dtype not in FLOATS:
         raise ValueError(f"{key} is {'not there' if values is None else list(values.shape)}, expected {num} floats")
-    return torch.as_tensor(values).reshape(-1).float()
+    return values.float().numpy().tobytes()
+
+
+@functools.lru_cache(maxsize=64)
+def _table(codes: bytes) -> torch.Tensor:
+    """Return the table of 16 or 256 codes; weights share it, for all of a folder have the same codes."""
+    values = torch.frombuffer(bytearray(codes), dtype=torch.float32)
+    return values.view(256, 1) if len(values) == 256 else nibbles(values, high_first=True)

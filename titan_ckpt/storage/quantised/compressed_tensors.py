@@ -74,8 +74,10 @@ class _Scheme:
 def find(folder: QuantisedFolder) -> Findings:
     """Pair each quantised weight with its scales and the scheme that fits them."""
     found = Findings()
-    _check_settings(found, folder.settings)
-    schemes = list(_schemes(folder.settings))
+    nested = folder.settings.get("quantization_config")  # as transformers unwraps it
+    settings = nested if isinstance(nested, dict) else folder.settings
+    _check_settings(found, {"sparsity_config": folder.settings.get("sparsity_config"), **settings})
+    schemes = list(_schemes(settings))
     if not schemes and not found.unsupported:
         found.unsupported.append("config_groups describe no weights")
     if found.unsupported:
@@ -93,11 +95,11 @@ def find(folder: QuantisedFolder) -> Findings:
             try:
                 found.add(f"{stem}.weight", module.values(leaf, info))
             except ValueError as error:
-                found.faults.append(f"{key}: {info}: {error}")
+                found.faults[key] = f"{info}: {error}"
             found.hidden.update({key, *(f"{stem}.{part}" for part in _OF_WEIGHTS)} - {f"{stem}.weight"})
     for key in infos:
         if key.rpartition(".")[2] in _OF_WEIGHTS and key not in found.hidden:
-            found.faults.append(f"{key} without a weight")
+            found.faults[key] = "there is no quantised weight of this name"
     return found
 
 
@@ -113,6 +115,8 @@ class _Module:
 
     def values(self, leaf: str, info: TensorInfo) -> Values:
         """Return the weight. Raises: ValueError saying what is wrong."""
+        if len(info.shape) < 2:
+            raise ValueError("expected a matrix")
         if leaf == "weight":
             is_float = info.dtype in FLOAT8
             if not is_float and info.dtype != torch.int8:
@@ -121,11 +125,11 @@ class _Module:
             return self._scaled(numbers(f"{self.stem}.weight", info), schemes)
         if info.dtype == torch.int32:
             return self._packed_integers(info)
-        if info.dtype == torch.uint8 and info.shape:
+        if info.dtype == torch.uint8:
             shape = (*info.shape[:-1], info.shape[-1] * 2)
             codes = Codes(f"{self.stem}.weight_packed", info, shape, e2m1_pairs())
             return self._scaled(codes, [s for s in self.schemes if s.is_float and s.num_bits == 4])
-        raise ValueError("expected int32 or bytes")
+        raise ValueError("expected int32 or uint8")
 
     def _packed_integers(self, info: TensorInfo) -> Values:
         shape = self._shape(info)
@@ -208,12 +212,11 @@ class _Module:
 
 def _check_settings(found: Findings, settings: Mapping[str, Any]) -> None:
     """Note everything that makes the stored values mean something else than scaled weights."""
-    formats = {settings.get("format")}
     groups = settings.get("config_groups")
-    for group in groups.values() if isinstance(groups, dict) else ():
-        if isinstance(group, dict) and group.get("format") is not None:
-            formats.add(group["format"])
-    found.unsupported.extend(f"format {name!r}" for name in sorted(map(str, formats - _FORMATS)))
+    described = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    formats = [settings.get("format"), *(group["format"] for group in described if group.get("format") is not None)]
+    unknown = {str(name) for name in formats if not isinstance(name, str) or name not in _FORMATS}
+    found.unsupported.extend(f"format {name!r}" for name in sorted(unknown))
     sparsity = settings.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("format") not in (None, "dense"):
         found.unsupported.append(f"sparsity_config.format {sparsity.get('format')!r}")

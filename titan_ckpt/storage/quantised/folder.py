@@ -46,11 +46,14 @@ class Findings:
     """Stored tensors that mean nothing by themselves and are not listed."""
     unsupported: list[str] = field(default_factory=list)
     """Variants that this version cannot dequantise, one line each."""
-    faults: list[str] = field(default_factory=list)
-    """What the files lack or contradict themselves in, one line each."""
+    faults: dict[str, str] = field(default_factory=dict)
+    """What the files lack or contradict themselves in, by the stored tensor that is wrong or alone."""
 
     def add(self, key: str, values: Values) -> None:
-        """List a tensor under its own name in place of those it is computed from."""
+        """List a tensor under its own name in place of those it is computed from; an empty one is a fault."""
+        if 0 in values.shape:
+            self.faults[key] = f"it is empty, {list(values.shape)}"
+            return
         self.values[key] = values
         self.hidden.update(leaf.key for leaf in values.leaves())
 
@@ -59,24 +62,21 @@ class Findings:
 
         Raises: LoadMismatchError for what cannot be dequantised, CorruptCheckpointError for what is not whole.
         """
-        mentioned = " ".join(self.unsupported + self.faults)
-        bare = [
-            f"{key}: {info} without a scale"
+        bare = {
+            key: f"{info} without a scale"
             for key, info in folder.infos.items()
-            if info.dtype in _UNREADABLE_ALONE
-            and key not in self.hidden
-            and key not in self.values
-            and key not in mentioned
-        ]
+            if info.dtype in _UNREADABLE_ALONE and key not in self.hidden
+        }
         where = f"{folder.path}: its weights are quantised (quantization_config.quant_method = {folder.method!r})"
         if self.unsupported:
             raise LoadMismatchError(
                 f"{where}, in a way that this version does not dequantise: {listed(self.unsupported)}. "
                 "Use a folder with plain float weights"
             )
-        if faults := self.faults + bare:
+        if faults := bare | self.faults:
+            lines = [f"{key}: {cause}" for key, cause in faults.items()]
             raise CorruptCheckpointError(
-                f"{where}, and {len(faults)} tensor(s) cannot be dequantised: {listed(faults)}. "
+                f"{where}, and {len(lines)} tensor(s) cannot be dequantised: {listed(lines)}. "
                 "Is the download complete, and is config.json the one of these weights?",
                 str(folder.path),
             )
@@ -112,4 +112,4 @@ def scales(key: str, info: TensorInfo, shape: Shape | None = None) -> Values | N
 
 def num_blocks(shape: Shape, block: Shape) -> Shape:
     """Return how many blocks there are along each dim; the last one may be cut off."""
-    return tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
+    return tuple(-(-size // max(length, 1)) for size, length in zip(shape, block, strict=True))

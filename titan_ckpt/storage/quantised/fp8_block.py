@@ -17,7 +17,7 @@ from titan_ckpt.storage.quantised.values import Codes, Scaled
 from titan_ckpt.tensors import Shape, TensorInfo
 
 _FP4_GROUP = 32
-_OF_ACTIVATIONS = ("activation_scale", "input_scale", ".k_scale", ".v_scale")
+_OF_ACTIVATIONS = ("activation_scale", "input_scale", ".qscale_act", ".k_scale", ".v_scale")
 """Ends of names of scales that belong to no weight: left out, as nothing is computed in float8 here."""
 
 
@@ -34,8 +34,8 @@ def find(folder: QuantisedFolder) -> Findings:
         elif info.dtype in FLOAT8 or info.dtype == torch.int8:
             _add(found, folder, key, None if block is None else tuple(block))
     for key in folder.infos:
-        if key.endswith("weight_scale_inv") and key not in found.hidden:
-            found.faults.append(f"{key} without a float8 weight")
+        if key.endswith("_scale_inv") and key not in found.hidden:
+            found.faults[key] = "there is no float8 weight of this name"
     return found
 
 
@@ -44,7 +44,7 @@ def _add(found: Findings, folder: QuantisedFolder, key: str, block: tuple[int, i
     names = scale_names(key)
     present = [name for name in names if name in folder.infos]
     if len(present) != 1:
-        found.faults.append(f"{key}: {info} with {' and '.join(present) or 'no scale: no ' + ' or '.join(names)}")
+        found.faults[key] = f"{info} with {' and '.join(present) or 'no scale: no ' + ' or '.join(names)}"
         return
     scale_key, scale_info = present[0], folder.infos[present[0]]
     found.hidden.add(scale_key)
@@ -54,7 +54,7 @@ def _add(found: Findings, folder: QuantisedFolder, key: str, block: tuple[int, i
     scale = scales(scale_key, scale_info, grid)
     if not grid or scale is None:
         wanted = "a float or E8M0 dtype" if grid else length
-        found.faults.append(f"{key}: {info} with {scale_key} {scale_info}, expected {wanted}")
+        found.faults[key] = f"{info} with {scale_key} {scale_info}, expected {wanted}"
         return
     assert isinstance(length, tuple)
     if packed:

@@ -22,18 +22,18 @@ def find(folder: QuantisedFolder) -> Findings:
     infos = folder.infos
     for key in infos:
         if key.endswith(_SCALES) and key.removesuffix(_SCALES) + _BLOCKS not in infos:
-            found.faults.append(f"{key} without {key.removesuffix(_SCALES)}{_BLOCKS}")
+            found.faults[key] = f"there is no {key.removesuffix(_SCALES)}{_BLOCKS}"
         if not key.endswith(_BLOCKS):
             continue
         name = key.removesuffix(_BLOCKS)
         scales_key = name + _SCALES
         blocks, scales = infos[key], infos.get(scales_key)
         if scales is None:
-            found.faults.append(f"{key} without {scales_key}")
+            found.faults[key] = f"there is no {scales_key}"
         elif blocks.dtype != torch.uint8 or len(blocks.shape) != 4:
-            found.faults.append(f"{key} is {blocks}, expected bytes [experts, rows, groups, bytes of a group]")
+            found.faults[key] = f"{blocks}, expected uint8 [experts, rows, groups, bytes of a group]"
         elif scales != TensorInfo(blocks.shape[:-1], torch.uint8):
-            found.faults.append(f"{scales_key} is {scales}, expected {TensorInfo(blocks.shape[:-1], torch.uint8)}")
+            found.faults[scales_key] = f"{scales}, expected {TensorInfo(blocks.shape[:-1], torch.uint8)}"
         else:
             num, rows, groups, size = blocks.shape
             stored = TensorInfo((num, rows, groups * size), torch.uint8)

@@ -12,7 +12,7 @@ import torch
 
 from titan_ckpt.storage.base import ReadRequest
 from titan_ckpt.storage.box import boxes_of_range
-from titan_ckpt.storage.engine import IO_BYTES, run_workers
+from titan_ckpt.storage.engine import IO_BYTES, collector_held, run_workers
 from titan_ckpt.storage.quantised.values import Values
 from titan_ckpt.storage.regions import boxes, windows
 from titan_ckpt.storage.safetensors_file import Entry, SafetensorsHeader
@@ -64,8 +64,9 @@ class DequantisedFiles:
         """
         self._files.read([request for request in requests if request.key not in self._values])
         pieces = (piece for request in requests if request.key in self._values for piece in self._pieces(request))
-        # one thread fetches while another computes: items are made under the workers' lock
-        run_workers(map(self._fetch, _batches(pieces)), _compute)
+        with collector_held():
+            # one thread fetches while another computes: items are made under the workers' lock
+            run_workers(map(self._fetch, _batches(pieces)), _compute)
 
     def close(self) -> None:
         """Close all files; idempotent."""

@@ -61,45 +61,40 @@ def find(folder: QuantisedFolder) -> Findings:
     found = Findings()
     descriptions = {name: text for metadata in folder.metadata for name, text in metadata.items()}
     if _NAMES not in descriptions:
-        found.faults.append(f"no file's header describes the tensors ({_NAMES})")
+        found.faults[_NAMES] = "no file's header has it, so nothing describes the tensors"
         return found
     for name in _names(folder):
         described = _description(folder, name, descriptions.get(name), found)
         kind = described.get("_type")
         if kind == _PLAIN or not described:
             if described and name not in folder.infos:
-                found.faults.append(f"{name} is not there")
-            continue
-        module, _, leaf = name.rpartition(".")
-        prefix = f"{module}._{leaf}_"
-        found.hidden.update(key for key in folder.infos if key.startswith(prefix))
-        make = _MAKERS.get(str(kind))
-        if make is None:
-            found.unsupported.append(f"{name} is a {kind}")
+                found.faults[name] = "it is not there"
             continue
         try:
-            _rebuild(found, folder, name, prefix, described, make)
-        except (TypeError, ValueError, KeyError) as error:
-            found.faults.append(f"{name}: {kind}: {error.args[0] if error.args else error}")
+            _rebuild(found, folder, name, described)
+        except (TypeError, ValueError) as error:
+            found.faults[name] = f"{kind}: {error}"
+        except KeyError as error:
+            found.faults[name] = f"{kind}: no {error.args[0]}"
     return found
 
 
-def _rebuild(
-    found: Findings,
-    folder: QuantisedFolder,
-    name: str,
-    prefix: str,
-    described: Mapping[str, Any],
-    make: Callable[[_Flattened], Values],
-) -> None:
+def _rebuild(found: Findings, folder: QuantisedFolder, name: str, described: Mapping[str, Any]) -> None:
+    """Add one tensor. Raises: TypeError, ValueError, KeyError with the missing attribute."""
+    module, _, leaf = name.rpartition(".")
+    prefix = f"{module}._{leaf}_"
     parts = [strict_json.as_str(part) for part in strict_json.as_list(described["_tensor_data_names"])]
-    if missing := [prefix + part for part in parts if prefix + part not in folder.infos]:
+    found.hidden.update(prefix + part for part in parts)
+    kind = str(described.get("_type"))
+    if kind not in _MAKERS:
+        found.unsupported.append(f"{name} is a {kind}")
+    elif missing := [prefix + part for part in parts if prefix + part not in folder.infos]:
         raise ValueError(f"no {', '.join(missing)}")
-    if "act_pre_scale" in parts:
+    elif "act_pre_scale" in parts:
         found.unsupported.append(f"{name}: its input is scaled before the product (act_pre_scale)")
-        return
-    infos = {part: folder.infos[prefix + part] for part in parts}
-    found.add(name, make(_Flattened(prefix, infos, described["_data"])))
+    else:
+        infos = {part: folder.infos[prefix + part] for part in parts}
+        found.add(name, _MAKERS[kind](_Flattened(prefix, infos, described["_data"])))
 
 
 def _names(folder: QuantisedFolder) -> list[str]:
@@ -120,7 +115,7 @@ def _description(folder: QuantisedFolder, name: str, text: str | None, found: Fi
     described = None if text is None else strict_json.parse(text.encode(), _MAX_JSON_BYTES, f"{folder.path}: {name}")
     attributes = described.get("_data") if isinstance(described, dict) else None
     if not isinstance(described, dict) or (described.get("_type") != _PLAIN and not isinstance(attributes, dict)):
-        found.faults.append(f"{name}: its header entry is {text!r:.80}")
+        found.faults[name] = f"its header entry is {text!r:.80}"
         return {}
     return described
 
@@ -130,13 +125,11 @@ def _float8(flat: _Flattened) -> Values:
     codes, scale = flat.infos["qdata"], flat.infos["scale"]
     if codes.dtype not in FLOAT8 or scale.dtype not in FLOATS:
         raise ValueError(f"qdata is {codes} and scale {scale}, expected float8 and floats")
-    if prod(scale.shape) == 1:
-        block = codes.shape
-    elif len(scale.shape) == len(codes.shape) and not any(n % m for n, m in zip(codes.shape, scale.shape, strict=True)):
-        block = tuple(n // m for n, m in zip(codes.shape, scale.shape, strict=True))
-    else:
+    grid = (1,) * len(codes.shape) if prod(scale.shape) == 1 else scale.shape
+    if len(grid) != len(codes.shape) or any(m == 0 or n % m for n, m in zip(codes.shape, grid, strict=True)):
         raise ValueError(f"{flat.key('scale')} is {scale}, which does not divide {codes}")
-    return Scaled(flat.numbers("qdata"), flat.numbers("scale", num_blocks(codes.shape, block)), block)
+    block = tuple(n // m for n, m in zip(codes.shape, grid, strict=True))
+    return Scaled(flat.numbers("qdata"), flat.numbers("scale", grid), block)
 
 
 def _affine(flat: _Flattened) -> Values:
@@ -196,7 +189,7 @@ def _fp4(flat: _Flattened) -> Values:
 
 def _row_block(flat: _Flattened, shape: Shape) -> Shape:
     length = strict_json.as_int(flat.attributes["block_size"])
-    if length <= 0 or shape[-1] % length:
+    if not shape or length <= 0 or shape[-1] % length:
         raise ValueError(f"block_size is {length}, which does not divide {list(shape)}")
     return (*(1 for _ in shape[:-1]), length)
 

@@ -76,6 +76,12 @@ def partial_digest(info: TensorInfo, chunk: Chunk, block: torch.Tensor) -> Parti
     """
     if not block.numel():
         return 0, 0
+    if block.dim() > 2 and len(block) > 1 and block.nbytes > _PIECE_BYTES and not block.is_contiguous():
+        total = 0, 0  # slice by slice, where one reshape could copy it all
+        for i in range(len(block)):
+            inside = Chunk((chunk.offsets[0] + i, *chunk.offsets[1:]), (1, *chunk.sizes[1:]))
+            total = add(total, partial_digest(info, inside, block[i : i + 1]))
+        return total
     shape, offsets, sizes = info.shape or (1,), chunk.offsets or (0,), chunk.sizes or (1,)
     numbers = _row_numbers(shape[:-1], offsets[:-1], sizes[:-1])
     rows = block.reshape(len(numbers), sizes[-1])

@@ -39,16 +39,8 @@ class ModelWrapper:
     def tied(self) -> dict[str, str]:
         """Return alias -> the fqn that is saved for it."""
         first: dict[int, str] = {}
-        tied: dict[str, str] = {}
-        for part in self.parts:
-            _reshard(part)
-            named = [*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)]
-            for name, value in named:
-                fqn = clean_fqn(name)
-                owner = first.setdefault(id(value), fqn)
-                if owner != fqn:
-                    tied[fqn] = owner
-        return tied
+        owners = {fqn: first.setdefault(id(value), fqn) for fqn, value in self._live().items()}
+        return {fqn: owner for fqn, owner in owners.items() if owner != fqn}
 
     def state_dict(self, mode: StateDictMode = "full", last_step: bool = False) -> StateDict:
         """Return fqn -> tensor, in the order of the modules; tied aliases appear once, under their first name.
@@ -56,11 +48,13 @@ class ModelWrapper:
         full: everything persistent. base: without converter-owned keys. export: what the outside world should see,
         after the converters' last-step transforms; its values may be lazy. Collective where a converter's transform is.
         """
+        live = self._live()
         tensors = {fqn: value for fqn, value in self._entries() if not _is_extra(fqn)}
-        if strange := [f"{fqn} ({type(v).__name__})" for fqn, v in tensors.items() if not isinstance(v, torch.Tensor)]:
+        if strange := [fqn for fqn, value in tensors.items() if not _is_live(value, live.get(fqn))]:
             raise StateEncodingError(
-                f"state_dict() of the model holds what is no tensor: {', '.join(strange)}. Keep such state in "
-                "get_extra_state(), or hand it to the manager in states",
+                f"state_dict() of the model holds {len(strange)} values that are no parameter or buffer of it, so that "
+                f"a load could not fill them: {', '.join(strange[:8])}. Keep such state in get_extra_state(), or hand "
+                "it to the manager in states",
                 strange[0],
             )
         if self.hooks is not None:
@@ -100,6 +94,15 @@ class ModelWrapper:
                 names.setdefault(parameter, clean_fqn(name))
         return names
 
+    def _live(self) -> StateDict:
+        """Return every parameter and buffer by fqn, aliases included."""
+        live: StateDict = {}
+        for part in self.parts:
+            _reshard(part)
+            named = [*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)]
+            live.update({clean_fqn(name): value for name, value in named})
+        return live
+
     def _modules_with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
         for part in self.parts:
             for name, module in part.named_modules():
@@ -128,6 +131,13 @@ def without_memory(tensors: StateDict) -> list[str]:
 def _is_extra(fqn: str) -> bool:
     """Say whether a key is a module's extra state, which may be a tensor of its own making: loading fills nothing."""
     return fqn == _EXTRA_STATE or fqn.endswith(f".{_EXTRA_STATE}")
+
+
+def _is_live(value: object, live: torch.Tensor | None) -> bool:
+    """Say whether a value of a state dict is the live tensor's own memory, as far as plain tensors can tell."""
+    if not isinstance(value, torch.Tensor) or live is None:
+        return False
+    return type(value) is not torch.Tensor or is_lazy(live) or value.data_ptr() == live.data_ptr()
 
 
 def _unwrapped(part: nn.Module) -> nn.Module:

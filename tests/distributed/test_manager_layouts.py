@@ -55,7 +55,8 @@ def single() -> list[nn.Module]:
 
 
 def ddp() -> list[nn.Module]:
-    return [DistributedDataParallel(Net())]
+    """Compiled from outside, so that two wrappers lie around the model."""
+    return [torch.compile(DistributedDataParallel(Net()), backend="eager")]  # type: ignore[list-item]
 
 
 def fsdp() -> list[nn.Module]:
@@ -121,7 +122,8 @@ class Run:
 
     def __init__(self, layout: str) -> None:
         self.parts = LAYOUTS[layout][1]()
-        self.nets: list[nn.Module] = [p.module if isinstance(p, DistributedDataParallel) else p for p in self.parts]
+        wrapped: Any = self.parts[0]
+        self.nets: list[nn.Module] = [wrapped._orig_mod.module] if layout == "ddp" else self.parts
         named = list(self.nets[0].named_parameters())
         groups: list[dict[str, Any]] = [
             {"params": [p for _, p in named if p.dim() > 1], "lr": 9.0, "weight_decay": 0.1},

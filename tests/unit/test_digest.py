@@ -131,3 +131,10 @@ def key(number: int, lane: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
     return (z ^ (z >> 31)) | 1
+
+
+def test_the_order_in_memory_does_not_count() -> None:
+    """A large tensor with other strides, which is read slice by slice, has the digest of its contiguous copy."""
+    value = torch.randn(40, 30, 200, generator=torch.Generator().manual_seed(0)).permute(2, 0, 1)
+    info, whole = info_of(value), Chunk.whole(value.shape)
+    assert partial_digest(info, whole, value) == partial_digest(info, whole, value.contiguous())

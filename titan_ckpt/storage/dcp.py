@@ -120,6 +120,7 @@ class DcpReader(TensorReader):
                     request.into[part.within(request.chunk)].copy_(data[part.within(stored.chunk)])
                 else:
                     self._copy_reshaped(request, part, data[part.within(stored.chunk)])
+            del data  # before the next chunk is loaded
 
     @staticmethod
     def _copy_reshaped(request: ReadRequest, part: Chunk, values: torch.Tensor) -> None:

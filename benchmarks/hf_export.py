@@ -31,7 +31,6 @@ from benchmarks.common import (
     world_size,
 )
 from benchmarks.hf_model import DTYPE, Subject, fsync_folder, highest, make_subject
-from titan_ckpt import posix
 
 OURS = "titan_ckpt, proved"
 CONSOLIDATED = "sharded + consolidated (torchtitan)"

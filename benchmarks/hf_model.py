@@ -7,7 +7,6 @@ does on the way: this favours the peers.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -87,7 +86,11 @@ def _config_of(gb: float) -> Llama3Config:
     for width in range(2048, 0, -128):
         heads = width // 64
         small = replace(
-            shape, dim=width, ffn_dim=4 * width, num_heads=heads, num_kv_heads=max(1, heads // 4 if heads % 4 == 0 else 1)
+            shape,
+            dim=width,
+            ffn_dim=4 * width,
+            num_heads=heads,
+            num_kv_heads=max(1, heads // 4 if heads % 4 == 0 else 1),
         )
         if _num_parameters(small) * 4 <= gb * 1e9 * 1.02:
             return small
@@ -129,5 +132,3 @@ def highest(value: float) -> float:
     if dist.is_initialized():
         dist.all_reduce(values, dist.ReduceOp.MAX)
     return float(values)
-
-

@@ -102,6 +102,8 @@ def _groups(reader: TensorReader, key_map: KeyMap) -> list[KeyGroup]:
     found: dict[tuple[str, ...], KeyGroup] = {}
     problems = []
     for key in reader.tensors:
+        if key_map.ignores(key):
+            continue
         try:
             group = key_map.group_of_key(key)
         except KeyMapError as error:

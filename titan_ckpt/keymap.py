@@ -293,6 +293,8 @@ class KeyMap:
 
     rules: tuple[KeyRule, ...] = ()
     identity: bool = False
+    ignored: tuple[str, ...] = ()
+    """Patterns of file keys that old folders hold and no model needs: a load passes them by, and says so in the log."""
     _native: _Rows = field(init=False, repr=False, compare=False)
     _file: _Rows = field(init=False, repr=False, compare=False)
 
@@ -309,6 +311,10 @@ class KeyMap:
     def group_of_key(self, key: str) -> KeyGroup:
         """Return the group a file key belongs to. Raises: KeyMapError naming the nearest known patterns."""
         return self._group(key, self._file, "file key")
+
+    def ignores(self, key: str) -> bool:
+        """Say whether a file key is one that a load passes by."""
+        return any(_compile(pattern).fullmatch(key) for pattern in self.ignored)
 
     def _group(self, name: str, table: _Rows, what: str) -> KeyGroup:
         for _, pattern, rule in table:

@@ -7,6 +7,7 @@ Reads and writes nothing; what it returns are lazy groups to write and requests 
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ from titan_ckpt.storage.base import ReadRequest
 from titan_ckpt.storage.engine import collector_held
 from titan_ckpt.tensors import Block, Chunk, LazyTensor, Shape, TensorInfo, blocks_of, info_of
 from titan_ckpt.types import LoadReport, Mismatch, ModelHooks, StateDict
+
+logger = logging.getLogger(__name__)
 
 CASTABLE = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 """A float8 or smaller tensor means nothing without its scale, so no plain cast leads there or from there."""
@@ -151,7 +154,7 @@ class StateDictTransforms:
                 unknown.append(fqn)
         if problems:
             raise KeyMapError(f"{len(problems)} problem(s) with the model's names\n  " + "\n  ".join(problems), unknown)
-        return plan.result()
+        return plan.result(self.key_map)
 
 
 class _Names:
@@ -223,11 +226,15 @@ class _Planner:
             return ""
         return f"{found} (set cast = true to convert while loading)" if castable else found
 
-    def result(self) -> ReadPlan:
+    def result(self, key_map: KeyMap) -> ReadPlan:
+        unknown = [key for key in self.available if key not in self.known]
+        ignored = [key for key in unknown if key_map.ignores(key)]
+        if ignored:
+            logger.info("load: %d old keys that this model computes itself, such as %s", len(ignored), ignored[0])
         report = LoadReport(
             loaded=tuple(self.loaded),
             missing=tuple(self.missing),
-            unexpected=tuple(key for key in self.available if key not in self.known),
+            unexpected=tuple(key for key in unknown if not key_map.ignores(key)),
             mismatched=tuple(self.mismatched),
             cast=self.cast,
         )

@@ -168,6 +168,45 @@ def test_a_folder_of_links_opens(tmp_path: Path) -> None:
     assert (logits(ours) - logits(model)).abs().max() <= 1e-5
 
 
+def add_tensors(folder: Path, **tensors: torch.Tensor) -> None:
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | tensors, path, {"format": "pt"})
+
+
+def test_a_repeated_output_matrix_of_a_tied_model_is_passed_by(tmp_path: Path) -> None:
+    """A folder that stores lm_head.weight beside the equal embeddings loads as if it did not."""
+    model, copy = native("tied"), native("tied", seed=2)
+    export(model, tmp_path / "out")
+    add_tensors(tmp_path / "out", **{"lm_head.weight": model.state_dict()["tok_embeddings.weight"].clone()})
+    load(copy, tmp_path / "out")
+    assert all(torch.equal(value, copy.state_dict()[fqn]) for fqn, value in model.state_dict().items())
+
+
+def test_an_output_matrix_that_would_untie_the_model_is_refused(tmp_path: Path) -> None:
+    """One value of lm_head.weight that is not the embeddings' is an error that says what to do."""
+    model = native("tied")
+    export(model, tmp_path / "out")
+    output = model.state_dict()["tok_embeddings.weight"].clone()
+    output[-1, -1] += 1
+    add_tensors(tmp_path / "out", **{"lm_head.weight": output})
+    with pytest.raises(LoadMismatchError, match=r"lm_head\.weight is not equal .*remove that tensor"):
+        HuggingFaceReader(tmp_path / "out")
+
+
+def test_rotary_frequencies_of_old_folders_are_passed_by(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Keys that the model computes itself are neither loaded nor unexpected, and logged; other strange keys are not."""
+    model, key = native(), "model.layers.0.self_attn.rotary_emb.inv_freq"
+    export(model, tmp_path / "out")
+    add_tensors(tmp_path / "out", **{key: torch.ones(4)})
+    with caplog.at_level(logging.INFO, "titan_ckpt.transforms"):
+        load(native(seed=2), tmp_path / "out")
+    assert key in caplog.text
+    add_tensors(tmp_path / "out", **{"model.layers.0.self_attn.inv_freq": torch.ones(4)})
+    with open_reader(tmp_path / "out") as reader:
+        report = transforms_of(model).from_file(model.state_dict(), reader.tensors, None, cast=False).report
+    assert report.unexpected == ("model.layers.0.self_attn.inv_freq",)
+
+
 def test_bfloat16_loads_into_float32_when_asked(tmp_path: Path) -> None:
     """With cast the values are exactly the file's; without, the dtype is a mismatch that names the setting."""
     theirs().bfloat16().save_pretrained(tmp_path)

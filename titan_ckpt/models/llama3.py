@@ -152,4 +152,4 @@ class Llama3(Decoder[Llama3Config]):
             KeyRule.of(f"{block}.ffn_norm.weight",            f"{hf}.post_attention_layernorm.weight"),
             KeyRule.of("norm.weight",                         "model.norm.weight"),
             KeyRule.of("output.weight",                       "lm_head.weight"),
-        ))  # fmt: skip
+        ), ignored=("model.layers.{i}.self_attn.rotary_emb.inv_freq",))  # fmt: skip

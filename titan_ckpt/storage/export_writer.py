@@ -33,8 +33,8 @@ from titan_ckpt.storage.shared_file import SharedFile
 from titan_ckpt.tensors import Block, Chunk, LazyTensor
 from titan_ckpt.transforms import FileGroup, FilePiece
 
-_PROOF_BYTES = NUM_WORKERS * RUN_BYTES
-"""Bytes that are re-read at once: one read per worker."""
+_PROOF_BYTES = 2 * NUM_WORKERS * RUN_BYTES
+"""Bytes that are re-read at once: two reads per worker."""
 _QUEUED_BYTES = 256 << 20
 """Bytes of live tensors that the workers get at once; each time they wait for the slowest of them."""
 _FEW_BYTES = 1 << 20

@@ -7,26 +7,36 @@ Source: transformers, `modeling_utils.py` (which file wins), huggingface_hub, `s
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from titan_ckpt import strict_json
 from titan_ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    LoadMismatchError,
     NotACheckpointError,
 )
 from titan_ckpt.storage.base import ReadRequest, TensorReader
+from titan_ckpt.storage.engine import IO_BYTES
 from titan_ckpt.storage.quantised import open_quantised
+from titan_ckpt.storage.regions import boxes
 from titan_ckpt.storage.safetensors_file import SafetensorsHeader, read_header
 from titan_ckpt.storage.safetensors_reader import SafetensorsFiles
-from titan_ckpt.tensors import TensorInfo
+from titan_ckpt.tensors import Chunk, TensorInfo
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+TIED = ("lm_head.weight", "model.embed_tokens.weight")
+"""Output and embedding matrix, by the names that nearly every causal language model has for them."""
 MAX_JSON_BYTES = 1 << 28
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 _LISTED = 8
@@ -41,7 +51,8 @@ class HuggingFaceReader(TensorReader):
         """Check config, index and headers; read no tensor.
 
         Raises: CheckpointNotFoundError; NotACheckpointError if there are no safetensors files; CorruptCheckpointError
-        if files and index disagree, or scales are missing; LoadMismatchError for an unknown quantisation.
+        if files and index disagree, or scales are missing; LoadMismatchError for an unknown quantisation, or for an
+        output matrix that is tied and yet differs from the embeddings.
         """
         self.path = path
         folder = path if path.is_dir() else path.parent
@@ -49,7 +60,31 @@ class HuggingFaceReader(TensorReader):
         headers = _headers(path)
         quantised = open_quantised(path, self._config, headers)
         self._files = quantised or SafetensorsFiles(headers)
-        self._tensors = quantised.tensors if quantised else {k: e.info for h in headers for k, e in h.entries.items()}
+        tensors = quantised.tensors if quantised else {k: e.info for h in headers for k, e in h.entries.items()}
+        self._tensors = self._without_copies(tensors)
+
+    def _without_copies(self, tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
+        """Leave out an output matrix that a tied model's folder repeats. Raises: LoadMismatchError if it differs."""
+        output, embeddings = TIED
+        if not self._config.get("tie_word_embeddings") or not {output, embeddings} <= tensors.keys():
+            return tensors
+        if tensors[output] != tensors[embeddings] or not self._are_equal(tensors[output], output, embeddings):
+            self._files.close()
+            raise LoadMismatchError(
+                f"{self.path}: {CONFIG} says tie_word_embeddings = true, and {output} is not equal to {embeddings}: "
+                f"transformers would untie them. Set it to false if {output} was trained, or remove that tensor"
+            )
+        logger.info("%s: %s repeats %s, to which it is tied, and is passed by", self.path, output, embeddings)
+        return {key: info for key, info in tensors.items() if key != output}
+
+    def _are_equal(self, info: TensorInfo, *keys: str) -> bool:
+        """Compare two tensors byte by byte, some MiB at a time."""
+        for box in boxes(Chunk.whole(info.shape), IO_BYTES // info.dtype.itemsize):
+            values = [torch.empty(box.sizes, dtype=info.dtype) for _ in keys]
+            self._files.read([ReadRequest(key, box, into) for key, into in zip(keys, values, strict=True)])
+            if not torch.equal(*(value.view(torch.uint8) for value in values)):
+                return False
+        return True
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:

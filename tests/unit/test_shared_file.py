@@ -1,0 +1,56 @@
+"""Bytes at any place of a file that several writers share."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from titan_ckpt.storage.memory import ALIGNMENT, Buffer
+from titan_ckpt.storage.shared_file import SharedFile
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("first", [0, 8, ALIGNMENT - 8])
+def test_every_byte_lands_where_it_belongs(tmp_path: Path, direct: bool, first: int) -> None:
+    """Writers of neighbouring ranges of any length, in any order, in memory aligned or not, make up the file."""
+    lengths = [8, 4088, 4096, 5000, 3 * 4096, 3 * 4096 + 16, 70_000, 0, 2]
+    expected = random.Random(first).randbytes(first + sum(lengths))
+    path = tmp_path / "shared"
+    path.write_bytes(bytes(len(expected)))
+    ranges, start = [], first
+    for length in lengths:
+        ranges.append((start, length))
+        start += length
+    random.Random(7).shuffle(ranges)
+    writers = [SharedFile(path, direct), SharedFile(path, direct)]
+    for number, (offset, length) in enumerate(ranges):
+        buffer = Buffer.allocate(length + 2 * ALIGNMENT)
+        at = offset % ALIGNMENT + number % 2 * (0 if direct else 8)  # direct writes ask for alignment
+        buffer.view[at : at + length] = expected[offset : offset + length]
+        writers[number % 2].write(buffer.view[at : at + length], offset)
+    for writer in writers:
+        writer.sync()
+        writer.close()
+        writer.close()
+    assert path.read_bytes()[first:] == expected[first:]
+
+
+def test_a_link_is_not_written_through(tmp_path: Path) -> None:
+    """A symbolic link in a staging folder is somebody else's doing."""
+    (tmp_path / "real").write_bytes(b"12345678")
+    (tmp_path / "link").symlink_to("real")
+    with pytest.raises(OSError, match="link"):
+        SharedFile(tmp_path / "link", direct=True)
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    """Closing closes both ways into the file."""
+    (tmp_path / "file").write_bytes(bytes(8192))
+    before = set(os.listdir("/proc/self/fd"))
+    file = SharedFile(tmp_path / "file", direct=True)
+    file.write(Buffer.allocate(8192).view, 0)
+    file.close()
+    assert set(os.listdir("/proc/self/fd")) == before

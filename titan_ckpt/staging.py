@@ -8,7 +8,6 @@ save and used for every save after; it is as large as this rank's file, and that
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -18,8 +17,6 @@ import torch
 from titan_ckpt.storage.engine import IO_BYTES, num_copy_workers, run_workers
 from titan_ckpt.storage.memory import ALIGNMENT, Buffer, SharedBuffer, round_up
 from titan_ckpt.storage.segments import Segments
-
-logger = logging.getLogger(__name__)
 
 
 class StagingHandle:
@@ -78,7 +75,7 @@ class Arena:
         self.shared = SharedBuffer.allocate(max(size, ALIGNMENT)) if shared else None
         self.buffer = self.shared.buffer if self.shared else Buffer.allocate(size)
         self.buffer.view[self.beside_at : self.beside_at + len(beside)] = beside
-        self._pinned = pinned and _pin(self.buffer)
+        self._pinned = pinned and self.buffer.pin()
         self._stream: torch.cuda.Stream | None = None
         run_workers(range(0, num_bytes, IO_BYTES), self._touch, num_copy_workers())
 
@@ -103,7 +100,7 @@ class Arena:
             self._stream = torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            segments.fill(0, self.num_bytes, self.buffer)
+            segments.enqueue(self.buffer)
             event = torch.cuda.Event()
             event.record(self._stream)
         return event
@@ -111,17 +108,8 @@ class Arena:
     def close(self) -> None:
         """Give the pinned pages back; the memory goes with the last view of it."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.buffer.address)
+            self.buffer.unpin()
             self._pinned = False
         if self.shared is not None:
             os.close(self.shared.fd)
             self.shared = None
-
-
-def _pin(buffer: Buffer) -> bool:
-    """Lock the pages for the copy engine; register rather than allocate, which would round up to a power of two."""
-    cudart = torch.cuda.cudart()
-    status = int(cudart.cudaHostRegister(buffer.address, len(buffer.view), 0))
-    if status:
-        logger.warning("cannot pin %d bytes (CUDA error %d): staging will be slower", len(buffer.view), status)
-    return not status

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self, TypeVar
 
+import torch
+
 from titan_ckpt import posix
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.storage.memory import ALIGNMENT, Buffer, round_up
@@ -81,11 +83,18 @@ _bounces: list[Buffer] = []
 @contextmanager
 def bounce_buffer() -> Iterator[Buffer]:
     """Lend an aligned buffer of IO_BYTES. At most one per worker is ever made; they stay for the next save or load."""
-    buffer = _bounces.pop() if _bounces else Buffer.allocate(IO_BYTES)
+    buffer = _bounces.pop() if _bounces else _new_bounce()
     try:
         yield buffer
     finally:
         _bounces.append(buffer)
+
+
+def _new_bounce() -> Buffer:
+    buffer = Buffer.allocate(IO_BYTES)
+    if torch.cuda.is_initialized():
+        buffer.pin()
+    return buffer
 
 
 @contextmanager

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import os
 from dataclasses import dataclass
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
 """Bytes. Direct I/O wants offsets, lengths and memory aligned to the logical block of the device; 4 KiB suits all."""
@@ -45,6 +48,20 @@ class Buffer:
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=max(num_bytes, 1))[:num_bytes]
         return Buffer(memoryview(mapping)[:num_bytes], tensor, tensor.data_ptr() if num_bytes else 0)
+
+    def pin(self) -> bool:
+        """Lock the pages for the copy engines of CUDA devices; say whether that worked.
+
+        Registers what is there: to allocate pinned memory would round it up to a power of two.
+        """
+        status = int(torch.cuda.cudart().cudaHostRegister(self.address, len(self.view), 0))
+        if status:
+            logger.warning("cannot pin %d bytes (CUDA error %d): copies will be slower", len(self.view), status)
+        return not status
+
+    def unpin(self) -> None:
+        """Give the lock back."""
+        torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,11 @@ import torch
 
 from titan_ckpt.storage.memory import Buffer, is_plain_memory, move_bytes
 
+_PACKED_BYTES = 256 << 10
+"""Device tensors below this size are packed."""
+_PACK_BYTES = 16 << 20
+"""What a pack may take on the device."""
+
 
 class Segments:
     """Tensors laid end to end: `starts[i]` is where tensor i begins, in bytes. Keeps the tensors alive.
@@ -56,6 +61,40 @@ class Segments:
             else:
                 out = target.tensor[at + begin - start : at + high - start]
                 copy_elements(self._tensors[i], begin - low, high - low, out)
+
+    @torch.no_grad()
+    def enqueue(self, target: Buffer) -> None:
+        """Copy everything to the target's begin, device tensors on the current stream without waiting for it.
+
+        Small neighbours are packed on the device first: a copy of its own for each would take longer than all bytes.
+        """
+        packed: list[int] = []
+        for i, tensor in enumerate(self._tensors):
+            small = not tensor.is_cpu and self._sizes[i] < _PACKED_BYTES
+            if packed and not (small and self._starts[i] == self._end(packed[-1]) and self._packs(packed, i)):
+                self._enqueue_packed(packed, target)
+                packed = []
+            if small:
+                packed.append(i)
+            elif self._addresses[i]:
+                move_bytes(target.address + self._starts[i], self._addresses[i], self._sizes[i])
+            else:
+                out = target.tensor[self._starts[i] : self._end(i)].view(tensor.dtype).view(tensor.shape)
+                out.copy_(tensor.detach(), non_blocking=True)
+        if packed:
+            self._enqueue_packed(packed, target)
+
+    def _end(self, i: int) -> int:
+        return self._starts[i] + self._sizes[i]
+
+    def _packs(self, packed: list[int], i: int) -> bool:
+        same_device = self._tensors[packed[0]].device == self._tensors[i].device
+        return same_device and self._end(i) - self._starts[packed[0]] <= _PACK_BYTES
+
+    def _enqueue_packed(self, packed: list[int], target: Buffer) -> None:
+        values = [self._tensors[i].detach().resolve_conj().resolve_neg().reshape(-1) for i in packed]
+        block = torch.cat([value.contiguous().view(torch.uint8) for value in values])
+        target.tensor[self._starts[packed[0]] : self._end(packed[-1])].copy_(block, non_blocking=True)
 
 
 @torch.no_grad()

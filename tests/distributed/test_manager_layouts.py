@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig
-from titan_ckpt.errors import CheckpointError, LoadMismatchError, SaveError
+from titan_ckpt.errors import BaseMismatchError, CheckpointError, LoadMismatchError, SaveError
 from titan_ckpt.testing import distributed
 
 RATES = (0.5, 0.25)
@@ -393,3 +393,61 @@ def test_gathered_parameters_after_an_evaluation_do_not_hide_the_shards(tmp_path
         manager.load()
         assert torch.equal(_full(optimizer.param_groups[0]["params"][0]), wanted[0])
         assert torch.equal(_full(optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"]), wanted[1])
+
+
+class Adapters:
+    """Owns the parameters called `lora`, which only the first stage has."""
+
+    def key_filter(self, fqn: str) -> bool:
+        return fqn.endswith("lora")
+
+    def state_dict_transform(self, state_dict: dict[str, Any], last_step: bool) -> dict[str, Any]:
+        return dict(state_dict)
+
+    def state_dict_adapter(self) -> None:
+        return None
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [{"kind": "adapters"}]
+
+
+def adapted(base: Path, folder: Path) -> tuple[Net, CheckpointManager]:
+    [net] = pipeline()
+    assert isinstance(net, Net)
+    if dist.get_rank() == 0:
+        net.layers["0"].register_parameter("lora", nn.Parameter(torch.zeros(3)))
+    config = CheckpointConfig(
+        save=SaveConfig(interval=1, timeout_seconds=20), initial_load=(InitialLoadConfig(str(base)),)
+    )
+    return net, CheckpointManager(config, model_parts=[net], model_converters=Adapters(), base_folder=folder)
+
+
+@distributed(nproc=2)
+def adapt_a_stage(base: Path, other: Path, folder: Path) -> None:
+    net, manager = adapted(base, folder)
+    with manager:
+        assert manager.load().step == 0
+        if dist.get_rank() == 0:
+            nn.init.constant_(net.get_parameter("layers.0.lora"), 7.0)
+        manager.save(1)
+    again, manager = adapted(base, folder)
+    with manager:
+        assert manager.load().step == 1
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), net.parameters(), strict=True))
+    _, manager = adapted(other, folder)
+    with manager, pytest.raises(BaseMismatchError, match="trained on another base"):
+        manager.load()
+
+
+def test_a_stage_without_adapters_takes_part_in_those_of_another(tmp_path: Path) -> None:
+    """The base's digest spans all stages, the save holds the adapter alone, and another base is named on each rank."""
+    for name, rate in (("base", 0.1), ("other", 0.2)):
+        net = Net()
+        nn.init.constant_(net.layers["1"].bias, rate)  # type: ignore[arg-type]
+        config = CheckpointConfig(save=SaveConfig(interval=1))
+        with CheckpointManager(config, model_parts=[net], base_folder=tmp_path / name) as manager:
+            manager.save(1)
+    base, other = (tmp_path / name / "checkpoints" / "step-1" for name in ("base", "other"))
+    adapt_a_stage(base, other, tmp_path / "run")
+    stored = [load_file(p) for p in sorted((tmp_path / "run/checkpoints/step-1").glob("*.safetensors"))]
+    assert [name for tensors in stored for name in tensors] == ["model.layers.0.lora"]

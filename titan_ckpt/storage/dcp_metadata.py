@@ -68,8 +68,9 @@ def read_metadata(path: Path) -> Metadata:
     except Exception as error:  # a pickle can fail in any way
         if isinstance(error, OSError):
             raise
+        cause = error if isinstance(error, pickle.UnpicklingError) else repr(error)
         raise CorruptCheckpointError(
-            f"{path} is not the metadata of a DCP checkpoint, and may be hostile: {error}. Nothing was executed",
+            f"{path} is not the metadata of a DCP checkpoint, and may be hostile: {cause}. Nothing was executed",
             str(path),
         ) from error
     return metadata
@@ -98,7 +99,8 @@ def _check_types(metadata: Metadata) -> None:
 
 def _check_tensor(name: str, entry: TensorStorageMetadata) -> None:
     shape = tuple(entry.size)
-    if not isinstance(entry.properties.dtype, torch.dtype) or not all(type(n) is int and n >= 0 for n in shape):
+    dtype: object = entry.properties.dtype
+    if not isinstance(dtype, torch.dtype) or not all(type(n) is int and n >= 0 for n in shape):
         raise pickle.UnpicklingError(f"the shape or dtype of {name} is malformed")
     for chunk in entry.chunks:
         box = list(zip(shape, chunk.offsets, chunk.sizes, strict=True))

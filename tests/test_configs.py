@@ -81,6 +81,15 @@ def test_pretrain_lora_and_continued_lora_run_one_after_the_other() -> None:
     assert not torch.equal(merged[name], weights[name].float())
 
 
+@pytest.mark.parametrize("name", ["float8_lora.toml", "qat_lora.toml"])
+def test_lora_over_a_replaced_base_runs(name: str) -> None:
+    """Two converters at once train on the exported base; merged weights and adapter are exported."""
+    run("pretrain_hf_export.toml", TINY)
+    exports = run(name, ON_BASE) / "exports"
+    assert (exports / "step-2" / "model.safetensors").is_file()
+    assert (exports / "step-2-peft" / "adapter_model.safetensors").is_file()
+
+
 def test_qat_runs() -> None:
     """Fake quantisation trains, and its export holds plain weights."""
     weights = load_file(run("qat.toml", TINY) / "exports" / "step-2" / "model.safetensors")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +25,11 @@ from transformers import (
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.storage import open_reader
 from titan_ckpt.storage.base import ReadRequest, TensorReader
 from titan_ckpt.tensors import Chunk
+from titan_ckpt.transforms import StateDictTransforms
 
 Tensors = dict[str, torch.Tensor]
 
@@ -76,25 +79,40 @@ def check_model(folder: Path) -> None:
             assert torch.equal(read(reader, key), value), key
 
 
-def test_an_fp8_model_is_what_transformers_loads(tmp_path: Path) -> None:
-    """A Llama that transformers quantised in blocks of 32 x 32, embeddings and norms left as they are."""
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
-    )
+def an_fp8_llama(folder: Path, config: dict[str, Any]) -> Path:
+    """Quantise a Llama's linears in blocks of 16 x 16 with transformers; embeddings and norms stay as they are."""
     make: Any = Fp8Quantize
-    quantiser = make(SimpleNamespace(quantization_config=FineGrainedFP8Config(weight_block_size=(32, 32))))
+    quantiser = make(SimpleNamespace(quantization_config=FineGrainedFP8Config(weight_block_size=(16, 16))))
     tensors: Tensors = {}
-    for key, value in LlamaForCausalLM(config).state_dict().items():
+    for key, value in LlamaForCausalLM(LlamaConfig.from_dict(config)).state_dict().items():
         tensors |= quantiser.convert({key: value}) if key.endswith("proj.weight") else {key: value}
     assert sum(key.endswith("_scale_inv") for key in tensors) == 14
-    settings = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
-    config.architectures = ["LlamaForCausalLM"]
-    check_model(write(tmp_path, tensors, settings, config.to_dict()))
+    settings = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
+    return write(folder, tensors, settings, config | {"architectures": ["LlamaForCausalLM"]})
+
+
+LLAMA = replace(FLAVORS["debug-0.5m"], vocab_size=96, num_layers=2, max_seq_len=64, tie_embeddings=False)
+
+
+def test_an_fp8_model_is_what_transformers_loads(tmp_path: Path) -> None:
+    """Every tensor of a Llama that transformers quantised has the bits that transformers loads."""
+    check_model(an_fp8_llama(tmp_path, LLAMA.to_hf()))
+
+
+def test_a_native_model_computes_what_transformers_does_from_the_same_fp8_folder(tmp_path: Path) -> None:
+    """Names, rotary rows and scales together: the logits are those of the model that transformers dequantised."""
+    folder = an_fp8_llama(tmp_path, LLAMA.to_hf())
+    model = Llama3(LLAMA)
+    model.init_weights()
+    with open_reader(folder) as reader:
+        transforms = StateDictTransforms(model.key_map(), model.hf_config())
+        plan = transforms.from_file(model.state_dict(), reader.tensors, None, cast=False)
+        assert plan.report.ok, plan.report
+        reader.read(plan.requests)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.arange(40).view(2, 20) * 3 % 96
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
 
 
 def test_a_gpt_oss_model_is_what_transformers_loads(tmp_path: Path) -> None:

@@ -1,10 +1,18 @@
-"""docs/write-a-converter.md: its converter keeps every law, and is as short as it says."""
+"""Docs and configs of converters: the page's own converter keeps every law, and every table is accepted."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
+import pytest
+import tomli
+
+from converters import from_tables
+from converters.qat import Scheme
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 PAGE = Path(__file__).parents[2] / "docs" / "write-a-converter.md"
 BLOCKS: list[str] = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
 
@@ -21,3 +29,19 @@ def test_the_example_is_short() -> None:
 def test_the_page_defines_its_test() -> None:
     """The class that proves the laws comes from the page."""
     assert "TestGain" in globals()
+
+
+def test_tables_on_the_page_are_accepted() -> None:
+    """Every [[converters]] table of docs/converters.md is one that runs take."""
+    page = (PAGE.parent / "converters.md").read_text()
+    blocks = re.findall(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    tables = [tomli.loads(block)["converters"] for block in blocks]
+    assert [from_tables(some).describe()[0]["kind"] for some in tables] == ["lora", "qat", "float8"]
+    for scheme in get_args(Scheme):
+        assert f"`{scheme}`" in page
+
+
+@pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_converters_of_configs_are_accepted(config: Path) -> None:
+    """The tables of every config that comes with the project can be combined as they are."""
+    from_tables(tomli.loads(config.read_text()).get("converters", []), str(config))

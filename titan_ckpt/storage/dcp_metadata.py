@@ -98,8 +98,8 @@ def _check_types(metadata: Metadata) -> None:
 
 
 def _check_tensor(name: str, entry: TensorStorageMetadata) -> None:
-    shape = tuple(entry.size)
-    dtype: object = entry.properties.dtype
+    shape: tuple[Any, ...] = tuple(entry.size)  # unpickled: its types are what is checked here
+    dtype: Any = entry.properties.dtype
     if not isinstance(dtype, torch.dtype) or not all(type(n) is int and n >= 0 for n in shape):
         raise pickle.UnpicklingError(f"the shape or dtype of {name} is malformed")
     for chunk in entry.chunks:

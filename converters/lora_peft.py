@@ -69,7 +69,7 @@ class PeftAdapter:
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "r": config.rank,
-            "lora_alpha": _json_number(config.alpha),
+            "lora_alpha": json_number(config.alpha),
             "target_modules": _shortest(list(modules), others),
             "lora_dropout": config.dropout,
             "bias": "none",
@@ -78,7 +78,7 @@ class PeftAdapter:
             "fan_in_fan_out": False,
             "inference_mode": True,
             "rank_pattern": {key: a.rank for key, a in modules.items() if a.rank != config.rank},
-            "alpha_pattern": {key: _json_number(a.alpha) for key, a in modules.items() if a.alpha != config.alpha},
+            "alpha_pattern": {key: json_number(a.alpha) for key, a in modules.items() if a.alpha != config.alpha},
             "modules_to_save": sorted(copied) or None,
         }
 
@@ -187,6 +187,6 @@ def _from_pattern(pattern: Mapping[str, Any], key: str, default: Any) -> Any:
     return next((value for name, value in pattern.items() if re.match(rf"(.*\.)?({name})$", key)), default)
 
 
-def _json_number(value: float) -> float | int:
+def json_number(value: float) -> float | int:
     """Return whole numbers as integers, which vLLM insists on."""
     return int(value) if float(value).is_integer() else value

@@ -1,0 +1,126 @@
+"""Several PEFT adapters of one base as one: stacked by rank, which adds up what they do, exactly.
+
+Owns the arithmetic on adapter folders. Needs no model and no PEFT; reading, writing and proving are storage/peft.py's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from converters.lora_peft import json_number
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.errors import BaseMismatchError, ConverterError
+from titan_ckpt.loading import BASE_RECORD
+from titan_ckpt.storage.base import ReadRequest
+from titan_ckpt.storage.peft import PREFIX, PeftReader, export_peft
+from titan_ckpt.tensors import Chunk
+from titan_ckpt.transforms import StateDictTransforms
+
+_PAIRS = {".lora_A.weight": ".lora_B.weight", ".lora_embedding_A": ".lora_embedding_B"}
+
+
+def stack_adapters(folders: Sequence[Path], out: Path) -> None:
+    """Write one adapter that does what all of these do together: A above A, B beside B, ranks added.
+
+    Shape: A (r1 + r2, in), B (out, r1 + r2). Where scales differ, B is multiplied with the quotient, in float32.
+    Raises: ConverterError for fewer than two, DoRA, or two trained copies of one module; BaseMismatchError.
+    """
+    if len(folders) < 2:
+        raise ConverterError(f"{len(folders)} adapter(s) cannot be stacked: name two or more folders")
+    adapters = [_read(folder) for folder in folders]
+    base = _common_base(adapters)
+    if dora := [str(a.folder) for a in adapters if a.config.get("use_dora")]:
+        raise ConverterError(f"{', '.join(dora)}: DoRA scales whole rows by its own norm, so its effects do not add up")
+    scale = adapters[0].scale_of(next(iter(adapters[0].modules)))
+    tensors: dict[str, torch.Tensor] = {}
+    ranks: dict[str, int] = {}
+    for module in dict.fromkeys(module for adapter in adapters for module in adapter.modules):
+        parts = [adapter for adapter in adapters if module in adapter.modules]
+        suffix = parts[0].modules[module]
+        tensors[module + suffix] = torch.cat([a.tensors[module + suffix] for a in parts])
+        b = module + _PAIRS[suffix]
+        tensors[b] = torch.cat([_scaled(a.tensors[b], a.scale_of(module) / scale) for a in parts], dim=1)
+        ranks[module.removeprefix(PREFIX)] = tensors[b].shape[1]
+    tensors |= _copies(adapters)
+    rank = max(ranks.values())
+    config = {
+        **base,
+        "r": rank,
+        "lora_alpha": json_number(scale * rank),
+        "target_modules": sorted(ranks),
+        "rank_pattern": {re.escape(name): r for name, r in ranks.items() if r != rank},
+        "alpha_pattern": {re.escape(name): json_number(scale * r) for name, r in ranks.items() if r != rank},
+        "modules_to_save": sorted({name for a in adapters for name in a.config.get("modules_to_save") or ()}) or None,
+    }
+    groups = StateDictTransforms().to_file(dict(tensors), None, None)
+    export_peft(out, groups, config=config, coordinator=Coordinator.current())
+
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    modules: dict[str, str]
+    """Prefixed module name -> the suffix of its A."""
+
+    def scale_of(self, module: str) -> float:
+        name = module.removeprefix(PREFIX)
+        rank, alpha = self._pattern("rank_pattern", "r", name), self._pattern("alpha_pattern", "lora_alpha", name)
+        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def _pattern(self, patterns: str, default: str, name: str) -> float:
+        """Look a module up as PEFT does. Source: peft, utils/other.py get_pattern_key; what is left out is 8."""
+        table = self.config.get(patterns) or {}
+        found = next((v for pattern, v in table.items() if re.match(rf"(.*\.)?({pattern})$", name)), None)
+        return float(self.config.get(default, 8) if found is None else found)
+
+
+def _read(folder: Path) -> _Folder:
+    with PeftReader(folder) as reader:
+        tensors = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in reader.tensors.items()}
+        reader.read([ReadRequest(key, Chunk.whole(value.shape), value) for key, value in tensors.items()])
+        modules = {key.removesuffix(s): s for key in tensors for s in _PAIRS if key.endswith(s)}
+        return _Folder(folder, reader.metadata(), tensors, modules)
+
+
+def _common_base(adapters: Sequence[_Folder]) -> dict[str, Any]:
+    """Return what the adapters say of their base. Raises: BaseMismatchError where two of them name different ones."""
+    first = adapters[0]
+    for other in adapters[1:]:
+        mine, theirs = (a.config.get(BASE_RECORD) or {} for a in (first, other))
+        names = [a.config.get("base_model_name_or_path") for a in (first, other)]
+        digests = [record.get("digest") for record in (mine, theirs)]
+        known = all(digests)
+        if (digests[0] != digests[1]) if known else (all(names) and names[0] != names[1]):
+            raise BaseMismatchError(
+                f"{first.folder} and {other.folder} were trained on different bases: "
+                f"{names[0]} ({digests[0]}) and {names[1]} ({digests[1]})",
+                {"path": names[0], **mine},
+                {"path": names[1], **theirs},
+            )
+    kept = ("base_model_name_or_path", "revision", "task_type", BASE_RECORD)
+    return {name: first.config[name] for name in kept if name in first.config}
+
+
+def _copies(adapters: Sequence[_Folder]) -> dict[str, torch.Tensor]:
+    """Return the tensors of modules trained in full. Raises: ConverterError where two adapters trained the same."""
+    out: dict[str, torch.Tensor] = {}
+    for adapter in adapters:
+        pairs = {module + s for module, suffix in adapter.modules.items() for s in (suffix, _PAIRS[suffix])}
+        mine = {key: value for key, value in adapter.tensors.items() if key not in pairs}
+        if twice := sorted(set(mine) & set(out)):
+            raise ConverterError(f"{twice[0]} was trained in full by two of the adapters, and copies do not add up")
+        out |= mine
+    return out
+
+
+def _scaled(b: torch.Tensor, factor: float) -> torch.Tensor:
+    return b if factor == 1.0 else (b.float() * factor).to(b.dtype)

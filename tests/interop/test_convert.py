@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, SaveConfig
@@ -106,8 +106,6 @@ def test_unknown_keys_are_listed_and_nothing_stays(tmp_path: Path, base: Path) -
 
 def test_an_adapter_is_not_a_model(tmp_path: Path) -> None:
     """A PEFT folder is refused with the way to merge it."""
-    from safetensors.torch import save_file
-
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(
@@ -128,8 +126,6 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         """
         import resource, sys, torch
         from pathlib import Path
-from typing import Any
-        from safetensors.torch import save_file
         from titan_ckpt.convert import convert
         folder = Path(sys.argv[1])
         convert(folder / "small", folder / "warm", "native")
@@ -140,8 +136,6 @@ from typing import Any
         print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
         """
     )
-    from safetensors.torch import save_file
-
     for name, rows in (("hf", 1 << 12), ("small", 4)):
         (tmp_path / name).mkdir()
         tensors = {f"layers.{i}.weight": torch.full((rows, 1 << 13), float(i), dtype=torch.bfloat16) for i in range(5)}

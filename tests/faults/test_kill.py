@@ -64,9 +64,9 @@ def test_no_operation_is_a_bad_moment_to_be_killed(scenario: Scenario) -> None:
 @pytest.mark.parametrize(
     ("mode", "scenario", "every"),
     [
-        ("disabled", NEXT, 1),
         ("thread", NEXT, 1),
-        ("thread", ROLLBACK, 1),
+        ("disabled", NEXT, 3),
+        ("thread", ROLLBACK, 2),
         ("disabled", ROLLBACK, 3),
         ("disabled", FRESH, 3),
         ("thread", FRESH, 3),

@@ -138,6 +138,16 @@ def test_metadata_that_lies_is_one_typed_error(tmp_path: Path, damage: Callable[
         read(tmp_path, metadata)
 
 
+def test_overlapping_chunks_with_a_hole_of_the_same_size_are_refused(tmp_path: Path) -> None:
+    """As many elements as the tensor has, each chunk as described, and one row that nobody wrote."""
+    blocks = [Block(Chunk((i, 0), (2, 3)), torch.ones(2, 3)) for i in (0, 1)]
+    write_dcp(tmp_path, {"w": LazyTensor(TensorInfo((4, 3), torch.float32), lambda: blocks)}, Coordinator.current())
+    out = torch.full((4, 3), -1.0)
+    with pytest.raises(CorruptCheckpointError, match=r"w is stored twice at \[0, 0\]\+\[2, 3\] and \[1, 0\]"):
+        DcpReader(tmp_path).read([ReadRequest("w", Chunk.whole((4, 3)), out)])
+    assert (out == -1).all()
+
+
 def test_a_data_file_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
     """Opening it must not wait for a writer."""
     metadata = saved(tmp_path)

@@ -58,7 +58,7 @@ class Coordinator:
     def background(self) -> Coordinator:
         """Return an independent line with its own connection, for use by one other thread. Collective."""
         store = None if self._store is None else self._store.clone()
-        prefix = f"{self._prefix}/{next(self._clones)}"
+        prefix = f"{self._prefix}/line-{next(self._clones)}"
         return Coordinator(self.rank, self.world_size, store, prefix, self.timeout_seconds)
 
     def close(self, timeout_seconds: float = 10.0) -> None:

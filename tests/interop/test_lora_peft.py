@@ -48,12 +48,8 @@ CASES = {
         {"target_modules": ["layers.1.attention.w[qk]"]},
         {"target_modules": [f"{HF}.1.self_attn.q_proj", f"{HF}.1.self_attn.k_proj"]},
     ),
-    "embeddings": case(
-        {"target_modules": ["wq", "tok_embeddings"]}, {"target_modules": ["q_proj", "embed_tokens"]}
-    ),
-    "rslora": case(
-        {"target_modules": ALL, "use_rslora": True}, {"target_modules": HF_ALL, "use_rslora": True}
-    ),
+    "embeddings": case({"target_modules": ["wq", "tok_embeddings"]}, {"target_modules": ["q_proj", "embed_tokens"]}),
+    "rslora": case({"target_modules": ALL, "use_rslora": True}, {"target_modules": HF_ALL, "use_rslora": True}),
     "dora": case({"target_modules": ALL, "use_dora": True}, {"target_modules": HF_ALL, "use_dora": True}),
     "dora_rslora": case(
         {"target_modules": ALL, "use_dora": True, "use_rslora": True},

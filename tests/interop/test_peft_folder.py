@@ -253,9 +253,7 @@ def test_names_that_peft_would_ignore_are_refused(
         ({"rank_pattern": [4]}, "expected a map"),
     ],
 )
-def test_a_config_that_contradicts_the_tensors_is_refused(
-    tmp_path: Path, config: dict[str, Any], cause: str
-) -> None:
+def test_a_config_that_contradicts_the_tensors_is_refused(tmp_path: Path, config: dict[str, Any], cause: str) -> None:
     """PEFT would load each of these, or fill in a rank of 8, and compute something else."""
     model, converters = adapted(KINDS["plain"])
     with pytest.raises(ExportError, match=cause):

@@ -123,22 +123,33 @@ class BlockReader:
             yield start, stop
 
     def read_window(self, window: Window, check_only: bool) -> None:
-        """Read one window and fill what it holds of every target; leaves targets alone if a digest is wrong."""
+        """Read one window, verify its blocks, and fill what it holds of every target.
+
+        Cached bytes go straight into targets that take all of them, so there a wrong block is found after the fact.
+        """
         start, stop = window
-        at = self._header.data_start + start
         here = self._within(window)
         views = self._tiling(here, window) if self.is_cached and not check_only else None
         if views is not None:
-            self._file.read_into(views, at)
-            self._check(start, views)
+            self._read_verified(views, start)
             return
         with bounce_buffer() as bounce:
+            views = [bounce.view[: stop - start]]
             if self.is_cached:
-                self._file.read_into([bounce.view[: stop - start]], at)
+                good = self._read_verified(views, start)
             else:
-                self._file.read_aligned(bounce.view, at, stop - start)
-            if self._check(start, [bounce.view[: stop - start]]) and not check_only:
+                self._file.read_aligned(bounce.view, self._header.data_start + start, stop - start)
+                good = not [i for i, block in self._blocks(views, start) if not self._verified(i, block)]
+            if good and not check_only:
                 _scatter(here, window, bounce)
+
+    def _read_verified(self, views: Sequence[memoryview], start: int) -> bool:
+        """Fill the views through the page cache, block by block, each hashed while it is in the processor's own."""
+        good = True
+        for index, block in self._blocks(views, start):
+            self._file.read_into(block, self._header.data_start + index * self._header.block_bytes)
+            good &= self._verified(index, block)
+        return good
 
     def _within(self, window: Window) -> list[Transfer]:
         start, stop = window
@@ -160,27 +171,30 @@ class BlockReader:
             views.append(bytes_at(t.address + begin - t.first, position - begin))
         return views if position == stop else None
 
-    def _check(self, start: int, views: Sequence[memoryview]) -> bool:
-        """Compare the digests of the blocks that lie in the views, one after the other, from byte `start` on."""
-        if not self._verify:
-            return True
-        block, good = self._header.block_bytes, True
-        index, room, state = start // block, block, xxhash.xxh3_128()
+    def _blocks(self, views: Sequence[memoryview], start: int) -> Iterator[tuple[int, list[memoryview]]]:
+        """Cut views that lie one after the other, from the begin of a block on, into blocks."""
+        size = self._header.block_bytes
+        index, room, block = start // size, size, []
         for view in views:
             at = 0
             while at < len(view):
                 part = view[at : at + room]
-                state.update(part)
+                block.append(part)
                 at += len(part)
                 room -= len(part)
                 if not room:
-                    good &= self._compare(index, state)
-                    index, room, state = index + 1, block, xxhash.xxh3_128()
-        if room < block:
-            good &= self._compare(index, state)
-        return good
+                    yield index, block
+                    index, room, block = index + 1, size, []
+        if block:
+            yield index, block
 
-    def _compare(self, index: int, state: xxhash.xxh3_128) -> bool:
+    def _verified(self, index: int, block: Sequence[memoryview]) -> bool:
+        """Compare a block's digest; note it if it is another."""
+        if not self._verify:
+            return True
+        state = xxhash.xxh3_128()
+        for view in block:
+            state.update(view)
         if state.hexdigest() == self._header.block_digest(index):
             return True
         self.bad.append(index)

@@ -128,17 +128,29 @@ class ExportConfig:
 
     format: Literal["hf", "peft", "dcp"]
     """hf: a Hugging Face folder, adapters merged; peft: the adapter alone; dcp: torch.distributed.checkpoint."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """What floating-point tensors become; absent: each keeps its own."""
+    dtype: Literal["float32", "bfloat16", "float16", "original"] | None = None
+    """What floating-point tensors become; original: what each is in the base's folder; absent: each keeps its own."""
     max_shard_bytes: PositiveInt = 5_000_000_000
     """Bytes of one safetensors file at most, unless a single tensor is larger."""
+    file_layout: Literal["size", "base"] = "size"
+    """Which file a tensor is in: files of at most max_shard_bytes, or the file that has it in the base's folder."""
     folder: NonEmpty = "exports"
     """Relative to the run's base folder, and outside the checkpoint folder, so that a resume cannot meet it."""
     assets: NonEmpty | None = None
-    """A Hugging Face folder whose tokenizer, generation config and the like are copied beside the weights."""
+    """A Hugging Face folder whose tokenizer, generation config and the like are copied beside the weights; absent: the
+    model's own, or the folder of initial_load."""
 
     def __post_init__(self) -> None:
         validate(self)
+
+    @property
+    def follows_base(self) -> bool:
+        """Say whether the export asks the base's folder how it is to look."""
+        return self.dtype == "original" or self.file_layout == "base"
+
+    def problems(self) -> Iterator[str]:
+        if self.follows_base and self.format != "hf":
+            yield f"{'dtype' if self.dtype == 'original' else 'file_layout'}: only hf exports can look like their base"
 
     def lands_in(self) -> str:
         """Return the folder pattern that two exports of one run must not share."""

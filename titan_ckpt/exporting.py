@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 
-from titan_ckpt.config import ExportConfig
+from titan_ckpt.config import ExportConfig, InitialLoadConfig
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import ExportError
 from titan_ckpt.loading import BASE_RECORD
 from titan_ckpt.model_wrapper import ModelWrapper
+from titan_ckpt.storage import detect_format
 from titan_ckpt.storage.dcp import export_dcp
-from titan_ckpt.storage.huggingface_export import export_huggingface
+from titan_ckpt.storage.huggingface_export import Base, export_huggingface
 from titan_ckpt.storage.peft import export_peft
 from titan_ckpt.tensors import cast, info_of
-from titan_ckpt.transforms import CASTABLE, StateDictTransforms
+from titan_ckpt.transforms import CASTABLE, FileDtype, StateDictTransforms
 from titan_ckpt.types import StateDict
 
 logger = logging.getLogger(__name__)
@@ -32,9 +33,16 @@ class Exporter:
     """Makes the exports of one run."""
 
     def __init__(
-        self, base_folder: Path, model: ModelWrapper, transforms: StateDictTransforms, coordinator: Coordinator
+        self,
+        base_folder: Path,
+        model: ModelWrapper,
+        transforms: StateDictTransforms,
+        coordinator: Coordinator,
+        initial_load: Sequence[InitialLoadConfig] = (),
     ) -> None:
+        """`initial_load`: where the base came from, which an export is compared with."""
         self._base_folder = base_folder
+        self._initial_load = initial_load
         self._model = model
         self._transforms = transforms
         self._coordinator = coordinator
@@ -71,6 +79,11 @@ class Exporter:
                 problems.append('peft: no converter owns adapter weights; add [[converters]] kind = "lora"')
             if config.assets is not None and not Path(config.assets).is_dir():
                 problems.append(f"assets: {config.assets} is no folder")
+            if config.follows_base and self._source() is None:
+                problems.append(
+                    'dtype = "original" and file_layout = "base" are the base\'s: name its Hugging Face folder, and no '
+                    "second one, in [[checkpoint.initial_load]]"
+                )
         if problems:
             raise ExportError("checkpoint.export cannot be made: " + "; ".join(problems))
         if any(config.format == "hf" for config in configs):
@@ -95,12 +108,11 @@ class Exporter:
 
         Raises: ExportError; OSError; PeerError. Nothing is left under the folder's name then.
         """
-        dtype: torch.dtype | None = None if config.dtype is None else getattr(torch, config.dtype)
         folder = self._folder(config, step)
         write: Callable[[], object] | None = None
         error: BaseException | None = None
         try:
-            write = self._planned(config, folder, dtype, base)
+            write = self._planned(config, folder, base)
         except Exception as e:
             error = e
         self._coordinator.barrier("export-plan", error)
@@ -109,23 +121,15 @@ class Exporter:
         logger.info("exported %s to %s", config.format, folder)
         return folder
 
-    def _planned(
-        self, config: ExportConfig, folder: Path, dtype: torch.dtype | None, base: dict[str, Any] | None
-    ) -> Callable[[], object]:
+    def _planned(self, config: ExportConfig, folder: Path, base: dict[str, Any] | None) -> Callable[[], object]:
         """Decide what the export holds, and return what writes it."""
         transforms, hooks = self._transforms, self._model.hooks
+        if config.format == "hf":
+            return self._planned_hf(config, folder)
+        assert config.dtype != "original", "the config says so"
+        dtype: torch.dtype | None = None if config.dtype is None else getattr(torch, config.dtype)
         if config.format == "dcp":
             return partial(export_dcp, folder, self._under_own_names(dtype), self._coordinator)
-        if config.format == "hf":
-            return partial(
-                export_huggingface,
-                folder,
-                transforms.to_file(self._model.state_dict("export"), hooks, dtype),
-                config=dict(transforms.hf_config or {}),
-                assets=Path(config.assets) if config.assets else transforms.assets,
-                max_shard_bytes=config.max_shard_bytes,
-                coordinator=self._coordinator,
-            )
         adapter = None if hooks is None else hooks.state_dict_adapter()
         assert adapter is not None, "check() comes first"
         file_config = adapter.file_config(transforms.key_map)
@@ -133,6 +137,35 @@ class Exporter:
             file_config |= {"base_model_name_or_path": base["path"], "revision": base["revision"], BASE_RECORD: base}
         groups = transforms.to_file(self._model.owned_state_dict(), hooks, dtype)
         return partial(export_peft, folder, groups, config=file_config, coordinator=self._coordinator)
+
+    def _planned_hf(self, config: ExportConfig, folder: Path) -> Callable[[], object]:
+        transforms = self._transforms
+        source = self._source()
+        came_from = None if source is None else Base.read(source, transforms.key_map.ignores)
+        dtype: FileDtype = None
+        if config.dtype == "original":
+            assert came_from is not None, "check() comes first"
+            dtype = came_from.dtypes
+        elif config.dtype is not None:
+            dtype = getattr(torch, config.dtype)
+        assets = Path(config.assets) if config.assets else transforms.assets
+        return partial(
+            export_huggingface,
+            folder,
+            transforms.to_file(self._model.state_dict("export"), self._model.hooks, dtype),
+            config=dict(transforms.hf_config or {}),
+            assets=assets or (source if source is not None and source.is_dir() else None),
+            max_shard_bytes=config.max_shard_bytes,
+            coordinator=self._coordinator,
+            base=came_from,
+            as_base=config.file_layout == "base",
+        )
+
+    def _source(self) -> Path | None:
+        """Return the Hugging Face folder (or file) that the run's weights came from, if there is exactly one."""
+        paths = [(Path(source.path), source.format) for source in self._initial_load]
+        found = [p for p, format_ in paths if p.exists() and (format_ or detect_format(p)) == "hf"]
+        return found[0] if len(found) == 1 else None
 
     def _under_own_names(self, dtype: torch.dtype | None) -> StateDict:
         """Return the export's tensors under native names, floating ones cast when they are written."""

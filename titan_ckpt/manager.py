@@ -85,7 +85,9 @@ class CheckpointManager:
         storage_line = self._coordinator.background()
         self._directory = CheckpointDirectory(Path(base_folder) / config.folder, storage_line)
         self._saver = Saver(self._directory, storage_line, config.save) if config.save else None
-        self._exporter = Exporter(Path(base_folder), self._model, self._transforms, self._coordinator)
+        self._exporter = Exporter(
+            Path(base_folder), self._model, self._transforms, self._coordinator, config.initial_load
+        )
         self._exporter.check(config.export)
         self._step_hooks = [  # so that a loop that forgets maybe_wait_for_staging() saves no mixture of two steps
             optimizer.register_step_pre_hook(lambda *_: self.maybe_wait_for_staging()) for optimizer in optimizers

@@ -28,6 +28,10 @@ CASTABLE = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float1
 """A float8 or smaller tensor means nothing without its scale, so no plain cast leads there or from there."""
 
 
+FileDtype = torch.dtype | Mapping[str, torch.dtype] | None
+"""What floating tensors become in a file: one dtype, one by file key (others keep their own), or each its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class FilePiece:
     """Values to be written at `chunk` of file tensor `key`, cast to its dtype; `view` may be strided."""
@@ -101,10 +105,10 @@ class StateDictTransforms:
     assets: Path | None = None
 
     @collector_held()
-    def to_file(self, tensors: StateDict, hooks: ModelHooks | None, dtype: torch.dtype | None) -> list[FileGroup]:
+    def to_file(self, tensors: StateDict, hooks: ModelHooks | None, dtype: FileDtype) -> list[FileGroup]:
         """Return how the tensors look in a file, lazily, in the order of `tensors`.
 
-        `dtype` applies to floating tensors of 16 bits or more; None keeps each tensor's own.
+        `dtype` applies to floating tensors of 16 bits or more.
         Raises: KeyMapError listing names the tables lack, groups that are incomplete and shapes that do not fit.
         """
         names = _Names(self.key_map, hooks)
@@ -241,17 +245,19 @@ class _Planner:
         return ReadPlan(self.requests, report, tuple(self.absent))
 
 
-def _file_group(group: KeyGroup, values: Sequence[torch.Tensor | LazyTensor], dtype: torch.dtype | None) -> FileGroup:
+def _file_group(group: KeyGroup, values: Sequence[torch.Tensor | LazyTensor], dtype: FileDtype) -> FileGroup:
     infos = [info_of(value) for value in values]
-    dtypes = {_file_dtype(info.dtype, dtype) for info in infos}
-    if len(dtypes) > 1:
-        raise KeyMapError(f"one file tensor cannot hold {', '.join(sorted(map(_name, dtypes)))}")
     native = [info.shape for info in infos]
     shapes = group.op.file_shapes(native)
     if list(group.op.native_shapes(shapes)) != native:
         raise KeyMapError(f"shapes {native} do not fit {group.op}")
-    (file_dtype,) = dtypes
-    file_infos = {key: TensorInfo(shape, file_dtype) for key, shape in zip(group.keys, shapes, strict=True)}
+    file_infos = {}
+    for key, shape in zip(group.keys, shapes, strict=True):
+        wanted = dtype.get(key) if isinstance(dtype, Mapping) else dtype
+        dtypes = {_file_dtype(info.dtype, wanted) for info in infos}
+        if len(dtypes) > 1:
+            raise KeyMapError(f"one file tensor cannot hold {', '.join(sorted(map(_name, dtypes)))}")
+        file_infos[key] = TensorInfo(shape, dtypes.pop())
     return FileGroup(group.fqns, tuple(values), file_infos, group.op)
 
 
@@ -264,7 +270,7 @@ def _native_shapes(op: TensorOp, shapes: list[Shape]) -> list[Shape]:
 
 
 def _file_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return own if wanted is None or own not in CASTABLE else wanted
+    return wanted if wanted in CASTABLE and own in CASTABLE else own
 
 
 def _made_twice(groups: Sequence[FileGroup]) -> list[str]:

@@ -25,6 +25,13 @@ from titan_ckpt.transforms import FileGroup
 
 PackFiles = Callable[[Mapping[str, TensorInfo]], Mapping[str, Sequence[str]]]
 """All tensors of an export -> file name -> keys."""
+HeaderMetadata = Callable[[Sequence[str]], Mapping[str, str]]
+"""The keys of one file -> what its header says beside them."""
+
+
+def no_metadata(keys: Sequence[str]) -> Mapping[str, str]:
+    """Add nothing to a file's header."""
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,9 @@ class ExportPlan:
 
 
 @collector_held()
-def plan_export(groups: Sequence[FileGroup], pack: PackFiles, coordinator: Coordinator) -> ExportPlan:
+def plan_export(
+    groups: Sequence[FileGroup], pack: PackFiles, coordinator: Coordinator, metadata: HeaderMetadata = no_metadata
+) -> ExportPlan:
     """Agree on all tensors, and on who writes them. Collective.
 
     1. Every rank posts the digest of its table; the lowest rank of each distinct one posts the table. 2. The tensors
@@ -83,7 +92,10 @@ def plan_export(groups: Sequence[FileGroup], pack: PackFiles, coordinator: Coord
     for share in divide(known, coordinator).shares:
         shares[share.fqn] = (*(shares[share.fqn] or ()), share.chunk)
     files = pack(infos)
-    layouts = {name: lay_out({key: infos[key] for key in keys}, {"format": "pt"}) for name, keys in files.items()}
+    layouts = {
+        name: lay_out({key: infos[key] for key in keys}, {"format": "pt", **metadata(keys)})
+        for name, keys in files.items()
+    }
     return ExportPlan(infos, layouts, {key: name for name, keys in files.items() for key in keys}, shares)
 
 
@@ -127,6 +139,19 @@ def pack_model_files(infos: Mapping[str, TensorInfo], max_bytes: int) -> dict[st
     if len(packed) == 1:
         return {"model.safetensors": packed[0]}
     return {f"model-{i:05d}-of-{len(packed):05d}.safetensors": keys for i, keys in enumerate(packed, 1)}
+
+
+def pack_as(file_of: Mapping[str, str], infos: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
+    """Put every key into the file that another folder has it in. Raises: ExportError for keys that folder lacks."""
+    if unknown := sorted(key for key in infos if key not in file_of):
+        raise ExportError(
+            f"the base's files have no place for {len(unknown)} tensor(s), such as {', '.join(unknown[:8])}: "
+            'leave file_layout = "base" out'
+        )
+    names = sorted({file_of[key] for key in infos})
+    if len(names) == 1:
+        return {"model.safetensors": sorted(infos, key=_natural)}
+    return {name: sorted((k for k in infos if file_of[k] == name), key=_natural) for name in names}
 
 
 def _natural(key: str) -> list[tuple[int, int, str]]:

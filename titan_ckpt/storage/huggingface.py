@@ -47,8 +47,8 @@ class HuggingFaceReader(TensorReader):
 
     format = "hf"
 
-    def __init__(self, path: Path) -> None:
-        """Check config, index and headers; read no tensor.
+    def __init__(self, path: Path, *, dequantise: bool = True) -> None:
+        """Check config, index and headers; read no tensor. `dequantise`: or show the tensors as they are stored.
 
         Raises: CheckpointNotFoundError; NotACheckpointError if there are no safetensors files; CorruptCheckpointError
         if files and index disagree, or scales are missing; LoadMismatchError for an unknown quantisation, or for an
@@ -58,7 +58,8 @@ class HuggingFaceReader(TensorReader):
         folder = path if path.is_dir() else path.parent
         self._config = read_config(folder / CONFIG)
         headers = _headers(path)
-        quantised = open_quantised(path, self._config, headers)
+        self.file_of: Mapping[str, str] = {key: header.path.name for header in headers for key in header.entries}
+        quantised = open_quantised(path, self._config, headers) if dequantise else None
         self._files = quantised or SafetensorsFiles(headers)
         tensors = quantised.tensors if quantised else {k: e.info for h in headers for k, e in h.entries.items()}
         self._tensors = self._without_copies(tensors)

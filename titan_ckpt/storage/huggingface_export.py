@@ -7,7 +7,9 @@ Source: transformers, `modeling_utils.py` save_pretrained; huggingface_hub, `ser
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ import torch
 
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import ExportError
-from titan_ckpt.storage.export_plan import ExportPlan, pack_model_files
+from titan_ckpt.storage.base import TensorReader
+from titan_ckpt.storage.export_plan import ExportPlan, HeaderMetadata, no_metadata, pack_as, pack_model_files
 from titan_ckpt.storage.huggingface import CONFIG, INDEX, HuggingFaceReader, read_config
 from titan_ckpt.storage.staged_export import ExportSummary, FolderFormat, export_folder
 from titan_ckpt.tensors import TensorInfo
@@ -42,9 +45,42 @@ _COPIED = (
 """What of the base's folder belongs to an export of it. Not its README, which describes other weights."""
 _FROM_BASE = ("auto_map", "bos_token_id", "eos_token_id", "pad_token_id")
 """What config.json takes from the base's where the model itself does not say: it goes with the copied files."""
+_LISTED = 8
 _OUTPUT = "lm_head.weight"
 _OUTPUTS = (_OUTPUT, "embed_out.weight", "head.weight", "decoder.weight", "output_projection.weight")
 """What the output matrix is called: almost always the first; in GPT-NeoX, RWKV, ModernBERT and BioGPT the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The folder that the weights came from: what an export of them has to agree with."""
+
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+    """As a load sees them: dequantised, without what models compute themselves."""
+    file_of: Mapping[str, str]
+
+    @staticmethod
+    def read(path: Path, ignores: Callable[[str], bool]) -> Base:
+        """Read its headers, without the keys that `ignores` tells. Raises: as HuggingFaceReader."""
+        with HuggingFaceReader(path) as reader:
+            tensors = {key: info for key, info in reader.tensors.items() if not ignores(key)}
+            return Base(path, tensors, reader.file_of)
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {key: info.dtype for key, info in self.tensors.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """What says of a folder that its tensors are parts of quantised ones, and proves that they are."""
+
+    config: Mapping[str, Any]
+    """`quantization_config` of config.json."""
+    metadata: HeaderMetadata
+    check: Callable[[TensorReader], None]
+    """Called on rank 0 with the re-opened folder, its tensors as stored. Raises what is wrong with its values."""
 
 
 def export_huggingface(
@@ -56,19 +92,27 @@ def export_huggingface(
     max_shard_bytes: int,
     coordinator: Coordinator,
     fsync: bool = True,
+    base: Base | None = None,
+    as_base: bool = False,
+    quantisation: Quantisation | None = None,
 ) -> ExportSummary:
     """Write a folder that transformers opens, prove it, and publish it atomically. Collective.
 
     `config`: the model's config.json; where empty, the one in `assets`. `assets`: a Hugging Face folder whose
     tokenizer, chat template, generation config and custom code are copied. `max_shard_bytes`: of one file's tensors.
+    `base`: must have the same keys and shapes; `as_base`: every tensor goes into the file that has it there.
     Memory: one tensor's shard at most, as lazy tensors resolve it, and less than 64 MiB.
     Raises: ExportError on every rank, with nothing under the folder's name.
     """
 
     def companions(plan: ExportPlan) -> dict[str, bytes | Path]:
+        if base is not None and quantisation is None:
+            _compare(plan.infos, base)
         files: dict[str, bytes | Path] = dict(_assets(assets))
-        base = read_config(assets / CONFIG) if assets is not None else {}
-        made = _config(config, base, plan.infos)
+        beside = read_config(assets / CONFIG) if assets is not None else {}
+        made = _config(config, beside, plan.infos)
+        if quantisation is not None:
+            made["quantization_config"] = dict(quantisation.config)
         _check_tied(made, plan.infos)
         files[CONFIG] = _json(made)
         if GENERATION_CONFIG not in files:
@@ -78,10 +122,30 @@ def export_huggingface(
         return files
 
     def pack(infos: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
-        return pack_model_files(infos, max_shard_bytes)
+        return pack_as(base.file_of, infos) if base and as_base else pack_model_files(infos, max_shard_bytes)
 
-    layout = FolderFormat(pack, companions, HuggingFaceReader, lambda reader: None)
+    layout = FolderFormat(
+        pack,
+        companions,
+        partial(HuggingFaceReader, dequantise=False),  # the proof is of what is stored
+        quantisation.check if quantisation else lambda reader: None,
+        quantisation.metadata if quantisation else no_metadata,
+    )
     return export_folder(folder, groups, layout, coordinator, fsync=fsync)
+
+
+def _compare(infos: Mapping[str, TensorInfo], base: Base) -> None:
+    """Raise unless the export has the base's keys, each of the base's shape."""
+    faults = [f"{key} is not in the base" for key in infos if key not in base.tensors]
+    faults += [f"{key} is only in the base" for key in base.tensors if key not in infos]
+    shapes = [(key, info, base.tensors[key]) for key, info in infos.items() if key in base.tensors]
+    faults += [f"{key}: base {there}, export {here}" for key, here, there in shapes if here.shape != there.shape]
+    if faults:
+        more = f"; and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
+        raise ExportError(
+            f"{len(faults)} tensor(s) are not those of {base.path}, from which the weights came: "
+            f"{'; '.join(faults[:_LISTED])}{more}. Is the model's table of names the right one?"
+        )
 
 
 def _assets(folder: Path | None) -> Iterator[tuple[str, Path]]:
@@ -130,7 +194,7 @@ def _check_tied(config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> N
     wrong = "config says tie_word_embeddings = {} and the export has {} {}: one of them is wrong"
     if tied and _OUTPUT in infos:
         raise ExportError(wrong.format("true", "a", _OUTPUT))
-    if tied is False and causal and not any(key in infos for key in _OUTPUTS):
+    if tied is False and causal and not any(key.startswith(_OUTPUTS) for key in infos):
         raise ExportError(wrong.format("false", "no", _OUTPUT))
 
 

@@ -18,7 +18,14 @@ from titan_ckpt import posix
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import ExportError
 from titan_ckpt.storage.base import TensorReader
-from titan_ckpt.storage.export_plan import ExportPlan, PackFiles, coverage_faults, plan_export
+from titan_ckpt.storage.export_plan import (
+    ExportPlan,
+    HeaderMetadata,
+    PackFiles,
+    coverage_faults,
+    no_metadata,
+    plan_export,
+)
 from titan_ckpt.storage.export_writer import ExportWriter, create_file
 from titan_ckpt.storage.staged_folder import StagedFolder, copy_file, write_file
 from titan_ckpt.tensors import TensorInfo
@@ -38,6 +45,8 @@ class FolderFormat:
     """How anybody would open the folder: this proves it."""
     check: Callable[[TensorReader], None]
     """Called on rank 0 with the re-opened folder before it is published. Raises what is wrong with its values."""
+    metadata: HeaderMetadata = no_metadata
+    """What a file's header says beside its tensors; the same on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +94,7 @@ class _Export:
 
     def run(self) -> ExportPlan:
         """Take all steps; leaves no staging folder behind when it raises."""
-        plan = plan_export(self.groups, self.layout.pack, self.coordinator)
+        plan = plan_export(self.groups, self.layout.pack, self.coordinator, self.layout.metadata)
         companions: Mapping[str, bytes | Path] = {}
         staged: StagedFolder | None = None
         path, error = "", None

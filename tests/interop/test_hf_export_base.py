@@ -1,0 +1,93 @@
+"""Exports of weights that came from a Hugging Face folder: they agree with it, and can look exactly like it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
+from titan_ckpt.errors import ConfigError, ExportError
+from titan_ckpt.models.llama3 import FLAVORS, Llama3
+
+CONFIG = replace(FLAVORS["debug-0.5m"], vocab_size=160, num_layers=2, max_seq_len=64, tie_embeddings=False)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A folder of transformers in several files: bfloat16, but for norms in float32; with a tokenizer's file."""
+    model: Any = LlamaForCausalLM(LlamaConfig.from_dict(CONFIG.to_hf())).bfloat16()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = parameter.data.float() + torch.rand(parameter.shape) / 3
+    model.save_pretrained(tmp_path / "base", max_shard_size="100KB")
+    (tmp_path / "base" / "tokenizer.json").write_text("{}")
+    return tmp_path / "base"
+
+
+def run(base: Path, folder: Path, export: ExportConfig) -> Path:
+    """Load a base into a float32 model, and export it after a last step that changed nothing."""
+    model = Llama3(CONFIG)
+    config = CheckpointConfig(initial_load=(InitialLoadConfig(str(base), cast=True),), export=(export,))
+    transforms = StateDictTransforms(model.key_map(), model.hf_config())
+    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=folder) as manager:
+        manager.load()
+        manager.save(1, last_step=True)
+    return folder / "exports" / "step-1"
+
+
+def test_an_export_can_look_exactly_like_its_base(tmp_path: Path, base: Path) -> None:
+    """With the base's dtypes and files, every safetensors file and the index are the base's, byte for byte."""
+    out = run(base, tmp_path, ExportConfig("hf", dtype="original", file_layout="base"))
+    files = sorted(p.name for p in base.glob("*.safetensors*"))
+    assert len(files) > 3
+    assert sorted(p.name for p in out.glob("*.safetensors*")) == files
+    for name in files:
+        if name.endswith(".safetensors"):
+            assert (out / name).read_bytes() == (base / name).read_bytes(), name
+    there, here = (json.loads((f / "model.safetensors.index.json").read_text()) for f in (base, out))
+    assert here == there
+    assert (out / "tokenizer.json").read_text() == "{}", "what goes along comes from the base, too"
+
+
+def test_original_dtypes_are_one_option_and_files_by_size_another(tmp_path: Path, base: Path) -> None:
+    """The base's dtypes in one file; and without them each tensor keeps the model's."""
+    original = load_file(run(base, tmp_path / "a", ExportConfig("hf", dtype="original")) / "model.safetensors")
+    assert {v.dtype for k, v in original.items() if "norm" in k} == {torch.float32}
+    assert {v.dtype for k, v in original.items() if "norm" not in k} == {torch.bfloat16}
+    own = run(base, tmp_path / "b", ExportConfig("hf", file_layout="base"))
+    assert {v.dtype for file in own.glob("*.safetensors") for v in load_file(file).values()} == {torch.float32}
+
+
+def test_keys_and_shapes_must_be_the_bases(tmp_path: Path, base: Path) -> None:
+    """A base that changed under the run's feet has other tensors than the export: nothing is published."""
+    first = min(base.glob("model-*.safetensors"))
+    model = Llama3(CONFIG)
+    config = CheckpointConfig(initial_load=(InitialLoadConfig(str(base), cast=True),), export=(ExportConfig("hf"),))
+    transforms = StateDictTransforms(model.key_map(), model.hf_config())
+    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path) as manager:
+        manager.load()
+        tensors = load_file(first)
+        key = min(tensors)
+        save_file({**tensors, key: tensors[key][:-1].contiguous()}, first, {"format": "pt"})
+        with pytest.raises(ExportError, match=rf"{key}: base .*export .*table of names"):
+            manager.save(1, last_step=True)
+    assert not (tmp_path / "exports" / "step-1").exists()
+
+
+def test_what_only_a_base_can_say_needs_one(tmp_path: Path) -> None:
+    """Before training: original dtypes without a base's folder, and for formats that cannot look like it."""
+    model = Llama3(CONFIG)
+    transforms = StateDictTransforms(model.key_map(), model.hf_config())
+    for export in (ExportConfig("hf", dtype="original"), ExportConfig("hf", file_layout="base")):
+        config = CheckpointConfig(export=(export,))
+        with pytest.raises(ExportError, match="name its Hugging Face folder"):
+            CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path)
+    with pytest.raises(ConfigError, match="only hf exports"):
+        ExportConfig("dcp", dtype="original")

@@ -128,6 +128,8 @@ class ExportConfig:
 
     format: Literal["hf", "peft", "dcp"]
     """hf: a Hugging Face folder, adapters merged; peft: the adapter alone; dcp: torch.distributed.checkpoint."""
+    interval: PositiveSteps | None = None
+    """Steps between exports before the last step's; absent: only that one."""
     dtype: Literal["float32", "bfloat16", "float16", "original"] | None = None
     """What floating-point tensors become; original: what each is in the base's folder; absent: each keeps its own."""
     max_shard_bytes: PositiveInt = 5_000_000_000

@@ -96,7 +96,7 @@ class Exporter:
         folder = self._folder(config, step)
         found = bool(self._coordinator.broadcast("export-there", folder.is_dir()))
         if found:
-            logger.info("export %s is there already", folder)
+            logger.warning("export %s is there already and stays as it is", folder)
         return found
 
     def _folder(self, config: ExportConfig, step: int) -> Path:

@@ -230,11 +230,13 @@ class CheckpointManager:
         *,
         force: bool = False,
         metrics: Mapping[str, float] | None = None,
+        export: bool = True,
     ) -> bool:
-        """Save if the step is due; on the last step also wait for it and make the exports. Returns whether it saved.
+        """Save if the step is due, and make the exports that are; the last step's are waited for. True if it saved.
 
-        `force` saves a step that is not due: the process is about to be stopped. `metrics`: values that retention by
-        the best may go by, recorded with the step; rank 0's count, and those that are not finite are left out.
+        `export=False` leaves them to a call of `export()`. `force` saves a step that is not due: the process is about
+        to be stopped. `metrics`: values that retention by the best may go by, recorded with the step; rank 0's count,
+        and those that are not finite are left out.
         Raises: what an earlier save in the background raised, once; SaveError; ExportError.
         """
         self._check_open()
@@ -243,14 +245,27 @@ class CheckpointManager:
         if self._saver is not None and due and step != self._saved_step:
             finite = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
             saved = self._save(step, finite, skippable=not (force or last_step))
+        if export:
+            self.export(step, last_step)
+        return saved
+
+    def export(self, step: int, last_step: bool = False) -> bool:
+        """Make the exports that are due after this step, all on the last one. Returns whether any was.
+
+        A save of the last step is waited for first, so that a failed export costs no training.
+        Raises: ExportError; on the last step also what the save raised.
+        """
+        self._check_open()
+        due = policy.due_exports(step, self.config.export, last_step)
         if last_step:
             self.wait()
-            finished_before = self._resumed_from is not None and self._resumed_from["step"] == step
-            for export in self.config.export:
-                if finished_before and self._exporter.is_there(export, step):
-                    continue  # the run that made this step made it; only what it still owed is missing
-                self._exporter.export(export, step, self._base)
-        return saved
+        # A step that a resumed run makes again has the weights it had; of a finished run only what it owed is missing.
+        made_before = self._resumed_from is not None and (not last_step or self._resumed_from["step"] == step)
+        for export in due:
+            if made_before and self._exporter.is_there(export, step):
+                continue
+            self._exporter.export(export, step, self._base)
+        return bool(due)
 
     def _save(self, step: int, metrics: dict[str, float], *, skippable: bool) -> bool:
         assert self._saver is not None and self.config.save is not None

@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from titan_ckpt.config import KeepConfig, SaveConfig
+from titan_ckpt.config import ExportConfig, KeepConfig, SaveConfig
 
 
 def is_due(step: int, save: SaveConfig | None, last_step: bool) -> bool:
@@ -17,6 +17,11 @@ def is_due(step: int, save: SaveConfig | None, last_step: bool) -> bool:
         return False
     on_interval = step > 0 and step % save.interval == 0
     return last_step or on_interval or (save.first_step and step == 1)
+
+
+def due_exports(step: int, exports: Sequence[ExportConfig], last_step: bool) -> list[ExportConfig]:
+    """Return which exports are to be made of the weights after `step` optimizer steps."""
+    return [e for e in exports if last_step or (e.interval is not None and step > 0 and step % e.interval == 0)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,13 +60,13 @@ def test_a_position_is_taken_over_by_another_number_of_ranks() -> None:
 @pytest.mark.parametrize("taken", [0, 1, 7, 30])
 def test_a_loader_resumes_at_the_next_batch(taken: int) -> None:
     """Its state, through JSON, leads another loader to the batches that come next, over an epoch's end."""
-    first = build_dataloader(PackedDataset(TOKENS, 10, seed=5), 4, collate)
+    first = build_dataloader(PackedDataset(TOKENS, 10, seed=5), 4, collate, seed=0)
     batches = iter(first)
     for _ in range(taken):
         next(batches)
     state = json.loads(json.dumps(first.state_dict()))
     expected = [next(batches) for _ in range(30)]
-    second = build_dataloader(PackedDataset(TOKENS, 10, seed=5), 4, collate)
+    second = build_dataloader(PackedDataset(TOKENS, 10, seed=5), 4, collate, seed=0)
     second.load_state_dict(state)
     for one, other in zip(expected, iter(second), strict=False):
         assert torch.equal(one["tokens"], other["tokens"])
@@ -74,7 +74,7 @@ def test_a_loader_resumes_at_the_next_batch(taken: int) -> None:
 
 def test_a_loader_draws_no_random_numbers_of_the_run() -> None:
     """Creating an iterator and taking batches leaves torch's generator where it was."""
-    loader = build_dataloader(PackedDataset(TOKENS, 10, seed=5), 4, collate)
+    loader = build_dataloader(PackedDataset(TOKENS, 10, seed=5), 4, collate, seed=0)
     before = torch.get_rng_state()
     next(iter(loader))
     assert torch.equal(torch.get_rng_state(), before)

@@ -7,6 +7,7 @@ serve all of them; on disk every expert has its own tensors. Routing drops no to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -117,6 +118,11 @@ class RouterLoad:
     def imbalance(self) -> float:
         """Return the busiest expert's share against an even one: 1 is even, the number of experts the worst."""
         return float(self.tokens.max() / self.tokens.float().mean())
+
+    def entropy(self) -> float:
+        """Return the entropy of the experts' shares over that of even ones: 1 is even, 0 is one expert for all."""
+        shares = self.tokens / self.tokens.sum()
+        return float(torch.special.entr(shares).sum()) / math.log(len(shares)) if len(shares) > 1 else 1.0
 
     def auxiliary_loss(self) -> float:
         """Return the load-balancing loss: `experts_per_token` where even. Source: arXiv 2101.03961, eq. 4."""

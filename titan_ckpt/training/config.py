@@ -61,6 +61,8 @@ class DataConfig:
     sequence_length: PositiveInt = 256
     """Tokens of one training sequence."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    held_out: BelowOne = 0.0
+    """Share of the corpus, at its end, that is not trained on: what [evaluation] measures by itself."""
     cache_folder: NonEmpty = "outputs/cache"
     """Trained tokenizers and tokenised corpora, shared between runs."""
 
@@ -118,7 +120,104 @@ class TrainingConfig:
     deterministic: bool = False
     """Refuse operations that have no deterministic implementation; on CPU a run repeats bit for bit without it."""
     log_interval: PositiveSteps = 1
-    """Steps between two lines of the console and of metrics.jsonl."""
+    """Steps between two reports: lines of the console and of metrics.jsonl, points in TensorBoard and W&B."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationConfig:
+    """[evaluation]: the loss on text that is not trained on. The run itself is the same with it and without."""
+
+    interval: PositiveSteps
+    """Steps between evaluations; the last step is evaluated as well."""
+    corpus: NonEmpty | None = None
+    """A .txt or .jsonl file; absent: the share of the corpus that data.held_out keeps back."""
+    max_sequences: PositiveInt | None = None
+    """Only the first so many sequences; absent: all."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBoardConfig:
+    """[tensorboard]: event files of everything that is logged; needs the extra of that name."""
+
+    folder: NonEmpty = "tensorboard"
+    """Relative to the output folder."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True, slots=True)
+class WandbConfig:
+    """[wandb]: Weights & Biases gets everything that is logged; needs the extra of that name. Names are W&B's own."""
+
+    project: NonEmpty
+    name: NonEmpty | None = None
+    entity: NonEmpty | None = None
+    group: NonEmpty | None = None
+    tags: tuple[NonEmpty, ...] = ()
+    mode: Literal["online", "offline"] | None = None
+    """Send now, or write to the output folder for `wandb sync`; absent: as WANDB_MODE says, else online."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilingConfig:
+    """[profiling]: traces of torch.profiler, which Perfetto and chrome://tracing open."""
+
+    interval: PositiveSteps
+    """Steps from one trace to the next; a trace is of the last `active` ones."""
+    warmup: PositiveSteps = 1
+    """Steps right before a trace in which the profiler already runs and what it sees is dropped."""
+    active: PositiveSteps = 1
+    """Steps of one trace."""
+    num_traces: PositiveInt | None = 1
+    """How many traces a process writes."""
+    ranks: tuple[NonNegative, ...] = (0,)
+    """Who traces."""
+    memory: bool = False
+    """Record allocations."""
+    stacks: bool = False
+    """Record where in the source each operation was called; slows the traced steps."""
+    shapes: bool = False
+    """Record the shapes of what operations take."""
+    folder: NonEmpty = "profiles"
+    """Relative to the output folder."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    def problems(self) -> Iterator[str]:
+        if self.interval < self.warmup + self.active:
+            yield f"interval: {self.interval} steps are fewer than warmup + active = {self.warmup + self.active}"
+
+
+@dataclass(frozen=True, slots=True)
+class MonitoringConfig:
+    """[monitoring]: what is measured beside loss, gradient norm and speed, and logged with them."""
+
+    memory: bool = False
+    """Memory of the rank that needs most, in GiB."""
+    load_balance: bool = False
+    """How a mixture of experts deals out tokens, layer by layer."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True, slots=True)
+class GarbageCollectionConfig:
+    """[garbage_collection]: collect at the same steps on every rank instead of whenever each one's counters say."""
+
+    interval: PositiveSteps
+    """Steps between collections."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -138,6 +237,16 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    monitoring: MonitoringConfig = field(default_factory=MonitoringConfig)
+    evaluation: EvaluationConfig | None = None
+    tensorboard: TensorBoardConfig | None = None
+    wandb: WandbConfig | None = None
+    profiling: ProfilingConfig | None = None
+    garbage_collection: GarbageCollectionConfig | None = None
 
     def __post_init__(self) -> None:
         validate(self)
+
+    def problems(self) -> Iterator[str]:
+        if self.evaluation is not None and self.evaluation.corpus is None and not self.data.held_out:
+            yield "evaluation: nothing to measure; name evaluation.corpus, or keep a share back with data.held_out"

@@ -84,7 +84,12 @@ class PackedDataset(IterableDataset[Batch]):
                 epoch = index // self.num_sequences
                 order = self._order(epoch)
             self.next_index += stride  # before the yield: what was handed out counts as taken
-            yield self._sequence(int(order[index % self.num_sequences]))
+            yield self.sequence(int(order[index % self.num_sequences]))
+
+    @property
+    def epoch(self) -> int:
+        """Which pass over the data the next sequence is of, counted from 0."""
+        return self.next_index // self.num_sequences
 
     def state_dict(self) -> dict[str, Any]:
         return {"next_index": self.next_index, "fingerprint": self.fingerprint}
@@ -99,7 +104,8 @@ class PackedDataset(IterableDataset[Batch]):
             )
         self.next_index = state_dict["next_index"]
 
-    def _sequence(self, number: int) -> Batch:
+    def sequence(self, number: int) -> Batch:
+        """Return a sequence by its place in the text; whose turn it is changes nothing."""
         start = number * self.sequence_length
         window = self.tokens[start : start + self.sequence_length + 1].long()
         return {"tokens": window[:-1], "labels": window[1:]}
@@ -121,14 +127,16 @@ def collate(samples: Sequence[Batch]) -> Batch:
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
-def build_dataloader(dataset: PackedDataset, batch_size: int, collate_fn: Callable[[Sequence[Batch]], Batch]) -> Any:
+def build_dataloader(
+    dataset: IterableDataset[Batch], batch_size: int, collate_fn: Callable[[Sequence[Batch]], Batch], seed: int
+) -> Any:
     """Return a StatefulDataLoader over the dataset, whose state holds the dataset's position.
 
     Its generator is its own: creating an iterator draws from it, and would otherwise move the run's random numbers.
     """
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    generator = torch.Generator().manual_seed(dataset.seed)
+    generator = torch.Generator().manual_seed(seed)
     with warnings.catch_warnings():  # torchdata 0.11 calls torch.set_vital, which torch 2.13 has deprecated
         warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
         return StatefulDataLoader(dataset, batch_size=batch_size, collate_fn=collate_fn, generator=generator)

@@ -21,18 +21,25 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils.data import IterableDataset
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.registry import build_model
-from titan_ckpt.training.callbacks import Callback, Callbacks, Checkpointing, GradientHealth, StepMetrics
+from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue, StepMetrics
+from titan_ckpt.training.callbacks.checkpoint import Checkpointing, Export
+from titan_ckpt.training.callbacks.console import Logging, ProgressBar
+from titan_ckpt.training.callbacks.evaluation import Evaluation
+from titan_ckpt.training.callbacks.health import GradientHealth
+from titan_ckpt.training.callbacks.monitors import LoadBalance, MemoryMonitor
+from titan_ckpt.training.callbacks.process import GarbageCollection, Profiler
+from titan_ckpt.training.callbacks.trackers import TensorBoard, Wandb
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.corpus import open_corpus
 from titan_ckpt.training.data import Batch, PackedDataset, build_dataloader, collate, tokenise
 from titan_ckpt.training.loss import clip_gradients, num_predicted, summed_cross_entropy
 from titan_ckpt.training.parallel import Ranks, process_group, shard, sync_gradients
-from titan_ckpt.training.reporting import MetricsLog, ProgressBar
 from titan_ckpt.training.schedule import rate_factor
 from titan_ckpt.training.tokenizer import TextTokenizer, read_tokenizer, train_tokenizer
 from titan_ckpt.transforms import StateDictTransforms
@@ -85,7 +92,7 @@ class Trainer:
     model: LanguageModel
     tokenizer: TextTokenizer
     encode: Callable[[str], list[int]]
-    dataset: PackedDataset
+    dataset: IterableDataset[Batch]
     collate: Callable[[Sequence[Batch]], Batch]
     dataloader: Any
     optimizer: Optimizer
@@ -101,6 +108,8 @@ class Trainer:
         self.converters = converters
         self.user_callbacks = tuple(callbacks)
         self.state = TrainState()
+        self.measurements: dict[str, LogValue] = {}
+        """What callbacks have measured in the step under way, to be logged with it; the same on every rank."""
         self.stop_requested = False
         """Set by a signal, at any moment, on this rank alone."""
         self.stopping = False
@@ -185,17 +194,16 @@ class Trainer:
         """Return what makes token ids of a document."""
         return self.tokenizer.encode_document
 
-    def build_dataset(self) -> PackedDataset:
+    def build_dataset(self) -> IterableDataset[Batch]:
         """Return this rank's share of the packed corpus. Raises: ConfigError for a length that does not fit."""
         data = self.config.data
         longest = self.model.max_seq_len
         if longest is not None and data.sequence_length > longest:
             raise ConfigError([f"data.sequence_length: {data.sequence_length} is longer than the model's {longest}"])
-        corpus = open_corpus(data.corpus)
-        key: dict[str, object] = {"corpus": corpus.digest, "tokenizer": self.tokenizer.digest}
-        tokens = tokenise(corpus.documents, self.encode, key, Path(data.cache_folder))
+        tokens = self.tokens_of(data.corpus)
+        trained = tokens[: len(tokens) - int(len(tokens) * data.held_out)]
         return PackedDataset(
-            tokens, data.sequence_length, self.config.seed, rank=self.ranks.rank, num_ranks=self.ranks.size
+            trained, data.sequence_length, self.config.seed, rank=self.ranks.rank, num_ranks=self.ranks.size
         )
 
     def build_collate(self) -> Callable[[Sequence[Batch]], Batch]:
@@ -204,7 +212,7 @@ class Trainer:
 
     def build_dataloader(self) -> Any:
         """Return a loader whose state_dict holds the position in the data."""
-        return build_dataloader(self.dataset, self.config.training.batch_size, self.collate)
+        return build_dataloader(self.dataset, self.config.training.batch_size, self.collate, self.config.seed)
 
     def parallelise_model(self) -> None:
         """Move the model to its device, lay it out over the ranks in place, and give each rank noise of its own."""
@@ -235,15 +243,57 @@ class Trainer:
         return lambda: torch.autocast(self.ranks.device.type, self._compute_dtype)
 
     def build_callbacks(self) -> Callbacks:
-        """Return the callbacks, the user's last."""
-        metrics = MetricsLog(Path(self.config.output_folder) / METRICS)
-        return Callbacks(GradientHealth(), metrics, ProgressBar(), Checkpointing(), self.user_callbacks)
+        """Return the callbacks that the config asks for, each under its name, the user's last.
+
+        Raises: ConfigError for a library that is not installed, and for held-out text too short to measure.
+        """
+        config, folder = self.config, Path(self.config.output_folder)
+        monitoring, profiling, collection = config.monitoring, config.profiling, config.garbage_collection
+        return Callbacks(
+            gradient_health=GradientHealth(),
+            load_balance=LoadBalance() if monitoring.load_balance else None,
+            memory=MemoryMonitor() if monitoring.memory else None,
+            evaluation=Evaluation(config.evaluation, self.held_out()) if config.evaluation else None,
+            logging=Logging(folder / METRICS),
+            tensorboard=TensorBoard(config.tensorboard, folder) if config.tensorboard else None,
+            wandb=Wandb(config.wandb, folder) if config.wandb else None,
+            progress=ProgressBar(),
+            checkpoint=Checkpointing(),
+            export=Export(),
+            profiler=Profiler(profiling, folder) if profiling else None,
+            garbage_collection=GarbageCollection(collection) if collection else None,
+            user=self.user_callbacks,
+        )
 
     # What the build steps share
 
     def trainable(self) -> list[nn.Parameter]:
         """Return the parameters that are trained, each once."""
         return [p for p in self.model.parameters() if p.requires_grad]
+
+    def tokens_of(self, corpus: str) -> torch.Tensor:
+        """Return the token ids of a corpus, one document after the other."""
+        documents = open_corpus(corpus)
+        key: dict[str, object] = {"corpus": documents.digest, "tokenizer": self.tokenizer.digest}
+        return tokenise(documents.documents, self.encode, key, Path(self.config.data.cache_folder))
+
+    def held_out(self) -> PackedDataset:
+        """Return the whole text that [evaluation] measures. Raises: ConfigError if it is no whole sequence."""
+        data, config = self.config.data, self.config.evaluation
+        assert config is not None, "asked for with [evaluation] alone"
+        tokens = self.tokens_of(config.corpus or data.corpus)
+        kept_back = len(tokens) if config.corpus else int(len(tokens) * data.held_out)
+        return PackedDataset(tokens[len(tokens) - kept_back :], data.sequence_length, self.config.seed)
+
+    def is_log_due(self, step: int) -> bool:
+        """Say whether the end of a step is reported whatever was measured in it."""
+        training = self.config.training
+        return step % training.log_interval == 0 or step in (1, training.steps)
+
+    @property
+    def epoch(self) -> int:
+        """Which pass over the data the next sequence is of; override it beside a dataset of your own."""
+        return self.dataset.epoch if isinstance(self.dataset, PackedDataset) else 0
 
     @property
     def _compute_dtype(self) -> torch.dtype:
@@ -289,10 +339,16 @@ class Trainer:
         batches = iter(self.dataloader)
         self.model.train()
         self.callbacks.on_train_begin(self)
+        epoch = self.epoch
+        self.callbacks.on_epoch_begin(self, epoch)
         try:
             with self._stop_on_sigterm():
                 while self.state.step < last and not self.stopping:
                     self.callbacks.on_step_end(self, self.train_step(batches))
+                    while epoch < self.epoch:
+                        self.callbacks.on_epoch_end(self, epoch)
+                        epoch += 1
+                        self.callbacks.on_epoch_begin(self, epoch)
         finally:
             self.callbacks.on_train_end(self)
         if self.state.step < last:
@@ -307,6 +363,7 @@ class Trainer:
         """
         started = time.perf_counter()
         step = self.state.step + 1
+        self.measurements.clear()
         self.callbacks.on_step_begin(self, step)
         micro_batches = [next(batches) for _ in range(self.config.training.accumulation)]
         mine = sum(map(num_predicted, micro_batches))

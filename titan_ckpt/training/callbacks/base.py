@@ -1,18 +1,21 @@
-"""What happens around the steps of a run: the events, their order, and the callbacks every run has.
+"""The events of a run, their order, and the callbacks it may have, by name.
 
-Owns the events. A callback of your own subclasses Callback and is handed to the Trainer; it comes after the named ones.
+Owns no behaviour: each callback is in a module of its family. One of your own subclasses Callback and is handed to the
+Trainer; it comes after the named ones.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from titan_ckpt.manager import LoadResult
     from titan_ckpt.training.trainer import Trainer
+
+LogValue = float | list[float]
+"""A number, or one for each of a few like things, such as a layer's experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,9 @@ class Callback:
     def on_train_begin(self, trainer: Trainer) -> None:
         """The first step of this process comes next."""
 
+    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+        """The next sequence is of this pass over the data, counted from 0; after a resume not always its first."""
+
     def on_step_begin(self, trainer: Trainer, step: int) -> None:
         """Nothing of the step is done."""
 
@@ -54,52 +60,47 @@ class Callback:
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         """Weights, schedule and data position are those after the step."""
 
+    def on_evaluate(self, trainer: Trainer, step: int, values: Mapping[str, float]) -> None:
+        """Held-out text was measured with the weights after this step."""
+
+    def on_log(self, trainer: Trainer, step: int, values: Mapping[str, LogValue]) -> None:
+        """A step is reported: its StepMetrics by name, and `trainer.measurements`."""
+
     def on_save(self, trainer: Trainer, step: int) -> None:
         """A save of this step was started, or made."""
+
+    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+        """The step that just ended took the last sequence of this pass over the data."""
 
     def on_train_end(self, trainer: Trainer) -> None:
         """No further step follows; called after an exception too."""
 
 
-class GradientHealth(Callback):
-    """Stops the run before a gradient that is not finite reaches the weights."""
-
-    def on_pre_optimizer(self, trainer: Trainer, step: int, grad_norm: float) -> None:
-        if not math.isfinite(grad_norm):
-            raise FloatingPointError(
-                f"step {step}: the gradient's norm is {grad_norm}; the weights are those of step {step - 1}. "
-                "Resume from a checkpoint with a lower optimizer.lr, or with training.max_grad_norm set"
-            )
-
-
-class Checkpointing(Callback):
-    """Saves when a step is due, and keeps the optimizer from changing what is still being copied."""
-
-    def on_pre_optimizer(self, trainer: Trainer, step: int, grad_norm: float) -> None:
-        trainer.manager.maybe_wait_for_staging()
-
-    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        last_step = metrics.step == trainer.config.training.steps
-        if trainer.manager.save(metrics.step, last_step=last_step, metrics={"loss": metrics.loss}):
-            trainer.callbacks.on_save(trainer, metrics.step)
-
-
 @dataclass(slots=True)
 class Callbacks(Callback):
-    """The callbacks of a run, called in the order of the fields.
+    """The callbacks of a run, called in the order of the fields; None is one that this run does not have.
 
-    Health comes first, so that a broken step is not reported as a step; reports come before the save, so that a saved
-    step has its line in metrics.jsonl.
+    Health comes first, so that a broken step is not reported as a step. What measures comes before what reports, and
+    reports come before the save, so that a saved step has its line in metrics.jsonl.
     """
 
-    health: Callback
-    metrics: Callback
-    progress: Callback
-    checkpoint: Callback
+    gradient_health: Callback | None = None
+    load_balance: Callback | None = None
+    memory: Callback | None = None
+    evaluation: Callback | None = None
+    logging: Callback | None = None
+    tensorboard: Callback | None = None
+    wandb: Callback | None = None
+    progress: Callback | None = None
+    checkpoint: Callback | None = None
+    export: Callback | None = None
+    profiler: Callback | None = None
+    garbage_collection: Callback | None = None
     user: tuple[Callback, ...] = ()
 
     def __iter__(self) -> Iterator[Callback]:
-        yield from (getattr(self, f.name) for f in fields(self) if f.name != "user")
+        named = (getattr(self, f.name) for f in fields(self) if f.name != "user")
+        yield from (callback for callback in named if callback is not None)
         yield from self.user
 
     def on_init_end(self, trainer: Trainer) -> None:
@@ -113,6 +114,10 @@ class Callbacks(Callback):
     def on_train_begin(self, trainer: Trainer) -> None:
         for callback in self:
             callback.on_train_begin(trainer)
+
+    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+        for callback in self:
+            callback.on_epoch_begin(trainer, epoch)
 
     def on_step_begin(self, trainer: Trainer, step: int) -> None:
         for callback in self:
@@ -130,9 +135,21 @@ class Callbacks(Callback):
         for callback in self:
             callback.on_step_end(trainer, metrics)
 
+    def on_evaluate(self, trainer: Trainer, step: int, values: Mapping[str, float]) -> None:
+        for callback in self:
+            callback.on_evaluate(trainer, step, values)
+
+    def on_log(self, trainer: Trainer, step: int, values: Mapping[str, LogValue]) -> None:
+        for callback in self:
+            callback.on_log(trainer, step, values)
+
     def on_save(self, trainer: Trainer, step: int) -> None:
         for callback in self:
             callback.on_save(trainer, step)
+
+    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+        for callback in self:
+            callback.on_epoch_end(trainer, epoch)
 
     def on_train_end(self, trainer: Trainer) -> None:
         for callback in self:

@@ -1,0 +1,82 @@
+"""Evaluation: the loss on held-out text, all of it the same text every time, dealt to all ranks.
+
+Changes nothing of the run: neither random numbers nor the position in the data, and no weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from titan_ckpt.rng import RandomState
+from titan_ckpt.training.callbacks.base import Callback, StepMetrics
+from titan_ckpt.training.config import EvaluationConfig
+from titan_ckpt.training.data import IGNORED, Batch, PackedDataset
+from titan_ckpt.training.loss import num_predicted
+
+if TYPE_CHECKING:
+    from titan_ckpt.training.trainer import Trainer
+
+
+class Evaluation(Callback):
+    """Measures `eval/loss`, the mean over all predicted tokens, and `eval/perplexity`; at the last step as well."""
+
+    def __init__(self, config: EvaluationConfig, dataset: PackedDataset) -> None:
+        """Take the whole held-out text, the same on every rank."""
+        self._config = config
+        self._dataset = dataset
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        if metrics.step % self._config.interval == 0 or metrics.step == trainer.config.training.steps:
+            loss = self.evaluate(trainer)
+            values = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+            trainer.measurements |= values
+            trainer.callbacks.on_evaluate(trainer, metrics.step, values)
+
+    def evaluate(self, trainer: Trainer) -> float:
+        """Return the mean loss over the tokens of all ranks, each counted once. Collective."""
+        random_state = RandomState()
+        before = random_state.state_dict()
+        total = torch.zeros(2, dtype=torch.float64, device=trainer.ranks.device)
+        trainer.model.eval()
+        try:
+            with torch.no_grad():
+                for batch in self._batches(trainer):
+                    with trainer.training_context():
+                        total[0] += trainer.compute_loss(batch)
+                    total[1] += num_predicted(batch)
+        finally:
+            trainer.model.train()
+            random_state.load_state_dict(before)
+        reshard(trainer.model)
+        loss, num_tokens = trainer.ranks.sum(total).tolist()
+        return float(loss / num_tokens)
+
+    def _batches(self, trainer: Trainer) -> Iterator[Batch]:
+        """Yield this rank's batches on its device; every rank has as many, for each forward may be collective."""
+        config, ranks = self._config, trainer.ranks
+        num_sequences = min(self._dataset.num_sequences, config.max_sequences or self._dataset.num_sequences)
+        size = trainer.config.training.batch_size
+        for first in range(0, num_sequences, size * ranks.size):
+            mine = range(first + ranks.rank * size, first + (ranks.rank + 1) * size)
+            batch = trainer.collate([self._sequence(number, num_sequences) for number in mine])
+            yield {name: value.to(ranks.device) for name, value in batch.items()}
+
+    def _sequence(self, number: int, num_sequences: int) -> Batch:
+        """Return a sequence; beyond the last one, a repeated one whose labels do not count."""
+        sample = self._dataset.sequence(number % num_sequences)
+        if number < num_sequences:
+            return sample
+        return sample | {"labels": torch.full_like(sample["labels"], IGNORED)}
+
+
+def reshard(*model_parts: torch.nn.Module) -> None:
+    """Give back what a forward without a backward has left gathered, so that parameters are shards again."""
+    modules: Sequence[torch.nn.Module] = [module for part in model_parts for module in part.modules()]
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,88 @@
+"""The process itself: traces of where its time goes, and garbage collection at the same step on every rank."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from titan_ckpt.training.callbacks.base import Callback, StepMetrics
+from titan_ckpt.training.config import GarbageCollectionConfig, ProfilingConfig
+
+if TYPE_CHECKING:
+    from titan_ckpt.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class Profiler(Callback):
+    """Writes a trace of a few steps every so often: <folder>/step-<last traced>-rank-<r>.json.gz, for Perfetto."""
+
+    def __init__(self, config: ProfilingConfig, base_folder: Path) -> None:
+        self._config = config
+        self._folder = base_folder / config.folder
+        self._profile: torch.profiler.profile | None = None
+        self._step = 0
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        config = self._config
+        if trainer.ranks.rank not in config.ranks:
+            return
+        cuda = [ProfilerActivity.CUDA] if trainer.ranks.device.type == "cuda" else []
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+        def write(profile: Any) -> None:
+            path = self._folder / f"step-{self._step}-rank-{trainer.ranks.rank}.json.gz"
+            profile.export_chrome_trace(str(path))
+            logger.info("trace: %s", path)
+
+        self._profile = torch.profiler.profile(
+            activities=[ProfilerActivity.CPU, *cuda],
+            schedule=torch.profiler.schedule(
+                wait=config.interval - config.warmup - config.active,
+                warmup=config.warmup,
+                active=config.active,
+                repeat=config.num_traces or 0,
+            ),
+            on_trace_ready=write,
+            profile_memory=config.memory,
+            with_stack=config.stacks,
+            record_shapes=config.shapes,
+            acc_events=True,
+        )
+        self._profile.start()
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        if self._profile is not None:
+            self._step = metrics.step
+            self._profile.step()
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+
+
+class GarbageCollection(Callback):
+    """Collects on all ranks at the same steps: left to itself each rank pauses at another, and all wait every time."""
+
+    def __init__(self, config: GarbageCollectionConfig) -> None:
+        self._interval = config.interval
+        self._was_enabled = False
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self._was_enabled = gc.isenabled()
+        gc.disable()
+        gc.collect()
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        if metrics.step % self._interval == 0:
+            gc.collect()
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        if self._was_enabled:
+            gc.enable()

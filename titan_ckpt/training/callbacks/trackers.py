@@ -1,0 +1,105 @@
+"""Trackers: TensorBoard and Weights & Biases get what is logged. Rank 0 only; both libraries are extras."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.training.callbacks.base import Callback, LogValue
+from titan_ckpt.training.config import TensorBoardConfig, WandbConfig
+
+if TYPE_CHECKING:
+    from titan_ckpt.manager import LoadResult
+    from titan_ckpt.training.trainer import Trainer
+
+RUN_ID = "wandb-run-id"
+
+
+def require(module: str, table: str) -> None:
+    """Raises: ConfigError if a library that a table asks for is not installed."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError([f"{table}: {module} is not installed; pip install 'titan-ckpt[{module}]', or leave it out"])
+
+
+class TensorBoard(Callback):
+    """Writes event files; a resumed run adds one that replaces the steps which are done again."""
+
+    def __init__(self, config: TensorBoardConfig, base_folder: Path) -> None:
+        """Raises: ConfigError if tensorboard is not installed."""
+        require("tensorboard", "tensorboard")
+        self._folder = base_folder / config.folder
+        self._writer: Any = None
+
+    def on_load(self, trainer: Trainer, result: LoadResult) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        if trainer.ranks.rank == 0:
+            redone = result.step + 1 if result.step else None
+            self._writer = SummaryWriter(str(self._folder), purge_step=redone)
+
+    def on_log(self, trainer: Trainer, step: int, values: Mapping[str, LogValue]) -> None:
+        if self._writer is None:
+            return
+        for name, value in values.items():
+            if isinstance(value, list):
+                self._writer.add_histogram(name, np.asarray(value), step)
+            elif name != "step":
+                self._writer.add_scalar(name, value, step)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class Wandb(Callback):
+    """Sends what is logged to Weights & Biases; a resumed run goes on in the run it began, by an id in a file."""
+
+    def __init__(self, config: WandbConfig, base_folder: Path) -> None:
+        """Raises: ConfigError if wandb is not installed."""
+        require("wandb", "wandb")
+        self._config = config
+        self._folder = base_folder
+        self._run: Any = None
+
+    def on_load(self, trainer: Trainer, result: LoadResult) -> None:
+        if trainer.ranks.rank:
+            return
+        import wandb
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = self._folder / RUN_ID
+        resumed = result.step > 0 and file.exists()
+        self._run = wandb.init(
+            dir=str(self._folder),
+            id=file.read_text().strip() if resumed else None,
+            resume="allow" if resumed else None,
+            config=asdict(trainer.config),
+            **asdict(self._config),
+        )
+        # Steps that are done again after a resume would be behind W&B's own counter, and dropped.
+        self._run.define_metric("*", step_metric="step")
+        file.write_text(self._run.id)
+
+    def on_log(self, trainer: Trainer, step: int, values: Mapping[str, LogValue]) -> None:
+        if self._run is None:
+            return
+        import wandb
+
+        histograms = {n: wandb.Histogram(np_histogram=bars(v)) for n, v in values.items() if isinstance(v, list)}
+        self._run.log({**values, **histograms})
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
+
+
+def bars(heights: list[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Return a histogram with one bar of a given height for each number: heights and edges."""
+    return np.asarray(heights), np.arange(len(heights) + 1)

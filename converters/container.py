@@ -15,6 +15,7 @@ from converters.protocol import ModelConverter
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.keymap import KeyMap
 from titan_ckpt.model_wrapper import clean_fqn
+from titan_ckpt.quantising import WeightQuantiser
 from titan_ckpt.types import StateDict, StateDictAdapter
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,13 @@ class ModelConverters:
         if len(adapters) > 1:
             return _JoinedAdapters(adapters)
         return adapters[0] if adapters else None
+
+    def weight_quantiser(self) -> WeightQuantiser | None:
+        """Return the one scheme of quantised weights. Raises: ConverterError where there are two."""
+        found = {c.kind: one for c in self._converters if (one := c.weight_quantiser()) is not None}
+        if len(found) > 1:
+            raise ConverterError(f"{' and '.join(found)} both quantise weights, and one folder says how in one way")
+        return next(iter(found.values()), None)
 
     def describe(self) -> list[dict[str, Any]]:
         """Return one JSON object per converter, in order."""

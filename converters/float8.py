@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from converters.float8_export import BlockQuantiser
 from converters.protocol import ModelConverter, Stage
 from converters.targets import replaceable_linears
 from titan_ckpt.config import validate
@@ -61,6 +62,10 @@ class Float8Converter(ModelConverter):
     stage: ClassVar[Stage] = "replace"
     config: Float8Config
 
+    def __init__(self, config: Float8Config) -> None:
+        super().__init__(config)
+        self._exchanged: set[str] = set()
+
     def convert(self, model: nn.Module) -> None:
         """Exchange the linear modules that float8 units can take.
 
@@ -77,6 +82,7 @@ class Float8Converter(ModelConverter):
         convert_to_float8_training(
             model, config=_torchao_config(self.config), module_filter_fn=lambda m, name: clean_fqn(name) in chosen
         )
+        self._exchanged |= chosen
         if self.config.fsdp_all_gather:
             from converters.float8_gather import use_byte_gather
 
@@ -87,6 +93,10 @@ class Float8Converter(ModelConverter):
     def state_dict_transform(self, state_dict: StateDict, last_step: bool) -> StateDict:
         """Return the tensors without torchao's wrapping, aliasing the live memory, in every mode."""
         return {fqn: _unwrapped(v) if isinstance(v, torch.Tensor) else v for fqn, v in state_dict.items()}
+
+    def weight_quantiser(self) -> BlockQuantiser:
+        """Return what stores the exchanged modules' weights as float8."""
+        return BlockQuantiser({f"{fqn}.weight" for fqn in self._exchanged})
 
     def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None:
         """Forget scales computed from weights that a load has replaced."""

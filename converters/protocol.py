@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
+from titan_ckpt.quantising import WeightQuantiser
 from titan_ckpt.types import StateDict, StateDictAdapter
 
 Stage = Literal["replace", "adapt"]
@@ -61,6 +62,10 @@ class ModelConverter(ABC):
 
     def state_dict_adapter(self) -> StateDictAdapter | None:
         """Return how the added keys are named in files of other tools, or None where there is no such form."""
+        return None
+
+    def weight_quantiser(self) -> WeightQuantiser | None:
+        """Return how an export with `quantised = true` stores this converter's weights; None where it has no part."""
         return None
 
     def initialize(  # noqa: B027 - most converters add nothing

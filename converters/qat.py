@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from converters.protocol import ModelConverter, Stage
+from converters.qat_export import TorchaoQuantiser
 from converters.targets import replaceable_linears
 from titan_ckpt.config import PositiveInt, validate
 from titan_ckpt.errors import ConverterError
@@ -83,6 +84,11 @@ class QATConverter(ModelConverter):
     stage: ClassVar[Stage] = "replace"
     config: QATConfig
 
+    def __init__(self, config: QATConfig) -> None:
+        super().__init__(config)
+        self._quantised: set[str] = set()
+        """fqns of the weights that are fake-quantised."""
+
     def convert(self, model: nn.Module) -> None:
         """Exchange the linear modules, and embeddings if asked to, for fake-quantised ones of the same parameters.
 
@@ -104,7 +110,12 @@ class QATConverter(ModelConverter):
             parameter.requires_grad_(trainable[clean_fqn(name)])
         if self.config.scheme.startswith("float8"):
             _pass_gradients_through(model)
+        self._quantised |= {f"{fqn}.weight" for fqn in chosen}
         logger.info("QAT %s: %d modules", self.config.scheme, len(chosen))
+
+    def weight_quantiser(self) -> TorchaoQuantiser:
+        """Return what quantises the weights of an export as training pretended."""
+        return TorchaoQuantiser(_torchao_config(self.config), self._quantised, self.config.embeddings)
 
 
 def quantised_forward(module: nn.Module) -> QuantisedForward | None:

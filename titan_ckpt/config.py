@@ -124,7 +124,7 @@ class InitialLoadConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExportConfig:
-    """Weights for other tools, written after the last step to <base_folder>/<folder>/step-N, or step-N-peft."""
+    """Weights for other tools, written after the last step to <base_folder>/<folder>/step-N, -peft or -quantised."""
 
     format: Literal["hf", "peft", "dcp"]
     """hf: a Hugging Face folder, adapters merged; peft: the adapter alone; dcp: torch.distributed.checkpoint."""
@@ -132,6 +132,9 @@ class ExportConfig:
     """Steps between exports before the last step's; absent: only that one."""
     dtype: Literal["float32", "bfloat16", "float16", "original"] | None = None
     """What floating-point tensors become; original: what each is in the base's folder; absent: each keeps its own."""
+    quantised: bool = False
+    """Store weights as the converters trained them to be quantised (QAT: its scheme; Float8: blocks of float8), in
+    step-N-quantised; what is not quantised takes `dtype`, and so do weights before they are."""
     max_shard_bytes: PositiveInt = 5_000_000_000
     """Bytes of one safetensors file at most, unless a single tensor is larger."""
     file_layout: Literal["size", "base"] = "size"
@@ -153,10 +156,15 @@ class ExportConfig:
     def problems(self) -> Iterator[str]:
         if self.follows_base and self.format != "hf":
             yield f"{'dtype' if self.dtype == 'original' else 'file_layout'}: only hf exports can look like their base"
+        if self.quantised and self.format != "hf":
+            yield f'quantised: a {self.format} export holds plain weights; format = "hf", or leave quantised out'
+        if self.quantised and self.file_layout == "base":
+            yield "file_layout: the base's files have no place for codes and scales; leave it out of a quantised export"
 
-    def lands_in(self) -> str:
-        """Return the folder pattern that two exports of one run must not share."""
-        return os.path.join(os.path.normpath(self.folder), "step-N-peft" if self.format == "peft" else "step-N")
+    def lands_in(self, step: int | None = None) -> str:
+        """Return the folder of a step's export, or the pattern that two exports of one run must not share."""
+        kind = "-peft" if self.format == "peft" else "-quantised" if self.quantised else ""
+        return os.path.join(os.path.normpath(self.folder), f"step-{'N' if step is None else step}{kind}")
 
 
 _TORCHTITAN_KEYS = {

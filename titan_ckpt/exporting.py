@@ -6,7 +6,7 @@ Owns which tensors go into which kind of export, and where. Writing and proving 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,18 @@ import torch
 
 from titan_ckpt.config import ExportConfig, InitialLoadConfig
 from titan_ckpt.distributed import Coordinator
-from titan_ckpt.errors import ExportError
+from titan_ckpt.errors import ConverterError, ExportError
 from titan_ckpt.loading import BASE_RECORD
 from titan_ckpt.model_wrapper import ModelWrapper
+from titan_ckpt.quantising import QuantisesWeights, WeightQuantiser, quantised
 from titan_ckpt.storage import detect_format
 from titan_ckpt.storage.dcp import export_dcp
+from titan_ckpt.storage.huggingface import TIED
 from titan_ckpt.storage.huggingface_export import Base, export_huggingface
 from titan_ckpt.storage.peft import export_peft
 from titan_ckpt.tensors import cast, info_of
 from titan_ckpt.transforms import CASTABLE, FileDtype, StateDictTransforms
-from titan_ckpt.types import StateDict
+from titan_ckpt.types import ModelHooks, StateDict
 
 logger = logging.getLogger(__name__)
 
@@ -84,12 +86,33 @@ class Exporter:
                     'dtype = "original" and file_layout = "base" are the base\'s: name its Hugging Face folder, and no '
                     "second one, in [[checkpoint.initial_load]]"
                 )
+            elif config.quantised:
+                problems += self._quantising_problems(config)
         if problems:
             raise ExportError("checkpoint.export cannot be made: " + "; ".join(problems))
         if any(config.format == "hf" for config in configs):
             self._transforms.to_file(self._model.state_dict("base"), None, None)
         if any(config.format == "peft" for config in configs):
             self._transforms.to_file(self._model.owned_state_dict(), self._model.hooks, None)
+
+    def _quantising_problems(self, config: ExportConfig) -> Iterator[str]:
+        """Yield why no quantised export can be made; compute no value."""
+        try:
+            quantiser = _quantiser(self._model.hooks)
+            if quantiser is None:
+                yield 'quantised: no converter quantises weights; add [[converters]] kind = "qat" or "float8"'
+                return
+            groups = self._transforms.to_file(self._model.state_dict("base"), None, self._file_dtype(config))
+            groups = quantised(groups, quantiser)
+        except (ConverterError, ExportError) as error:
+            yield f"quantised: {error}"
+            return
+        tied = (self._transforms.hf_config or {}).get("tie_word_embeddings")
+        if tied and any(TIED[1] in group.quantised for group in groups):
+            yield (
+                f"quantised: the output matrix is tied to {TIED[1]}, which is quantised, and was trained as it is; "
+                "leave embeddings out of the converter, or untie them"
+            )
 
     def is_there(self, config: ExportConfig, step: int) -> bool:
         """Say whether this export was published before, as rank 0 sees it. Collective."""
@@ -100,8 +123,7 @@ class Exporter:
         return found
 
     def _folder(self, config: ExportConfig, step: int) -> Path:
-        name = f"step-{step}-peft" if config.format == "peft" else f"step-{step}"
-        return self._base_folder / config.folder / name
+        return self._base_folder / config.lands_in(step)
 
     def export(self, config: ExportConfig, step: int, base: dict[str, Any] | None) -> Path:
         """Write, prove and publish one export, and return its folder. Collective.
@@ -126,8 +148,8 @@ class Exporter:
         transforms, hooks = self._transforms, self._model.hooks
         if config.format == "hf":
             return self._planned_hf(config, folder)
-        assert config.dtype != "original", "the config says so"
-        dtype: torch.dtype | None = None if config.dtype is None else getattr(torch, config.dtype)
+        dtype = self._file_dtype(config)
+        assert dtype is None or isinstance(dtype, torch.dtype), "the config says so"
         if config.format == "dcp":
             return partial(export_dcp, folder, self._under_own_names(dtype), self._coordinator)
         adapter = None if hooks is None else hooks.state_dict_adapter()
@@ -142,24 +164,27 @@ class Exporter:
         transforms = self._transforms
         source = self._source()
         came_from = None if source is None else Base.read(source, transforms.key_map.ignores)
-        dtype: FileDtype = None
-        if config.dtype == "original":
-            assert came_from is not None, "check() comes first"
-            dtype = came_from.dtypes
-        elif config.dtype is not None:
-            dtype = getattr(torch, config.dtype)
         assets = Path(config.assets) if config.assets else transforms.assets
         return partial(
             export_huggingface,
             folder,
-            transforms.to_file(self._model.state_dict("export"), self._model.hooks, dtype),
+            transforms.to_file(self._model.state_dict("export"), self._model.hooks, self._file_dtype(config)),
             config=dict(transforms.hf_config or {}),
             assets=assets or (source if source is not None and source.is_dir() else None),
             max_shard_bytes=config.max_shard_bytes,
             coordinator=self._coordinator,
             base=came_from,
             as_base=config.file_layout == "base",
+            quantiser=_quantiser(self._model.hooks) if config.quantised else None,
         )
+
+    def _file_dtype(self, config: ExportConfig) -> FileDtype:
+        """Return what floating tensors become."""
+        if config.dtype != "original":
+            return None if config.dtype is None else getattr(torch, config.dtype)
+        source = self._source()
+        assert source is not None, "check() comes first"
+        return Base.read(source, self._transforms.key_map.ignores).dtypes
 
     def _source(self) -> Path | None:
         """Return the Hugging Face folder (or file) that the run's weights came from, if there is exactly one."""
@@ -173,3 +198,8 @@ class Exporter:
         if dtype is None:
             return tensors
         return {n: cast(v, dtype) if info_of(v).dtype in CASTABLE else v for n, v in tensors.items()}
+
+
+def _quantiser(hooks: ModelHooks | None) -> WeightQuantiser | None:
+    offers: object = hooks
+    return offers.weight_quantiser() if isinstance(offers, QuantisesWeights) else None

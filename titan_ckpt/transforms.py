@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,23 @@ class FileGroup:
         for index, value in enumerate(self.values):
             for block in blocks_of(value):
                 yield index, block
+
+    @property
+    def quantised(self) -> Mapping[str, str]:
+        """Return what the files say of each file tensor that `infos` has as several."""
+        return {}
+
+    def parts_of(self, block: Block, shares: Sequence[Chunk] | None) -> Iterable[Block]:
+        """Return what of a block lies in `shares`, chunks of the native tensor; None: all of it."""
+        if shares is None:
+            return [block]
+        cuts = (block.chunk.intersect(share) for share in shares)
+        return [Block(cut, block.data[cut.within(block.chunk)]) for cut in cuts if cut is not None]
+
+    def cut_shares(self, index: int, block: Block, shares: Sequence[Chunk] | None) -> Iterator[FilePiece]:
+        """Cut what of a block of native tensor `index` lies in `shares`, as the file tensors hold it."""
+        for part in self.parts_of(block, shares):
+            yield from self.cut(index, part)
 
     def cut(self, index: int, block: Block) -> Iterator[FilePiece]:
         """Cut a block of native tensor `index`, or any part of it, as the file tensors hold it."""

@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -20,18 +20,13 @@ from titan_ckpt.errors import ExportError
 from titan_ckpt.ownership import divide
 from titan_ckpt.storage.engine import collector_held
 from titan_ckpt.storage.safetensors_file import Layout, lay_out
-from titan_ckpt.tensors import Block, Chunk, LazyTensor, TensorInfo
+from titan_ckpt.tensors import Chunk, LazyTensor, TensorInfo
 from titan_ckpt.transforms import FileGroup
 
 PackFiles = Callable[[Mapping[str, TensorInfo]], Mapping[str, Sequence[str]]]
 """All tensors of an export -> file name -> keys."""
-HeaderMetadata = Callable[[Sequence[str]], Mapping[str, str]]
-"""The keys of one file -> what its header says beside them."""
-
-
-def no_metadata(keys: Sequence[str]) -> Mapping[str, str]:
-    """Add nothing to a file's header."""
-    return {}
+MakeHeader = Callable[[Mapping[str, TensorInfo], Mapping[str, str]], Mapping[str, str]]
+"""All tensors of an export, and those that are quantised -> the metadata of every file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,32 +38,30 @@ class ExportPlan:
     file_of: Mapping[str, str]
     shares: Mapping[str, Sequence[Chunk] | None]
     """native fqn -> the chunks this rank writes; None: whatever it holds."""
+    quantised: Mapping[str, str] = field(default_factory=dict)
+    """Key of each tensor that the files hold as several -> what their headers say of it."""
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all tensors, without headers."""
         return sum(info.nbytes for info in self.infos.values())
 
-    def parts(self, fqn: str, block: Block) -> Iterable[Block]:
-        """Return what of a block this rank writes."""
-        shares = self.shares.get(fqn, ())
-        if shares is None:
-            return [block]
-        cuts = (block.chunk.intersect(share) for share in shares)
-        return [Block(cut, block.data[cut.within(block.chunk)]) for cut in cuts if cut is not None]
+    def shares_of(self, fqn: str) -> Sequence[Chunk] | None:
+        """Return the chunks of a native tensor that this rank writes; None: whatever it holds."""
+        return self.shares.get(fqn, ())
 
     def is_divided(self, group: FileGroup) -> bool:
         """Say whether it is known that the ranks' parts of this group make up all of it."""
-        return all(self.shares.get(fqn, ()) is not None for fqn in group.fqns)
+        return all(self.shares_of(fqn) is not None for fqn in group.fqns)
 
     def writes(self, group: FileGroup) -> bool:
         """Say whether this rank writes any of the group's values."""
-        return any(self.shares.get(fqn, ()) != () for fqn in group.fqns)
+        return any(self.shares_of(fqn) != () for fqn in group.fqns)
 
 
 @collector_held()
 def plan_export(
-    groups: Sequence[FileGroup], pack: PackFiles, coordinator: Coordinator, metadata: HeaderMetadata = no_metadata
+    groups: Sequence[FileGroup], pack: PackFiles, coordinator: Coordinator, header: MakeHeader | None = None
 ) -> ExportPlan:
     """Agree on all tensors, and on who writes them. Collective.
 
@@ -76,7 +69,7 @@ def plan_export(
     are divided over the ranks that hold them. 3. Every rank lays out all files.
     Raises: ExportError if ranks disagree about a tensor, or there is none.
     """
-    infos = _merge(_exchange(groups, coordinator))
+    infos, quantised = _merge(_exchange(groups, coordinator))
     if not infos:
         raise ExportError("there is no tensor to export")
     shares: dict[str, Sequence[Chunk] | None] = {}
@@ -92,11 +85,9 @@ def plan_export(
     for share in divide(known, coordinator).shares:
         shares[share.fqn] = (*(shares[share.fqn] or ()), share.chunk)
     files = pack(infos)
-    layouts = {
-        name: lay_out({key: infos[key] for key in keys}, {"format": "pt", **metadata(keys)})
-        for name, keys in files.items()
-    }
-    return ExportPlan(infos, layouts, {key: name for name, keys in files.items() for key in keys}, shares)
+    metadata = {"format": "pt", **(header(infos, quantised) if header is not None else {})}
+    layouts = {name: lay_out({key: infos[key] for key in keys}, metadata) for name, keys in files.items()}
+    return ExportPlan(infos, layouts, {key: name for name, keys in files.items() for key in keys}, shares, quantised)
 
 
 def coverage_faults(infos: Mapping[str, TensorInfo], written: Iterable[Mapping[str, Sequence[Any]]]) -> list[str]:
@@ -168,13 +159,16 @@ def _layout_of(value: torch.Tensor | LazyTensor) -> torch.Tensor | None:
     return like
 
 
-def _exchange(groups: Sequence[FileGroup], coordinator: Coordinator) -> list[list[Any]]:
-    """Return each distinct table of (key, dtype, shape), those of lower ranks first."""
-    mine: list[Any] = [
-        [key, str(info.dtype).removeprefix("torch."), list(info.shape)]
-        for group in groups
-        for key, info in group.infos.items()
-    ]
+def _exchange(groups: Sequence[FileGroup], coordinator: Coordinator) -> list[dict[str, Any]]:
+    """Return each distinct table of (key, dtype, shape) and of what is quantised, those of lower ranks first."""
+    mine: dict[str, Any] = {
+        "tensors": [
+            [key, str(info.dtype).removeprefix("torch."), list(info.shape)]
+            for group in groups
+            for key, info in group.infos.items()
+        ],
+        "quantised": {key: text for group in groups for key, text in group.quantised.items()},
+    }
     if coordinator.world_size == 1:
         return [mine]
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
@@ -183,17 +177,19 @@ def _exchange(groups: Sequence[FileGroup], coordinator: Coordinator) -> list[lis
     if len(first) == 1:
         return [mine]
     posted = coordinator.gather("export/tables", mine if first[digest] == coordinator.rank else None)
-    return [cast("list[Any]", posted[rank]) for rank in sorted(first.values())]
+    return [cast("dict[str, Any]", posted[rank]) for rank in sorted(first.values())]
 
 
-def _merge(tables: Sequence[Sequence[Any]]) -> dict[str, TensorInfo]:
+def _merge(tables: Sequence[Mapping[str, Any]]) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     infos: dict[str, TensorInfo] = {}
+    quantised: dict[str, str] = {}
     faults = []
     for table in tables:
-        for key, dtype, shape in table:
+        quantised |= table["quantised"]
+        for key, dtype, shape in table["tensors"]:
             info = TensorInfo(tuple(shape), getattr(torch, dtype))
             if infos.setdefault(key, info) != info:
                 faults.append(f"{key}: {infos[key]} and {info}")
     if faults:
         raise ExportError(f"ranks disagree about {len(faults)} tensor(s): {'; '.join(faults)}")
-    return infos
+    return infos, quantised

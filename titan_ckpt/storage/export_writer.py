@@ -132,12 +132,11 @@ class ExportWriter:
 
         A live tensor's values need no memory while they wait.
         """
-        for part in self._plan.parts(group.fqns[index], block):
-            for piece in group.cut(index, part):
-                self._queue.append(piece)
-                if not self._plan.is_divided(group):
-                    chunks = self.undivided.setdefault(piece.key, [])
-                    chunks.append([piece.chunk.offsets, piece.chunk.sizes])
+        for piece in group.cut_shares(index, block, self._plan.shares_of(group.fqns[index])):
+            self._queue.append(piece)
+            if not self._plan.is_divided(group):
+                chunks = self.undivided.setdefault(piece.key, [])
+                chunks.append([piece.chunk.offsets, piece.chunk.sizes])
         is_lazy = isinstance(group.values[index], LazyTensor)
         if is_lazy or sum(piece.view.nbytes for piece in self._queue) >= _QUEUED_BYTES:
             self._write_queued()

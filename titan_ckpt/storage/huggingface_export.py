@@ -7,7 +7,7 @@ Source: transformers, `modeling_utils.py` save_pretrained; huggingface_hub, `ser
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,9 @@ import torch
 
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import ExportError
+from titan_ckpt.quantising import WeightQuantiser, check_quantised, quantised
 from titan_ckpt.storage.base import TensorReader
-from titan_ckpt.storage.export_plan import ExportPlan, HeaderMetadata, no_metadata, pack_as, pack_model_files
+from titan_ckpt.storage.export_plan import ExportPlan, pack_as, pack_model_files
 from titan_ckpt.storage.huggingface import CONFIG, INDEX, HuggingFaceReader, read_config
 from titan_ckpt.storage.staged_export import ExportSummary, FolderFormat, export_folder
 from titan_ckpt.tensors import TensorInfo
@@ -72,17 +73,6 @@ class Base:
         return {key: info.dtype for key, info in self.tensors.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Quantisation:
-    """What says of a folder that its tensors are parts of quantised ones, and proves that they are."""
-
-    config: Mapping[str, Any]
-    """`quantization_config` of config.json."""
-    metadata: HeaderMetadata
-    check: Callable[[TensorReader], None]
-    """Called on rank 0 with the re-opened folder, its tensors as stored. Raises what is wrong with its values."""
-
-
 def export_huggingface(
     folder: Path,
     groups: Sequence[FileGroup],
@@ -91,29 +81,30 @@ def export_huggingface(
     assets: Path | None,
     max_shard_bytes: int,
     coordinator: Coordinator,
+    quantiser: WeightQuantiser | None = None,
     fsync: bool = True,
     base: Base | None = None,
     as_base: bool = False,
-    quantisation: Quantisation | None = None,
 ) -> ExportSummary:
     """Write a folder that transformers opens, prove it, and publish it atomically. Collective.
 
     `config`: the model's config.json; where empty, the one in `assets`. `assets`: a Hugging Face folder whose
     tokenizer, chat template, generation config and custom code are copied. `max_shard_bytes`: of one file's tensors.
     `base`: must have the same keys and shapes; `as_base`: every tensor goes into the file that has it there.
+    `quantiser`: how the weights are stored that it claims; see quantising.py.
     Memory: one tensor's shard at most, as lazy tensors resolve it, and less than 64 MiB.
     Raises: ExportError on every rank, with nothing under the folder's name.
     """
 
     def companions(plan: ExportPlan) -> dict[str, bytes | Path]:
-        if base is not None and quantisation is None:
+        if base is not None and quantiser is None:
             _compare(plan.infos, base)
         files: dict[str, bytes | Path] = dict(_assets(assets))
         beside = read_config(assets / CONFIG) if assets is not None else {}
         made = _config(config, beside, plan.infos)
-        if quantisation is not None:
-            made["quantization_config"] = dict(quantisation.config)
-        _check_tied(made, plan.infos)
+        if quantiser is not None:
+            made["quantization_config"] = quantiser.config(plan.infos, plan.quantised)
+        _check_tied(made, {*plan.infos, *plan.quantised})
         files[CONFIG] = _json(made)
         if GENERATION_CONFIG not in files:
             files[GENERATION_CONFIG] = _json(_generation_config(made))
@@ -124,14 +115,25 @@ def export_huggingface(
     def pack(infos: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
         return pack_as(base.file_of, infos) if base and as_base else pack_model_files(infos, max_shard_bytes)
 
+    stored = groups if quantiser is None else quantised(groups, quantiser)
+
+    def check(reader: TensorReader) -> None:
+        if quantiser is None:
+            return
+        assert isinstance(reader, HuggingFaceReader)
+        with HuggingFaceReader(reader.path) as dequantised:
+            if base is not None and coordinator.rank == 0:
+                _compare(dequantised.tensors, base)
+            check_quantised(stored, dequantised)
+
     layout = FolderFormat(
         pack,
         companions,
         partial(HuggingFaceReader, dequantise=False),  # the proof is of what is stored
-        quantisation.check if quantisation else lambda reader: None,
-        quantisation.metadata if quantisation else no_metadata,
+        check,
+        None if quantiser is None else quantiser.header,
     )
-    return export_folder(folder, groups, layout, coordinator, fsync=fsync)
+    return export_folder(folder, stored, layout, coordinator, fsync=fsync)
 
 
 def _compare(infos: Mapping[str, TensorInfo], base: Base) -> None:
@@ -187,14 +189,14 @@ def _main_dtype(infos: Mapping[str, TensorInfo]) -> torch.dtype:
     return max(num_bytes, key=num_bytes.__getitem__, default=torch.float32)
 
 
-def _check_tied(config: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> None:
+def _check_tied(config: Mapping[str, Any], keys: Collection[str]) -> None:
     """Raise where config and weights disagree on the output matrix: transformers would untie it, or make one up."""
     tied = config.get("tie_word_embeddings")
     causal = any(str(name).endswith("ForCausalLM") for name in config["architectures"])
     wrong = "config says tie_word_embeddings = {} and the export has {} {}: one of them is wrong"
-    if tied and _OUTPUT in infos:
+    if tied and _OUTPUT in keys:
         raise ExportError(wrong.format("true", "a", _OUTPUT))
-    if tied is False and causal and not any(key.startswith(_OUTPUTS) for key in infos):
+    if tied is False and causal and not any(key in keys for key in _OUTPUTS):
         raise ExportError(wrong.format("false", "no", _OUTPUT))
 
 
@@ -205,11 +207,10 @@ def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _index(plan: ExportPlan) -> dict[str, Any]:
-    parameters = sum(torch.Size(info.shape).numel() for info in plan.infos.values())
-    return {
-        "metadata": {"total_parameters": parameters, "total_size": plan.num_bytes},
-        "weight_map": {key: plan.file_of[key] for key in sorted(plan.infos)},
-    }
+    metadata = {"total_size": plan.num_bytes}
+    if not plan.quantised:  # scales and zero points are no parameters
+        metadata["total_parameters"] = sum(torch.Size(info.shape).numel() for info in plan.infos.values())
+    return {"metadata": metadata, "weight_map": {key: plan.file_of[key] for key in sorted(plan.infos)}}
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

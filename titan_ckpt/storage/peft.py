@@ -124,7 +124,11 @@ def export_peft(
             files[RECORD] = _json(own)
         return files
 
-    layout = FolderFormat(lambda infos: {WEIGHTS: sorted(infos)}, companions, PeftReader, _check_values)
+    def check(reader: TensorReader) -> None:
+        if coordinator.rank == 0:
+            _check_values(reader)
+
+    layout = FolderFormat(lambda infos: {WEIGHTS: sorted(infos)}, companions, PeftReader, check)
     return export_folder(folder, groups, layout, coordinator, fsync=fsync)
 
 

@@ -18,14 +18,7 @@ from titan_ckpt import posix
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import ExportError
 from titan_ckpt.storage.base import TensorReader
-from titan_ckpt.storage.export_plan import (
-    ExportPlan,
-    HeaderMetadata,
-    PackFiles,
-    coverage_faults,
-    no_metadata,
-    plan_export,
-)
+from titan_ckpt.storage.export_plan import ExportPlan, MakeHeader, PackFiles, coverage_faults, plan_export
 from titan_ckpt.storage.export_writer import ExportWriter, create_file
 from titan_ckpt.storage.staged_folder import StagedFolder, copy_file, write_file
 from titan_ckpt.tensors import TensorInfo
@@ -44,9 +37,9 @@ class FolderFormat:
     open_reader: Callable[[Path], TensorReader]
     """How anybody would open the folder: this proves it."""
     check: Callable[[TensorReader], None]
-    """Called on rank 0 with the re-opened folder before it is published. Raises what is wrong with its values."""
-    metadata: HeaderMetadata = no_metadata
-    """What a file's header says beside its tensors; the same on every rank."""
+    """Called with the re-opened folder before it is published. Raises what is wrong with its values."""
+    header: MakeHeader | None = None
+    """Metadata of every file, beyond that of any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +87,7 @@ class _Export:
 
     def run(self) -> ExportPlan:
         """Take all steps; leaves no staging folder behind when it raises."""
-        plan = plan_export(self.groups, self.layout.pack, self.coordinator, self.layout.metadata)
+        plan = plan_export(self.groups, self.layout.pack, self.coordinator, self.layout.header)
         companions: Mapping[str, bytes | Path] = {}
         staged: StagedFolder | None = None
         path, error = "", None
@@ -162,8 +155,7 @@ class _Export:
             if faults:
                 raise ExportError(f"the re-opened export differs in {len(faults)} tensor(s): {'; '.join(faults)}")
             writer.prove(reader)
-            if self.coordinator.rank == 0:
-                self.layout.check(reader)
+            self.layout.check(reader)
 
     def _together(self, tag: str, step: Callable[[], None]) -> None:
         error: Exception | None = None

@@ -1,0 +1,283 @@
+"""Quantised exports of QAT and Float8 runs: what transformers opens computes what training computed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import nn
+from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+from torchao.quantization import quantize_
+from transformers import AutoModelForCausalLM, TorchAoConfig
+
+from converters import QATConfig, from_tables
+from converters.qat import _torchao_config
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
+from titan_ckpt.errors import ConfigError, ExportError
+from titan_ckpt.models import hf, llama3
+from titan_ckpt.storage import open_reader
+from titan_ckpt.storage.base import ReadRequest
+from titan_ckpt.tensors import Chunk, blocks_of
+
+SHAPE = llama3.Llama3Config(
+    dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_dim=128, vocab_size=96, max_seq_len=32
+)
+TOKENS = torch.arange(20).reshape(2, 10)
+INT4: dict[str, Any] = {"kind": "qat", "scheme": "int4_weight_only"}
+FLOAT8: dict[str, Any] = {"kind": "float8", "emulate": True}
+
+
+def lora(*targets: str) -> dict[str, Any]:
+    return {"kind": "lora", "target_modules": list(targets), "rank": 4}
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers says that there is no GPU, and that it dequantises: which is what is wanted."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "disabled", True)
+
+
+def llama(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    return hf.build(SHAPE.to_hf() | changes, dtype)
+
+
+def train(model: nn.Module, steps: int = 4) -> None:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        out: Any = model(TOKENS)
+        logits = out if isinstance(out, torch.Tensor) else out.logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), TOKENS.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    model.eval()
+
+
+def convert(model: nn.Module, *tables: dict[str, Any]) -> Any:
+    converters = from_tables(list(tables))
+    converters.convert(model)
+    return converters
+
+
+def export(model: Any, converters: Any, folder: Path, *, step: int = 1, **settings: Any) -> Path:
+    """Make a quantised export as the last step of a run does, and return it."""
+    config = CheckpointConfig(export=(ExportConfig("hf", quantised=True, **settings),))
+    transforms = StateDictTransforms(model.key_map(), model.hf_config())
+    with CheckpointManager(
+        config, model_parts=[model], sd_transforms=transforms, model_converters=converters, base_folder=folder
+    ) as manager:
+        manager.save(step, last_step=True)
+    return folder / f"exports/step-{step}-quantised"
+
+
+def reload(folder: Path, **options: Any) -> Any:
+    """Open a folder with transformers alone; nothing may be missing, left over or made up."""
+    auto: Any = AutoModelForCausalLM
+    model, report = auto.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(report.values()), report
+    return model.eval()
+
+
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    with open_reader(folder) as reader:
+        tensors = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in reader.tensors.items()}
+        reader.read([ReadRequest(key, Chunk.whole(value.shape), value) for key, value in tensors.items()])
+    return tensors
+
+
+CASES: dict[str, list[dict[str, Any]]] = {
+    "int4": [INT4],
+    "int4 in groups of 16, head too": [{**INT4, "group_size": 16, "exclude_modules": ["k_proj"]}],
+    "int4 and embeddings": [{**INT4, "embeddings": True}],
+    "int8": [{"kind": "qat", "scheme": "int8_weight_only"}],
+    "8da4w": [{"kind": "qat", "scheme": "int8_dynamic_act_int4_weight"}],
+    "int4 and lora": [INT4, lora("q_proj", "k_proj", "o_proj", "down_proj")],
+    "int4, embeddings and dora": [
+        {**INT4, "embeddings": True},
+        {**lora("q_proj", "v_proj", "up_proj"), "use_dora": True},
+    ],
+    "mxfp8": [{"kind": "qat", "scheme": "mxfp8"}],
+    "mxfp4": [{"kind": "qat", "scheme": "mxfp4"}],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_transformers_computes_what_training_computed(name: str, tmp_path: Path) -> None:
+    """Train a fake-quantised model of transformers and export it: the reloaded folder gives its logits, bit for bit."""
+    model = llama(torch.bfloat16 if name.startswith("mx") else torch.float32)
+    converters = convert(model, *CASES[name])
+    train(model)
+    folder = export(model, converters, tmp_path, max_shard_bytes=20_000)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    with torch.no_grad():
+        expected = model(TOKENS)
+        assert torch.equal(reload(folder)(TOKENS).logits, expected)
+    for key, value in read_all(folder).items():
+        assert bool(torch.isfinite(value).all()), key
+
+
+def test_the_folder_is_what_transformers_would_save(tmp_path: Path) -> None:
+    """config.json is TorchAoConfig's own, all headers describe all tensors, and codes are the ones torchao gives."""
+    model = llama()
+    converters = convert(model, {**INT4, "exclude_modules": ["lm_head", "up_proj"]})
+    folder = export(model, converters, tmp_path, max_shard_bytes=20_000)
+    config = json.loads((folder / "config.json").read_text())
+    plain = [f"model.layers.{i}.mlp.up_proj" for i in range(2)]
+    base = _torchao_config(QATConfig("int4_weight_only"))
+    theirs: Any = TorchAoConfig(base, modules_to_not_convert=["lm_head", "model.embed_tokens", *plain])
+    assert config["quantization_config"] == theirs.to_dict()
+    assert config["dtype"] == "float32"
+    quantize_(model, base, filter_fn=lambda m, n: isinstance(m, nn.Linear) and n != "lm_head" and "up_proj" not in n)
+    tensors, metadata = flatten_tensor_state_dict({k: v.detach() for k, v in model.state_dict().items()})
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            described = dict(file.metadata())
+            assert described.pop("format") == "pt"
+            assert sorted(json.loads(described.pop("tensor_names"))) == sorted(model.state_dict())
+            assert described == {key: text for key, text in metadata.items() if key != "tensor_names"}
+            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a mapping
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(value, tensors[key]) and value.dtype == tensors[key].dtype for key, value in found.items())
+
+
+def test_our_reader_gives_back_what_training_computed_with(tmp_path: Path) -> None:
+    """A native Llama, whose rows are permuted on the way: the folder holds the fake-quantised merge, bit for bit."""
+    torch.manual_seed(0)
+    model = llama3.Llama3(SHAPE)
+    model.init_weights()
+    converters = convert(model, INT4, lora("wq", "wk", "w2"))
+    train(model)
+    folder = export(model, converters, tmp_path)
+    plain = llama3.Llama3(SHAPE)
+    source = CheckpointConfig(initial_load=(InitialLoadConfig(str(folder)),))
+    transforms = StateDictTransforms(plain.key_map(), plain.hf_config())
+    with CheckpointManager(source, model_parts=[plain], sd_transforms=transforms, base_folder=tmp_path) as manager:
+        manager.load()
+    for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w2"):
+        module: Any = model.get_submodule(f"layers.1.{name}")
+        weight = module.merged_weight() if hasattr(module, "lora_a") else module.weight
+        assert torch.equal(plain.get_parameter(f"layers.1.{name}.weight"), module.weight_fake_quantizer(weight)), name
+    with torch.no_grad():
+        assert (reload(folder)(TOKENS).logits - model(TOKENS)).abs().max() <= 1e-5
+
+
+def test_a_plain_export_stands_beside_the_quantised_one(tmp_path: Path) -> None:
+    """One run writes both; the plain one, in another dtype, has no word of quantisation."""
+    model = llama()
+    converters = convert(model, INT4)
+    exports = (ExportConfig("hf", quantised=True), ExportConfig("hf", dtype="bfloat16"))
+    transforms = StateDictTransforms(model.key_map(), model.hf_config())
+    with CheckpointManager(
+        CheckpointConfig(export=exports),
+        model_parts=[model],
+        sd_transforms=transforms,
+        model_converters=converters,
+        base_folder=tmp_path,
+    ) as manager:
+        manager.save(3, last_step=True)
+    assert "quantization_config" not in json.loads((tmp_path / "exports/step-3/config.json").read_text())
+    assert {value.dtype for value in read_all(tmp_path / "exports/step-3").values()} == {torch.bfloat16}
+    assert (tmp_path / "exports/step-3-quantised/config.json").is_file()
+
+
+@pytest.mark.parametrize("targets", [(), ("q_proj", "up_proj")])
+def test_float8_blocks_are_read_by_transformers(targets: tuple[str, ...], tmp_path: Path) -> None:
+    """Every weight comes back within half a step of float8, and as our own reader gives it; the rest is bfloat16."""
+    model = llama(hidden_size=256, intermediate_size=384, head_dim=64)
+    converters = convert(model, FLOAT8, *([lora(*targets)] if targets else []))
+    train(model)
+    folder = export(model, converters, tmp_path, dtype="bfloat16")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert config["quantization_config"] == {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "model.embed_tokens"],
+    }
+    theirs = reload(folder, dtype=torch.float32).state_dict()
+    ours = read_all(folder)
+    exported = converters.state_dict_transform(dict(model.state_dict()), last_step=True)
+    assert theirs.keys() == ours.keys() == exported.keys()
+    for key, value in exported.items():
+        (block,) = blocks_of(value)
+        plain = block.data.bfloat16().float()
+        assert torch.equal(ours[key].float(), theirs[key])
+        if "_proj" not in key:
+            assert torch.equal(theirs[key], plain)
+            continue
+        blocks = plain.abs().unfold(0, 128, 128).unfold(1, 128, 128).amax(dim=(2, 3)) / 448
+        scale = blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        step = torch.maximum(plain.abs() / 16, scale * 2**-10)
+        assert bool(((theirs[key] - plain).abs() <= step * 1.0001).all()), key
+
+
+def test_a_weight_that_blocks_do_not_tile_stays_plain(tmp_path: Path) -> None:
+    """transformers works out a block's size by dividing, so a block cut short would shift every scale."""
+    model = llama(intermediate_size=192)
+    converters = convert(model, FLOAT8)
+    folder = export(model, converters, tmp_path)
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert [name for name in settings["modules_to_not_convert"] if "layers.0" in name] == [
+        f"model.layers.0.mlp.{name}_proj" for name in ("down", "gate", "up")
+    ]
+    theirs = reload(folder, dtype=torch.float32).state_dict()
+    assert torch.equal(
+        theirs["model.layers.0.mlp.up_proj.weight"], model.state_dict()["model.layers.0.mlp.up_proj.weight"]
+    )
+
+
+def test_what_cannot_be_quantised_is_refused_before_training(tmp_path: Path) -> None:
+    """No converter, two schemes, tied embeddings, a scheme that wants bfloat16: one message each, nothing trained."""
+
+    def fault(*tables: dict[str, Any], **changes: Any) -> str:
+        model = llama(**changes)
+        with pytest.raises(ExportError) as caught:
+            export(model, convert(model, *tables), tmp_path)
+        return str(caught.value)
+
+    assert 'add [[converters]] kind = "qat" or "float8"' in fault(lora("q_proj"))
+    assert "float8 and qat both quantise weights" in fault(
+        {**FLOAT8, "exclude_modules": ["q_proj", "lm_head"]},
+        {**INT4, "exclude_modules": ["k_proj", "v_proj", "o_proj", "*.mlp.*", "lm_head"]},
+    )
+    assert "tied to model.embed_tokens.weight" in fault({**INT4, "embeddings": True}, tie_word_embeddings=True)
+    assert "torchao cannot quantise float32[64, 64]: Only supporting bf16" in fault({"kind": "qat", "scheme": "mxfp8"})
+    with pytest.raises(ConfigError, match=r"a peft export holds plain weights; format = \"hf\""):
+        ExportConfig("peft", quantised=True)
+    assert not (tmp_path / "exports").exists()
+
+
+@pytest.mark.parametrize("table", [INT4, FLOAT8], ids=["int4", "float8"])
+def test_nothing_is_published_that_is_not_a_number_or_does_not_come_back(
+    table: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A NaN has no scale; a scale that the files do not hold as it was computed is found by reading them."""
+    model = llama()
+    converters = convert(model, table)
+    weight = model.get_parameter("model.layers.0.self_attn.q_proj.weight")
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight[3, 4] = float("nan")
+    with pytest.raises(ExportError, match=r"layers\.0\.self_attn\.q_proj\.weight holds NaN or infinite values"):
+        export(model, converters, tmp_path)
+    with torch.no_grad():
+        weight.copy_(kept)
+    module = "converters.qat_export._decoded" if table is INT4 else "converters.float8_export.decode"
+    right: Any = resolve_name(module)
+    monkeypatch.setattr(module, lambda *found: right(*found) * 1.001)
+    with pytest.raises(ExportError, match=r"14 quantised weight\(s\) come back as other values than were written"):
+        export(model, converters, tmp_path)
+    assert not [*(tmp_path / "exports").glob("step*")]

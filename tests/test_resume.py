@@ -199,7 +199,7 @@ def test_fifty_and_fifty_steps_with_a_kill_between_equal_a_hundred(
     assert any(".exp_avg" in key for key in tensors)
     assert [k for k in tensors if not torch.equal(tensors[k], resumed_tensors[k])] == []
     assert resumed_states == states
-    assert set(states["rank-00000.json"]) == {"rng", "dataloader"}
+    assert set(states["rank-00000.json"]) == {"layout", "rng", "data_parallel", "dataloader"}
     assert {"optimizer", "lr_scheduler", "states"} <= set(states["state.json"])
     assert resumed_from(steps / f"step-{STEPS}") == HALF
 

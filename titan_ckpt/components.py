@@ -7,6 +7,7 @@ rank). Knows no files.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -14,16 +15,19 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import torch
+import xxhash
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from titan_ckpt import typed_json
 from titan_ckpt.config import Component
+from titan_ckpt.data_position import DataRank, restorer
 from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError, StateEncodingError
 from titan_ckpt.model_wrapper import ModelWrapper, without_memory
 from titan_ckpt.nested_tensors import give_tensors, names_of, take_tensors
 from titan_ckpt.optimizer_state import PREFIX as OPTIMIZER
 from titan_ckpt.optimizer_state import OptimizerState
+from titan_ckpt.ownership import describe
 from titan_ckpt.rng import RandomState
 from titan_ckpt.tensors import TensorInfo, blocks_of
 from titan_ckpt.types import StateDict, Stateful
@@ -53,6 +57,16 @@ class Snapshot:
         return {name: value.clone() if name in self.volatile else value for name, value in self.tensors.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What a rank takes over of what ranks stored for themselves."""
+
+    rng: dict[str, Any] | None
+    """Generator states; None where another layout of ranks stored them, so that none is this rank's."""
+    positions: Sequence[Any] = ()
+    """The dataloader's state of each data-parallel rank, in their order; empty where none was stored."""
+
+
 @dataclass(frozen=True)
 class RunState:
     """Everything of a run that a resume needs, besides model weights."""
@@ -63,6 +77,8 @@ class RunState:
     dataloader: Stateful | None = None
     states: Mapping[str, Stateful] = field(default_factory=dict)
     rng: RandomState = field(default_factory=RandomState)
+    rank: int = 0
+    world_size: int = 1
 
     def __post_init__(self) -> None:
         """Raises: LoadMismatchError for optimizers that do not train this model's parameters."""
@@ -72,6 +88,20 @@ class RunState:
     def optimizer(self) -> OptimizerState | None:
         """Return the optimizers' state under the names that parameters have now: a model may replace them."""
         return OptimizerState(self.optimizers, self.model.parameter_names()) if self.optimizers else None
+
+    @property
+    def data_rank(self) -> DataRank:
+        """Return which share of the data this process reads."""
+        return DataRank.of(self.dataloader, self.rank, self.world_size)
+
+    @functools.cached_property
+    def layout(self) -> str:
+        """Return a digest of what decides which random numbers this rank draws: its shards and its data."""
+        names = self.model.parameter_names()
+        sharded: StateDict = {fqn: value for value, fqn in names.items() if isinstance(value, DTensor)}
+        at = self.data_rank
+        facts = [self.world_size, self.rank, at.rank, at.size, sorted(names.values()), describe(sharded)]
+        return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
 
     def snapshot(self, step: int, model: StateDict) -> Snapshot:
         """Return the run at `step`; tensors alias live memory, the rest is taken now.
@@ -99,6 +129,7 @@ class RunState:
             run["lr_scheduler"] = [s.state_dict() for s in self.lr_schedulers]
         if self.dataloader is not None:
             components.append("dataloader")
+            rank["data_parallel"] = [self.data_rank.rank, self.data_rank.size]
             rank["dataloader"] = self.dataloader.state_dict()
         if self.states:
             components.append("states")
@@ -106,6 +137,7 @@ class RunState:
                 name: take_tensors(state.state_dict(), f"{STATES}{name}", tensors)
                 for name, state in self.states.items()
             }
+        rank["layout"] = self.layout
         rank["rng"] = self.rng.state_dict()  # last: the state_dict() of a loader may draw from the generators
         parameters = {MODEL + fqn for fqn in self.model.parameter_names().values()}
         volatile = frozenset(n for n in tensors if n not in parameters and not n.startswith(OPTIMIZER))
@@ -126,13 +158,12 @@ class RunState:
                 total += sum(8 * block.data.numel() for p in fresh for block in blocks_of(p))
         return total
 
-    def check(self, run: dict[str, Any], rank: dict[str, Any] | None, exclude: frozenset[str]) -> None:
+    def check(self, run: dict[str, Any], rank: RankState, exclude: frozenset[str]) -> None:
         """Make sure that everything this run has can be restored; changes nothing.
 
-        `rank` is None where the checkpoint was written by another number of ranks.
-        Raises: LoadMismatchError listing what this run has and the checkpoint lacks.
+        Raises: LoadMismatchError listing what this run has and the checkpoint lacks, or what cannot be carried over.
         """
-        steps = self._restorers(run, rank, {})
+        steps = self._restorers(run, rank, {}, exclude)
         lacking = [name for name, restore in steps.items() if restore is None and name not in exclude]
         if lacking:
             raise LoadMismatchError(
@@ -173,19 +204,17 @@ class RunState:
                 out |= {key: _room_for(available[key], live.get(key)) for key in wanted}
         return out, strangers
 
-    def apply(
-        self, run: dict[str, Any], rank: dict[str, Any] | None, tensors: StateDict, exclude: frozenset[str]
-    ) -> None:
+    def apply(self, run: dict[str, Any], rank: RankState, tensors: StateDict, exclude: frozenset[str]) -> None:
         """Give everything that was read back to its owner, after `check`; the random generators last."""
         if "model" not in exclude:
             self.model.load_extra_state(run.get("model", {}))
-        for name, restore in self._restorers(run, rank, tensors).items():
+        for name, restore in self._restorers(run, rank, tensors, exclude).items():
             if name not in exclude:
                 assert restore is not None, "check() comes first"
                 restore()
 
     def _restorers(
-        self, run: dict[str, Any], rank: dict[str, Any] | None, tensors: StateDict
+        self, run: dict[str, Any], rank: RankState, tensors: StateDict, exclude: frozenset[str]
     ) -> dict[str, Callable[[], None] | None]:
         """Return, for each component this run has, how to restore it, or None where the checkpoint lacks it."""
         out: dict[str, Callable[[], None] | None] = {}
@@ -200,11 +229,11 @@ class RunState:
             there = run.get("states", {})
             complete = set(self.states) <= set(there)
             out["states"] = (lambda: self._load_states(there, tensors)) if complete else None
-        dataloader = self.dataloader
-        if dataloader is not None:
-            known = rank is not None and "dataloader" in rank
-            out["dataloader"] = (lambda: dataloader.load_state_dict((rank or {})["dataloader"])) if known else None
-        out["rng"] = (lambda: self.rng.load_state_dict(rank["rng"])) if rank is not None else self._reseed(run["step"])
+        if self.dataloader is not None and "dataloader" not in exclude:
+            known = bool(rank.positions)
+            out["dataloader"] = restorer(self.dataloader, self.data_rank, rank.positions) if known else None
+        generators = rank.rng
+        out["rng"] = (lambda: self.rng.load_state_dict(generators)) if generators else self._reseed(run["step"])
         return out
 
     def _load_schedulers(self, stored: list[dict[str, Any]]) -> None:
@@ -216,11 +245,19 @@ class RunState:
             state.load_state_dict(give_tensors(stored[name], tensors))
 
     def _reseed(self, step: int) -> Callable[[], None]:
-        """Another number of ranks has no generator state to take over: derive one from the seed and the step."""
+        """Another layout has no generator states to take over: derive them from each rank's own seed and the step.
+
+        So ranks that were seeded alike at the start of the process stay alike, and others stay different.
+        """
 
         def reseed() -> None:
             seed = (torch.initial_seed() + 0x9E3779B97F4A7C15 * (step + 1)) % 2**63
-            logger.warning("random generators: the checkpoint has another number of ranks; reseeded with %d", seed)
+            logger.warning(
+                "random generators: the checkpoint was saved by another layout of ranks, so their states mean nothing "
+                "here; reseeded with %d, from this rank's seed and step %d",
+                seed,
+                step,
+            )
             self.rng.reseed(seed)
 
         return reseed

@@ -80,8 +80,16 @@ class CheckpointManager:
         self._transforms = sd_transforms or StateDictTransforms()
         self._hooks = model_converters
         self._model = ModelWrapper(model_parts, model_converters)
-        self._run = RunState(self._model, optimizers, lr_schedulers, dataloader, dict(states or {}))
         self._coordinator = Coordinator.current(timeout)
+        self._run = RunState(
+            self._model,
+            optimizers,
+            lr_schedulers,
+            dataloader,
+            dict(states or {}),
+            rank=self._coordinator.rank,
+            world_size=self._coordinator.world_size,
+        )
         storage_line = self._coordinator.background()
         self._directory = CheckpointDirectory(Path(base_folder) / config.folder, storage_line)
         self._saver = Saver(self._directory, storage_line, config.save) if config.save else None

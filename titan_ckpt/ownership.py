@@ -66,7 +66,7 @@ def divide(tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> Div
     posts its list. 3. Every rank computes its own shares. 4. All compare the sum of their bytes with the tensors'.
     Raises: StateEncodingError (on all ranks as PeerError) if ranks disagree about a tensor.
     """
-    lists = _exchange(_describe(tensors), coordinator)
+    lists = _exchange(describe(tensors), coordinator)
     error: Exception | None = None
     division = Division((), {})
     try:
@@ -91,8 +91,8 @@ def pack(listed: dict[str, Any]) -> str:
     return base64.b64encode(zlib.compress(json.dumps(listed, separators=(",", ":")).encode(), 1)).decode()
 
 
-def _describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return this rank's list as JSON, each mesh once."""
+def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the names, dtypes, shapes and layouts of this rank's tensors as JSON, each mesh once."""
     meshes: dict[DeviceMesh, int] = {}
     rows = []
     for fqn, value in tensors.items():

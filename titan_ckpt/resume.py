@@ -10,7 +10,8 @@ from typing import Any, Self
 import xxhash
 
 from titan_ckpt import posix, typed_json
-from titan_ckpt.components import MODEL, RunState
+from titan_ckpt.components import MODEL, RankState, RunState
+from titan_ckpt.data_position import DataRank, in_order, stored_position
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.manifest import Manifest
@@ -28,7 +29,7 @@ class ResumeState:
     """A step's training state: decoded, its tensors' destinations planned, nothing attached yet."""
 
     run: dict[str, Any]
-    rank: dict[str, Any] | None
+    rank: RankState
     tensors: StateDict
     _reader: TensorReader
     _requests: list[ReadRequest]
@@ -42,11 +43,12 @@ class ResumeState:
         Raises: CorruptCheckpointError naming the file; LoadMismatchError for what the checkpoint lacks, and where the
         optimizer does not fit.
         """
+        run, rank = _read_states(path, manifest, run_state, exclude, coordinator)
         error: BaseException | None = None
         made: Self | None = None
         strangers: list[Json] = []
         try:
-            made, strangers = cls._open(path, manifest, run_state, exclude, coordinator)
+            made, strangers = cls._open(path, manifest, run_state, exclude, run, rank)
         except Exception as e:
             error = e
         try:
@@ -64,13 +66,15 @@ class ResumeState:
 
     @classmethod
     def _open(
-        cls, path: Path, manifest: Manifest, run_state: RunState, exclude: frozenset[str], coordinator: Coordinator
+        cls,
+        path: Path,
+        manifest: Manifest,
+        run_state: RunState,
+        exclude: frozenset[str],
+        run: dict[str, Any],
+        rank: RankState,
     ) -> tuple[Self, list[Json]]:
         """Return this rank's state, and the optimizer's tensors that are for no parameter of this rank."""
-        run = _read_state(path, RUN_STATE, manifest)
-        same_world = manifest.world_size == coordinator.world_size
-        rank = _read_state(path, rank_state_name(coordinator.rank), manifest) if same_world else None
-        run = with_rank_parts(run, rank)
         run_state.check(run, rank, exclude)
         reader = NativeReader(path, files=[f for f in manifest.files if f.name.endswith(".safetensors")])
         try:
@@ -100,6 +104,60 @@ class ResumeState:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _read_states(
+    path: Path, manifest: Manifest, run_state: RunState, exclude: frozenset[str], coordinator: Coordinator
+) -> tuple[dict[str, Any], RankState]:
+    """Return what is to be taken over of the run's state and of the ranks' own. Collective.
+
+    1 Every rank reads the run's state, and of the same number of ranks its own. 2 All tell whether those are of the
+    layout they have now. 3 Where any data-parallel rank has changed, all share out the stored ranks' data positions.
+    """
+    error: BaseException | None = None
+    run: dict[str, Any] = {}
+    own: dict[str, Any] | None = None
+    try:
+        run = _read_state(path, RUN_STATE, manifest)
+        if manifest.world_size == coordinator.world_size:
+            own = _read_state(path, rank_state_name(coordinator.rank), manifest)
+        run = with_rank_parts(run, own)
+    except Exception as e:
+        error = e
+    position = stored_position(own) if own else None
+    mine: Json = {
+        "layout": own is not None and own.get("layout") == run_state.layout,
+        "data": own is not None and (position is None or position[0] == run_state.data_rank),
+    }
+    of_ranks: list[Any] = coordinator.gather("resume-layout", mine, error)
+    rng = own["rng"] if own is not None and all(one["layout"] for one in of_ranks) else None
+    if "dataloader" not in manifest.components or "dataloader" in exclude:
+        return run, RankState(rng)
+    if position is not None and all(one["data"] for one in of_ranks):
+        return run, RankState(rng, _only(position))
+    return run, RankState(rng, _all_positions(path, manifest, coordinator))
+
+
+def _only(position: tuple[DataRank, Any]) -> list[Any]:
+    """Return positions of all data-parallel ranks of which only the own one is looked at, and known."""
+    at, state = position
+    return [state if rank == at.rank else None for rank in range(at.size)]
+
+
+def _all_positions(path: Path, manifest: Manifest, coordinator: Coordinator) -> list[Any]:
+    """Return the data position of every data-parallel rank that saved; each rank reads some of their files."""
+    error: BaseException | None = None
+    mine: list[Json] = []
+    try:
+        for rank in range(coordinator.rank, manifest.world_size, coordinator.world_size):
+            stored = stored_position(_read_state(path, rank_state_name(rank), manifest))
+            if stored is not None:
+                mine.append([stored[0].rank, stored[0].size, typed_json.encode(stored[1])])
+    except Exception as e:
+        error = e
+    gathered: list[Any] = coordinator.gather("data positions", mine, error)
+    found = [(DataRank(rank, size), state) for of_rank in gathered for rank, size, state in of_rank]
+    return [typed_json.decode(state, str(path)) for state in in_order(found, str(path))]
 
 
 def _read_state(path: Path, name: str, manifest: Manifest) -> dict[str, Any]:

@@ -115,3 +115,27 @@ def test_collate_stacks_sequences() -> None:
     batch = collate(samples)
     assert batch["tokens"].shape == batch["labels"].shape == (3, 10)
     assert torch.equal(batch["tokens"][1], samples[1]["tokens"])
+
+
+@pytest.mark.parametrize(("ranks", "batch_size", "workers"), [(2, 3, 0), (2, 3, 2)])
+def test_batches_made_ahead_by_workers_are_not_lost_to_other_ranks(ranks: int, batch_size: int, workers: int) -> None:
+    """However far workers are ahead, another number of ranks goes on right after what was handed out."""
+    loaders = [
+        build_dataloader(PackedDataset(TOKENS, 10, 5, rank=r, num_ranks=ranks), batch_size, collate, 0, workers)
+        for r in range(ranks)
+    ]
+    in_turn: list[int] = []
+    batches = [iter(loader) for loader in loaders]
+    for _ in range(5):
+        in_turn += [int(s) for turn in zip(*(next(b)["tokens"][:, 0] for b in batches), strict=True) for s in turn]
+    states = json.loads(json.dumps([loader.state_dict() for loader in loaders]))
+    again = build_dataloader(PackedDataset(TOKENS, 10, 5, rank=1, num_ranks=ranks), batch_size, collate, 0, workers)
+    again.load_state_dict(states[1])
+    assert torch.equal(next(iter(again))["tokens"], next(batches[1])["tokens"])
+    alone = build_dataloader(PackedDataset(TOKENS, 10, 5), 7, collate, 0)
+    alone.load_state_dicts(states)
+    in_turn += next(iter(alone))["tokens"][:, 0].tolist()
+    assert in_turn == starts(PackedDataset(TOKENS, 10, 5), len(in_turn))
+    states[1]["position"]["next_index"] += 1
+    with pytest.raises(LoadMismatchError, match="not in step"):
+        alone.load_state_dicts(states)

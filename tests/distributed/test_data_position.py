@@ -1,0 +1,150 @@
+"""Data position and generators on other layouts: peers that share data, another data-parallel size, another order."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titan_ckpt import CheckpointConfig, CheckpointManager, ResumeConfig, SaveConfig
+from titan_ckpt.errors import LoadMismatchError, PeerError
+from titan_ckpt.testing import distributed
+from titan_ckpt.training.data import PackedDataset, build_dataloader, collate
+
+TOKENS = torch.arange(1001, dtype=torch.int32)
+
+
+class Position:
+    """A loader of somebody's own: a counter for each data-parallel rank, that cannot be divided anew."""
+
+    def __init__(self, dp_rank: int, dp_world_size: int, value: int = 0) -> None:
+        self.dp_rank, self.dp_world_size = dp_rank, dp_world_size
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict["value"]
+
+
+def packed(dp_rank: int, dp_world_size: int, batch_size: int) -> Any:
+    return build_dataloader(PackedDataset(TOKENS, 10, 5, rank=dp_rank, num_ranks=dp_world_size), batch_size, collate, 0)
+
+
+def starts(batches: Iterator[Any]) -> list[int]:
+    """Return the first token of each of the next batch's sequences, which names the sequence."""
+    first: list[int] = next(batches)["tokens"][:, 0].tolist()
+    return first
+
+
+def manager(folder: Path, loader: Any, step: int | None = None) -> CheckpointManager:
+    config = CheckpointConfig(save=SaveConfig(interval=1), resume=ResumeConfig(step=step))
+    return CheckpointManager(config, model_parts=[nn.Linear(2, 2)], dataloader=loader, base_folder=folder)
+
+
+def drawn() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002 - what is saved.
+
+
+def together(value: Any) -> list[Any]:
+    """Return every rank's value."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def seed(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002
+    torch.manual_seed(number)
+
+
+def test_the_data_goes_on_at_any_data_parallel_size(tmp_path: Path) -> None:
+    """4 data ranks, then 2 of two peers each, then 1 process: the sequences come as if one process had read them."""
+    go_on_with_peers(tmp_path)
+    loader = packed(0, 1, 6)
+    with manager(tmp_path, loader) as m:
+        assert m.load().step == 2
+    alone = iter(packed(0, 1, 1))
+    for _ in range(4 * 2 * 3 + 2 * 3 * 3):  # ranks x batch x steps
+        next(alone)
+    assert starts(iter(loader)) == [starts(alone)[0] for _ in range(6)]
+
+
+@distributed(nproc=4)
+def go_on_with_peers(folder: Path) -> None:
+    rank = dist.get_rank()
+    seed(rank // 2)  # as tensor-parallel peers are seeded
+    loader = packed(rank, 4, 2)
+    batches = iter(loader)
+    taken = [starts(batches) for _ in range(3)]
+    with manager(folder, loader) as m:
+        m.load()
+        m.save(1)
+    went_on = drawn()
+
+    seed(rank // 2 + 10)
+    loader = packed(rank // 2, 2, 3)
+    with manager(folder, loader) as m:
+        m.load()
+        batches = iter(loader)
+        more = [starts(batches) for _ in range(3)]
+        m.save(2)
+    first = drawn()
+    assert first != went_on
+    generators = together(first)
+    assert generators[0] == generators[1] != generators[2] == generators[3], "peers stay alike, others differ"
+    seed(rank // 2 + 10)
+    with manager(folder, packed(rank // 2, 2, 3), step=1) as m:
+        m.load()
+    assert drawn() == first, "deterministic"
+
+    shares, peers = together(taken), together(more)
+    assert peers[0] == peers[1]
+    assert peers[2] == peers[3]
+    in_turn = [s for of_step in zip(*shares, strict=True) for s in itertools.chain(*zip(*of_step, strict=True))]
+    in_turn += [s for of_step in zip(*peers[::2], strict=True) for s in itertools.chain(*zip(*of_step, strict=True))]
+    alone = iter(packed(0, 1, 1))
+    assert in_turn == [starts(alone)[0] for _ in range(len(in_turn))]
+
+
+def test_a_position_follows_its_data_rank_and_none_is_guessed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another order of ranks takes each data rank's position along; another number needs a loader that can divide it."""
+    reorder(tmp_path)
+    with manager(tmp_path, Position(0, 1)) as m:
+        with pytest.raises(LoadMismatchError, match=r"of 2 data-parallel ranks, this run has 1, and Position cannot"):
+            m.load()
+    config = CheckpointConfig(resume=ResumeConfig(exclude=("dataloader",)))
+    with (
+        CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=tmp_path) as m,
+        caplog.at_level(logging.WARNING),
+    ):
+        m.load()
+    assert "saved by another layout of ranks" in caplog.text
+
+
+@distributed(nproc=4)
+def reorder(folder: Path) -> None:
+    rank = dist.get_rank()
+    with manager(folder, Position(rank // 2, 2, value=100 + rank // 2)) as m:
+        m.load()
+        m.save(1)
+    loader = Position(rank % 2, 2)
+    with manager(folder, loader) as m:
+        m.load()
+    assert loader.value == 100 + rank % 2
+    loader = Position(rank, 4)
+    with manager(folder, loader) as m, pytest.raises((LoadMismatchError, PeerError), match="cannot divide them anew"):
+        m.load()

@@ -118,9 +118,7 @@ def go_on_with_peers(folder: Path) -> None:
     assert in_turn == [starts(alone)[0] for _ in range(len(in_turn))]
 
 
-def test_a_position_follows_its_data_rank_and_none_is_guessed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_position_follows_its_data_rank_and_none_is_guessed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Another order of ranks takes each data rank's position along; another number needs a loader that can divide it."""
     reorder(tmp_path)
     with manager(tmp_path, Position(0, 1)) as m:

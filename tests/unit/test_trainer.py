@@ -14,36 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from titan_ckpt.config import from_dict
+from tests.tiny_run import losses, settings
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.manager import LoadResult
 from titan_ckpt.saving import Saver
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.callbacks import Callback, StepMetrics
-from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.data import IGNORED, Batch, collate
 from titan_ckpt.training.reporting import MetricsFile, read_metrics
 from titan_ckpt.training.trainer import Trainer
-
-
-def settings(folder: Path, **sections: dict[str, Any]) -> RunConfig:
-    """Return a run of three tiny steps; `sections` change it, table by table."""
-    raw: dict[str, Any] = {
-        "output_folder": str(folder / "run"),
-        "model": {"flavor": "debug-0.5m"},
-        "data": {"sequence_length": 16, "cache_folder": str(folder / "cache"), "tokenizer": {"vocab_size": 300}},
-        "training": {"steps": 3, "batch_size": 4, "device": "cpu"},
-        "optimizer": {"lr": 3e-3},
-        "checkpoint": {"save": {"interval": 2}},
-    }
-    for name, table in sections.items():
-        raw[name] = {**raw.get(name, {}), **table}
-    return from_dict(RunConfig, raw)
-
-
-def losses(folder: Path) -> list[float]:
-    """Return the losses that a run has logged."""
-    return [row["loss"] for row in read_metrics(folder / "run" / "metrics.jsonl")]
 
 
 class Recorder(Callback):

@@ -10,7 +10,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
+from converters.parallel import converted_plan
 from converters.protocol import ModelConverter
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.keymap import KeyMap
@@ -87,6 +89,10 @@ class ModelConverters:
         """Give the added tensors among `fqns` (None: all) their initial values."""
         for converter in self._converters:
             converter.initialize(model_parts, fqns)
+
+    def parallel_plan(self, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+        """Return a plan of tensor parallelism that fits what these converters have made of the modules it names."""
+        return converted_plan(plan)
 
     def post_optimizer_hook(self, model_parts: Sequence[nn.Module]) -> None:
         """Run every converter's hook, in order."""

@@ -6,8 +6,9 @@ Owns tying, pipeline stages, initial values and the rotary buffer. What a block 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from copy import copy
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -59,9 +60,8 @@ class Decoder(ExactBuffers, LanguageModel, Generic[ConfigT]):
         if tokens.shape[1] > self.max_seq_len:
             raise ValueError(f"{tokens.shape[1]} tokens are longer than max_seq_len {self.max_seq_len}")
         x = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
-        table = self.rope_table[: tokens.shape[1]]
         for layer in self.layers.values():
-            x = layer(x, table)
+            x = layer(x, self.rope_table)
         if self.norm is None:
             return x
         x = self.norm(x)
@@ -71,6 +71,22 @@ class Decoder(ExactBuffers, LanguageModel, Generic[ConfigT]):
         assert self.output is not None, "the stage with the norm has the output"
         logits: torch.Tensor = self.output(x)
         return logits
+
+    def stage(self, layers: Collection[int], *, first: bool, last: bool) -> Self:
+        """Return a model of some layers alone, with the embedding if `first`, and norm and output if `last`.
+
+        It shares its modules with this one, and their names.
+        """
+        assert not self.config.tie_embeddings, "a tied model cannot be cut between its embedding and its output"
+        stage = copy(self)
+        # tables of modules, buffers and hooks are the stage's own
+        stage.__dict__.update({name: copy(value) for name, value in self.__dict__.items() if isinstance(value, dict)})
+        stage.layers = nn.ModuleDict({str(i): self.layers[str(i)] for i in layers})
+        if not first:
+            stage.tok_embeddings = None
+        if not last:
+            stage.norm = stage.output = None
+        return stage
 
     def init_weights(self) -> None:
         """Fill every parameter in place from the current generator, and recompute the buffers.

@@ -11,6 +11,7 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 INIT_STD = 0.02
 
@@ -44,6 +45,11 @@ def rotate_halves(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Turn pairs made of the last dim's two halves (i and i + head_dim / 2), in float32. Shapes: see Rotate."""
     turned = torch.complex(*x.float().chunk(2, dim=-1)) * table[None, :, None, :]
     return torch.cat((turned.real, turned.imag), dim=-1).type_as(x)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor that ranks share, else the tensor; differentiable."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ExactBuffers(nn.Module):
@@ -105,10 +111,14 @@ class Attention(SubLayer):
         self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else None
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Shape: (batch, seq, dim) in and out. The number of heads is read off, so it may be a rank's share of them."""
+        """Shape: (batch, seq, dim) in and out; a table of at least `seq` positions.
+
+        The number of heads is read off, so it may be a rank's share of them.
+        """
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        table = table[: q.shape[1]]
         q, k = self.rotate(q, table), self.rotate(k, table)
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True

@@ -20,7 +20,7 @@ from torch import nn
 from titan_ckpt.keymap import KeyMap, KeyRule, Unstack
 from titan_ckpt.models.config import DecoderConfig, check_config, read_shape
 from titan_ckpt.models.decoder import Decoder
-from titan_ckpt.models.layers import INIT_STD, ExactBuffers, FeedForward, SubLayer, TransformerBlock
+from titan_ckpt.models.layers import INIT_STD, ExactBuffers, FeedForward, SubLayer, TransformerBlock, local_tensor
 from titan_ckpt.models.qwen3 import BLOCK, FIXED, HF_BLOCK, RULES, make_attention, rotary_table
 
 _REQUIRED = ("moe_intermediate_size", "num_experts_per_tok", "norm_topk_prob")
@@ -181,8 +181,8 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Shape: (rows, dim) in and out; the first `counts[0]` rows are expert 0's, and so on."""
-        # unbind, because each w1[e] would have a gradient as large as w1
-        weights = zip(self.w1.unbind(), self.w2.unbind(), self.w3.unbind(), strict=True)
+        # unbind, because each w1[e] would have a gradient as large as w1; of a DTensor, the experts that are here
+        weights = zip(*(local_tensor(w).unbind() for w in (self.w1, self.w2, self.w3)), strict=True)
         return torch.cat([
             F.linear(F.silu(F.linear(rows, w1)) * F.linear(rows, w3), w2)
             for rows, (w1, w2, w3) in zip(x.split(counts), weights, strict=True)

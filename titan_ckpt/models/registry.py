@@ -36,8 +36,8 @@ ARCHITECTURES: Mapping[str, Architecture[Any]] = {
 }
 
 
-def build_model(name: str, *, flavor: str | None = None, folder: str | Path | None = None) -> LanguageModel:
-    """Return a model without weights of its own, of a flavor or of the shape that a folder's config.json says.
+def read_config(name: str, *, flavor: str | None = None, folder: str | Path | None = None) -> Any:
+    """Return the shape of a flavor, or the one that a folder's config.json says; nothing is built.
 
     Raises: ConfigError for an unknown name or flavor, and for a folder that is not there or is of another architecture.
     """
@@ -45,8 +45,14 @@ def build_model(name: str, *, flavor: str | None = None, folder: str | Path | No
         raise ConfigError([f"model.name: {name!r} is unknown; known: {', '.join(ARCHITECTURES)}"])
     architecture = ARCHITECTURES[name]
     if folder is not None:
-        return architecture.make(architecture.read(read_config_json(folder), str(Path(folder) / "config.json")))
+        return architecture.read(read_config_json(folder), str(Path(folder) / "config.json"))
     if flavor is None or flavor not in architecture.flavors:
         known = ", ".join(architecture.flavors) or f"none: {name} needs model.folder"
         raise ConfigError([f"model.flavor: {flavor!r} is unknown; known: {known}"])
-    return architecture.make(architecture.flavors[flavor])
+    return architecture.flavors[flavor]
+
+
+def build_model(name: str, *, flavor: str | None = None, folder: str | Path | None = None) -> LanguageModel:
+    """Return a model without weights of its own, of the shape that `read_config` finds. Raises: as it does."""
+    config = read_config(name, flavor=flavor, folder=folder)
+    return ARCHITECTURES[name].make(config)

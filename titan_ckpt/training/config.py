@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from titan_ckpt.config import CheckpointConfig, NonEmpty, NonNegative, PositiveInt, PositiveSteps, validate
 from titan_ckpt.strict_toml import Check
+from titan_ckpt.training.parallel.config import ParallelConfig
 
 PositiveNumber = Annotated[float, Check("a positive number", lambda x: x > 0)]
 Ratio = Annotated[float, Check("a number from 0 to 1", lambda x: 0 <= x <= 1)]
@@ -236,6 +237,7 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitoring: MonitoringConfig = field(default_factory=MonitoringConfig)
     evaluation: EvaluationConfig | None = None

@@ -26,7 +26,7 @@ from torch.utils.data import IterableDataset
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.language_model import LanguageModel
-from titan_ckpt.models.registry import build_model
+from titan_ckpt.models.registry import build_model, read_config
 from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue, StepMetrics
 from titan_ckpt.training.callbacks.checkpoint import Checkpointing, Export
 from titan_ckpt.training.callbacks.console import Logging, ProgressBar
@@ -38,8 +38,14 @@ from titan_ckpt.training.callbacks.trackers import TensorBoard, Wandb
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.corpus import open_corpus
 from titan_ckpt.training.data import Batch, PackedDataset, build_dataloader, collate, tokenise
-from titan_ckpt.training.loss import clip_gradients, num_predicted, summed_cross_entropy
-from titan_ckpt.training.parallel import Ranks, process_group, shard, sync_gradients
+from titan_ckpt.training.loss import num_predicted, summed_cross_entropy
+from titan_ckpt.training.parallel.apply import parallelise
+from titan_ckpt.training.parallel.data_parallel import is_sharded, sync_gradients
+from titan_ckpt.training.parallel.degrees import Degrees, find_degrees
+from titan_ckpt.training.parallel.gradients import clip_gradients
+from titan_ckpt.training.parallel.pipeline import Pipeline
+from titan_ckpt.training.parallel.ranks import Ranks, process_group, world_size
+from titan_ckpt.training.parallel.tensor_parallel import Plan
 from titan_ckpt.training.schedule import rate_factor
 from titan_ckpt.training.tokenizer import TextTokenizer, read_tokenizer, train_tokenizer
 from titan_ckpt.transforms import StateDictTransforms
@@ -63,6 +69,8 @@ class Converters(ModelHooks, Protocol):
     def convert(self, model: nn.Module) -> None: ...
 
     def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None: ...
+
+    def parallel_plan(self, plan: Plan) -> Plan: ...
 
     def post_optimizer_hook(self, model_parts: Sequence[nn.Module]) -> None: ...
 
@@ -90,11 +98,15 @@ class Trainer:
 
     ranks: Ranks
     model: LanguageModel
+    """Whole until it is laid out over the ranks, then the first of `model_parts`."""
     tokenizer: TextTokenizer
     encode: Callable[[str], list[int]]
     dataset: IterableDataset[Batch]
     collate: Callable[[Sequence[Batch]], Batch]
     dataloader: Any
+    model_parts: Sequence[nn.Module]
+    """What this rank has of the model: its pipeline stages, or the one model."""
+    pipeline: Pipeline | None
     optimizer: Optimizer
     lr_scheduler: LRScheduler
     callbacks: Callbacks
@@ -128,9 +140,12 @@ class Trainer:
 
     @contextmanager
     def setup(self) -> Iterator[Ranks]:
-        """Join the other ranks, and seed every generator alike: initial values must agree before they are sharded."""
+        """Join the other ranks, and seed every generator alike: initial values must agree before they are sharded.
+
+        Raises: ConfigError for degrees of parallelism that the model, the batch or the number of ranks do not allow.
+        """
         torch.use_deterministic_algorithms(self.config.training.deterministic)
-        with process_group(self.config.training.device) as ranks:
+        with process_group(self.config.training.device, self.find_degrees()) as ranks:
             seed_generators(self.config.seed)
             yield ranks
 
@@ -143,7 +158,8 @@ class Trainer:
         self.dataset = self.build_dataset()
         self.collate = self.build_collate()
         self.dataloader = self.build_dataloader()
-        self.parallelise_model()
+        self.model_parts = self.parallelise_model()
+        self.pipeline = self.build_pipeline()
         self.optimizer = self.build_optimizer()
         self.lr_scheduler = self.build_lr_scheduler()
         self.training_context = self.build_training_context()
@@ -202,8 +218,9 @@ class Trainer:
             raise ConfigError([f"data.sequence_length: {data.sequence_length} is longer than the model's {longest}"])
         tokens = self.tokens_of(data.corpus)
         trained = tokens[: len(tokens) - int(len(tokens) * data.held_out)]
+        ranks = self.ranks
         return PackedDataset(
-            trained, data.sequence_length, self.config.seed, rank=self.ranks.rank, num_ranks=self.ranks.size
+            trained, data.sequence_length, self.config.seed, rank=ranks.data_rank, num_ranks=ranks.data_size
         )
 
     def build_collate(self) -> Callable[[Sequence[Batch]], Batch]:
@@ -214,11 +231,15 @@ class Trainer:
         """Return a loader whose state_dict holds the position in the data."""
         return build_dataloader(self.dataset, self.config.training.batch_size, self.collate, self.config.seed)
 
-    def parallelise_model(self) -> None:
-        """Move the model to its device, lay it out over the ranks in place, and give each rank noise of its own."""
-        self.model.to(self.ranks.device)
-        shard(self.model, self.ranks, self._compute_dtype)
-        seed_generators(self.config.seed + 1 + self.ranks.rank)
+    def parallelise_model(self) -> Sequence[nn.Module]:
+        """Return what this rank has of the model, on its device; give ranks that see different data their own noise."""
+        fit = self.converters.parallel_plan if self.converters is not None else dict
+        parts = parallelise(self.model, self.ranks, self.config.parallel, self._compute_dtype, fit)
+        assert isinstance(parts[0], LanguageModel), "a stage is a model"
+        self.model = parts[0]
+        place = self.ranks.place
+        seed_generators(self.config.seed + 1 + self.ranks.data_rank * self.ranks.degrees.pp + place.pp)
+        return parts
 
     def build_optimizer(self) -> Optimizer:
         """Return AdamW over what is trained: matrices with weight decay, vectors without."""
@@ -238,7 +259,7 @@ class Trainer:
 
     def build_training_context(self) -> Callable[[], AbstractContextManager[object]]:
         """Return what every forward pass runs in: autocast where FSDP2 does not already compute in bfloat16."""
-        if self._compute_dtype is torch.float32 or self.ranks.mesh is not None:
+        if self._compute_dtype is torch.float32 or is_sharded(self.ranks):
             return nullcontext
         return lambda: torch.autocast(self.ranks.device.type, self._compute_dtype)
 
@@ -267,9 +288,38 @@ class Trainer:
 
     # What the build steps share
 
+    def find_degrees(self) -> Degrees:
+        """Return how many ranks each kind of parallelism has. Raises: ConfigError for all that does not fit."""
+        model, training = self.config.model, self.config.training
+        return find_degrees(
+            self.config.parallel,
+            world_size(),
+            read_config(model.name, flavor=model.flavor, folder=model.folder),
+            batch_size=training.batch_size,
+            accumulation=training.accumulation,
+            sequence_length=self.config.data.sequence_length,
+        )
+
+    def build_pipeline(self) -> Pipeline | None:
+        """Return what runs the stages of a pipeline, where there is one."""
+        if self.ranks.degrees.pp == 1:
+            return None
+        training = self.config.training
+        return Pipeline(
+            self.model_parts,
+            self.ranks,
+            self.config.parallel,
+            summed_cross_entropy,
+            batch_size=training.batch_size,
+            accumulation=training.accumulation,
+            sequence_length=self.config.data.sequence_length,
+            dtype=self._compute_dtype if is_sharded(self.ranks) else torch.float32,
+        )
+
     def trainable(self) -> list[nn.Parameter]:
         """Return the parameters that are trained, each once."""
-        return [p for p in self.model.parameters() if p.requires_grad]
+        parts = getattr(self, "model_parts", [self.model])
+        return [p for part in parts for p in part.parameters() if p.requires_grad]
 
     def tokens_of(self, corpus: str) -> torch.Tensor:
         """Return the token ids of a corpus, one document after the other."""
@@ -304,7 +354,7 @@ class Trainer:
         special = {"bos_token_id": self.tokenizer.bos_id, "eos_token_id": self.tokenizer.eos_id}
         return CheckpointManager(
             self.config.checkpoint,
-            model_parts=[self.model],
+            model_parts=self.model_parts,
             optimizers=[self.optimizer],
             lr_schedulers=[self.lr_scheduler],
             dataloader=self.dataloader,
@@ -323,7 +373,7 @@ class Trainer:
         result = self.manager.load()
         self.state.step = result.step
         if self.converters is not None and result.report.initialised:
-            self.converters.initialize([self.model], result.report.initialised)
+            self.converters.initialize(self.model_parts, result.report.initialised)
         self.callbacks.on_load(self, result)
 
     def train(self) -> None:
@@ -337,7 +387,8 @@ class Trainer:
             self.manager.save(self.state.step, last_step=True)
             return
         batches = iter(self.dataloader)
-        self.model.train()
+        for part in self.model_parts:
+            part.train()
         self.callbacks.on_train_begin(self)
         epoch = self.epoch
         self.callbacks.on_epoch_begin(self, epoch)
@@ -367,14 +418,14 @@ class Trainer:
         self.callbacks.on_step_begin(self, step)
         micro_batches = [next(batches) for _ in range(self.config.training.accumulation)]
         mine = sum(map(num_predicted, micro_batches))
-        num_tokens = int(self.ranks.sum(torch.tensor(mine, device=self.ranks.device)))
+        num_tokens = int(self.ranks.sum(torch.tensor(mine, device=self.ranks.device), over_data=True))
         loss = self.accumulate_gradients(micro_batches, num_tokens)
-        grad_norm = clip_gradients(self.trainable(), self.config.training.max_grad_norm)
+        grad_norm = clip_gradients(self.trainable(), self.config.training.max_grad_norm, self.ranks)
         self.callbacks.on_pre_optimizer(self, step, grad_norm)
         lr = float(self.lr_scheduler.get_last_lr()[0])
         self.optimizer.step()
         if self.converters is not None:
-            self.converters.post_optimizer_hook([self.model])
+            self.converters.post_optimizer_hook(self.model_parts)
         self.lr_scheduler.step()
         self.optimizer.zero_grad()
         self.state.step = step
@@ -384,17 +435,34 @@ class Trainer:
         return StepMetrics(step, total / num_tokens, grad_norm, lr, num_tokens, time.perf_counter() - started)
 
     def accumulate_gradients(self, micro_batches: Sequence[Batch], num_tokens: int) -> torch.Tensor:
-        """Run forward and backward of every micro-batch. Returns this rank's summed loss, float64."""
+        """Run forward and backward of every micro-batch; ranks add their gradients up after the last one alone.
+
+        Returns: this rank's share of the summed loss, float64.
+        """
+        batches = [{k: v.to(self.ranks.device, non_blocking=True) for k, v in b.items()} for b in micro_batches]
+        if self.pipeline is not None:
+            whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+            with self.training_context():
+                total = self.pipeline.forward_backward(whole, 1 / num_tokens)
+            for index in range(len(batches)):
+                self.callbacks.on_substep_end(self, index)
+            return total / self.ranks.degrees.tp
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        for index, micro_batch in enumerate(micro_batches):
-            batch = {name: value.to(self.ranks.device, non_blocking=True) for name, value in micro_batch.items()}
-            sync_gradients(self.model, when=index == len(micro_batches) - 1)
+        for index, batch in enumerate(batches):
+            sync_gradients(self.model_parts, when=index == len(batches) - 1)
             with self.training_context():
                 loss = self.compute_loss(batch)
-            (loss * (self.ranks.size / num_tokens)).backward()  # FSDP2 averages over the ranks
+            (loss / num_tokens).backward()
             total += loss.detach()
             self.callbacks.on_substep_end(self, index)
-        return total
+        return total / self.ranks.degrees.tp
+
+    @torch.no_grad()
+    def measure_loss(self, batch: Batch) -> torch.Tensor:
+        """Return this rank's share of the summed loss of a batch, float64; no gradients. Collective."""
+        with self.training_context():
+            loss = self.pipeline.evaluate(batch) if self.pipeline is not None else self.compute_loss(batch).double()
+        return loss / self.ranks.degrees.tp
 
     def compute_loss(self, batch: Batch) -> torch.Tensor:
         """Return the summed loss of a batch."""

@@ -41,28 +41,27 @@ class Evaluation(Callback):
         """Return the mean loss over the tokens of all ranks, each counted once. Collective."""
         random_state = RandomState()
         before = random_state.state_dict()
-        total = torch.zeros(2, dtype=torch.float64, device=trainer.ranks.device)
-        trainer.model.eval()
+        loss, num_tokens = torch.zeros(2, dtype=torch.float64, device=trainer.ranks.device)
+        for part in trainer.model_parts:
+            part.eval()
         try:
-            with torch.no_grad():
-                for batch in self._batches(trainer):
-                    with trainer.training_context():
-                        total[0] += trainer.compute_loss(batch)
-                    total[1] += num_predicted(batch)
+            for batch in self._batches(trainer):
+                loss += trainer.measure_loss(batch)
+                num_tokens += num_predicted(batch)
         finally:
-            trainer.model.train()
+            for part in trainer.model_parts:
+                part.train()
             random_state.load_state_dict(before)
-        reshard(trainer.model)
-        loss, num_tokens = trainer.ranks.sum(total).tolist()
-        return float(loss / num_tokens)
+        reshard(*trainer.model_parts)
+        return float(trainer.ranks.sum(loss) / trainer.ranks.sum(num_tokens, over_data=True))
 
     def _batches(self, trainer: Trainer) -> Iterator[Batch]:
         """Yield this rank's batches on its device; every rank has as many, for each forward may be collective."""
         config, ranks = self._config, trainer.ranks
         num_sequences = min(self._dataset.num_sequences, config.max_sequences or self._dataset.num_sequences)
         size = trainer.config.training.batch_size
-        for first in range(0, num_sequences, size * ranks.size):
-            mine = range(first + ranks.rank * size, first + (ranks.rank + 1) * size)
+        for first in range(0, num_sequences, size * ranks.data_size):
+            mine = range(first + ranks.data_rank * size, first + (ranks.data_rank + 1) * size)
             batch = trainer.collate([self._sequence(number, num_sequences) for number in mine])
             yield {name: value.to(ranks.device) for name, value in batch.items()}
 

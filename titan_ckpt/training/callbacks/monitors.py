@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.models.qwen3_moe import Router, RouterLoad
+from titan_ckpt.models.qwen3_moe import Qwen3Moe, Router, RouterLoad
 from titan_ckpt.training.callbacks.base import Callback, StepMetrics
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class LoadBalance(Callback):
 
     def on_init_end(self, trainer: Trainer) -> None:
         """Raises: ConfigError for a model that no rank has a router of."""
-        if not self._routers(trainer):
+        if not isinstance(trainer.model, Qwen3Moe):
             raise ConfigError(
                 ["monitoring.load_balance: the model has no mixture of experts; leave it out, or train qwen3_moe"]
             )
@@ -41,11 +41,18 @@ class LoadBalance(Callback):
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         if not trainer.is_log_due(metrics.step):
             return
+        assert isinstance(trainer.model, Qwen3Moe), "on_init_end() refuses others"
         routers = self._routers(trainer)
-        tokens = trainer.ranks.sum(torch.stack([router.load().tokens for router in routers.values()]))
+        config = trainer.model.config
+        tokens = torch.zeros(config.num_layers, config.num_experts, dtype=torch.int64, device=trainer.ranks.device)
+        for layer, router in routers.items():  # those of other pipeline stages are counted there
+            tokens[layer] = router.load().tokens
+            router.reset_buffers()
+        tokens = trainer.ranks.sum(tokens).cpu()
         worst, entropies = 0.0, []
-        for (name, router), counted in zip(routers.items(), tokens.cpu(), strict=True):
-            load = RouterLoad(counted, torch.zeros_like(counted, dtype=torch.float32), router.experts_per_token)
+        for layer in filter(config.is_sparse, range(config.num_layers)):
+            counted, name = tokens[layer], f"layers.{layer}"
+            load = RouterLoad(counted, torch.zeros_like(counted, dtype=torch.float32), config.experts_per_token)
             trainer.measurements |= {
                 f"moe/{name}/load": (counted / counted.sum()).tolist(),
                 f"moe/{name}/max_over_mean": load.imbalance(),
@@ -53,17 +60,13 @@ class LoadBalance(Callback):
             }
             worst = max(worst, load.imbalance())
             entropies.append(load.entropy())
-            router.reset_buffers()
         trainer.measurements |= {"moe/max_over_mean": worst, "moe/entropy": sum(entropies) / len(entropies)}
 
     @staticmethod
-    def _routers(trainer: Trainer) -> dict[str, Router]:
-        """Return the routers by the name of their layer."""
-        return {
-            fqn.removesuffix(".feed_forward.router"): module
-            for fqn, module in trainer.model.named_modules()
-            if isinstance(module, Router)
-        }
+    def _routers(trainer: Trainer) -> dict[int, Router]:
+        """Return the routers that are on this rank by the number of their layer."""
+        parts = [part for part in trainer.model_parts if isinstance(part, Qwen3Moe)]
+        return {int(fqn.split(".")[1]): router for part in parts for fqn, router in part.routers().items()}
 
 
 class MemoryMonitor(Callback):

@@ -1,0 +1,44 @@
+"""What is done to a model so that many ranks train it, in the only order that works.
+
+Owns the order: stages, matrices, experts, then the data-parallel sharding of what is left on a rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from titan_ckpt.models.decoder import Decoder
+from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.training.parallel.config import ParallelConfig
+from titan_ckpt.training.parallel.data_parallel import shard
+from titan_ckpt.training.parallel.expert_parallel import find_experts, split_experts
+from titan_ckpt.training.parallel.pipeline import split_layers
+from titan_ckpt.training.parallel.ranks import Ranks
+from titan_ckpt.training.parallel.tensor_parallel import FitPlan, split_matrices
+
+
+def parallelise(
+    model: LanguageModel, ranks: Ranks, parallel: ParallelConfig, compute_dtype: torch.dtype, fit: FitPlan = dict
+) -> list[nn.Module]:
+    """Return what this rank has of a whole model: its pipeline stages, or the model itself, on the rank's device.
+
+    Every rank brings the same values, or none: a model on meta stays there. Nothing is communicated.
+    `fit`: makes plans of tensor parallelism fit modules that converters have changed.
+    """
+    degrees = ranks.degrees
+    parts: list[nn.Module] = [model]
+    if degrees.pp > 1:
+        assert isinstance(model, Decoder), "find_degrees() refuses others"
+        parts = split_layers(model, ranks, parallel)
+    for part in parts:
+        if not any(value.is_meta for value in part.parameters()):
+            part.to(ranks.device)
+        if degrees.tp > 1:
+            assert isinstance(part, Decoder), "find_degrees() refuses others"
+            split_matrices(part, ranks.mesh("tp"), sequence_parallel=parallel.sequence_parallel, fit=fit)
+        experts = find_experts(part)
+        for module in experts:
+            split_experts(module, ranks)
+        shard(part, ranks, compute_dtype, experts if degrees.ep > 1 else ())
+    return parts

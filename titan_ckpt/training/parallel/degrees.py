@@ -1,0 +1,156 @@
+"""Which degrees a run has, where a rank stands on each axis, and whether model, batch and world allow them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.models.config import DecoderConfig
+from titan_ckpt.models.qwen3_moe import Qwen3MoeConfig
+from titan_ckpt.training.parallel.config import ParallelConfig
+
+AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+"""From the outermost to the innermost: neighbouring ranks, which talk fastest, share matrices. The axes of expert
+parallelism and of `dp_shard` together are data_parallel_shard."""
+FLAT = {"fsdp": ("dp_shard", "ep", "cp"), "fsdp_of_experts": ("dp_shard", "cp")}
+"""Axes that are one axis to FSDP2: what all ranks hold alike is sharded over the first, experts over the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """How many ranks each axis has; every rank of the world is at one place."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    ep: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def of(self, axis: str) -> int:
+        """Return the ranks of an axis, or of several that are one axis."""
+        return prod(getattr(self, name) for name in FLAT.get(axis, (axis,)))
+
+    @property
+    def world_size(self) -> int:
+        """Return the ranks of all axes."""
+        return prod(map(self.of, AXES))
+
+    @property
+    def data_size(self) -> int:
+        """Return how many ranks see different sequences."""
+        return self.dp_replicate * self.dp_shard * self.ep
+
+    def place(self, rank: int) -> Degrees:
+        """Return where a rank is on each axis."""
+        place = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, self.of(axis))
+        return Degrees(**place)
+
+    def data_rank(self, rank: int) -> int:
+        """Return a rank's number among those that see different sequences."""
+        place = self.place(rank)
+        return (place.dp_replicate * self.dp_shard + place.dp_shard) * self.ep + place.ep
+
+
+def find_degrees(
+    parallel: ParallelConfig, world_size: int, model: Any, *, batch_size: int, accumulation: int, sequence_length: int
+) -> Degrees:
+    """Return the degrees of a run on `world_size` ranks.
+
+    `model`: what the architecture's list makes of a shape (registry.py); DecoderConfig where it can be cut at all.
+    Raises: ConfigError listing everything that does not fit.
+    """
+    degrees, problems = _of_world(parallel, world_size)
+    problems += _of_batch(parallel, batch_size, accumulation, sequence_length)
+    if isinstance(model, DecoderConfig):
+        problems += _of_model(parallel, model)
+    else:
+        cut = ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_parallel")
+        problems += [
+            f'{name}: a model with name = "hf" is sharded by FSDP2 alone; use data_parallel_shard and '
+            'data_parallel_replicate, or a native architecture such as "llama3"'
+            for name in cut
+            if getattr(parallel, name) > 1
+        ]
+    if problems:
+        raise ConfigError([f"parallel.{problem}" for problem in problems])
+    return degrees
+
+
+def _of_world(parallel: ParallelConfig, world_size: int) -> tuple[Degrees, list[str]]:
+    problems = []
+    fixed = {
+        "pipeline_parallel": parallel.pipeline_parallel,
+        "data_parallel_replicate": parallel.data_parallel_replicate,
+        "context_parallel": parallel.context_parallel,
+        "tensor_parallel": parallel.tensor_parallel,
+    }
+    rest = prod(fixed.values())
+    shard = parallel.data_parallel_shard
+    named = " x ".join(f"{name} {degree}" for name, degree in fixed.items() if degree > 1)
+    if shard == -1:
+        shard = max(1, world_size // rest)
+        if world_size % rest or world_size < rest:
+            problems.append(f"data_parallel_shard: {named} = {rest} does not divide the {world_size} ranks of this run")
+    elif shard * rest != world_size:
+        named = " x ".join(filter(None, [named, f"data_parallel_shard {shard}"]))
+        problems.append(f"data_parallel_shard: {named} = {shard * rest} ranks, and this run has {world_size}")
+    ep = parallel.expert_parallel
+    if shard % ep and not problems:
+        problems.append(f"expert_parallel: {ep} does not divide data_parallel_shard {shard}, which it is taken from")
+    degrees = Degrees(
+        parallel.pipeline_parallel, parallel.data_parallel_replicate, max(1, shard // ep), ep,
+        parallel.context_parallel, parallel.tensor_parallel,
+    )  # fmt: skip
+    return degrees, problems
+
+
+def _of_batch(parallel: ParallelConfig, batch_size: int, accumulation: int, sequence_length: int) -> Iterator[str]:
+    cp, tp = parallel.context_parallel, parallel.tensor_parallel
+    pieces = cp * (tp if parallel.sequence_parallel else 1)
+    if cp > 1 and sequence_length % (2 * cp):
+        yield f"context_parallel: twice {cp} does not divide data.sequence_length {sequence_length}"
+    elif sequence_length % pieces:
+        yield (
+            f"sequence_parallel: {pieces} pieces do not divide data.sequence_length {sequence_length}; choose another "
+            "length, or sequence_parallel = false"
+        )
+    if parallel.pipeline_parallel == 1:
+        return
+    count = parallel.num_microbatches
+    if batch_size % count:
+        yield f"pipeline_microbatches: {count} do not divide training.batch_size {batch_size}"
+    elif parallel.pipeline_schedule == "1F1B" and count * accumulation < parallel.num_stages:
+        yield f"pipeline_microbatches: 1F1B needs one for each of {parallel.num_stages} stages, found {count}"
+    elif parallel.pipeline_schedule == "Interleaved1F1B" and count * accumulation % parallel.pipeline_parallel:
+        yield (
+            f"pipeline_microbatches: Interleaved1F1B needs a multiple of pipeline_parallel "
+            f"{parallel.pipeline_parallel}, found {count * accumulation}"
+        )
+
+
+def _of_model(parallel: ParallelConfig, model: DecoderConfig) -> Iterator[str]:
+    tp, ep, stages = parallel.tensor_parallel, parallel.expert_parallel, parallel.num_stages
+    sizes = {"heads": model.num_heads, "key-value heads": model.num_kv_heads, "hidden rows": model.ffn_dim}
+    experts = model.num_experts if isinstance(model, Qwen3MoeConfig) else 0
+    if isinstance(model, Qwen3MoeConfig):
+        sizes["hidden rows of an expert"] = model.expert_dim
+    yield from (f"tensor_parallel: {tp} does not divide the {n} {name}" for name, n in sizes.items() if n % tp)
+    if model.vocab_size < tp:
+        yield f"tensor_parallel: {tp} ranks are more than the vocabulary's {model.vocab_size} tokens"
+    if ep > 1 and not experts:
+        yield "expert_parallel: the model has no experts"
+    elif experts % ep:
+        yield f"expert_parallel: {ep} does not divide the {experts} experts"
+    if stages > model.num_layers:
+        yield f"pipeline_parallel: {stages} stages are more than the {model.num_layers} layers"
+    if stages > 1 and model.tie_embeddings:
+        yield (
+            "pipeline_parallel: the model's output is its embedding matrix (tie_word_embeddings), which the first and "
+            "the last stage would both need"
+        )

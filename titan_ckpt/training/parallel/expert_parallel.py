@@ -1,0 +1,112 @@
+"""Experts dealt out over ranks, and the hidden rows of each over tensor-parallel ones: who computes which tokens.
+
+Owns the exchange of tokens. Routing, which drops none, is the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.tensor import Placement, Shard, distribute_tensor
+
+from titan_ckpt.models.qwen3_moe import Experts
+from titan_ckpt.training.parallel.ranks import Ranks
+
+Compute = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
+"""Experts.forward: rows that are sorted by expert, and how many each has; as many rows out."""
+
+_HIDDEN = {"w1": 1, "w2": 2, "w3": 1}
+"""The dim of each matrix of an expert that counts its hidden rows."""
+
+
+def find_experts(model: nn.Module) -> list[Experts]:
+    """Return the experts of every sparse layer, in order."""
+    return [module for module in model.modules() if isinstance(module, Experts)]
+
+
+def split_experts(experts: Experts, ranks: Ranks) -> None:
+    """Deal a layer's experts out over the ranks of `ep`, and the rows of each over those of `tp`, in place."""
+    axes = tuple(axis for axis in ("ep", "tp") if ranks.degrees.of(axis) > 1)
+    if not axes:
+        return
+    mesh = ranks.mesh(*axes)
+    compute: Compute = experts.forward
+    for name, parameter in [*experts.named_parameters()]:
+        placements: list[Placement] = [Shard(0) if axis == "ep" else Shard(_HIDDEN[name]) for axis in axes]
+        local = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+        experts.register_parameter(name, nn.Parameter(local, requires_grad=parameter.requires_grad))
+    if "ep" in axes:
+        compute = exchanged(compute, ranks.mesh("ep").get_group())
+    if "tp" in axes:
+        compute = summed(compute, ranks.mesh("tp").get_group())
+    setattr(experts, "forward", compute)  # noqa: B010 - not a method of the class
+
+
+def exchanged(compute: Compute, group: ProcessGroup) -> Compute:
+    """Return what sends each row to the rank that has its expert, computes there and sends the result back.
+
+    1 Tell every rank how many rows come for each of its experts. 2 Send the rows. 3 Compute. 4 Send them back.
+    """
+
+    def forward(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        size = group.size()
+        mine = torch.tensor(counts, device=rows.device)
+        theirs = torch.empty_like(mine)
+        dist.all_to_all_single(theirs, mine, group=group)
+        outgoing = mine.view(size, -1).sum(dim=1).tolist()
+        of_rank = theirs.view(size, -1)  # of_rank[r, e]: the rows that rank r has for the e-th expert here
+        incoming = of_rank.sum(dim=1).tolist()
+        received = all_to_all_single_autograd(rows, incoming, outgoing, group)
+        local_experts = torch.arange(of_rank.shape[1], device=rows.device).repeat(size)
+        by_expert = local_experts.repeat_interleave(of_rank.flatten()).argsort(stable=True)
+        made = compute(received[by_expert], of_rank.sum(dim=0).tolist())
+        returned: torch.Tensor = all_to_all_single_autograd(made[by_expert.argsort()], outgoing, incoming, group)
+        return returned
+
+    return forward
+
+
+def summed(compute: Compute, group: ProcessGroup) -> Compute:
+    """Return what adds up the parts of the result that ranks with some hidden rows each have."""
+
+    def forward(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        made = compute(_SumBackward.apply(rows, group), counts)  # type: ignore[no-untyped-call]
+        total: torch.Tensor = _SumForward.apply(made, group)  # type: ignore[no-untyped-call]
+        return total
+
+    return forward
+
+
+class _SumForward(torch.autograd.Function):
+    """Add values up over ranks; each of them has the gradient of the sum already. Source: arXiv 1909.08053, g."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _SumBackward(torch.autograd.Function):
+    """Leave values alone, and add their gradients up over ranks. Source: arXiv 1909.08053, f."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -1,0 +1,111 @@
+"""Pipeline parallelism: which layers are a stage, and one optimizer step's forward and backward through all stages.
+
+Owns the cut and the schedule. Stages keep the parameter names of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from titan_ckpt.models.decoder import Decoder
+from titan_ckpt.training.data import Batch
+from titan_ckpt.training.parallel.config import ParallelConfig
+from titan_ckpt.training.parallel.ranks import Ranks
+
+Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
+"""The summed loss of logits and a batch."""
+
+
+def cut(num_layers: int, num_stages: int) -> list[range]:
+    """Return the layers of each stage: as even as can be, the first stages with one more."""
+    short, longer = divmod(num_layers, num_stages)
+    bounds = [stage * short + min(stage, longer) for stage in range(num_stages + 1)]
+    return [range(a, b) for a, b in pairwise(bounds)]
+
+
+def split_layers(model: Decoder[Any], ranks: Ranks, parallel: ParallelConfig) -> list[nn.Module]:
+    """Return this rank's stages of a whole model, which share its modules; stage s is on rank s modulo the ranks."""
+    stages = cut(len(model.layers), parallel.num_stages)
+    mine = range(ranks.place.pp, len(stages), ranks.degrees.pp)
+    return [model.stage(stages[s], first=s == 0, last=s == len(stages) - 1) for s in mine]
+
+
+class Pipeline:
+    """The stages of this rank in the schedule that the settings name."""
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        ranks: Ranks,
+        parallel: ParallelConfig,
+        loss: Loss,
+        *,
+        batch_size: int,
+        accumulation: int,
+        sequence_length: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """Connect stages to those of other ranks. `dtype`: of what one stage hands to the next."""
+        self._loss = loss
+        self._scale = 1.0
+        self._losses: list[torch.Tensor] = []
+        self._device = ranks.device
+        num_stages, rank = parallel.num_stages, ranks.place.pp
+        self._has_first, self._has_last = rank == 0, (num_stages - 1) % ranks.degrees.pp == rank
+        model = parts[0]
+        assert isinstance(model, Decoder), "find_degrees() refuses others"
+        size, length = batch_size // parallel.num_microbatches, sequence_length // ranks.degrees.cp
+        shared = ranks.degrees.tp if parallel.sequence_parallel else 1
+        tokens = torch.empty(size, length, dtype=torch.int64, device="meta")
+        hidden = torch.empty(size, length // shared, model.config.dim, dtype=dtype, device="meta", requires_grad=True)
+        logits = torch.empty(size, length, model.vocab_size, dtype=dtype, device="meta", requires_grad=True)
+        stages: list[Any] = [
+            PipelineStage(
+                part, s, num_stages, ranks.device,
+                input_args=tokens if s == 0 else hidden,
+                output_args=logits if s == num_stages - 1 else hidden,
+                group=ranks.mesh("pp").get_group(),
+            )
+            for part, s in zip(parts, range(rank, num_stages, ranks.degrees.pp), strict=True)
+        ]  # fmt: skip
+        settings: dict[str, Any] = {"loss_fn": self._scaled_loss, "scale_grads": False}
+        match parallel.pipeline_schedule:
+            case "GPipe":
+                make = partial(ScheduleGPipe, stages[0], **settings)
+            case "1F1B":
+                make = partial(Schedule1F1B, stages[0], **settings)
+            case "Interleaved1F1B":
+                make = partial(ScheduleInterleaved1F1B, stages, **settings)
+        self._step: Any = make(parallel.num_microbatches * accumulation)
+        self._evaluation: Any = make(parallel.num_microbatches)
+
+    def forward_backward(self, batch: Batch, scale: float) -> torch.Tensor:
+        """Add the gradients of `scale` times the summed loss of all of a step's sequences. Collective along `pp`.
+
+        Gradients are exchanged between data-parallel ranks after the last piece alone.
+        Returns: the summed loss, float64; zero on ranks that do not have the last stage.
+        """
+        self._scale = scale
+        return self._run(self._step.step, batch)
+
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """Return the summed loss of a batch, as `forward_backward` does, without gradients. Collective along `pp`."""
+        return self._run(self._evaluation.eval, batch)
+
+    def _run(self, act: Callable[..., object], batch: Batch) -> torch.Tensor:
+        self._losses.clear()
+        inputs = (batch["tokens"],) if self._has_first else ()
+        act(*inputs, target=batch["labels"] if self._has_last else None, return_outputs=False)
+        return sum(self._losses, torch.zeros((), dtype=torch.float64, device=self._device))
+
+    def _scaled_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = self._loss(logits, {"labels": labels})
+        self._losses.append(loss.detach())
+        return loss * self._scale

@@ -111,6 +111,8 @@ def next_step(trainer: Trainer) -> tuple[float, float]:
     loss = trainer.ranks.sum(trainer.accumulate_gradients([batch], SEQUENCES * LENGTH))
     norm = clip_gradients(trainer.trainable(), None, trainer.ranks)
     trainer.optimizer.zero_grad()
+    measured = trainer.ranks.sum(trainer.measure_loss(batch))
+    assert float(measured) == pytest.approx(float(loss), rel=1e-6)
     return float(loss) / (SEQUENCES * LENGTH), norm
 
 
@@ -142,9 +144,8 @@ def save_in(layout: str, model: str, root: Path) -> None:
 def load_in(layout: str, model: str, root: Path) -> None:
     """Resume from every layout's save in turn: the same bits, and the loss that its writer would have had."""
     with built(settings(root, model, LAYOUTS[layout][1], {}, root / "nothing")) as trainer:
-        for saved in LAYOUTS:
-            if not (output := root / model / saved).exists():
-                continue
+        for saved in near(layout, model):
+            output = root / model / saved
             erase(trainer)
             folder = CheckpointConfig(str(output / "checkpoints"), resume=ResumeConfig(exclude=("dataloader",)))
             trainer.config = replace(trainer.config, checkpoint=folder)
@@ -156,6 +157,13 @@ def load_in(layout: str, model: str, root: Path) -> None:
             expected_loss, expected_norm = json.loads((output / "next.json").read_text())
             assert abs(loss - expected_loss) <= 1e-6, (saved, layout, loss, expected_loss)
             assert norm == pytest.approx(expected_norm, rel=1e-5), (saved, layout)
+
+
+def near(layout: str, model: str) -> list[str]:
+    """Return the layouts whose saves one loads: its own, and the three before it."""
+    names = [name for n in (1, 2, 4) for name in layouts_of(model, n)]
+    at = names.index(layout)
+    return [names[at - i] for i in range(4)]
 
 
 def erase(trainer: Trainer) -> None:

@@ -5,7 +5,7 @@ Owns the cut and the schedule. Stages keep the parameter names of the whole mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,11 +16,17 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from titan_ckpt.models.decoder import Decoder
 from titan_ckpt.training.data import Batch
-from titan_ckpt.training.parallel.config import ParallelConfig
+from titan_ckpt.training.parallel.config import ParallelConfig, Schedule
 from titan_ckpt.training.parallel.ranks import Ranks
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 """The summed loss of logits and a batch."""
+
+_SCHEDULES: Mapping[Schedule, Any] = {
+    "GPipe": ScheduleGPipe,
+    "1F1B": Schedule1F1B,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+}
 
 
 def cut(num_layers: int, num_stages: int) -> list[range]:
@@ -75,16 +81,15 @@ class Pipeline:
             )
             for part, s in zip(parts, range(rank, num_stages, ranks.degrees.pp), strict=True)
         ]  # fmt: skip
-        settings: dict[str, Any] = {"loss_fn": self._scaled_loss, "scale_grads": False}
-        match parallel.pipeline_schedule:
-            case "GPipe":
-                make = partial(ScheduleGPipe, stages[0], **settings)
-            case "1F1B":
-                make = partial(Schedule1F1B, stages[0], **settings)
-            case "Interleaved1F1B":
-                make = partial(ScheduleInterleaved1F1B, stages, **settings)
-        self._step: Any = make(parallel.num_microbatches * accumulation)
-        self._evaluation: Any = make(parallel.num_microbatches)
+        several = parallel.pipeline_schedule == "Interleaved1F1B"
+        make = partial(
+            _SCHEDULES[parallel.pipeline_schedule],
+            stages if several else stages[0],
+            loss_fn=self._scaled_loss,
+            scale_grads=False,
+        )
+        self._step = make(n_microbatches=parallel.num_microbatches * accumulation)
+        self._evaluation = make(n_microbatches=parallel.num_microbatches)
 
     def forward_backward(self, batch: Batch, scale: float) -> torch.Tensor:
         """Add the gradients of `scale` times the summed loss of all of a step's sequences. Collective along `pp`.

@@ -8,7 +8,7 @@ demo: $(READY)
 	$(BIN)/python -m titan_ckpt.training.demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 check: lint test
 

@@ -173,7 +173,7 @@ def test_a_newer_schema_says_so() -> None:
     "changes",
     [
         {"converters": [{"kind": "x", "value": (1, 2)}]},
-        {"converters": [{"kind": "x", "value": object()}]},
+        {"converters": [{"kind": "x", "value": object}]},
         {"base": {1: 2}},
         {"base": {"x": math.nan}},
         {"resumed_from": {"x": {1}}},

@@ -69,7 +69,7 @@ def test_a_failing_rank_fails_the_test_with_its_traceback_and_values() -> None:
     """The error names the rank, shows the failing line, and the values around it."""
     with pytest.raises(RankError) as caught:
         _rank_one_raises(7)
-    assert caught.value.ranks[0] == 1
+    assert 1 in caught.value.ranks  # and 0 too, where it saw its peer go before it was ended
     text = str(caught.value)
     assert "assert found == expected" in text
     assert "found = 41" in text

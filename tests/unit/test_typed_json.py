@@ -178,7 +178,7 @@ def test_any_value_comes_back_with_its_types_and_bits(value: Any) -> None:
         defaultdict(None, {1: 2}),
         OrderedDict([("b", 1), ("a", 2)]),
         NAIVE,
-        datetime.datetime.now(datetime.UTC),
+        datetime.datetime(2026, 11, 21, 2, 30, 0, 7, tzinfo=datetime.UTC),
         datetime.datetime(2024, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=5, minutes=30))),
         datetime.date(1, 1, 1),
         datetime.time(23, 59, 59, 999999),

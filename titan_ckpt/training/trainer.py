@@ -442,6 +442,8 @@ class Trainer:
         batches = [{k: v.to(self.ranks.device, non_blocking=True) for k, v in b.items()} for b in micro_batches]
         if self.pipeline is not None:
             whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+            for index in range(len(batches)):
+                self.callbacks.on_substep_begin(self, index)
             with self.training_context():
                 total = self.pipeline.forward_backward(whole, 1 / num_tokens)
             for index in range(len(batches)):
@@ -449,6 +451,7 @@ class Trainer:
             return total / self.ranks.degrees.tp
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         for index, batch in enumerate(batches):
+            self.callbacks.on_substep_begin(self, index)
             sync_gradients(self.model_parts, when=index == len(batches) - 1)
             with self.training_context():
                 loss = self.compute_loss(batch)

@@ -51,6 +51,9 @@ class Callback:
     def on_step_begin(self, trainer: Trainer, step: int) -> None:
         """Nothing of the step is done."""
 
+    def on_substep_begin(self, trainer: Trainer, index: int) -> None:
+        """Micro-batch `index` of the step comes next; under pipeline parallelism all of a step come at once."""
+
     def on_substep_end(self, trainer: Trainer, index: int) -> None:
         """The gradients of micro-batch `index` are added up."""
 
@@ -122,6 +125,10 @@ class Callbacks(Callback):
     def on_step_begin(self, trainer: Trainer, step: int) -> None:
         for callback in self:
             callback.on_step_begin(trainer, step)
+
+    def on_substep_begin(self, trainer: Trainer, index: int) -> None:
+        for callback in self:
+            callback.on_substep_begin(trainer, index)
 
     def on_substep_end(self, trainer: Trainer, index: int) -> None:
         for callback in self:

@@ -1,0 +1,137 @@
+"""D3: the loss of a step and its gradient are those of its tokens, however these are dealt out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.tiny_run import losses, settings
+from titan_ckpt.testing import distributed
+from titan_ckpt.training.callbacks import Callback
+from titan_ckpt.training.data import IGNORED, Batch, collate
+from titan_ckpt.training.trainer import Trainer
+
+GLOBAL_BATCH = 16
+"""Sequences of one optimizer step, whatever the layout."""
+
+
+class UnevenLabels(Trainer):
+    """Ignores a different number of labels in every sequence, nearly all of some."""
+
+    def build_collate(self) -> Any:
+        def uneven(samples: Any) -> Batch:
+            batch = collate(samples)
+            batch["labels"] = batch["labels"].clone()
+            for row, labels in enumerate(batch["labels"]):
+                labels[: int(batch["tokens"][row, 0]) % 16] = IGNORED
+            return batch
+
+        return uneven
+
+
+class Gradients(Callback):
+    """Keeps the whole gradient of the first step."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, torch.Tensor] = {}
+
+    def on_pre_optimizer(self, trainer: Trainer, step: int, grad_norm: float) -> None:
+        if step == 1:
+            for fqn, parameter in trainer.model.named_parameters():
+                assert parameter.grad is not None
+                grad = parameter.grad
+                self.found[fqn] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+
+
+def train(folder: Path, size: int, accumulation: int) -> None:
+    """Take two steps, and leave the first one's gradient in gradients.pt."""
+    gradients = Gradients()
+    batch_size = GLOBAL_BATCH // (size * accumulation)
+    data = {"sequence_length": 16, "cache_folder": str(folder.parent / "cache"), "tokenizer": {"vocab_size": 300}}
+    config = settings(
+        folder,
+        data=data,
+        training={"steps": 2, "batch_size": batch_size, "accumulation": accumulation},
+        checkpoint={"save": {"interval": 5}},
+    )
+    UnevenLabels(config, callbacks=[gradients]).run()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save(gradients.found, folder / "gradients.pt")
+
+
+@distributed(nproc=2)
+def train_on_two(tmp_path: Path) -> None:
+    """Train with every accumulation on two ranks."""
+    for accumulation in (1, 2, 4):
+        train(tmp_path / f"2x{accumulation}", 2, accumulation)
+
+
+@distributed(nproc=4)
+def train_on_four(tmp_path: Path) -> None:
+    """Train with every accumulation on four ranks."""
+    for accumulation in (1, 2, 4):
+        train(tmp_path / f"4x{accumulation}", 4, accumulation)
+
+
+def test_d3_loss_and_gradient_do_not_change_with_ranks_or_accumulation(tmp_path: Path) -> None:
+    """On 1, 2 and 4 ranks with 1, 2 and 4 micro-batches both steps have one loss, and the first one gradient."""
+    for accumulation in (1, 2, 4):
+        train(tmp_path / f"1x{accumulation}", 1, accumulation)
+    train_on_two(tmp_path)
+    train_on_four(tmp_path)
+    expected_loss = losses(tmp_path / "1x1")
+    expected = torch.load(tmp_path / "1x1" / "gradients.pt")
+    largest = max(float(grad.abs().max()) for grad in expected.values())
+    for size in (1, 2, 4):
+        for accumulation in (1, 2, 4):
+            name = f"{size}x{accumulation}"
+            assert losses(tmp_path / name) == pytest.approx(expected_loss, abs=2e-5), name
+            found = torch.load(tmp_path / name / "gradients.pt")
+            for fqn, grad in expected.items():
+                torch.testing.assert_close(found[fqn], grad, rtol=0, atol=1e-6 * largest, msg=f"{name} {fqn}")
+
+
+class Reductions(TorchDispatchMode):
+    """Counts the collectives that add up gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "c10d" in str(func) and "reduce" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+class PerMicroBatch(Callback):
+    """Writes down how many reductions there were by the end of each micro-batch of a step."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self._mode = Reductions()
+
+    def on_substep_begin(self, trainer: Trainer, index: int) -> None:
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def on_substep_end(self, trainer: Trainer, index: int) -> None:
+        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.counts.append(self._mode.count)
+
+
+@distributed(nproc=2)
+def test_d3_gradients_are_exchanged_after_the_last_micro_batch_only(tmp_path: Path) -> None:
+    """Of three micro-batches the first two reduce nothing; the last reduces once for every FSDP2 group."""
+    reductions = PerMicroBatch()
+    config = settings(
+        tmp_path, training={"steps": 1, "batch_size": 2, "accumulation": 3}, checkpoint={"save": {"interval": 5}}
+    )
+    trainer = Trainer(config, callbacks=[reductions])
+    trainer.run()
+    groups = len(list(trainer.model.layers.children())) + 1
+    assert reductions.counts == [0, 0, groups]

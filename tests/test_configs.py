@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import train
+from converters import from_tables
 from titan_ckpt.training.reporting import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -20,6 +23,8 @@ SMALL = {"training.steps": 2, "training.batch_size": 2, "data.sequence_length": 
 TINY = {**SMALL, "model.flavor": "debug-0.5m"}
 BASE = "outputs/pretrain/exports/step-2"
 ON_BASE = {**SMALL, "model.folder": BASE, "data.tokenizer.folder": BASE, "checkpoint.initial_load.0.path": BASE}
+
+TOKENS = torch.arange(24).reshape(2, 12)
 
 
 def words(overrides: dict[str, object]) -> list[str]:
@@ -35,6 +40,19 @@ def run(name: str, overrides: dict[str, object]) -> Path:
     assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == [1, 2]
     assert (output / "checkpoints" / "step-2" / "MANIFEST.json").is_file()
     return output
+
+
+def open_model(folder: Path) -> Any:
+    """Open a folder with transformers, in the dtype it has."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    return model.eval()
+
+
+def logits(folder: Path) -> torch.Tensor:
+    with torch.no_grad():
+        out: torch.Tensor = open_model(folder)(TOKENS).logits
+    assert bool(torch.isfinite(out).all())
+    return out.float()
 
 
 @pytest.fixture(autouse=True)
@@ -87,19 +105,28 @@ def test_lora_over_a_replaced_base_runs(name: str) -> None:
     run("pretrain_hf_export.toml", TINY)
     exports = run(name, ON_BASE) / "exports"
     assert (exports / "step-2" / "model.safetensors").is_file()
+    if name == "qat_lora.toml":
+        logits(exports / "step-2-quantised")
     assert (exports / "step-2-peft" / "adapter_model.safetensors").is_file()
 
 
 def test_qat_runs() -> None:
-    """Fake quantisation trains, and its export holds plain weights."""
-    weights = load_file(run("qat.toml", TINY) / "exports" / "step-2" / "model.safetensors")
+    """Fake quantisation trains; the quantised export computes what the plain one does when it is fake-quantised."""
+    exports = run("qat.toml", TINY) / "exports"
+    weights = load_file(exports / "step-2" / "model.safetensors")
     assert all(value.is_floating_point() for value in weights.values())
+    from_tables([{"kind": "qat", "scheme": "int4_weight_only"}]).convert(model := open_model(exports / "step-2"))
+    with torch.no_grad():
+        assert torch.equal(logits(exports / "step-2-quantised"), model(TOKENS).logits)
 
 
 def test_float8_runs() -> None:
-    """Emulated float8 trains on this machine, and its export holds plain weights."""
-    weights = load_file(run("float8.toml", TINY) / "exports" / "step-2" / "model.safetensors")
+    """Emulated float8 trains on this machine; its weights are exported plain, and as float8 that transformers opens."""
+    exports = run("float8.toml", TINY) / "exports"
+    weights = load_file(exports / "step-2" / "model.safetensors")
     assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+    far = logits(exports / "step-2-quantised") - logits(exports / "step-2")
+    assert 0 < far.abs().max() < 0.1
 
 
 def test_fsdp2_runs_under_torchrun() -> None:

@@ -103,12 +103,15 @@ class Exporter:
                 yield 'quantised: no converter quantises weights; add [[converters]] kind = "qat" or "float8"'
                 return
             groups = self._transforms.to_file(self._model.state_dict("base"), None, self._file_dtype(config))
-            groups = quantised(groups, quantiser)
+            stored = quantised(groups, quantiser)
         except (ConverterError, ExportError) as error:
             yield f"quantised: {error}"
             return
+        claimed = sum(quantiser.claims(fqn) for group in groups for fqn in group.fqns)
+        if claimed and not any(group.quantised for group in stored):
+            yield f"quantised: none of its {claimed} weights has a shape that the scheme can store"
         tied = (self._transforms.hf_config or {}).get("tie_word_embeddings")
-        if tied and any(TIED[1] in group.quantised for group in groups):
+        if tied and any(TIED[1] in group.quantised for group in stored):
             yield (
                 f"quantised: the output matrix is tied to {TIED[1]}, which is quantised, and was trained as it is; "
                 "leave embeddings out of the converter, or untie them"

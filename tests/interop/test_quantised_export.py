@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -21,7 +22,7 @@ from converters import QATConfig, from_tables
 from converters.qat import _torchao_config
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.errors import ConfigError, ExportError
-from titan_ckpt.models import hf, llama3
+from titan_ckpt.models import hf, llama3, qwen3_moe
 from titan_ckpt.storage import open_reader
 from titan_ckpt.storage.base import ReadRequest
 from titan_ckpt.tensors import Chunk, blocks_of
@@ -207,6 +208,7 @@ def test_float8_blocks_are_read_by_transformers(targets: tuple[str, ...], tmp_pa
         "weight_block_size": [128, 128],
         "modules_to_not_convert": ["lm_head", "model.embed_tokens"],
     }
+    assert bool(torch.isfinite(reload(folder)(TOKENS).logits).all())
     theirs = reload(folder, dtype=torch.float32).state_dict()
     ours = read_all(folder)
     exported = converters.state_dict_transform(dict(model.state_dict()), last_step=True)
@@ -253,11 +255,27 @@ def test_what_cannot_be_quantised_is_refused_before_training(tmp_path: Path) -> 
         {**FLOAT8, "exclude_modules": ["q_proj", "lm_head"]},
         {**INT4, "exclude_modules": ["k_proj", "v_proj", "o_proj", "*.mlp.*", "lm_head"]},
     )
+    assert "none of its 14 weights has a shape" in fault(FLOAT8, hidden_size=192, head_dim=48)
     assert "tied to model.embed_tokens.weight" in fault({**INT4, "embeddings": True}, tie_word_embeddings=True)
     assert "torchao cannot quantise float32[64, 64]: Only supporting bf16" in fault({"kind": "qat", "scheme": "mxfp8"})
     with pytest.raises(ConfigError, match=r"a peft export holds plain weights; format = \"hf\""):
         ExportConfig("peft", quantised=True)
     assert not (tmp_path / "exports").exists()
+
+
+@pytest.mark.parametrize("table", [INT4, FLOAT8], ids=["int4", "float8"])
+def test_experts_stay_plain_beside_quantised_attention(table: dict[str, Any], tmp_path: Path) -> None:
+    """Stacked experts are no linear modules, so no scheme has them: the folder says so, and transformers opens it."""
+    model = qwen3_moe.Qwen3Moe(replace(qwen3_moe.FLAVORS["debug-1m"], dim=64, num_layers=2, head_dim=16, vocab_size=96))
+    model.init_weights()
+    converters = convert(model, table, lora("wq", "experts.w2"))
+    train(model)
+    folder = export(model, converters, tmp_path)
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    layer = [name for name in settings["modules_to_not_convert"] if "layers.1" in name]
+    assert layer == ["model.layers.1.mlp.experts", "model.layers.1.mlp.gate"]
+    with torch.no_grad():
+        assert (reload(folder)(TOKENS).logits - model(TOKENS)).abs().max() <= (1e-5 if table is INT4 else 0.2)
 
 
 @pytest.mark.parametrize("table", [INT4, FLOAT8], ids=["int4", "float8"])

@@ -11,6 +11,7 @@ import tomli
 
 from converters import from_tables
 from converters.qat import Scheme
+from titan_ckpt.config import CheckpointConfig, from_dict
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAGE = Path(__file__).parents[2] / "docs" / "write-a-converter.md"
@@ -35,8 +36,10 @@ def test_tables_on_the_page_are_accepted() -> None:
     """Every [[converters]] table of docs/converters.md is one that runs take."""
     page = (PAGE.parent / "converters.md").read_text()
     blocks = re.findall(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    tables = [tomli.loads(block)["converters"] for block in blocks]
+    tables = [table["converters"] for block in blocks if "converters" in (table := tomli.loads(block))]
     assert [from_tables(some).describe()[0]["kind"] for some in tables] == ["lora", "qat", "float8"]
+    (exports,) = [table["checkpoint"] for block in blocks if "checkpoint" in (table := tomli.loads(block))]
+    assert [export.quantised for export in from_dict(CheckpointConfig, exports, str(page)).export] == [True, False]
     for scheme in get_args(Scheme):
         assert f"`{scheme}`" in page
 

@@ -20,7 +20,7 @@ from converters.lora_layers import (
     TrainedCopy,
     child_weight,
 )
-from titan_ckpt.tensors import Chunk, blocks_of
+from titan_ckpt.tensors import blocks_of, fill
 
 
 @torch.no_grad()
@@ -30,7 +30,7 @@ def initialize_adapter(module: nn.Module, fqn: str, wanted: Callable[[str], bool
         base = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
         for name, value in (*module.trained.named_parameters(), *module.trained.named_buffers()):
             if wanted(f"{fqn}.trained.{name}"):
-                _fill(value, _whole(base[name]))
+                fill(value, _whole(base[name]))
         return
     if isinstance(module, AdaptedStacks):
         for name in module.adapters:
@@ -41,19 +41,19 @@ def initialize_adapter(module: nn.Module, fqn: str, wanted: Callable[[str], bool
     if wanted(name := f"{fqn}.{random}.weight"):
         weight = child_weight(module, random)
         draw = _embedding_values if isinstance(module, LoRAEmbedding) else _linear_values
-        _fill(weight, draw(weight.shape, _generator(name, seed)))
+        fill(weight, draw(weight.shape, _generator(name, seed)))
     if wanted(f"{fqn}.{zero}.weight"):
         for block in blocks_of(child_weight(module, zero)):
             block.data.zero_()
     if module.adapter.dora and wanted(f"{fqn}.lora_magnitude.weight"):
         rows = torch.linalg.vector_norm(_whole(module.weight).float(), dim=1)
-        _fill(child_weight(module, "lora_magnitude"), rows)
+        fill(child_weight(module, "lora_magnitude"), rows)
 
 
 def _initialize_stack(factors: nn.Module, fqn: str, wanted: Callable[[str], bool], seed: int) -> None:
     assert isinstance(factors, StackAdapter)
     if wanted(name := f"{fqn}.lora_a"):
-        _fill(factors.lora_a, _linear_values(factors.lora_a.shape, _generator(name, seed)))
+        fill(factors.lora_a, _linear_values(factors.lora_a.shape, _generator(name, seed)))
     if wanted(f"{fqn}.lora_b"):
         for block in blocks_of(factors.lora_b):
             block.data.zero_()
@@ -73,13 +73,6 @@ def _generator(name: str, seed: int) -> torch.Generator:
     """Return a generator that depends on the name and the seed alone: the same on every rank."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
-
-
-def _fill(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy this rank's part of the whole `values`."""
-    whole = Chunk.whole(target.shape)
-    for block in blocks_of(target):
-        block.data.copy_(values[block.chunk.within(whole)])
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from titan_ckpt.errors import (
     CorruptCheckpointError,
 )
 from titan_ckpt.exporting import Exporter
+from titan_ckpt.initialize import initialise, mark_filled
 from titan_ckpt.loading import PreparedLoad, prepare_load
 from titan_ckpt.manifest import Manifest
 from titan_ckpt.model_wrapper import ModelWrapper
@@ -112,7 +113,8 @@ class CheckpointManager:
         """Resume, or load the initial sources, or start afresh, in this order of preference.
 
         `step` (or config.resume.step) asks for one step and never falls back; -1 takes the newest valid one, then older
-        ones, logging why each was skipped. Call it before the first step, and again to roll back.
+        ones, logging why each was skipped. Call it before the first step, and again to roll back. Tensors that
+        `materialise` left without values and no source provides are initialised once everything is read.
         Raises: CheckpointNotFoundError; LoadMismatchError; CorruptCheckpointError when no candidate can be read;
         BaseMismatchError; ConverterError for another set of converters.
         """
@@ -148,11 +150,12 @@ class CheckpointManager:
         load_plan = self._resolve(None)
         with self._prepare(load_plan, resuming=False) as prepared:
             self._read(prepared)
+            self._initialise(prepared)
             self._identify_base(load_plan, prepared, None)
         return LoadResult(0, load_plan, prepared.report)
 
     def _resume(self, step: int, *, by_number: bool) -> LoadResult | None:
-        """1 Plan. 2 Open everything and check that it fits. 3 Read. 4 Hand over what is not a tensor.
+        """1 Plan. 2 Open everything and check that it fits. 3 Read. 4 Initialise. 5 Hand over what is not a tensor.
 
         Returns None for a step that holds weights only, which is a source of weights but cannot be resumed from.
         """
@@ -171,6 +174,7 @@ class CheckpointManager:
             state = ResumeState.open(path, manifest, self._run, load_plan.exclude, self._coordinator)
             with state:
                 self._read(prepared, state)
+            self._initialise(prepared)
             self._identify_base(load_plan, prepared, manifest)
         self._together("load-apply", lambda: state.apply(self._run, load_plan.exclude))
         self._resumed_from = {"step": step, "attempt": manifest.attempt}
@@ -199,6 +203,11 @@ class CheckpointManager:
                 state.read()
 
         self._together("load-read", read)
+
+    def _initialise(self, prepared: PreparedLoad) -> None:
+        """Give values to what a model from meta has no values for after everything was read; nothing else."""
+        mark_filled(self._model, prepared.report.loaded)
+        self._together("load-initialise", lambda: initialise(self._model))
 
     def _together(self, tag: str, act: Callable[[], None]) -> None:
         """Act on every rank; where one fails, all raise. Collective."""

@@ -105,6 +105,14 @@ def blocks_of(value: torch.Tensor | LazyTensor) -> Iterable[Block]:
     return [Block(chunk, local[index]) for chunk, index in local_chunks(value) if chunk.numel]
 
 
+def fill(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy this rank's part of the whole `values`, whatever their dtype and device."""
+    whole = Chunk.whole(target.shape)
+    with torch.no_grad():
+        for block in blocks_of(target):
+            block.data.copy_(values[block.chunk.within(whole)])
+
+
 def cast(value: torch.Tensor | LazyTensor, dtype: torch.dtype) -> LazyTensor:
     """Return the tensor in another dtype, converted block by block when it is written."""
     return LazyTensor(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from titan_ckpt.keymap import KeyMap
 
 StateDict = dict[str, Any]
@@ -54,6 +56,9 @@ class ModelHooks(Protocol):
 
     def state_dict_adapter(self) -> StateDictAdapter | None:
         """Return how owned keys are named in files, or None where the converter owns none."""
+
+    def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None:
+        """Give the owned tensors among `fqns` (None: all) their initial values; the base weights are in place."""
 
     def describe(self) -> list[dict[str, Any]]:
         """Return one JSON object per converter, for the manifest: `{"kind": "lora", "rank": 8, ...}`."""

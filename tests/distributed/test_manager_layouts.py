@@ -407,6 +407,8 @@ class Adapters:
     def state_dict_adapter(self) -> None:
         return None
 
+    def initialize(self, model_parts: Any, fqns: Any = None) -> None: ...
+
     def describe(self) -> list[dict[str, Any]]:
         return [{"kind": "adapters"}]
 

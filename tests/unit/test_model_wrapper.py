@@ -35,6 +35,8 @@ class OwnsAdapters:
     def state_dict_adapter(self) -> None:
         return None
 
+    def initialize(self, model_parts: Any, fqns: Any = None) -> None: ...
+
     def describe(self) -> list[dict[str, Any]]:
         return []
 

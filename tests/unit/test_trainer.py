@@ -187,7 +187,7 @@ def test_frozen_parameters_stay_and_have_no_optimizer_state(tmp_path: Path) -> N
     initial = {}
 
     class Remember(Callback):
-        def on_init_end(self, trainer: Trainer) -> None:
+        def on_load(self, trainer: Trainer, result: LoadResult) -> None:
             initial.update({k: v.clone() for k, v in trainer.model.state_dict().items()})
 
     trainer.user_callbacks = (Remember(),)

@@ -76,6 +76,8 @@ class Hooks:
     def state_dict_adapter(self) -> StateDictAdapter | None:
         return None if self.rules is None else Adapter(self.rules)
 
+    def initialize(self, model_parts: Any, fqns: Any = None) -> None: ...
+
     def describe(self) -> list[dict[str, Any]]:
         return []
 

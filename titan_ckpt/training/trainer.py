@@ -10,7 +10,7 @@ import logging
 import random
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import IterableDataset
 
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.initialize import construct, materialise
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.registry import build_model, read_config
@@ -67,8 +68,6 @@ class Converters(ModelHooks, Protocol):
     """What the trainer asks of model converters, beyond what checkpoints ask."""
 
     def convert(self, model: nn.Module) -> None: ...
-
-    def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None: ...
 
     def parallel_plan(self, plan: Plan) -> Plan: ...
 
@@ -167,13 +166,12 @@ class Trainer:
         self.callbacks.on_init_end(self)
 
     def build_model(self) -> LanguageModel:
-        """Return the model with initial values, converted, whole and on the CPU.
+        """Return the model on meta, whole and converted; one that cannot be built there has its initial values.
 
         Raises: ConfigError for an unknown flavor, or a folder without a config.json of this architecture.
         """
         config = self.config.model
-        model = build_model(config.name, flavor=config.flavor, folder=config.folder)
-        model.init_weights()
+        model = construct(lambda: build_model(config.name, flavor=config.flavor, folder=config.folder))
         if self.converters is not None:
             self.converters.convert(model)
         return model
@@ -232,9 +230,14 @@ class Trainer:
         return build_dataloader(self.dataset, self.config.training.batch_size, self.collate, self.config.seed)
 
     def parallelise_model(self) -> Sequence[nn.Module]:
-        """Return what this rank has of the model, on its device; give ranks that see different data their own noise."""
+        """Return what this rank has of the model, with memory; give ranks that see different data their own noise.
+
+        What is on meta until here has its values after `load`.
+        """
         fit = self.converters.parallel_plan if self.converters is not None else dict
         parts = parallelise(self.model, self.ranks, self.config.parallel, self._compute_dtype, fit)
+        for part in parts:
+            materialise(part, self.ranks.device)
         assert isinstance(parts[0], LanguageModel), "a stage is a model"
         self.model = parts[0]
         place = self.ranks.place

@@ -14,7 +14,18 @@ from torch.distributed.tensor import DTensor
 
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import ExportError
-from titan_ckpt.tensors import Block, Chunk, LazyTensor, TensorInfo, blocks_of, info_of
+from titan_ckpt.tensors import (
+    Block,
+    Chunk,
+    LazyTensor,
+    Stage,
+    blocks_of,
+    can_freeze,
+    cast,
+    frozen,
+    info_of,
+    layout_of,
+)
 from titan_ckpt.types import StateDict
 
 _LISTED = 4
@@ -78,22 +89,47 @@ def merged(adapted: AdaptedWeight, tensors: Mapping[str, torch.Tensor | LazyTens
     assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
 
     @torch.no_grad()
-    def blocks() -> list[Block]:
-        # gathered here and dropped again: both are small against the weight, and every rank takes part
+    def factors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        # gathered here and dropped again: all are small against the weight, and every rank takes part
         dtype = torch.promote_types(info_of(weight).dtype, torch.float32)
         left, right = spread(_whole(b), adapted.rows).to(dtype), _whole(a).to(dtype)
         if adapted.form == "embedding":
             left, right = right.t(), left.t()
-        factor = None
-        if magnitude is not None:
-            assert isinstance(magnitude, torch.Tensor)
-            factor = _whole(magnitude).to(dtype) / _row_norms(weight, left, right, adapted.scaling)
+        return left, right, None if magnitude is None else _whole(magnitude).to(dtype)
+
+    @torch.no_grad()
+    def blocks() -> list[Block]:
+        left, right, lengths = factors()
+        factor = None if lengths is None else lengths / _row_norms(weight, left, right, adapted.scaling)
         return [_merge(block, left, right, adapted.scaling, factor) for block in blocks_of(weight)]
+
+    @torch.no_grad()
+    def freeze(stage: Stage) -> LazyTensor:
+        left, right, lengths = (None if factor is None else factor.clone() for factor in factors())
+        assert left is not None and right is not None
+        staged = frozen(weight, stage)
+        now = None  # gathering rows is for the training's own thread, all else for the one that writes
+        if lengths is not None and not (_has_whole_rows(weight) and _has_whole_rows(staged)):
+            now = _row_norms(weight, left, right, adapted.scaling)
+
+        @torch.no_grad()
+        def staged_blocks() -> list[Block]:
+            factor = None
+            if lengths is not None:
+                factor = lengths / (_row_norms(staged, left, right, adapted.scaling) if now is None else now)
+            return [_merge(block, left, right, adapted.scaling, factor) for block in blocks_of(staged)]
+
+        return LazyTensor(info_of(weight), staged_blocks, like=layout_of(staged))
 
     parts = (weight, a, b, *(() if magnitude is None else (magnitude,)))
     collective = any(part.collective if isinstance(part, LazyTensor) else isinstance(part, DTensor) for part in parts)
-    like = weight.like if isinstance(weight, LazyTensor) else weight
-    return LazyTensor(info_of(weight), blocks, collective=collective, like=like)
+    return LazyTensor(
+        info_of(weight),
+        blocks,
+        collective=collective,
+        like=layout_of(weight),
+        freeze=freeze if can_freeze(weight) else None,
+    )
 
 
 def spread(b: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
@@ -103,16 +139,7 @@ def spread(b: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 
 def rounded(value: torch.Tensor | LazyTensor, dtype: torch.dtype) -> torch.Tensor | LazyTensor:
     """Return the tensor in another floating-point dtype, cast chunk by chunk when it is written."""
-    info = info_of(value)
-    if info.dtype == dtype:
-        return value
-
-    def blocks() -> list[Block]:
-        return [Block(block.chunk, block.data.to(dtype)) for block in blocks_of(value)]
-
-    if isinstance(value, LazyTensor):
-        return LazyTensor(TensorInfo(info.shape, dtype), blocks, collective=value.collective, like=value.like)
-    return LazyTensor(TensorInfo(info.shape, dtype), blocks, like=value)
+    return value if info_of(value).dtype == dtype else cast(value, dtype)
 
 
 def check_adapters(adapters: Mapping[str, AdaptedWeight], tensors: StateDict, copies: Collection[str]) -> None:
@@ -161,10 +188,9 @@ def _row_norms(
 ) -> torch.Tensor:
     """Return the lengths of the merged rows; of those this rank does not hold, any value."""
     norms = left.new_ones(info_of(weight).shape[0])
-    layout = weight.like if isinstance(weight, LazyTensor) else weight
-    if isinstance(layout, DTensor) and any(getattr(p, "dim", 0) == 1 for p in layout.placements):
+    if not _has_whole_rows(weight):
         # decided by placement and not by what is here: a rank with an empty shard has to take part in the gather
-        blocks: Iterable[Block] = [Block(Chunk.whole(layout.shape), _whole(weight))]
+        blocks: Iterable[Block] = [Block(Chunk.whole(info_of(weight).shape), _whole(weight))]
     else:
         blocks = blocks_of(weight)
     for block in blocks:
@@ -172,6 +198,14 @@ def _row_norms(
         whole = (left[start : start + count] @ right).mul_(scaling).add_(block.data)
         norms[start : start + count] = torch.linalg.vector_norm(whole, dim=1)
     return norms
+
+
+def _has_whole_rows(weight: torch.Tensor | LazyTensor) -> bool:
+    """Say whether every rank holds its rows of a weight in full length."""
+    layout = layout_of(weight)
+    if isinstance(layout, tuple):
+        return all(chunk.sizes[-1] == info_of(weight).shape[-1] for chunk in layout)
+    return not isinstance(layout, DTensor) or all(getattr(p, "dim", 0) != 1 for p in layout.placements)
 
 
 def _whole(value: torch.Tensor | LazyTensor) -> torch.Tensor:

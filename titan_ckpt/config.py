@@ -129,7 +129,10 @@ class ExportConfig:
     format: Literal["hf", "peft", "dcp"]
     """hf: a Hugging Face folder, adapters merged; peft: the adapter alone; dcp: torch.distributed.checkpoint."""
     interval: PositiveSteps | None = None
-    """Steps between exports before the last step's; absent: only that one."""
+    """Steps between exports before the last step's; absent: only that one. Where an asynchronous save of the same step
+    has staged a copy of the weights, they are made of it in the background."""
+    keep: PositiveInt | None = None
+    """How many of the newest interval exports stay; absent: all."""
     dtype: Literal["float32", "bfloat16", "float16", "original"] | None = None
     """What floating-point tensors become; original: what each is in the base's folder; absent: each keeps its own."""
     quantised: bool = False
@@ -160,6 +163,8 @@ class ExportConfig:
             yield f'quantised: a {self.format} export holds plain weights; format = "hf", or leave quantised out'
         if self.quantised and self.file_layout == "base":
             yield "file_layout: the base's files have no place for codes and scales; leave it out of a quantised export"
+        if self.keep is not None and self.interval is None:
+            yield "keep: needs an interval; the last step's export stays"
 
     def lands_in(self, step: int | None = None) -> str:
         """Return the folder of a step's export, or the pattern that two exports of one run must not share."""

@@ -6,29 +6,37 @@ Owns which tensors go into which kind of export, and where. Writing and proving 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from titan_ckpt import policy, posix
+from titan_ckpt.components import MODEL
 from titan_ckpt.config import ExportConfig, InitialLoadConfig
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import ConverterError, ExportError
 from titan_ckpt.loading import BASE_RECORD
 from titan_ckpt.model_wrapper import ModelWrapper
 from titan_ckpt.quantising import QuantisesWeights, WeightQuantiser, quantised
+from titan_ckpt.staged_tensors import StagedTensors
 from titan_ckpt.storage import detect_format
 from titan_ckpt.storage.dcp import export_dcp
 from titan_ckpt.storage.huggingface import TIED
 from titan_ckpt.storage.huggingface_export import Base, export_huggingface
 from titan_ckpt.storage.peft import export_peft
-from titan_ckpt.tensors import cast, info_of
+from titan_ckpt.storage.staged_folder import StagedFolder
+from titan_ckpt.tensors import LazyTensor, Stage, can_freeze, cast, frozen, info_of
 from titan_ckpt.transforms import CASTABLE, FileDtype, StateDictTransforms
 from titan_ckpt.types import ModelHooks, StateDict
 
 logger = logging.getLogger(__name__)
+
+_Write = Callable[[Coordinator], None]
+"""Writes, proves and publishes, all ranks together, on that line between them."""
 
 
 class Exporter:
@@ -102,7 +110,9 @@ class Exporter:
             if quantiser is None:
                 yield 'quantised: no converter quantises weights; add [[converters]] kind = "qat" or "float8"'
                 return
-            groups = self._transforms.to_file(self._model.state_dict("base"), None, self._file_dtype(config))
+            groups = self._transforms.to_file(
+                self._model.state_dict("base"), None, _dtype(config, self._base_of(config))
+            )
             stored = quantised(groups, quantiser)
         except (ConverterError, ExportError) as error:
             yield f"quantised: {error}"
@@ -129,65 +139,140 @@ class Exporter:
         return self._base_folder / config.lands_in(step)
 
     def export(self, config: ExportConfig, step: int, base: dict[str, Any] | None) -> Path:
-        """Write, prove and publish one export, and return its folder. Collective.
+        """Write, prove and publish one export of the live weights, and return its folder. Collective.
 
-        Raises: ExportError; OSError; PeerError. Nothing is left under the folder's name then.
+        Raises: ExportError, KeyMapError and PeerError; nothing is left under the folder's name then.
         """
-        folder = self._folder(config, step)
-        write: Callable[[], object] | None = None
+        write: _Write | None = None
         error: BaseException | None = None
         try:
-            write = self._planned(config, folder, base)
+            write = self._planned(config, step, base, self._tensors(config))
         except Exception as e:
             error = e
         self._coordinator.barrier("export-plan", error)
         assert write is not None
-        write()
-        logger.info("exported %s to %s", config.format, folder)
-        return folder
+        write(self._coordinator)
+        return self._folder(config, step)
 
-    def _planned(self, config: ExportConfig, folder: Path, base: dict[str, Any] | None) -> Callable[[], object]:
-        """Decide what the export holds, and return what writes it."""
-        transforms, hooks = self._transforms, self._model.hooks
-        if config.format == "hf":
-            return self._planned_hf(config, folder)
-        dtype = self._file_dtype(config)
-        assert dtype is None or isinstance(dtype, torch.dtype), "the config says so"
+    def stage(
+        self,
+        configs: Sequence[ExportConfig],
+        step: int,
+        base: dict[str, Any] | None,
+        live: StateDict,
+        staged: Mapping[str, LazyTensor],
+    ) -> _Write:
+        """Return what makes these exports of staged copies of the model, while training goes on. Collective.
+
+        `live`, `staged`: a snapshot's tensors and their copies. What converters compute from other ranks' values is
+        gathered here; what cannot be put off is exported here, from the live weights.
+        Raises: ExportError; KeyMapError; PeerError.
+        """
+        tensors: list[StateDict] = []
+        can_wait: list[Any] = []
+        error: BaseException | None = None
+        try:
+            tensors = [self._tensors(config) for config in configs]
+            # a quantiser of several ranks gathers each weight as it is laid out in training
+            alone = self._coordinator.world_size == 1
+            can_wait = [
+                all(map(can_freeze, values.values())) and (alone or not config.quantised)
+                for config, values in zip(configs, tensors, strict=True)
+            ]
+        except Exception as e:
+            error = e
+        everywhere: list[Any] = self._coordinator.gather("export-freeze", can_wait, error)
+        writes: list[_Write] = []
+        now: list[ExportConfig] = []
+        try:
+            stage = self._stage_of(live, staged)
+            for config, values, *ranks in zip(configs, tensors, *everywhere, strict=True):
+                if all(ranks):
+                    frozen_values = {fqn: frozen(value, stage) for fqn, value in values.items()}
+                    writes.append(self._planned(config, step, base, frozen_values))
+                else:
+                    now.append(config)
+        except Exception as e:
+            error = e
+        self._coordinator.barrier("export-stage", error)
+        for config in now:
+            logger.info("export of step %d as %s is made at once: its values cannot be staged", step, config.format)
+            self.export(config, step, base)
+        return partial(_write_all, writes)
+
+    def _stage_of(self, live: StateDict, staged: Mapping[str, LazyTensor]) -> Stage:
+        """Return what finds a live tensor's copy; a save of adapters alone has none of their frozen base."""
+        parameters = set(self._model.parameter_names().values())
+        constant = {fqn: value for fqn, value in self._model.state_dict("base").items() if fqn in parameters}
+        return StagedTensors({n: live[n] for n in live if n.startswith(MODEL)}, staged, constant)
+
+    def _tensors(self, config: ExportConfig) -> StateDict:
+        return self._model.owned_state_dict() if config.format == "peft" else self._model.state_dict("export")
+
+    def _planned(self, config: ExportConfig, step: int, base: dict[str, Any] | None, tensors: StateDict) -> _Write:
+        """Decide how the tensors are exported, and return what writes them."""
+        folder, came_from = self._folder(config, step), self._base_of(config)
+        transforms, hooks, dtype = self._transforms, self._model.hooks, _dtype(config, came_from)
+        write: Callable[..., object]
         if config.format == "dcp":
-            return partial(export_dcp, folder, self._under_own_names(dtype), self._coordinator)
-        adapter = None if hooks is None else hooks.state_dict_adapter()
-        assert adapter is not None, "check() comes first"
-        file_config = adapter.file_config(transforms.key_map)
-        if base is not None:
-            file_config |= {"base_model_name_or_path": base["path"], "revision": base["revision"], BASE_RECORD: base}
-        groups = transforms.to_file(self._model.owned_state_dict(), hooks, dtype)
-        return partial(export_peft, folder, groups, config=file_config, coordinator=self._coordinator)
+            assert dtype is None or isinstance(dtype, torch.dtype), "the config says so"
+            write = partial(export_dcp, folder, _cast_all(tensors, dtype))
+        elif config.format == "hf":
+            assets = Path(config.assets) if config.assets else transforms.assets
+            if assets is None and came_from is not None and came_from.path.is_dir():
+                assets = came_from.path
+            write = partial(
+                export_huggingface,
+                folder,
+                transforms.to_file(tensors, hooks, dtype),
+                config=dict(transforms.hf_config or {}),
+                assets=assets,
+                max_shard_bytes=config.max_shard_bytes,
+                base=came_from,
+                as_base=config.file_layout == "base",
+                quantiser=_quantiser(hooks) if config.quantised else None,
+            )
+        else:
+            adapter = None if hooks is None else hooks.state_dict_adapter()
+            assert adapter is not None, "check() comes first"
+            about = adapter.file_config(transforms.key_map)
+            if base is not None:
+                about |= {"base_model_name_or_path": base["path"], "revision": base["revision"], BASE_RECORD: base}
+            write = partial(export_peft, folder, transforms.to_file(tensors, hooks, dtype), config=about)
 
-    def _planned_hf(self, config: ExportConfig, folder: Path) -> Callable[[], object]:
-        transforms = self._transforms
-        source = self._source()
-        came_from = None if source is None else Base.read(source, transforms.key_map.ignores)
-        assets = Path(config.assets) if config.assets else transforms.assets
-        return partial(
-            export_huggingface,
-            folder,
-            transforms.to_file(self._model.state_dict("export"), self._model.hooks, self._file_dtype(config)),
-            config=dict(transforms.hf_config or {}),
-            assets=assets or (source if source is not None and source.is_dir() else None),
-            max_shard_bytes=config.max_shard_bytes,
-            coordinator=self._coordinator,
-            base=came_from,
-            as_base=config.file_layout == "base",
-            quantiser=_quantiser(self._model.hooks) if config.quantised else None,
-        )
+        def write_and_expire(coordinator: Coordinator) -> None:
+            try:
+                write(coordinator=coordinator)
+                logger.info("exported %s to %s", config.format, folder)
+                self._expire(config, step, coordinator)
+            except ExportError:
+                raise
+            except Exception as error:
+                raise ExportError(f"export of step {step} to {folder} failed: {error}") from error
 
-    def _file_dtype(self, config: ExportConfig) -> FileDtype:
-        """Return what floating tensors become."""
-        if config.dtype != "original":
-            return None if config.dtype is None else getattr(torch, config.dtype)
-        source = self._source()
-        assert source is not None, "check() comes first"
-        return Base.read(source, self._transforms.key_map.ignores).dtypes
+        return write_and_expire
+
+    def _base_of(self, config: ExportConfig) -> Base | None:
+        """Return what is in the folder that the weights came from, where the export is to agree with it."""
+        source = self._source() if config.format == "hf" else None
+        return None if source is None else Base.read(source, self._transforms.key_map.ignores)
+
+    def _expire(self, config: ExportConfig, step: int, coordinator: Coordinator) -> None:
+        """Remove interval exports that are no longer kept; only folders of exactly such a name. Collective."""
+        error: BaseException | None = None
+        try:
+            if coordinator.rank == 0 and config.keep is not None:
+                parent = self._base_folder / config.folder
+                before, after = map(re.escape, Path(config.lands_in()).name.split("N"))
+                name = re.compile(rf"{before}(0|[1-9][0-9]*){after}")
+                matches = map(name.fullmatch, posix.list_folder(parent))
+                found = [int(match[1]) for match in matches if match and posix.is_real_folder(parent / match[0])]
+                for expired in policy.expired_exports(found, step, config):
+                    StagedFolder.discard(self._folder(config, expired))
+                    logger.info("export of step %d removed: the newest %d are kept", expired, config.keep)
+        except Exception as e:
+            error = e
+        coordinator.barrier("export-expire", error)
 
     def _source(self) -> Path | None:
         """Return the Hugging Face folder (or file) that the run's weights came from, if there is exactly one."""
@@ -195,12 +280,33 @@ class Exporter:
         found = [p for p, format_ in paths if p.exists() and (format_ or detect_format(p)) == "hf"]
         return found[0] if len(found) == 1 else None
 
-    def _under_own_names(self, dtype: torch.dtype | None) -> StateDict:
-        """Return the export's tensors under native names, floating ones cast when they are written."""
-        tensors = self._model.state_dict("export")
-        if dtype is None:
-            return tensors
-        return {n: cast(v, dtype) if info_of(v).dtype in CASTABLE else v for n, v in tensors.items()}
+
+def _write_all(writes: Sequence[_Write], coordinator: Coordinator) -> None:
+    """Make every export, whatever became of the one before it. Raises: the first error."""
+    first: Exception | None = None
+    for write in writes:
+        try:
+            write(coordinator)
+        except Exception as error:
+            if first is not None:
+                logger.exception("another export failed")
+            first = first or error
+    if first is not None:
+        raise first
+
+
+def _dtype(config: ExportConfig, came_from: Base | None) -> FileDtype:
+    """Return what floating tensors become."""
+    if config.dtype == "original":
+        return None if came_from is None else came_from.dtypes
+    return None if config.dtype is None else getattr(torch, config.dtype)
+
+
+def _cast_all(tensors: StateDict, dtype: torch.dtype | None) -> StateDict:
+    """Return the tensors with floating ones cast when they are written."""
+    if dtype is None:
+        return tensors
+    return {n: cast(v, dtype) if info_of(v).dtype in CASTABLE else v for n, v in tensors.items()}
 
 
 def _quantiser(hooks: ModelHooks | None) -> WeightQuantiser | None:

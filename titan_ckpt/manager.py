@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,6 +26,7 @@ from titan_ckpt.errors import (
     CheckpointNotFoundError,
     CommitConflictError,
     CorruptCheckpointError,
+    ExportError,
 )
 from titan_ckpt.exporting import Exporter
 from titan_ckpt.initialize import initialise, mark_filled
@@ -104,6 +106,7 @@ class CheckpointManager:
         self._base: dict[str, Any] | None = None
         self._resumed_from: dict[str, Any] | None = None
         self._saved_step: int | None = None
+        self._exported_step: int | None = None
         self._knows_folder = False
         self._closed = False
 
@@ -269,7 +272,8 @@ class CheckpointManager:
     def export(self, step: int, last_step: bool = False) -> bool:
         """Make the exports that are due after this step, all on the last one. Returns whether any was.
 
-        A save of the last step is waited for first, so that a failed export costs no training.
+        A save of the last step is waited for first, so that a failed export costs no training. Of another step that
+        was saved asynchronously the staged copy is exported in the background; the next `wait` raises what it raises.
         Raises: ExportError; on the last step also what the save raised.
         """
         self._check_open()
@@ -278,11 +282,29 @@ class CheckpointManager:
             self.wait()
         # A step that a resumed run makes again has the weights it had; of a finished run only what it owed is missing.
         made_before = self._resumed_from is not None and (not last_step or self._resumed_from["step"] == step)
-        for export in due:
-            if made_before and self._exporter.is_there(export, step):
-                continue
-            self._exporter.export(export, step, self._base)
+        if due and step == self._exported_step:
+            self.wait()
+            made_before = True
+        self._exported_step = step
+        todo = [export for export in due if not (made_before and self._exporter.is_there(export, step))]
+        if todo and not last_step and self._has_staged(step):
+            assert self._saver is not None
+            self._saver.export(step, partial(self._exporter.stage, todo, step, self._base))
+        elif todo and not last_step and self._is_skipping():
+            logger.warning("step %d is due for export and left out: what came before it is still being written", step)
+        else:
+            for export in todo:
+                self._exporter.export(export, step, self._base)
         return bool(due)
+
+    def _has_staged(self, step: int) -> bool:
+        """Say whether every rank has a copy of this step's weights. Collective."""
+        return all(self._coordinator.gather("export-staged", self._saver is not None and self._saver.has_staged(step)))
+
+    def _is_skipping(self) -> bool:
+        """Say whether rather a save is left out than training held up, and one is under way. Collective."""
+        skips = self.config.save is not None and self.config.save.if_busy == "skip"
+        return skips and bool(self._coordinator.broadcast("busy", self._saver is not None and self._saver.busy))
 
     def _save(self, step: int, metrics: dict[str, float], *, skippable: bool) -> bool:
         assert self._saver is not None and self.config.save is not None
@@ -331,10 +353,12 @@ class CheckpointManager:
             self._saver.wait_staged()
 
     def wait(self) -> None:
-        """Wait until the save in flight is committed. Raises: what it raised, once."""
+        """Wait until the save in flight is committed, and exports of it are there. Raises: what they raised, once."""
         if self._saver is not None:
             try:
                 self._saver.wait()
+            except ExportError:
+                raise  # the step itself is committed
             except BaseException:
                 self._saved_step = None  # it may be saved again
                 raise

@@ -24,6 +24,16 @@ def due_exports(step: int, exports: Sequence[ExportConfig], last_step: bool) -> 
     return [e for e in exports if last_step or (e.interval is not None and step > 0 and step % e.interval == 0)]
 
 
+def expired_exports(steps: Sequence[int], step: int, export: ExportConfig) -> list[int]:
+    """Return which exported steps to remove after the export of `step`: those of the interval up to it, but the newest.
+
+    Later ones are of an abandoned run, from before it was rolled back: not counted, and not removed.
+    """
+    if export.interval is None or export.keep is None:
+        return []
+    return sorted(n for n in set(steps) if 0 < n <= step and n % export.interval == 0)[: -export.keep]
+
+
 @dataclass(frozen=True, slots=True)
 class StepFacts:
     """What a rule may want to know of a committed step."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,16 @@ from titan_ckpt.staging import StagingHandle
 from titan_ckpt.storage.native import NativeWriter
 from titan_ckpt.storage.staged_folder import write_file
 from titan_ckpt.strict_json import Json
+from titan_ckpt.tensors import LazyTensor
+from titan_ckpt.types import StateDict
 
 logger = logging.getLogger(__name__)
 
 RUN_STATE = "state.json"
+
+StageExports = Callable[[StateDict, Mapping[str, LazyTensor]], Callable[[Coordinator], None]]
+"""(live tensors, their staged copies, not yet filled) -> what makes exports of the copies in another thread, talking to
+other ranks by that line. Both are collective."""
 
 
 def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -66,6 +72,7 @@ class SaveHandle:
     step: int
     _done: threading.Event = field(default_factory=threading.Event)
     _error: BaseException | None = None
+    _failed: bool = False
 
     @property
     def done(self) -> bool:
@@ -73,8 +80,13 @@ class SaveHandle:
 
     def resolve(self, error: BaseException | None) -> None:
         """Mark the save as ended; called once, by the thread that ran it."""
-        self._error = error
+        self._error, self._failed = error, error is not None
         self._done.set()
+
+    def succeeded(self) -> bool:
+        """Block until the save has ended, and say whether it is committed; leaves its error to `wait`."""
+        self._done.wait()
+        return not self._failed
 
     def wait(self) -> None:
         """Block until the save is committed. Raises: what the save raised, the first time only."""
@@ -94,11 +106,18 @@ class Saver:
         self._config = config
         self._writer = NativeWriter(in_process=config.async_mode == "process")
         self._handle: SaveHandle | None = None
+        self._exports: SaveHandle | None = None
         self._staging: StagingHandle | None = None
+        self._staged: tuple[int, StateDict] | None = None
+        """The step whose copy is in the arena, and the live tensors that it is of."""
 
     @property
     def busy(self) -> bool:
-        return self._handle is not None and not self._handle.done
+        return any(handle is not None and not handle.done for handle in (self._handle, self._exports))
+
+    def has_staged(self, step: int) -> bool:
+        """Say whether there is a copy of this step, which is no older than the live tensors if they are of it."""
+        return self._staged is not None and self._staged[0] == step
 
     def save(self, request: SaveRequest, take: Callable[[], Snapshot]) -> SaveHandle:
         """Start a save and return its handle; with async_mode "disabled" it has ended. Collective.
@@ -106,7 +125,8 @@ class Saver:
         The one before must have been waited for. Live tensors may change again once `wait_staged` has returned.
         Raises: what `take` raises on any rank, and StateEncodingError, before anything is written.
         """
-        assert self._handle is None, "wait() for the save before this one"
+        assert self._handle is None and self._exports is None, "wait() for the save before this one"
+        self._staged = None
         snapshot, state = self._take(take)
         self._writer.plan(snapshot.tensors, self._coordinator)
         if self._config.async_mode == "disabled":
@@ -118,6 +138,8 @@ class Saver:
             self._staging = self._writer.begin_staging(snapshot.frozen_tensors())
         except Exception as e:  # no memory for the copy: told to the other ranks when they have written
             error = e
+        else:
+            self._staged = request.step, snapshot.tensors
         staging = self._staging
 
         def write_staged(folder: Path) -> list[FileRecord]:
@@ -131,6 +153,30 @@ class Saver:
         arguments = (handle, request, snapshot, state, write_staged)
         threading.Thread(target=self._run, args=arguments, name=f"titan_ckpt save {request.step}").start()
         return handle
+
+    def export(self, step: int, stage_exports: StageExports) -> None:
+        """Begin exports of the staged copy of `step`, to be made once its save is committed; `wait` raises for them.
+
+        Collective, and called while the live tensors are still those of the step.
+        Raises: what `stage_exports` raises.
+        """
+        assert self.has_staged(step) and self._exports is None
+        assert self._staged is not None
+        _, live = self._staged
+        make = stage_exports(live, self._writer.staged(live))
+        saved = self._handle
+        handle = self._exports = SaveHandle(step)
+
+        def run() -> None:
+            error: BaseException | None = None
+            try:
+                if saved is None or saved.succeeded():  # its own error is raised for it
+                    make(self._coordinator)
+            except BaseException as e:
+                error = e
+            handle.resolve(error)
+
+        threading.Thread(target=run, name=f"titan_ckpt export {step}").start()
 
     def _take(self, take: Callable[[], Snapshot]) -> tuple[Snapshot, dict[str, bytes]]:
         """Take the snapshot on all ranks; return it with the JSON files that this rank writes.
@@ -176,11 +222,19 @@ class Saver:
             staging.wait()
 
     def wait(self) -> None:
-        """Wait for the save in flight, if any. Raises: what it raised, once, on every rank."""
+        """Wait for the save in flight, and exports of it. Raises: what either raised, once, on every rank."""
         self._staging = None
         handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.wait()
+        exports, self._exports = self._exports, None
+        try:
+            if handle is not None:
+                handle.wait()
+        except BaseException:
+            self._staged = None
+            raise
+        finally:
+            if exports is not None:
+                exports.wait()
 
     def close(self) -> None:
         """Give back the staging memory; after `wait`."""

@@ -78,13 +78,23 @@ class LazyTensor:
 
     `blocks()` runs on every rank, in the same order of tensors, so it may be collective when `collective` is set;
     it returns the chunks that this rank holds (replicas included). `like` is a tensor whose chunks they are: it tells
-    which ranks hold the same values, so that one writes them. Without it every rank writes what it holds.
+    which ranks hold the same values, so that one writes them; or it is this rank's chunks themselves, which are no
+    other rank's. Without it every rank writes what it holds.
+
+    `freeze` returns the tensor as it is now, for its live sources are about to change: `stage` gives what stands for
+    each of them. Every rank calls it, in the same order, and what it returns is not collective. Without it the tensor
+    can only be written while nothing changes.
     """
 
     info: TensorInfo
     blocks: Callable[[], Iterable[Block]]
     collective: bool = False
-    like: torch.Tensor | None = None
+    like: torch.Tensor | tuple[Chunk, ...] | None = None
+    freeze: Callable[[Stage], LazyTensor] | None = None
+
+
+Stage = Callable[[torch.Tensor], torch.Tensor | LazyTensor]
+"""Live tensor -> what has its values for as long as a background export needs them."""
 
 
 def info_of(value: torch.Tensor | LazyTensor) -> TensorInfo:
@@ -113,13 +123,31 @@ def fill(target: torch.Tensor, values: torch.Tensor) -> None:
             block.data.copy_(values[block.chunk.within(whole)])
 
 
+def layout_of(value: torch.Tensor | LazyTensor) -> torch.Tensor | tuple[Chunk, ...] | None:
+    """Return what a tensor that is held as this one is has for `like`."""
+    return value.like if isinstance(value, LazyTensor) else value
+
+
+def can_freeze(value: torch.Tensor | LazyTensor) -> bool:
+    return not isinstance(value, LazyTensor) or value.freeze is not None
+
+
+def frozen(value: torch.Tensor | LazyTensor, stage: Stage) -> torch.Tensor | LazyTensor:
+    """Return the tensor as it is now; see LazyTensor. Collective where the tensor is."""
+    if not isinstance(value, LazyTensor):
+        return stage(value)
+    assert value.freeze is not None, "can_freeze() comes first"
+    return value.freeze(stage)
+
+
 def cast(value: torch.Tensor | LazyTensor, dtype: torch.dtype) -> LazyTensor:
     """Return the tensor in another dtype, converted block by block when it is written."""
     return LazyTensor(
         TensorInfo(info_of(value).shape, dtype),
         lambda: (Block(block.chunk, block.data.to(dtype)) for block in blocks_of(value)),
         collective=isinstance(value, LazyTensor) and value.collective,
-        like=value.like if isinstance(value, LazyTensor) else value,
+        like=layout_of(value),
+        freeze=(lambda stage: cast(frozen(value, stage), dtype)) if can_freeze(value) else None,
     )
 
 

@@ -34,7 +34,7 @@ from titan_ckpt.storage.dcp_metadata import METADATA, overlap, read_metadata, st
 from titan_ckpt.storage.engine import FileReader
 from titan_ckpt.storage.staged_folder import StagedFolder, write_file
 from titan_ckpt.strict_json import Json
-from titan_ckpt.tensors import Chunk, LazyTensor, TensorInfo, blocks_of, info_of
+from titan_ckpt.tensors import Chunk, LazyTensor, TensorInfo, blocks_of, info_of, layout_of
 from titan_ckpt.types import StateDict
 
 
@@ -337,8 +337,10 @@ def write_dcp(folder: Path, tensors: StateDict, coordinator: Coordinator) -> Non
 
 def _offsets(value: torch.Tensor | LazyTensor) -> list[Json]:
     """Return where the chunks that this rank holds begin, without computing a lazy tensor that can tell."""
-    known = value.like if isinstance(value, LazyTensor) and value.like is not None else value
-    return [list(block.chunk.offsets) for block in blocks_of(known)]
+    layout = layout_of(value)
+    if isinstance(layout, tuple):
+        return [list(chunk.offsets) for chunk in layout]
+    return [list(block.chunk.offsets) for block in blocks_of(value if layout is None else layout)]
 
 
 def _alone(data: torch.Tensor) -> torch.Tensor:

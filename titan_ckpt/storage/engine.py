@@ -83,7 +83,10 @@ _bounces: list[Buffer] = []
 @contextmanager
 def bounce_buffer() -> Iterator[Buffer]:
     """Lend an aligned buffer of IO_BYTES. At most one per worker is ever made; they stay for the next save or load."""
-    buffer = _bounces.pop() if _bounces else _new_bounce()
+    try:
+        buffer = _bounces.pop()
+    except IndexError:  # asked and taken at once: several threads want one
+        buffer = _new_bounce()
     try:
         yield buffer
     finally:

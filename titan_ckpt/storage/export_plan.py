@@ -20,7 +20,7 @@ from titan_ckpt.errors import ExportError
 from titan_ckpt.ownership import divide
 from titan_ckpt.storage.engine import collector_held
 from titan_ckpt.storage.safetensors_file import Layout, lay_out
-from titan_ckpt.tensors import Chunk, LazyTensor, TensorInfo
+from titan_ckpt.tensors import Chunk, LazyTensor, TensorInfo, info_of, layout_of
 from titan_ckpt.transforms import FileGroup
 
 PackFiles = Callable[[Mapping[str, TensorInfo]], Mapping[str, Sequence[str]]]
@@ -77,8 +77,8 @@ def plan_export(
     for group in groups:
         for fqn, value in zip(group.fqns, group.values, strict=True):
             layout = _layout_of(value)
-            if layout is None:
-                shares[fqn] = None
+            if layout is None or isinstance(layout, tuple):
+                shares[fqn] = layout
             else:
                 known[fqn] = layout
                 shares[fqn] = ()
@@ -149,14 +149,12 @@ def _natural(key: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", key)]
 
 
-def _layout_of(value: torch.Tensor | LazyTensor) -> torch.Tensor | None:
-    """Return a tensor that is held as the value is, or None where nothing says how it is held."""
-    if not isinstance(value, LazyTensor):
-        return value
-    like = value.like
-    if like is None or tuple(like.shape) != value.info.shape:
+def _layout_of(value: torch.Tensor | LazyTensor) -> torch.Tensor | tuple[Chunk, ...] | None:
+    """Return a tensor that is held as the value is, or this rank's own chunks of it, or None where nothing says."""
+    layout = layout_of(value)
+    if isinstance(layout, torch.Tensor) and tuple(layout.shape) != info_of(value).shape:
         return None
-    return like
+    return layout
 
 
 def _exchange(groups: Sequence[FileGroup], coordinator: Coordinator) -> list[dict[str, Any]]:

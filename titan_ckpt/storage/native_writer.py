@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from titan_ckpt.storage.native_header import STORED_DTYPES, Layout, lay_out
 from titan_ckpt.storage.rank_file_writer import write_rank_file
 from titan_ckpt.storage.segments import Segments
 from titan_ckpt.storage.writer_process import WriterProcess
+from titan_ckpt.tensors import Block, LazyTensor, info_of
 
 
 def rank_file_name(rank: int) -> str:
@@ -143,6 +145,23 @@ class NativeWriter:
         assert self._arena is not None
         plan = self._planned
         return self._arena.stage(plan.starts, _bind(plan, tensors))
+
+    def staged(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, LazyTensor]:
+        """Return what the arena holds of the planned tensors: every rank its own chunks of each, and no replica.
+
+        Good to read once staging is finished, until the next one begins.
+        """
+        assert self._arena is not None, "begin_staging() comes first"
+        plan, memory = self._planned, self._arena.buffer.tensor
+        blocks: dict[str, list[Block]] = {fqn: [] for fqn in tensors}
+        for share, start in zip(plan.shares, plan.starts, strict=True):
+            stored = memory[start : start + share.chunk.numel * share.info.dtype.itemsize]
+            data = stored.view(share.info.dtype).view(share.chunk.sizes)
+            blocks[share.fqn].append(Block(share.chunk, data))
+        return {
+            fqn: LazyTensor(info_of(value), partial(iter, blocks[fqn]), like=tuple(b.chunk for b in blocks[fqn]))
+            for fqn, value in tensors.items()
+        }
 
     def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy the tensors into the arena."""

@@ -76,6 +76,20 @@ class StagedFolder:
         finally:
             self._release()
 
+    @staticmethod
+    def discard(folder: Path) -> None:
+        """Remove a published folder: it loses its name at once; what a kill leaves of it, a later export removes."""
+        path = folder.parent / f"{_PREFIX}{uuid.uuid4().hex}"
+        staged = StagedFolder(folder, path, posix.open_exclusive(_lock_of(path)))
+        _live.add(path.name)
+        try:
+            posix.lock(staged.lock_fd)
+            posix.rename_noreplace(folder, path)
+            posix.fsync_folder(folder.parent)
+            _remove(path)
+        finally:
+            staged._release()
+
     def _release(self) -> None:
         """Let go of the lock; what cannot be removed now is removed by a later export."""
         with contextlib.suppress(OSError):

@@ -1,0 +1,184 @@
+"""Exports of intervals: made in the background of what a save has staged, while the weights change under it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from converters import from_tables
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig, StateDictTransforms
+from titan_ckpt.config import InitialLoadConfig
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.errors import ExportError
+from titan_ckpt.keymap import Identity, KeyMap, KeyRule, Piece
+from titan_ckpt.models.llama3 import FLAVORS, Llama3
+from titan_ckpt.storage.huggingface_export import export_huggingface
+from titan_ckpt.testing import distributed
+
+Mode = Literal["disabled", "thread", "process"]
+CONFIG = replace(
+    FLAVORS["debug-0.5m"], vocab_size=64, num_layers=1, dim=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=64,
+    max_seq_len=16, tie_embeddings=False,
+)  # fmt: skip
+HF_CONFIG = {"model_type": "x", "architectures": ["X"]}
+LORA = {"kind": "lora", "rank": 2, "target_modules": ["wq", "wk", "wo", "w2"]}
+
+
+class Gate(Identity):
+    """Lets an export in another thread wait until the weights it is of have changed."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Event()
+        self.threads: set[str] = set()
+
+    def pieces(self, *arguments: Any) -> Iterator[Piece]:
+        name = threading.current_thread().name
+        self.threads.add(name)
+        if name.startswith("titan_ckpt export"):
+            assert self.changed.wait(60)
+        yield from super().pieces(*arguments)
+
+
+def linear(gate: Gate, folder: Path, mode: Mode, *exports: ExportConfig) -> tuple[nn.Linear, CheckpointManager]:
+    model = nn.Linear(300, 200)
+    config = CheckpointConfig(save=SaveConfig(interval=2, async_mode=mode), export=exports)
+    table = KeyMap(tuple(KeyRule.of(name, f"model.{name}", gate) for name in ("weight", "bias")))
+    transforms = StateDictTransforms(table, HF_CONFIG)
+    return model, CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=folder)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_training_goes_on_while_the_staged_copy_is_exported(tmp_path: Path, mode: Mode) -> None:
+    """The export waits for weights that change after the save was called, and holds those of before."""
+    gate = Gate()
+    model, manager = linear(gate, tmp_path, mode, ExportConfig("hf", interval=4, dtype="bfloat16"))
+    with manager:
+        manager.load()
+        for step in range(1, 6):
+            with torch.no_grad():
+                model.weight.fill_(step), model.bias.fill_(-step)
+            manager.save(step)
+            manager.maybe_wait_for_staging()
+            if step == 4:
+                expected = {f"model.{fqn}": value.clone().bfloat16() for fqn, value in model.state_dict().items()}
+                with torch.no_grad():
+                    model.weight.zero_(), model.bias.zero_()
+                gate.changed.set()
+    assert gate.threads == {"titan_ckpt export 4"}
+    assert [p.name for p in (tmp_path / "exports").iterdir()] == ["step-4"]
+    plain = StateDictTransforms(KeyMap(identity=True)).to_file(expected, None, None)
+    export_huggingface(
+        tmp_path / "same", plain, config=HF_CONFIG, assets=None, max_shard_bytes=10**9,
+        coordinator=Coordinator.current(),
+    )  # fmt: skip
+    assert contents(tmp_path / "exports" / "step-4") == contents(tmp_path / "same")
+
+
+def test_a_failed_export_is_raised_once_and_its_step_is_committed(tmp_path: Path) -> None:
+    """A file in the way of the exports: the step is there, the next wait raises, and close does not again."""
+    gate = Gate()
+    gate.changed.set()
+    exports = ExportConfig("hf", interval=2), ExportConfig("dcp", interval=2, folder="dcp")
+    _, manager = linear(gate, tmp_path, "thread", *exports)
+    with manager:
+        manager.load()
+        (tmp_path / "exports").write_text("in the way")
+        manager.save(2)
+        with pytest.raises(ExportError, match="nothing was published"):
+            manager.wait()
+        assert (tmp_path / "checkpoints" / "step-2" / "MANIFEST.json").exists()
+        assert (tmp_path / "dcp" / "step-2").exists(), "the other export was made"
+        (tmp_path / "exports").unlink()
+        assert not manager.save(2), "it is saved already"
+    assert (tmp_path / "exports" / "step-2").exists(), "what was owed was made, of the copy that is still there"
+
+
+def test_only_the_newest_interval_exports_are_kept(tmp_path: Path) -> None:
+    """keep = 2 of the exports up to this step; other names, other steps and later ones stay."""
+    gate = Gate()
+    gate.changed.set()
+    exports = tmp_path / "exports"
+    others = ["step-2-backup", "step-02", "step-3", "step-20", "step-2-peft", "notes"]
+    for name in others:
+        (exports / name).mkdir(parents=True)
+    (exports / "step-0").write_text("a file")
+    _, manager = linear(gate, tmp_path, "thread", ExportConfig("hf", interval=2, keep=2))
+    with manager:
+        manager.load()
+        for step in range(1, 8):
+            manager.save(step)
+        manager.save(8, last_step=True)
+    assert sorted(p.name for p in exports.iterdir()) == sorted([*others, "step-0", "step-6", "step-8"])
+
+
+def lora_run(folder: Path, base: Path, mode: Mode, tables: Sequence[dict[str, Any]], include_base: bool) -> None:
+    """Two steps with exports of each, merged and apart; sharded over all ranks."""
+    torch.manual_seed(0)
+    model = Llama3(CONFIG)
+    model.init_weights()
+    converters = from_tables(list(tables))
+    converters.convert(model)
+    if dist.is_initialized():
+        for layer in model.layers.values():
+            fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    config = CheckpointConfig(
+        save=SaveConfig(interval=1, async_mode=mode, include_base=include_base, timeout_seconds=60),
+        initial_load=(InitialLoadConfig(str(base)),),
+        export=(ExportConfig("hf", interval=1), ExportConfig("peft", interval=1)),
+    )
+    transforms = StateDictTransforms(model.key_map(), model.hf_config())
+    objects: dict[str, Any] = {"model_parts": [model], "optimizers": [optimizer], "model_converters": converters}
+    with CheckpointManager(config, sd_transforms=transforms, base_folder=folder, **objects) as manager:
+        converters.initialize([model], manager.load().report.initialised)
+        for step in (1, 2):
+            model(torch.arange(16)[None] * step % 64).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            manager.save(step)
+
+
+def same_in_the_background(root: Path, tables: Sequence[dict[str, Any]], include_base: bool = False) -> None:
+    """Compare all exports of a run that makes them at once with those of runs that make them in the background."""
+    coordinator = Coordinator.current(60.0)
+    model = Llama3(CONFIG)
+    torch.manual_seed(1)
+    model.init_weights()
+    groups = StateDictTransforms(model.key_map()).to_file(dict(model.state_dict()), None, None)
+    export_huggingface(
+        root / "base", groups, config=model.hf_config(), assets=None, max_shard_bytes=10**9, coordinator=coordinator
+    )
+    lora_run(root / "disabled", root / "base", "disabled", tables, include_base)
+    lora_run(root / "thread", root / "base", "thread", tables, include_base)
+    coordinator.barrier("compared")
+    expected, found = contents(root / "disabled" / "exports"), contents(root / "thread" / "exports")
+    assert {name.split("/")[0] for name in found} == {f"step-{n}{s}" for n in (1, 2) for s in ("", "-peft")}
+    assert expected.keys() == found.keys()
+    assert [name for name in found if found[name] != expected[name]] == []
+    assert found["step-1/model.safetensors"] != found["step-2/model.safetensors"]
+
+
+def test_merged_adapters_are_exported_in_the_background(tmp_path: Path) -> None:
+    """On one process: LoRA and trained copies, from saves of the adapter alone."""
+    same_in_the_background(tmp_path, [{**LORA, "modules_to_save": ["norm"]}])
+
+
+@distributed(nproc=2)
+def test_sharded_adapters_are_exported_in_the_background(tmp_path: Path) -> None:
+    """Merging gathers the adapters before training goes on: DoRA, and LoRA with saves of the base too."""
+    same_in_the_background(tmp_path / "dora", [{**LORA, "use_dora": True, "modules_to_save": ["norm"]}])
+    same_in_the_background(tmp_path / "full", [{"kind": "float8", "emulate": True}, LORA], include_base=True)

@@ -17,6 +17,8 @@ INIT_STD = 0.02
 
 Rotate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Turn x (batch, seq, heads, head_dim) by a table (seq, head_dim / 2); same shape and dtype out."""
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Queries, keys and values (batch, seq, heads, head_dim), the last two with fewer heads, to what the queries find."""
 
 
 def rotary_frequencies(head_dim: int, theta: float, device: torch.device | None = None) -> torch.Tensor:
@@ -76,6 +78,14 @@ class ExactBuffers(nn.Module):
         return self
 
 
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return what every query finds at its own and earlier positions. Shapes: see Attend."""
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+    )
+    return out.transpose(1, 2)
+
+
 class SubLayer(nn.Module):
     """A part of a block that writes into the residual stream."""
 
@@ -103,6 +113,7 @@ class Attention(SubLayer):
         super().__init__()
         self.head_dim = head_dim
         self.rotate = rotate
+        self.attend: Attend = causal_attention
         self.wq = nn.Linear(dim, num_heads * head_dim, bias=False)
         self.wk = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
         self.wv = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
@@ -120,10 +131,7 @@ class Attention(SubLayer):
             q, k = self.q_norm(q), self.k_norm(k)
         table = table[: q.shape[1]]
         q, k = self.rotate(q, table), self.rotate(k, table)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
-        )
-        result: torch.Tensor = self.wo(out.transpose(1, 2).flatten(-2))
+        result: torch.Tensor = self.wo(self.attend(q, k, v).flatten(-2))
         return result
 
     def init_weights(self, residual_std: float) -> None:

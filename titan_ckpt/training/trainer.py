@@ -41,6 +41,7 @@ from titan_ckpt.training.corpus import open_corpus
 from titan_ckpt.training.data import Batch, PackedDataset, build_dataloader, collate, tokenise
 from titan_ckpt.training.loss import num_predicted, summed_cross_entropy
 from titan_ckpt.training.parallel.apply import parallelise
+from titan_ckpt.training.parallel.context_parallel import share_of
 from titan_ckpt.training.parallel.data_parallel import is_sharded, sync_gradients
 from titan_ckpt.training.parallel.degrees import Degrees, find_degrees
 from titan_ckpt.training.parallel.gradients import clip_gradients
@@ -235,7 +236,8 @@ class Trainer:
         What is on meta until here has its values after `load`.
         """
         fit = self.converters.parallel_plan if self.converters is not None else dict
-        parts = parallelise(self.model, self.ranks, self.config.parallel, self._compute_dtype, fit)
+        length = self.config.data.sequence_length
+        parts = parallelise(self.model, self.ranks, self.config.parallel, self._compute_dtype, length, fit)
         for part in parts:
             materialise(part, self.ranks.device)
         assert isinstance(parts[0], LanguageModel), "a stage is a model"
@@ -442,7 +444,7 @@ class Trainer:
 
         Returns: this rank's share of the summed loss, float64.
         """
-        batches = [{k: v.to(self.ranks.device, non_blocking=True) for k, v in b.items()} for b in micro_batches]
+        batches = [share_of(self._on_device(batch), self.ranks) for batch in micro_batches]
         if self.pipeline is not None:
             whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
             for index in range(len(batches)):
@@ -466,9 +468,13 @@ class Trainer:
     @torch.no_grad()
     def measure_loss(self, batch: Batch) -> torch.Tensor:
         """Return this rank's share of the summed loss of a batch, float64; no gradients. Collective."""
+        batch = share_of(self._on_device(batch), self.ranks)
         with self.training_context():
             loss = self.pipeline.evaluate(batch) if self.pipeline is not None else self.compute_loss(batch).double()
         return loss / self.ranks.degrees.tp
+
+    def _on_device(self, batch: Batch) -> Batch:
+        return {name: value.to(self.ranks.device, non_blocking=True) for name, value in batch.items()}
 
     def compute_loss(self, batch: Batch) -> torch.Tensor:
         """Return the summed loss of a batch."""

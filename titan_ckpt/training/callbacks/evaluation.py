@@ -56,14 +56,13 @@ class Evaluation(Callback):
         return float(trainer.ranks.sum(loss) / trainer.ranks.sum(num_tokens, over_data=True))
 
     def _batches(self, trainer: Trainer) -> Iterator[Batch]:
-        """Yield this rank's batches on its device; every rank has as many, for each forward may be collective."""
+        """Yield this rank's batches; every rank has as many, for each forward may be collective."""
         config, ranks = self._config, trainer.ranks
         num_sequences = min(self._dataset.num_sequences, config.max_sequences or self._dataset.num_sequences)
         size = trainer.config.training.batch_size
         for first in range(0, num_sequences, size * ranks.data_size):
             mine = range(first + ranks.data_rank * size, first + (ranks.data_rank + 1) * size)
-            batch = trainer.collate([self._sequence(number, num_sequences) for number in mine])
-            yield {name: value.to(ranks.device) for name, value in batch.items()}
+            yield trainer.collate([self._sequence(number, num_sequences) for number in mine])
 
     def _sequence(self, number: int, num_sequences: int) -> Batch:
         """Return a sequence; beyond the last one, a repeated one whose labels do not count."""

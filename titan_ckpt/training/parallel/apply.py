@@ -1,6 +1,6 @@
 """What is done to a model so that many ranks train it, in the only order that works.
 
-Owns the order: stages, matrices, experts, then the data-parallel sharding of what is left on a rank.
+Owns the order: stages, matrices, experts, sequences, how layers run, then the data-parallel sharding of what is left.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from torch import nn
 from titan_ckpt.models.decoder import Decoder
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.training.parallel.config import ParallelConfig
+from titan_ckpt.training.parallel.context_parallel import share_sequences
 from titan_ckpt.training.parallel.data_parallel import shard
+from titan_ckpt.training.parallel.execution import checkpoint_activations, compile_forward
 from titan_ckpt.training.parallel.expert_parallel import find_experts, split_experts
 from titan_ckpt.training.parallel.pipeline import split_layers
 from titan_ckpt.training.parallel.ranks import Ranks
@@ -19,7 +21,12 @@ from titan_ckpt.training.parallel.tensor_parallel import FitPlan, split_matrices
 
 
 def parallelise(
-    model: LanguageModel, ranks: Ranks, parallel: ParallelConfig, compute_dtype: torch.dtype, fit: FitPlan = dict
+    model: LanguageModel,
+    ranks: Ranks,
+    parallel: ParallelConfig,
+    compute_dtype: torch.dtype,
+    sequence_length: int,
+    fit: FitPlan = dict,
 ) -> list[nn.Module]:
     """Return what this rank has of a whole model: its pipeline stages, or the model itself, on the rank's device.
 
@@ -40,5 +47,12 @@ def parallelise(
         experts = find_experts(part)
         for module in experts:
             split_experts(module, ranks)
+        if degrees.cp > 1:
+            share_sequences(part, ranks, sequence_length)
+        for layer in part.get_submodule("layers").children():
+            if parallel.activation_checkpoint != "none":
+                checkpoint_activations(layer, parallel.activation_checkpoint)
+            if parallel.compile:
+                compile_forward(layer)
         shard(part, ranks, compute_dtype, experts if degrees.ep > 1 else ())
     return parts

@@ -1,0 +1,131 @@
+"""Degrees of parallelism: what fits is laid out as expected, and what does not is all named before it is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from titan_ckpt.config import from_dict
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.models import llama3, qwen3_moe
+from titan_ckpt.training.parallel.config import ParallelConfig
+from titan_ckpt.training.parallel.context_parallel import positions
+from titan_ckpt.training.parallel.degrees import Degrees, find_degrees
+from titan_ckpt.training.parallel.pipeline import cut
+
+DENSE = llama3.FLAVORS["8B"]
+SPARSE = qwen3_moe.FLAVORS["30B-A3B"]
+
+
+def find(world_size: int, model: Any = DENSE, batch_size: int = 8, length: int = 8192, **table: Any) -> Degrees:
+    return find_degrees(
+        ParallelConfig(**table), world_size, model, batch_size=batch_size, accumulation=1, sequence_length=length
+    )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "table", "expected"),
+    [
+        (1, {}, Degrees()),
+        (8, {}, Degrees(dp_shard=8)),
+        (8, {"data_parallel_replicate": 2}, Degrees(dp_replicate=2, dp_shard=4)),
+        (8, {"tensor_parallel": 8}, Degrees(tp=8)),
+        (64, {"tensor_parallel": 4, "pipeline_parallel": 2, "context_parallel": 2}, Degrees(2, 1, 4, 1, 2, 4)),
+        (16, {"data_parallel_shard": 4, "data_parallel_replicate": 4}, Degrees(dp_replicate=4, dp_shard=4)),
+    ],
+)
+def test_ranks_that_are_left_shard(world_size: int, table: dict[str, Any], expected: Degrees) -> None:
+    """What no other axis takes is data_parallel_shard, unless that is given."""
+    assert find(world_size, **table) == expected
+
+
+def test_experts_are_dealt_out_within_the_sharded_axis() -> None:
+    """Expert parallelism takes no rank of its own, and every rank sees its own data."""
+    degrees = find(16, SPARSE, expert_parallel=4, tensor_parallel=2)
+    assert degrees == Degrees(dp_shard=2, ep=4, tp=2)
+    assert (degrees.world_size, degrees.data_size, degrees.of("fsdp")) == (16, 8, 8)
+
+
+def test_every_rank_is_at_one_place() -> None:
+    """Places are all different, neighbours share matrices, and the ranks of a data rank are one model."""
+    degrees = Degrees(pp=2, dp_replicate=2, dp_shard=2, ep=2, cp=2, tp=2)
+    places = [degrees.place(rank) for rank in range(64)]
+    assert len(set(places)) == 64
+    assert (places[1].tp, places[2].cp, places[4].ep, places[32].pp) == (1, 1, 1, 1)
+    assert [degrees.data_rank(rank) for rank in range(0, 64, 4)] == [*range(8)] * 2
+
+
+@pytest.mark.parametrize(
+    ("world_size", "model", "table", "expected"),
+    [
+        (6, DENSE, {"tensor_parallel": 4}, r"tensor_parallel 4 = 4 does not divide the 6 ranks"),
+        (2, DENSE, {"tensor_parallel": 4}, r"tensor_parallel 4 = 4 does not divide the 2 ranks"),
+        (
+            8,
+            DENSE,
+            {"data_parallel_shard": 2, "tensor_parallel": 2},
+            r"data_parallel_shard 2 = 4 ranks.*this run has 8",
+        ),
+        (16, DENSE, {"tensor_parallel": 16}, r"tensor_parallel: 16 does not divide the 8 key-value heads"),
+        (3, DENSE, {"tensor_parallel": 3}, r"3 does not divide the 32 heads\n.*8 key-value heads\n.*14336 hidden rows"),
+        (8, DENSE, {"expert_parallel": 2}, r"expert_parallel: the model has no experts"),
+        (8, SPARSE, {"expert_parallel": 16}, r"expert_parallel: 16 does not divide data_parallel_shard 8"),
+        (5, SPARSE, {"expert_parallel": 5}, r"expert_parallel: 5 does not divide the 128 experts"),
+        (64, DENSE, {"pipeline_parallel": 64}, r"64 stages are more than the 32 layers"),
+        (2, llama3.FLAVORS["1B"], {"pipeline_parallel": 2}, r"output is its embedding matrix \(tie_word_embeddings\)"),
+        (2, DENSE, {"pipeline_parallel": 2, "pipeline_microbatches": 3}, r"3 do not divide training\.batch_size 8"),
+        (
+            4,
+            DENSE,
+            {"pipeline_parallel": 4, "pipeline_microbatches": 2},
+            r"1F1B needs one for each of 4 stages, found 2",
+        ),
+        (
+            4,
+            DENSE,
+            {"pipeline_parallel": 4, "pipeline_schedule": "Interleaved1F1B", "pipeline_microbatches": 2},
+            r"Interleaved1F1B needs a multiple of pipeline_parallel 4, found 2",
+        ),
+        (3, DENSE, {"context_parallel": 3}, r"context_parallel: twice 3 does not divide data\.sequence_length 8192"),
+        (2, {"model_type": "gpt2"}, {"tensor_parallel": 2}, r'tensor_parallel: a model with name = "hf" is sharded by'),
+    ],
+)
+def test_what_does_not_fit_is_named(world_size: int, model: Any, table: dict[str, Any], expected: str) -> None:
+    """The setting, what it is, and what it should divide."""
+    with pytest.raises(ConfigError, match=r"(?s)parallel\..*" + expected):
+        find(world_size, model, **table)
+
+
+def test_everything_that_does_not_fit_is_in_one_error() -> None:
+    """World, batch, sequence and model faults come together."""
+    with pytest.raises(ConfigError) as caught:
+        find(7, batch_size=3, length=1001, tensor_parallel=3, pipeline_parallel=2, expert_parallel=2)
+    named = [problem.split(":")[0].removeprefix("parallel.") for problem in caught.value.problems]
+    assert set(named) == {
+        "data_parallel_shard", "sequence_parallel", "pipeline_microbatches", "tensor_parallel", "expert_parallel"
+    }  # fmt: skip
+
+
+def test_stages_per_rank_belong_to_the_interleaved_schedule() -> None:
+    """A combination that means nothing is refused where the table is read."""
+    with pytest.raises(ConfigError, match='2 need pipeline_schedule = "Interleaved1F1B"'):
+        from_dict(ParallelConfig, {"pipeline_parallel": 2, "pipeline_stages_per_rank": 2})
+    with pytest.raises(ConfigError, match="needs 2 or more"):
+        from_dict(ParallelConfig, {"pipeline_schedule": "Interleaved1F1B", "pipeline_stages_per_rank": 1})
+    table = {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B"}
+    assert from_dict(ParallelConfig, table).num_stages == 4
+
+
+def test_stages_are_as_even_as_can_be() -> None:
+    """Every layer is in one stage, in order; sizes differ by one at most."""
+    assert cut(7, 3) == [range(3), range(3, 5), range(5, 7)]
+    assert cut(4, 4) == [range(i, i + 1) for i in range(4)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_share_a_sequence_have_every_token_once_and_equal_work(size: int) -> None:
+    """Each query sees all positions up to its own: the sum of positions is the work."""
+    shares = [positions(32, rank, size) for rank in range(size)]
+    assert sorted(token for share in shares for token in share.tolist()) == [*range(32)]
+    assert len({int(share.sum()) for share in shares}) == 1

@@ -46,21 +46,9 @@ class _TensorParallelTests(ConverterTests):
             parallelize_module(layer, mesh, converted_plan(block))
 
 
-class TestLoRA(_TensorParallelTests):
-    tables: ClassVar = [_ALL]
-
-
 class TestDoRA(_TensorParallelTests):
     tables: ClassVar = [{**_ALL, "use_dora": True}]
 
 
 class TestLoRAOnEmbeddings(_TensorParallelTests):
     tables: ClassVar = [{**_ALL, "target_modules": ["tok_embeddings", "wo"]}]
-
-
-class TestQATAndLoRA(_TensorParallelTests):
-    tables: ClassVar = [{"kind": "qat", "scheme": "int4_weight_only"}, _ALL]
-
-
-class TestFloat8AndLoRA(_TensorParallelTests):
-    tables: ClassVar = [{"kind": "float8", "emulate": True}, _ALL]

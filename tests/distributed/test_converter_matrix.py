@@ -1,0 +1,112 @@
+"""The laws of converters for every converter and pair, on every model, single, on FSDP2's shards and under TP.
+
+One launch runs them all: what the ordinary classes (tests/unit/test_converter_laws.py) have is not repeated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from converters import ModelConverters, from_tables
+from converters.parallel import converted_plan
+from titan_ckpt.models import llama3, qwen3, qwen3_moe
+from titan_ckpt.models.layers import FeedForward
+from titan_ckpt.testing import ConverterTests, distributed
+
+LORA: dict[str, Any] = {"kind": "lora", "rank": 4, "target_modules": ["wq", "wk", "wv", "wo", "w1", "w2", "w3"]}
+INT4: dict[str, Any] = {"kind": "qat", "scheme": "int4_weight_only"}
+FLOAT8: dict[str, Any] = {"kind": "float8", "emulate": True}
+SETS: dict[str, list[dict[str, Any]]] = {
+    "lora": [LORA],
+    "qat": [INT4],
+    "float8": [FLOAT8],
+    "qat_lora": [INT4, LORA],
+    "float8_lora": [FLOAT8, LORA],
+}
+SMALL: dict[str, Any] = {
+    "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn_dim": 128, "vocab_size": 96,
+}  # fmt: skip
+
+
+def make(name: str) -> nn.Module:
+    """Return a tiny model of an architecture."""
+    if name == "llama3":
+        return llama3.Llama3(replace(llama3.FLAVORS["debug-2m"], **SMALL))
+    if name == "qwen3":
+        return qwen3.Qwen3(replace(qwen3.FLAVORS["debug-2m"], **SMALL))
+    return qwen3_moe.Qwen3Moe(replace(qwen3_moe.FLAVORS["debug-1m"], **SMALL, num_experts=3, expert_dim=32))
+
+
+class _Matrix(ConverterTests):
+    """The laws for one cell; not collected as a test class."""
+
+    model: ClassVar[str]
+    tables: ClassVar[list[dict[str, Any]]]
+
+    def make_converter(self) -> ModelConverters:
+        return from_tables(self.tables)
+
+    def make_model(self) -> nn.Module:
+        return make(self.model)
+
+
+class _TensorParallel(_Matrix):
+    def shard(self, model: nn.Module) -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        ends: dict[str, ParallelStyle] = {
+            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+            "output": ColwiseParallel(output_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh, converted_plan(ends))
+        for layer in model.get_submodule("layers").children():
+            block: dict[str, ParallelStyle] = {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
+            block["attention.wo"] = RowwiseParallel()
+            if self.model != "llama3":  # each rank normalises its own heads; dim 2 counts them
+                norms = ("attention.q_norm", "attention.k_norm")
+                block |= {name: SequenceParallel(sequence_dim=2, use_local_output=True) for name in norms}
+            if isinstance(layer.get_submodule("feed_forward"), FeedForward):
+                block |= {f"feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")}
+                block["feed_forward.w2"] = RowwiseParallel()
+            parallelize_module(layer, mesh, converted_plan(block))
+
+
+def check(base: type[_Matrix], model: str, tables: list[dict[str, Any]]) -> None:
+    cell: Any = type("Cell", (base,), {"model": model, "tables": tables})()
+    laws = [n for n in vars(ConverterTests) if n.startswith("test_") and n != "test_all_laws_hold_on_shards"]
+    assert len(laws) >= 11
+    for law in laws:
+        try:
+            getattr(cell, law)()
+        except Exception as error:
+            error.add_note(f"{law} of {[table['kind'] for table in tables]} on {model} ({base.__name__})")
+            raise
+
+
+@distributed(nproc=2)
+def check_on_shards(model: str) -> None:
+    for tables in SETS.values():
+        for base in (_Matrix, _TensorParallel):
+            check(base, model, tables)
+            dist.barrier()
+
+
+@pytest.mark.parametrize("model", ["llama3", "qwen3", "qwen3_moe"])
+def test_laws_hold_for_every_set(model: str) -> None:
+    """Five sets, whole, on FSDP2's shards of two ranks, and cut by tensor parallelism over two."""
+    for tables in SETS.values():
+        check(_Matrix, model, tables)
+    check_on_shards(model)

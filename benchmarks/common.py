@@ -120,9 +120,8 @@ def training_state(gb: float, placement: Placement | None = None) -> StateDict:
 
     Sharded over all ranks along dim 0 (or as `placement` says) as FSDP2 does it, plain for one rank.
     """
-    layers, vocabulary = 16, 32_000
-    width = max(64, int(math.sqrt(gb * 1e9 / 12 / (layers * 14.5))) // 64 * 64)  # parameters per layer: 14.5 width^2
-    vocabulary = min(vocabulary, 4 * width)
+    layers = 12 if gb < 3 else 16
+    vocabulary, width = _vocabulary_and_width(gb * 1e9 / 12, layers)
     shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (vocabulary, width)}
     for i in range(layers):
         for name, rows, columns in (
@@ -144,6 +143,19 @@ def training_state(gb: float, placement: Placement | None = None) -> StateDict:
         for name, shape in shapes.items():
             state[f"{prefix}.{name}"] = _filled(shape, mesh, placement or Shard(0))
     return state
+
+
+def _vocabulary_and_width(parameters: float, layers: int) -> tuple[int, int]:
+    """Return a vocabulary of 32,000 and the width that comes nearest from below; small models have a small one.
+
+    A real vocabulary matters: its embeddings are above the 32 MiB from where on malloc maps memory anew every time.
+    """
+    per_layer = 14.5 * layers  # parameters of all layers: this times width^2
+    width = int((math.sqrt(64_000**2 + 4 * per_layer * parameters) - 64_000) / (2 * per_layer)) // 64 * 64
+    if width >= 256:
+        return 32_000, width
+    width = max(64, int(math.sqrt(parameters / (per_layer + 8))) // 64 * 64)
+    return 4 * width, width
 
 
 _noise: list[torch.Tensor] = []

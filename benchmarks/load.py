@@ -36,6 +36,7 @@ from benchmarks.common import (
 )
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.storage.base import ReadRequest
+from titan_ckpt.storage.engine import collector_held
 from titan_ckpt.storage.memory import Buffer
 from titan_ckpt.storage.native import NativeReader, NativeWriter
 from titan_ckpt.tensors import blocks_of
@@ -60,8 +61,7 @@ def main(options: Options) -> dict[str, Any]:
         def before(name: str, kind: str = kind) -> None:
             _spoil(state)
             (bring_into_page_cache if kind == "warm" else drop_from_page_cache)(folder / _folder_of(name))
-            if kind == "cold":
-                touch_free_memory(local_bytes(state))
+            touch_free_memory(local_bytes(state))
 
         chosen = {name: case for name, case in cases.items() if not name.startswith("limit") or name == limit}
         times = alternate(_proved(chosen, state, true_ends), options.pairs, before)
@@ -88,6 +88,7 @@ def _resharded(options: Options, state: StateDict) -> dict[str, float | int]:
     def before(_: str) -> None:
         _spoil(state)
         bring_into_page_cache(folder)
+        touch_free_memory(local_bytes(state))
 
     times = alternate(cases, options.pairs, before)
     total = local_bytes(state) * world_size()
@@ -153,7 +154,7 @@ def _cases(folder: Path, state: StateDict) -> dict[str, Case]:
 
 
 def _load(folder: Path, state: StateDict, verify: bool) -> None:
-    with NativeReader(folder, verify=verify) as reader:
+    with collector_held(), NativeReader(folder, verify=verify) as reader:
         reader.read([ReadRequest(fqn, b.chunk, b.data) for fqn, tensor in state.items() for b in blocks_of(tensor)])
 
 

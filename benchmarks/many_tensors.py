@@ -42,11 +42,12 @@ from benchmarks.common import (
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig, posix
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.storage.base import ReadRequest
-from titan_ckpt.storage.engine import IO_BYTES
+from titan_ckpt.storage.engine import IO_BYTES, collector_held
 from titan_ckpt.storage.native import NativeReader, NativeWriter
 from titan_ckpt.tensors import blocks_of
 
 OURS, DCP = "titan_ckpt", "dcp"
+FIRST, AGAIN = "titan_ckpt, first", "titan_ckpt, plan kept"
 LIMIT_WRITE, LIMIT_READ = "limit: O_DIRECT write of the bytes", "limit: read() of the page cache"
 END_TO_END_PARAMETERS = 5_000
 
@@ -55,11 +56,8 @@ def main(options: Options) -> dict[str, Any]:
     """Compare a first save, a later one, and a load; then a whole training state through CheckpointManager."""
     state = small_tensors(options.tensors)
     folder = Path(options.folder)
-    found = {
-        "save_first": _save(options, state, folder, again=False),
-        "save_again": _save(options, state, folder, again=True),
-        "load": _load(options, state, folder),
-    }
+    first, again = _save(options, state, folder)
+    found = {"save_first": first, "save_again": again, "load": _load(options, state, folder)}
     end_to_end = replace(options, tensors=min(options.tensors, END_TO_END_PARAMETERS))
     return found | {"end_to_end": _end_to_end(end_to_end, folder)}
 
@@ -77,7 +75,8 @@ def small_tensors(number: int) -> StateDict:
     }
 
 
-def _save(options: Options, state: StateDict, folder: Path, *, again: bool) -> dict[str, float | int]:
+def _save(options: Options, state: StateDict, folder: Path) -> tuple[dict[str, float | int], dict[str, float | int]]:
+    """Measure a first save, which plans, and a later one, which kept the plan; peers that keep theirs count in both."""
     coordinator = Coordinator.current()
     kept = NativeWriter()
     kept.plan(state, coordinator)
@@ -85,8 +84,7 @@ def _save(options: Options, state: StateDict, folder: Path, *, again: bool) -> d
     buffers = raw.make_buffers()
     size = max(IO_BYTES, local_bytes(state))
 
-    def ours() -> None:
-        writer = kept if again else NativeWriter()
+    def ours(writer: NativeWriter) -> None:
         writer.plan(state, coordinator)
         writer.write(folder, state)
         coordinator.barrier("written")
@@ -104,23 +102,27 @@ def _save(options: Options, state: StateDict, folder: Path, *, again: bool) -> d
         return case
 
     cases: dict[str, Case] = {
-        OURS: ours,
+        FIRST: lambda: ours(NativeWriter()),
+        AGAIN: lambda: ours(kept),
         DCP: lambda: dcp.save(dict(state), checkpoint_id=folder),
+        "dcp, plan cached": lambda: dcp.save(dict(state), checkpoint_id=folder, planner=cached),
         "torch.save + fsync, a file per rank": saved_by(torch.save, ".pt"),
         "safetensors + fsync, a file per rank": saved_by(safetensors.torch.save_file, ".safetensors"),
         LIMIT_WRITE: lambda: raw.write_direct(folder / f"{rank()}.raw", size, buffers),
     }
-    if again:
-        cases["dcp, plan cached"] = lambda: dcp.save(dict(state), checkpoint_id=folder, planner=cached)
     times = alternate(cases, options.pairs, lambda _: clean_folder(folder))
     total = local_bytes(state) * world_size()
-    report(f"{'a later' if again else 'a first'} save of {len(state)} tensors, {world_size()} rank(s)", times, total)
-    clean_folder(folder)
-    with PeakMemory() as peak:
-        ours()
-    written = folder_bytes(folder)
-    peers = [name for name in cases if name not in (OURS, LIMIT_WRITE)]
-    return measures(times, OURS, DCP, peers, LIMIT_WRITE, bytes_written=written, extra_peak_mib=peak.mib)
+    report(f"a save of {len(state)} tensors, {world_size()} rank(s)", times, total)
+    peers = [name for name in cases if name not in (FIRST, AGAIN, LIMIT_WRITE)]
+
+    def measured(name: str) -> dict[str, float | int]:
+        clean_folder(folder)
+        with PeakMemory() as peak:
+            cases[name]()
+        written = folder_bytes(folder)
+        return measures(times, name, DCP, peers, LIMIT_WRITE, bytes_written=written, extra_peak_mib=peak.mib)
+
+    return measured(FIRST), measured(AGAIN)
 
 
 def _load(options: Options, state: StateDict, folder: Path) -> dict[str, float | int]:
@@ -138,7 +140,7 @@ def _load(options: Options, state: StateDict, folder: Path) -> dict[str, float |
     buffers = raw.make_buffers()
 
     def ours() -> None:
-        with NativeReader(folder / "native") as reader:
+        with collector_held(), NativeReader(folder / "native") as reader:
             reader.read([ReadRequest(fqn, b.chunk, b.data) for fqn, tensor in state.items() for b in blocks_of(tensor)])
 
     def safetensors_load() -> None:

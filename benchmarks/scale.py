@@ -115,7 +115,7 @@ class _Gathered:
             for stage, rank in first.items():
                 answer[rank] = ownership.pack(self._lists[stage])
         else:
-            total = sum(prod(shape) * 4 for of_stage in self._lists for _, _, shape, _, _ in of_stage["tensors"])
+            total = sum(prod(one["kinds"][k][1]) * 4 for one in self._lists for k in one["kind_of"])
             answer = [value, total - value, *[0] * (self.world_size - 2)]
         self.exchanged_bytes += len(json.dumps(answer))
         return answer
@@ -127,11 +127,15 @@ def _ranks(run: Run, stage: int) -> torch.Tensor:
 
 
 def _describe(run: Run, stage: int) -> dict[str, Any]:
-    rows = [
-        [fqn, "float32", list(shape), 0, [repr(p) for p in placements]]
-        for fqn, (shape, placements) in _with_moments(run.tensors_of_stage(stage, run.stages)).items()
+    """List a stage's tensors as ownership.py does."""
+    listed = _with_moments(run.tensors_of_stage(stage, run.stages))
+    kinds: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
+    kind_of = [
+        kinds.setdefault((shape, tuple(map(repr, placements))), len(kinds)) for shape, placements in listed.values()
     ]
-    return {"meshes": [[list(run.mesh), _ranks(run, stage).flatten().tolist()]], "tensors": rows}
+    rows = [["float32", list(shape), 0, list(placements)] for shape, placements in kinds]
+    meshes = [[list(run.mesh), _ranks(run, stage).flatten().tolist()]]
+    return {"meshes": meshes, "kinds": rows, "names": list(listed), "kind_of": kind_of}
 
 
 def _with_moments(shapes: Shapes) -> Shapes:

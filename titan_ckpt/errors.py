@@ -49,10 +49,11 @@ class NotACheckpointError(CheckpointError, ValueError):
 
 
 class CorruptCheckpointError(CheckpointError, ValueError):
-    """A file is not what was committed. Carries `path`."""
+    """A file is not what was committed. Carries `path`, and the names of all tensors `overwritten` in memory before."""
 
-    def __init__(self, message: str, path: str = "") -> None:
+    def __init__(self, message: str, path: str = "", overwritten: Sequence[str] = ()) -> None:
         self.path = path
+        self.overwritten = tuple(overwritten)
         super().__init__(message)
 
 

@@ -46,6 +46,11 @@ class PreparedLoad:
     _opened: Sequence[_Opened]
     _stack: ExitStack
 
+    def check(self) -> None:
+        """Verify what `read` will take, as far as memory holds it. Raises: CorruptCheckpointError; OSError."""
+        for one in self._opened:
+            one.reader.check(one.plan.requests)
+
     def read(self) -> None:
         """Fill the model's live tensors with this rank's slices. Raises: CorruptCheckpointError; OSError."""
         for one in self._opened:

@@ -200,19 +200,17 @@ class CheckpointManager:
         return prepare_load(load_plan.sources, self._model, self._transforms, self._coordinator, require_owned=resuming)
 
     def _read(self, prepared: PreparedLoad, state: ResumeState | None = None) -> None:
-        def read() -> None:
-            prepared.read()
-            if state is not None:
-                state.read()
-
-        self._together("load-read", read)
+        """1 Every rank verifies what memory holds of its files. 2 When all have, live tensors are filled."""
+        parts: list[PreparedLoad | ResumeState] = [prepared] if state is None else [prepared, state]
+        self._together("load-check", lambda: [part.check() for part in parts])
+        self._together("load-read", lambda: [part.read() for part in parts])
 
     def _initialise(self, prepared: PreparedLoad) -> None:
         """Give values to what a model from meta has no values for after everything was read; nothing else."""
         mark_filled(self._model, prepared.report.loaded)
         self._together("load-initialise", lambda: initialise(self._model))
 
-    def _together(self, tag: str, act: Callable[[], None]) -> None:
+    def _together(self, tag: str, act: Callable[[], object]) -> None:
         """Act on every rank; where one fails, all raise. Collective."""
         error: BaseException | None = None
         try:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -48,15 +48,15 @@ class Division:
     tensors: Mapping[str, TensorInfo]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Holders:
     """Which ranks hold a tensor, and how. `meshes` are disjoint, of one shape, each with a whole copy of the tensor."""
 
     info: TensorInfo
     mesh_shape: tuple[int, ...] | None
-    placements: list[str]
-    ranks: list[int]
-    meshes: list[tuple[int, ...]]
+    placements: tuple[str, ...]
+    ranks: tuple[int, ...]
+    meshes: tuple[tuple[int, ...], ...]
 
 
 def divide(tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> Division:
@@ -92,17 +92,20 @@ def pack(listed: dict[str, Any]) -> str:
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the names, dtypes, shapes and layouts of this rank's tensors as JSON, each mesh once."""
+    """Return this rank's list as JSON: names, and for each the number of its kind (dtype, shape, mesh, placements)."""
     meshes: dict[DeviceMesh, int] = {}
+    kinds: dict[tuple[Any, ...], int] = {}
+    kind_of = []
+    for value in tensors.values():
+        layout = (value.device_mesh, value.placements) if isinstance(value, DTensor) else None
+        kind_of.append(kinds.setdefault((value.dtype, value.shape, layout), len(kinds)))
     rows = []
-    for fqn, value in tensors.items():
-        dtype = str(value.dtype).removeprefix("torch.")
-        if isinstance(value, DTensor):
-            mesh = meshes.setdefault(value.device_mesh, len(meshes))
-            rows.append([fqn, dtype, list(value.shape), mesh, [repr(p) for p in value.placements]])
-        else:
-            rows.append([fqn, dtype, list(value.shape), -1, []])
-    return {"meshes": [[list(m.mesh.shape), m.mesh.flatten().tolist()] for m in meshes], "tensors": rows}
+    for dtype, shape, layout in kinds:
+        mesh, placements = layout or (None, ())
+        at = -1 if mesh is None else meshes.setdefault(mesh, len(meshes))
+        rows.append([str(dtype).removeprefix("torch."), list(shape), at, [repr(p) for p in placements]])
+    listed = [[list(m.mesh.shape), m.mesh.flatten().tolist()] for m in meshes]
+    return {"meshes": listed, "kinds": rows, "names": list(tensors), "kind_of": kind_of}
 
 
 def _exchange(mine: dict[str, Any], coordinator: Coordinator) -> dict[tuple[int, ...], dict[str, Any]]:
@@ -124,26 +127,38 @@ def _exchange(mine: dict[str, Any], coordinator: Coordinator) -> dict[tuple[int,
 
 
 def _merge(lists: Mapping[tuple[int, ...], dict[str, Any]]) -> dict[str, _Holders]:
-    """Say for each tensor of the checkpoint who holds it. Where layouts differ, the lowest rank's one counts."""
+    """Say for each tensor of the checkpoint who holds it. Where layouts differ, the lowest rank's one counts.
+
+    Tensors of one kind share what is said of them, until another list says more of one.
+    """
     holders: dict[str, _Holders] = {}
     faults = []
     for ranks, listed in sorted(lists.items()):
         meshes = [(tuple(shape), tuple(members)) for shape, members in listed["meshes"]]
-        for fqn, dtype, shape, mesh, placements in listed["tensors"]:
-            mesh_shape, members = meshes[mesh] if mesh >= 0 else (None, ())
-            known = holders.get(fqn)
+        kinds = [_holders_of_kind(row, meshes, ranks) for row in listed["kinds"]]
+        if not holders:
+            holders = {fqn: kinds[kind] for fqn, kind in zip(listed["names"], listed["kind_of"], strict=True)}
+            continue
+        for fqn, kind in zip(listed["names"], listed["kind_of"], strict=True):
+            known, more = holders.get(fqn), kinds[kind]
             if known is None:
-                info = TensorInfo(tuple(shape), getattr(torch, dtype))
-                holders[fqn] = _Holders(info, mesh_shape, placements, list(ranks), [members])
-            elif known.info.shape != tuple(shape) or str(known.info.dtype) != f"torch.{dtype}":
-                faults.append(f"{fqn}: rank {known.ranks[0]} has {known.info}, rank {ranks[0]} has {dtype}{shape}")
-            elif known.mesh_shape == mesh_shape and known.placements == placements:
-                known.ranks.extend(ranks)
-                if members not in known.meshes:
-                    known.meshes.append(members)
+                holders[fqn] = more
+            elif known.info != more.info:
+                faults.append(f"{fqn}: rank {known.ranks[0]} has {known.info}, rank {ranks[0]} has {more.info}")
+            elif known.mesh_shape == more.mesh_shape and known.placements == more.placements:
+                others = tuple(mesh for mesh in more.meshes if mesh not in known.meshes)
+                holders[fqn] = replace(known, ranks=known.ranks + more.ranks, meshes=known.meshes + others)
     if faults:
         raise StateEncodingError("ranks disagree about tensors of the same name: " + "; ".join(faults))
     return holders
+
+
+def _holders_of_kind(
+    row: Sequence[Any], meshes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], ranks: tuple[int, ...]
+) -> _Holders:
+    dtype, shape, mesh, placements = row
+    mesh_shape, members = meshes[mesh] if mesh >= 0 else (None, ())
+    return _Holders(TensorInfo(tuple(shape), getattr(torch, dtype)), mesh_shape, tuple(placements), ranks, (members,))
 
 
 @dataclass(slots=True)
@@ -173,8 +188,17 @@ class _Sharing:
 
     def shares(self, tensors: Mapping[str, torch.Tensor]) -> list[Share]:
         """Return this rank's shares in the order of its state dict."""
-        found = {fqn: list(self._shares_of(fqn, tensors[fqn])) for fqn in sorted(tensors)}
-        return [share for fqn in tensors for share in found[fqn]]
+        found = {fqn: self._alone(fqn, value) for fqn, value in tensors.items()}
+        for fqn in sorted(fqn for fqn, shares in found.items() if shares is None):
+            found[fqn] = list(self._shares_of(fqn, tensors[fqn]))
+        return [share for shares in found.values() for share in shares or ()]
+
+    def _alone(self, fqn: str, value: torch.Tensor) -> list[Share] | None:
+        """Return all that this rank holds of a tensor if no other rank holds any of it; else None."""
+        holders = self._holders[fqn]
+        if holders.ranks != (self._rank,) or not value.numel():
+            return None
+        return [Share(fqn, holders.info, chunk, index) for chunk, index in _chunks_of(value)]
 
     def _shares_of(self, fqn: str, value: torch.Tensor) -> Iterator[Share]:
         holders = self._holders[fqn]
@@ -186,9 +210,6 @@ class _Sharing:
             return
         chunks = _chunks_of(value)
         if not chunks:
-            return
-        if len(holders.ranks) == 1:
-            yield from (Share(fqn, holders.info, chunk, index) for chunk, index in chunks)
             return
         replicas = self._replicas_of(value, holders)
         for chunk, index in chunks:
@@ -206,7 +227,7 @@ class _Sharing:
     def _replicas_of(self, value: torch.Tensor, holders: _Holders) -> _Replicas:
         """Find the ranks at the same place as this one along the sharded axes, in every mesh with a copy."""
         if not isinstance(value, DTensor):
-            return self._sharing_out([tuple(holders.ranks)])
+            return self._sharing_out([holders.ranks])
         assert holders.mesh_shape is not None
         copied = tuple(isinstance(placement, Replicate) for placement in value.placements)
         key = (value.device_mesh, copied, *(holders.meshes if len(holders.meshes) > 1 else ()))

@@ -87,6 +87,10 @@ class ResumeState:
             raise
         return cls(run, rank, tensors, reader, plan.requests), [*strangers]
 
+    def check(self) -> None:
+        """Verify what `read` will take, as far as memory holds it. Raises: CorruptCheckpointError; OSError."""
+        self._reader.check(self._requests)
+
     def read(self) -> None:
         """Fill the destinations. Raises: CorruptCheckpointError; OSError."""
         self._reader.read(self._requests)

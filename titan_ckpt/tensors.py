@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -25,7 +26,8 @@ class Chunk:
     sizes: Shape
 
     @staticmethod
-    def whole(shape: Sequence[int]) -> Chunk:
+    @functools.lru_cache(maxsize=4096)  # tensors by the ten thousand share few shapes
+    def whole(shape: Shape) -> Chunk:
         return Chunk((0,) * len(shape), tuple(shape))
 
     @property
@@ -64,8 +66,7 @@ class TensorInfo:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):  # ten thousands of them are ordinary, and a frozen dataclass takes twice as long to make
     """This rank's values of one chunk. `data.shape == chunk.sizes`; aliases the owner's memory where it can."""
 
     chunk: Chunk
@@ -110,9 +111,14 @@ def blocks_of(value: torch.Tensor | LazyTensor) -> Iterable[Block]:
     if isinstance(value, LazyTensor):
         return value.blocks()
     if not isinstance(value, DTensor):
-        return [Block(Chunk.whole(value.shape), value.detach())]
-    local = value._local_tensor.detach()  # noqa: SLF001 - to_local() may copy, and to detach a DTensor takes 50 us
-    return [Block(chunk, local[index]) for chunk, index in local_chunks(value) if chunk.numel]
+        return [Block(Chunk.whole(value.shape), value.detach() if value.requires_grad else value)]
+    local = value._local_tensor  # noqa: SLF001 - to_local() may copy, and to detach a DTensor takes 50 us
+    local = local.detach() if local.requires_grad else local
+    return [
+        Block(chunk, local if chunk.sizes == local.shape else local[index])
+        for chunk, index in local_chunks(value)
+        if chunk.numel
+    ]
 
 
 def fill(target: torch.Tensor, values: torch.Tensor) -> None:
@@ -159,7 +165,7 @@ def local_chunks(value: DTensor) -> Sequence[tuple[Chunk, tuple[slice, ...]]]:
     return _chunks_at(value.shape, value.placements, value.device_mesh.shape, tuple(coordinate))
 
 
-@functools.lru_cache(maxsize=4096)  # tensors by the ten thousand share few shapes
+@functools.lru_cache(maxsize=4096)
 def _chunks_at(
     shape: Shape, placements: tuple[Placement, ...], mesh_shape: Shape, coordinate: Shape
 ) -> tuple[tuple[Chunk, tuple[slice, ...]], ...]:

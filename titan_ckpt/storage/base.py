@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -18,8 +17,7 @@ from titan_ckpt.manifest import FileRecord as FileRecord  # of this seam too: wh
 from titan_ckpt.tensors import Chunk, TensorInfo
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRequest:
+class ReadRequest(NamedTuple):
     """Fill `into` with the values of `chunk` of the file tensor `key`.
 
     `into` may be any strided view of live memory; in row-major order its elements are those of the chunk.
@@ -48,6 +46,13 @@ class TensorReader(ABC):
 
         Raises: CorruptCheckpointError naming the file; OSError. Values already written are then undefined.
         """
+
+    def check(self, requests: Sequence[ReadRequest]) -> None:
+        """Verify what `read` of the same requests will take, before anything is filled; what memory holds of it.
+
+        A format without digests has nothing to hold against. Raises: as `read`.
+        """
+        return
 
     def metadata(self) -> dict[str, Any]:
         """Return what the format says beside the tensors (hf: config.json, peft: adapter_config.json)."""

@@ -70,6 +70,7 @@ _DIGEST_AT = 8 + len(_PREFIX)
 _DIGEST_CHARS = 32
 _NO_DIGEST = b"0" * _DIGEST_CHARS
 _BLOCKS_KEY = b'","titan_ckpt.blocks":"'
+_quoted = json.encoder.encode_basestring
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +145,15 @@ def lay_out(
         "titan_ckpt.block_bytes": str(BLOCK_BYTES),
         "format": "pt",
     }
-    rows = [_chunk_row(entry) for entry in entries]
-    if any(rows):
-        metadata["titan_ckpt.chunks"] = _compact(rows)
+    if rows := _chunk_rows(entries):
+        metadata["titan_ckpt.chunks"] = rows
     if elsewhere:
         infos = {fqn: [str(i.dtype).removeprefix("torch."), list(i.shape)] for fqn, i in elsewhere.items()}
         metadata["titan_ckpt.elsewhere"] = _compact(infos)
-    tensors = {e.name: _tensor_row(e) for e in entries}
+    tensors = _tensor_rows(entries)
     blocks = b"0" * (_DIGEST_CHARS * -(-data_bytes // BLOCK_BYTES))
     head = _PREFIX + _NO_DIGEST + _BLOCKS_KEY + blocks + b'",' + _compact(metadata).encode()[1:]
-    text = head + (b"," + _compact(tensors).encode()[1:] if tensors else b"}")
+    text = b"".join([head, b"," if tensors else b"", tensors, b"}"])
     length = round_up(8 + len(text)) - 8
     if length > MAX_HEADER_BYTES:
         raise StateEncodingError(
@@ -179,30 +179,47 @@ def _entry_names(fqns: Sequence[str]) -> list[str]:
     return names
 
 
-def _chunk_row(entry: Entry) -> Any:
-    """0 for a whole tensor under its own name; else [shape, offsets], and where they differ its fqn and dtype."""
-    carried = entry.info.dtype in _CARRIERS
-    whole = entry.chunk.sizes == entry.info.shape
-    if whole and not carried and entry.name == entry.fqn:
-        return 0
-    row: list[Any] = [entry.info.shape, entry.chunk.offsets]
-    if carried or entry.name != entry.fqn:
-        row.append(entry.fqn)
-    if carried:
-        row.append(str(entry.info.dtype).removeprefix("torch."))
-    return row
+def _chunk_rows(entries: Sequence[Entry]) -> str:
+    """Return a JSON list: 0 for a whole tensor under its own name; else [shape, offsets, fqn and dtype if they differ].
+
+    Nothing where all are 0. Entries of a kind share their text.
+    """
+    kinds: dict[tuple[Shape, Shape], str] = {}
+    rows = []
+    for entry in entries:
+        carried = entry.info.dtype in _CARRIERS
+        named = entry.name == entry.fqn
+        if named and not carried and entry.chunk.sizes == entry.info.shape:
+            rows.append("0")
+            continue
+        kind = entry.info.shape, entry.chunk.offsets
+        text = kinds.get(kind) or kinds.setdefault(kind, _compact(kind)[1:-1])
+        if carried or not named:
+            text += f",{_quoted(entry.fqn)}"
+        if carried:
+            text += f',"{str(entry.info.dtype).removeprefix("torch.")}"'
+        rows.append(f"[{text}]")
+    return "" if set(rows) <= {"0"} else f"[{','.join(rows)}]"
 
 
-def _tensor_row(entry: Entry) -> dict[str, Any]:
-    dtype, shape = entry.info.dtype, entry.chunk.sizes
+def _tensor_rows(entries: Sequence[Entry]) -> bytes:
+    """Return `"name":{...}` of every entry as JSON, without the braces around; entries of a kind share most of it."""
+    kinds: dict[tuple[torch.dtype, Shape], tuple[str, int]] = {}
+    rows = []
+    for entry in entries:
+        kind = entry.info.dtype, entry.chunk.sizes
+        if kind not in kinds:
+            kinds[kind] = _kind_of_row(*kind), entry.nbytes
+        text, nbytes = kinds[kind]
+        rows.append(f"{_quoted(entry.name)}{text}{entry.start},{entry.start + nbytes}]}}")
+    return ",".join(rows).encode()
+
+
+def _kind_of_row(dtype: torch.dtype, shape: Shape) -> str:
     if dtype in _CARRIERS:
         dtype, count = _CARRIERS[dtype]
         shape = (*shape, count)
-    return {
-        "dtype": DTYPE_NAMES[dtype],
-        "shape": shape,
-        "data_offsets": (entry.start, entry.start + entry.nbytes),
-    }
+    return f':{{"dtype":"{DTYPE_NAMES[dtype]}","shape":{_compact(shape)},"data_offsets":['
 
 
 def _compact(value: Any) -> str:

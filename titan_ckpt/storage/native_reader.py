@@ -36,6 +36,15 @@ class _Source:
     header: RankFile
 
 
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """Requests as transfers of each file; `arranged`: (target, memory that is filled instead of it, to be copied)."""
+
+    requests: Sequence[ReadRequest]
+    readers: list[BlockReader]
+    arranged: list[tuple[torch.Tensor, torch.Tensor]]
+
+
 class NativeReader(TensorReader):
     """Reads the ranks' files of one folder. Headers are opened when needed: this rank's own first, then rank 0's."""
 
@@ -51,6 +60,7 @@ class NativeReader(TensorReader):
         self.path = Path(path)
         self._verify = verify
         self._sources: dict[int, _Source] = {}
+        self._planned: _Planned | None = None
         if not self.path.is_dir():
             raise CheckpointNotFoundError(f"{self.path}: no such folder")
         committed = _committed_files(self.path) if files is None else files
@@ -115,16 +125,32 @@ class NativeReader(TensorReader):
                 header.path,
             )
 
+    def check(self, requests: Sequence[ReadRequest]) -> None:
+        """Verify the blocks that hold the requests, of files that are in the page cache, and fill nothing.
+
+        What is not there is verified while it is read; twice would take the disk twice. Raises: as `read`.
+        """
+        with collector_held():
+            self._planned = self._plan(requests)
+            if self._verify:
+                execute([reader for reader in self._planned.readers if reader.is_cached], check_only=True)
+
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Fill every request's memory with exactly the blocks that hold it, verified.
+        """Fill every request's memory with exactly the blocks that hold it, verified; `check` comes first.
 
         Raises: CorruptCheckpointError naming the file, the damaged tensors and those overwritten in memory so far, or
         a tensor whose stored chunks do not cover it once; KeyError for a name that is not in `tensors`.
         """
-        with collector_held():
-            self._read(requests)
+        if self._planned is None or self._planned.requests is not requests:
+            self.check(requests)
+        assert self._planned is not None
+        planned, self._planned = self._planned, None
+        with collector_held(), torch.no_grad():
+            execute(planned.readers)
+            for target, values in planned.arranged:
+                target.copy_(values.view(target.shape))
 
-    def _read(self, requests: Sequence[ReadRequest]) -> None:
+    def _plan(self, requests: Sequence[ReadRequest]) -> _Planned:
         own: list[Transfer] = []
         transfers = {self._own.header.rank: own}
         arranged: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -138,10 +164,9 @@ class NativeReader(TensorReader):
             for source, entry, part in self._locate(request.key, chunk):
                 target = into if part is chunk else into[part.within(chunk)]
                 transfers.setdefault(source.header.rank, []).append(_transfer(entry, part, target))
-        execute([self._block_reader(rank, of_file) for rank, of_file in sorted(transfers.items())])
-        with torch.no_grad():
-            for target, values in arranged:
-                target.copy_(values.view(target.shape))
+        return _Planned(
+            requests, [self._block_reader(r, of_file) for r, of_file in sorted(transfers.items())], arranged
+        )
 
     def _block_reader(self, rank: int, transfers: Sequence[Transfer]) -> BlockReader:
         source = self._sources[rank]

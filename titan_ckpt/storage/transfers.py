@@ -61,27 +61,33 @@ def execute(readers: Sequence[BlockReader], check_only: bool = False) -> None:
 
     Raises: CorruptCheckpointError naming every damaged block, its tensors, and the tensors overwritten so far.
     """
-    begun: list[tuple[BlockReader, Window]] = []
+    unreadable: list[str] = []
 
     def read(item: tuple[BlockReader, Window]) -> None:
-        if not check_only:
-            begun.append(item)
-        item[0].read_window(item[1], check_only)
+        reader, window = item
+        try:
+            reader.read_window(window, check_only)
+        except (EOFError, OSError) as error:
+            unreadable.append(reader.path)
+            raise CorruptCheckpointError(f"{reader.path}: cannot be read as its header says ({error})") from error
 
     num_workers = num_copy_workers() if all(reader.is_cached for reader in readers) else NUM_WORKERS
+    cause: CorruptCheckpointError | None = None
     try:
         run_workers(((reader, window) for reader in readers for window in reader.windows), read, num_workers)
-    except EOFError as error:
-        damage = [f"{error}, before its header says"]
-    else:
-        damage = [reader.damage() for reader in readers if reader.bad]
-    if damage:
-        touched = {fqn: None for reader, window in begun for fqn in reader.names([window])}
-        raise CorruptCheckpointError(
-            f"{'; '.join(damage)}. Overwritten in memory so far: {_listed(list(touched))}. "
-            "Load another step, or copy the file again from where it is whole",
-            next((reader.path for reader in readers if reader.bad), readers[0].path),
-        )
+    except CorruptCheckpointError as error:
+        cause = error
+    bad = [reader for reader in readers if reader.bad]
+    if cause is None and not bad:
+        return
+    damage = [*([str(cause)] if cause else []), *(reader.damage() for reader in bad)]
+    overwritten = list({fqn: None for reader in readers for fqn in reader.names(reader.filled)})
+    raise CorruptCheckpointError(
+        f"{'; '.join(damage)}. Overwritten in memory so far: {_listed(overwritten)}. "
+        "Load another step, or copy the file again from where it is whole",
+        unreadable[0] if unreadable else bad[0].path,
+        overwritten,
+    ) from cause
 
 
 class BlockReader:
@@ -90,6 +96,9 @@ class BlockReader:
     def __init__(self, file: FileReader, header: RankFile, transfers: Sequence[Transfer], verify: bool) -> None:
         self.path = header.path
         self.bad: list[int] = []
+        """Blocks with a wrong digest."""
+        self.filled: list[Window] = []
+        """Windows of which live memory has something, whole or not."""
         self._file = file
         self._header = header
         self._verify = verify
@@ -131,6 +140,7 @@ class BlockReader:
         here = self._within(window)
         views = self._tiling(here, window) if self.is_cached and not check_only else None
         if views is not None:
+            self.filled.append(window)
             self._read_verified(views, start)
             return
         with bounce_buffer() as bounce:
@@ -141,6 +151,7 @@ class BlockReader:
                 self._file.read_aligned(bounce.view, self._header.data_start + start, stop - start)
                 good = not [i for i, block in self._blocks(views, start) if not self._verified(i, block)]
             if good and not check_only:
+                self.filled.append(window)
                 _scatter(here, window, bounce)
 
     def _read_verified(self, views: Sequence[memoryview], start: int) -> bool:

@@ -1,0 +1,38 @@
+"""The benchmarks run, at a size that measures nothing, and report what they promise where they promise it."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.common import Options
+
+KEYS = {"ratio_vs_dcp", "ratio_vs_best_peer", "fraction_of_limit", "bytes_written", "extra_peak_mib", "pairs"}
+
+
+@pytest.mark.filterwarnings("ignore")  # the peers' own
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("save", [()]),
+        ("async_save", [("blocking",), ("committed",)]),
+        ("load", [("warm",), ("cold",)]),
+        ("many_tensors", [("save_first",), ("save_again",), ("load",), ("end_to_end",)]),
+    ],
+)
+def test_each_benchmark_reports_its_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, parts: list[tuple[str, ...]]
+) -> None:
+    """Every measure has every key, at the top or under the name of its part, and counted its turns."""
+    module = importlib.import_module(f"benchmarks.{name}")
+    monkeypatch.setattr(module, "_resharded", lambda *_: {}, raising=False)  # starts processes of its own
+    found = module.main(Options(gb=0.01, nproc=1, pairs=1, json=True, folder=str(tmp_path / "bench"), tensors=40))
+    for part in parts:
+        measure: dict[str, Any] = found
+        for key in part:
+            measure = measure[key]
+        assert measure.keys() >= KEYS
+        assert measure["pairs"] == 1 and measure["ratio_vs_dcp"] > 0

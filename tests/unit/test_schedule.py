@@ -11,7 +11,7 @@ from titan_ckpt.training.schedule import rate_factor
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
-def test_warm_up_rises_to_the_peak_and_nothing_exceeds_it(kind: str) -> None:
+def test_d5_warm_up_rises_to_the_peak_and_nothing_exceeds_it(kind: str) -> None:
     """The last warm-up step is the first at the peak; the peak is the largest factor."""
     factor = rate_factor(ScheduleConfig(kind, warmup_ratio=0.1, min_ratio=0.1), 50)  # type: ignore[arg-type]
     course = [factor(i) for i in range(50)]
@@ -21,26 +21,26 @@ def test_warm_up_rises_to_the_peak_and_nothing_exceeds_it(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "wsd"])
-def test_the_factor_ends_at_the_floor(kind: str) -> None:
+def test_d5_the_factor_ends_at_the_floor(kind: str) -> None:
     """After the last step the factor is `min_ratio`, and stays there."""
     factor = rate_factor(ScheduleConfig(kind, min_ratio=0.25), 40)  # type: ignore[arg-type]
     assert factor(39) > 0.25
     assert [factor(40), factor(400)] == pytest.approx([0.25, 0.25])
 
 
-def test_warm_up_is_rounded_up() -> None:
+def test_d5_warm_up_is_rounded_up() -> None:
     """A ratio that gives a part of a step warms up for a whole one."""
     factor = rate_factor(ScheduleConfig("constant", warmup_ratio=0.11), 10)
     assert [factor(0), factor(1), factor(2)] == [0.5, 1.0, 1.0]
 
 
-def test_wsd_is_stable_until_its_decay() -> None:
+def test_d5_wsd_is_stable_until_its_decay() -> None:
     """The factor leaves the peak only in the last `decay_ratio` of the steps."""
     factor = rate_factor(ScheduleConfig("wsd", warmup_ratio=0.0, decay_ratio=0.2, min_ratio=0.0), 10)
     assert [factor(i) for i in range(10)] == [1.0] * 9 + [0.5]
 
 
-def test_cosine_is_half_way_down_at_the_middle() -> None:
+def test_d5_cosine_is_half_way_down_at_the_middle() -> None:
     """Half of the fall is behind in the middle of the steps after warm-up."""
     factor = rate_factor(ScheduleConfig("cosine", warmup_ratio=0.0, min_ratio=0.0), 10)
     assert factor(5) == pytest.approx(0.5)

@@ -69,7 +69,7 @@ def test_events_come_in_the_order_of_a_step(tmp_path: Path) -> None:
     assert recorder.events == ["init_end", "load 0", "train_begin", *step_1, *step_2, "train_end"]
 
 
-def test_a_finished_run_trains_no_further(tmp_path: Path) -> None:
+def test_d3_a_finished_run_trains_no_further(tmp_path: Path) -> None:
     """Running it again takes no step and changes nothing that was written."""
     Trainer(settings(tmp_path)).run()
     before = losses(tmp_path)
@@ -198,7 +198,7 @@ def test_frozen_parameters_stay_and_have_no_optimizer_state(tmp_path: Path) -> N
     assert len(trainer.optimizer.state) == len(after) - len(same)
 
 
-def test_vectors_are_not_decayed(tmp_path: Path) -> None:
+def test_d5_vectors_are_not_decayed_and_every_parameter_comes_once(tmp_path: Path) -> None:
     """Every trained parameter is in one group, matrices with decay and norms without."""
     trainer = Trainer(settings(tmp_path, optimizer={"lr": 1e-3, "weight_decay": 0.3}))
     trainer.run()
@@ -225,7 +225,7 @@ def test_autocast_computes_in_bfloat16_over_float32_weights(tmp_path: Path) -> N
     assert losses(tmp_path / "bf16") == pytest.approx(losses(tmp_path / "fp32"), rel=5e-3)
 
 
-def test_a_step_of_ones_own_replaces_a_build_step(tmp_path: Path) -> None:
+def test_d1_a_step_of_ones_own_replaces_a_build_step(tmp_path: Path) -> None:
     """A subclass returns its own optimizer, and the run trains and saves with it."""
 
     class WithSGD(Trainer):

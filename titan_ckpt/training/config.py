@@ -115,7 +115,8 @@ class TrainingConfig:
     max_grad_norm: PositiveNumber | None = None
     """Gradients are scaled down to this global norm; absent: left as they are."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What matrices are multiplied in; parameters and optimizer state stay float32."""
+    """What matrices are multiplied in; trained parameters and optimizer state stay float32. With bfloat16, frozen
+    parameters are stored in the 16-bit dtype they are loaded from, if they are."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The word "auto" is CUDA where there is one."""
     deterministic: bool = False

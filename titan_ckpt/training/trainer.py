@@ -48,6 +48,7 @@ from titan_ckpt.training.parallel.gradients import clip_gradients
 from titan_ckpt.training.parallel.pipeline import Pipeline
 from titan_ckpt.training.parallel.ranks import Ranks, process_group, world_size
 from titan_ckpt.training.parallel.tensor_parallel import Plan
+from titan_ckpt.training.precision import keep_stored_dtypes
 from titan_ckpt.training.schedule import rate_factor
 from titan_ckpt.training.tokenizer import TextTokenizer, read_tokenizer, train_tokenizer
 from titan_ckpt.transforms import StateDictTransforms
@@ -178,7 +179,11 @@ class Trainer:
         return model
 
     def freeze_model(self) -> None:
-        """Freeze what `model.freeze` names, beside what the converters froze. Raises: ConfigError for idle patterns."""
+        """Freeze what `model.freeze` names, beside what the converters froze; trained parameters stay in float32.
+
+        Computing in bfloat16, frozen ones are stored as where they are loaded from.
+        Raises: ConfigError for idle patterns.
+        """
         problems = []
         for i, pattern in enumerate(self.config.model.freeze):
             matched = [p for fqn, p in self.model.named_parameters() if fnmatch.fnmatchcase(fqn, pattern)]
@@ -192,6 +197,8 @@ class Trainer:
             problems.append("model.freeze: leaves nothing to train")
         if problems:
             raise ConfigError(problems)
+        if self._compute_dtype is torch.bfloat16:
+            keep_stored_dtypes(self.model, self.config.checkpoint, Path(self.config.output_folder))
 
     def build_assets(self) -> TextTokenizer:
         """Return the tokenizer. Raises: ConfigError if the model's vocabulary is too small for it."""

@@ -17,8 +17,8 @@ from rich.logging import RichHandler
 from converters import ModelConverters, from_tables
 from titan_ckpt.config import apply_overrides, from_dict, read_toml
 from titan_ckpt.errors import CheckpointError, ConfigError
+from titan_ckpt.progress import CONSOLE
 from titan_ckpt.training.config import RunConfig
-from titan_ckpt.training.reporting import CONSOLE
 from titan_ckpt.training.trainer import Trainer
 
 

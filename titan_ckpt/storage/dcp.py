@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from titan_ckpt import posix
+from titan_ckpt import posix, progress
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.storage.base import ReadRequest, TensorReader
@@ -258,8 +258,10 @@ def export_dcp(folder: Path, tensors: StateDict, coordinator: Coordinator) -> No
     except Exception as e:
         error = e
     path = str(coordinator.broadcast("dcp-begin", path, error))
+    total = sum(info_of(value).nbytes for value in tensors.values())
     try:
-        write_dcp(Path(path), tensors, coordinator)
+        with progress.shown(f"exporting {folder.name}", total // coordinator.world_size):
+            write_dcp(Path(path), tensors, coordinator)
         try:
             if staged is not None:
                 staged.publish(fsync=True)
@@ -303,6 +305,7 @@ def write_dcp(folder: Path, tensors: StateDict, coordinator: Coordinator) -> Non
             for block in blocks_of(value):
                 if error is None and owner.get((name, block.chunk.offsets), coordinator.rank) == coordinator.rank:
                     start = file.position
+                    progress.advance(block.data.nbytes)
                     torch.save(_alone(block.data), cast(IO[bytes], file))
                     where: list[Json] = [
                         [*block.chunk.offsets],

@@ -77,6 +77,28 @@ def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_w
         raise errors[0]
 
 
+@contextmanager
+def meanwhile(action: Callable[[], None] | None) -> Iterator[None]:
+    """Run the action in another thread while the block runs; leaving waits for it. Raises: what it raised."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            if action is not None:
+                action()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="titan_ckpt-meanwhile", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
 _bounces: list[Buffer] = []
 
 

@@ -19,7 +19,7 @@ from typing import Self
 import torch
 import xxhash
 
-from titan_ckpt import posix
+from titan_ckpt import posix, progress
 from titan_ckpt.errors import ExportError
 from titan_ckpt.storage.base import ReadRequest, TensorReader
 from titan_ckpt.storage.box import element_span, is_run
@@ -33,8 +33,10 @@ from titan_ckpt.storage.shared_file import SharedFile
 from titan_ckpt.tensors import Block, Chunk, LazyTensor
 from titan_ckpt.transforms import FileGroup, FilePiece
 
-_PROOF_BYTES = 2 * NUM_WORKERS * RUN_BYTES
-"""Bytes that are re-read at once: two reads per worker."""
+_NUM_PROVERS = 2
+"""Threads that compare: one digests what it has read while the other's reads are under way."""
+_PROOF_BYTES = NUM_WORKERS * RUN_BYTES
+"""Bytes that one of them re-reads at once."""
 _QUEUED_BYTES = 256 << 20
 """Bytes of live tensors that the workers get at once; each time they wait for the slowest of them."""
 _FEW_BYTES = 1 << 20
@@ -107,25 +109,49 @@ class ExportWriter:
         Raises: ExportError naming each tensor that differs.
         """
         wrong: list[str] = []
-        buffer = Buffer.allocate(_PROOF_BYTES)
-        batch: list[tuple[_Written, ReadRequest]] = []
-        used = 0
-        for written in self._written:
-            dtype = self._plan.infos[written.key].dtype
-            num_bytes = written.chunk.numel * dtype.itemsize
-            if num_bytes > _PROOF_BYTES:
-                wrong += [] if _is_in_file(reader, written, dtype, buffer) else [written.key]
-                continue
-            if used + num_bytes > _PROOF_BYTES:
-                wrong += _differing(reader, batch)
-                batch, used = [], 0
-            into = buffer.tensor[used : used + num_bytes].view(dtype)
-            batch.append((written, ReadRequest(written.key, written.chunk, into)))
-            used += round_up(num_bytes, 16)
-        wrong += _differing(reader, batch)
+        buffers = [Buffer.allocate(_PROOF_BYTES) for _ in range(_NUM_PROVERS)]
+
+        def compare(batch: Sequence[_Written]) -> None:
+            buffer = buffers.pop()
+            wrong.extend(self._differing(batch, reader, buffer))
+            buffers.append(buffer)
+
+        run_workers(self._batches(), compare, _NUM_PROVERS)
         if wrong:
             names = ", ".join(dict.fromkeys(wrong))
             raise ExportError(f"{len(wrong)} region(s) read back differ from what was written, of {names}")
+
+    def _batches(self) -> Iterator[list[_Written]]:
+        """Yield regions that fit the proof's buffer together, each aligned; one that does not fit is alone."""
+        batch: list[_Written] = []
+        used = 0
+        for written in self._written:
+            num_bytes = round_up(self._num_bytes(written), 16)
+            if batch and used + num_bytes > _PROOF_BYTES:
+                yield batch
+                batch, used = [], 0
+            batch.append(written)
+            used += num_bytes
+        yield batch
+
+    def _num_bytes(self, written: _Written) -> int:
+        return written.chunk.numel * self._plan.infos[written.key].dtype.itemsize
+
+    def _differing(self, batch: Sequence[_Written], reader: TensorReader, buffer: Buffer) -> list[str]:
+        """Read regions at once and return the keys of those that are not what was written."""
+        dtypes = [self._plan.infos[written.key].dtype for written in batch]
+        if len(batch) == 1 and self._num_bytes(batch[0]) > _PROOF_BYTES:
+            return [] if _is_in_file(reader, batch[0], dtypes[0], buffer) else [batch[0].key]
+        requests: list[ReadRequest] = []
+        used = 0
+        for written, dtype in zip(batch, dtypes, strict=True):
+            num_bytes = self._num_bytes(written)
+            into = buffer.tensor[used : used + num_bytes].view(dtype)
+            requests.append(ReadRequest(written.key, written.chunk, into))
+            used += round_up(num_bytes, 16)
+        reader.read(requests)
+        pairs = zip(batch, requests, strict=True)
+        return [w.key for w, r in pairs if not _are_equal(w, [bytes_at(r.into.data_ptr(), r.into.nbytes)])]
 
     def _add(self, group: FileGroup, index: int, block: Block) -> None:
         """Queue what of a block is this rank's to write; a lazy tensor's values are written before the next are made.
@@ -222,6 +248,7 @@ def _write(block: _Block) -> None:
     """Cast, digest and write one block; what has no need of a bounce buffer goes from the tensor's own memory."""
     view, target = block.view, block.target
     num_bytes = view.numel() * block.dtype.itemsize
+    progress.advance(num_bytes)
     if isinstance(target, tuple):
         file, offset = target
         as_it_is = view.dtype == block.dtype and is_plain_memory(view)
@@ -246,12 +273,6 @@ def _write(block: _Block) -> None:
 
 def _note(block: _Block, data: memoryview) -> None:
     block.written.blocks[block.number] = (len(data), xxhash.xxh3_128_digest(data))
-
-
-def _differing(reader: TensorReader, batch: Sequence[tuple[_Written, ReadRequest]]) -> list[str]:
-    """Read regions at once and return the keys of those that are not what was written."""
-    reader.read([request for _, request in batch])
-    return [w.key for w, r in batch if not _are_equal(w, [bytes_at(r.into.data_ptr(), r.into.nbytes)])]
 
 
 def _is_in_file(reader: TensorReader, written: _Written, dtype: torch.dtype, buffer: Buffer) -> bool:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from titan_ckpt import progress
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.storage.base import ReadRequest
 from titan_ckpt.storage.box import element_span, is_run
@@ -53,6 +55,10 @@ class _Region:
     chunk: Chunk
     into: torch.Tensor
 
+    @property
+    def num_bytes(self) -> int:
+        return self.chunk.numel * self.entry.info.dtype.itemsize
+
 
 class SafetensorsFiles:
     """Open safetensors files that were checked before; key -> file is one to one."""
@@ -60,6 +66,7 @@ class SafetensorsFiles:
     def __init__(self, headers: Sequence[SafetensorsHeader]) -> None:
         """Open each file. Raises: CorruptCheckpointError if two files hold one key, or a file has changed."""
         self._files: dict[Path, FileReader] = {}
+        self._lock = threading.Lock()
         self._places: dict[str, tuple[SafetensorsHeader, Entry]] = {}
         faults = []
         for header in headers:
@@ -79,29 +86,32 @@ class SafetensorsFiles:
 
     @collector_held()
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Fill every request. Raises: CorruptCheckpointError if a file ends early; OSError."""
+        """Fill every request. Threads may read. Raises: CorruptCheckpointError if a file ends early; OSError."""
         jobs: list[_Run | _Region] = []
         for request in requests:
             header, entry = self._places[request.key]
             if request.chunk.numel:
                 jobs += _jobs(self._open(header), entry, request)
-        order = {file: i for i, file in enumerate(self._files.values())}
+        order = {file: i for i, file in enumerate(list(self._files.values()))}
         jobs.sort(key=lambda job: (order[job.file], job.offset if isinstance(job, _Run) else job.entry.start))
         cold = _cold_files(jobs)
+        total = sum(job.num_bytes for job in jobs)
         try:
-            run_workers(jobs, lambda job: _fill(job, cold))
+            with progress.shown(f"loading {self._headers[0].path.parent.name}", total):
+                run_workers(jobs, lambda job: _fill(job, cold))
         except EOFError as error:
             raise CorruptCheckpointError(f"{error}: it was cut short while it was open") from error
 
     def _open(self, header: SafetensorsHeader) -> FileReader:
-        if header.path not in self._files:
-            # download caches hold links to their files, and the engine opens no links
-            file = FileReader(header.path.resolve())
-            if file.num_bytes != header.num_bytes:
-                file.close()
-                raise CorruptCheckpointError(f"{header.path}: it has changed since it was opened", str(header.path))
-            self._files[header.path] = file
-        return self._files[header.path]
+        with self._lock:
+            if header.path not in self._files:
+                # download caches hold links to their files, and the engine opens no links
+                file = FileReader(header.path.resolve())
+                if file.num_bytes != header.num_bytes:
+                    file.close()
+                    raise CorruptCheckpointError(f"{header.path}: it has changed since it was opened", str(header.path))
+                self._files[header.path] = file
+            return self._files[header.path]
 
     def close(self) -> None:
         """Close all files; idempotent."""
@@ -137,6 +147,7 @@ def _cold_files(jobs: Sequence[_Run | _Region]) -> set[FileReader]:
 
 def _fill(job: _Run | _Region, cold: set[FileReader]) -> None:
     """Do one read."""
+    progress.advance(job.num_bytes)
     if isinstance(job, _Region):
         _copy_region(job)
         return

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from titan_ckpt import posix
+from titan_ckpt import posix, progress
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import ExportError
 from titan_ckpt.storage.base import TensorReader
+from titan_ckpt.storage.engine import meanwhile
 from titan_ckpt.storage.export_plan import ExportPlan, MakeHeader, PackFiles, coverage_faults, plan_export
 from titan_ckpt.storage.export_writer import ExportWriter, create_file
 from titan_ckpt.storage.staged_folder import StagedFolder, copy_file, write_file
@@ -61,8 +62,8 @@ def export_folder(
     """Write, prove and publish a folder. Collective: ranks without tensors take part too.
 
     1. All ranks plan. 2. Rank 0 makes companions and the staging folder. 3. Ranks share the creation of the files, at
-    their final size. 4. Every rank writes its slices; rank 0 the companions. 5. Every rank re-reads what it wrote, by
-    the format's own reader; rank 0 compares all names, shapes and dtypes. 6. Rank 0 publishes.
+    their final size. 4. Every rank writes its slices; rank 0 the companions. 5. Every rank makes durable what it wrote,
+    and re-reads it by the format's own reader; it compares all names, shapes and dtypes. 6. Rank 0 publishes.
     Raises: ExportError on every rank, with nothing under the folder's name.
     """
     started = time.perf_counter()
@@ -114,7 +115,9 @@ class _Export:
         rank, world_size = self.coordinator.rank, self.coordinator.world_size
         mine = list(plan.layouts)[rank::world_size]
         self._together("export/create", lambda: self._create(path, plan, mine))
-        with ExportWriter(path, plan, direct=self.fsync) as writer:
+        share = 2 * plan.num_bytes // world_size  # written, and read back
+        writing = ExportWriter(path, plan, direct=self.fsync)
+        with progress.shown(f"exporting {self.folder.name}", share), writing as writer:
             self._together("export/write", lambda: self._write(path, plan, companions, writer))
             parts = self.coordinator.gather("export/parts", cast("Any", writer.undivided))
             if faults := coverage_faults(plan.infos, cast("Any", parts)):
@@ -136,9 +139,6 @@ class _Export:
                 copy_file(content, path / name, self.fsync)
             else:
                 write_file(path / name, content, self.fsync)
-        if self.fsync:
-            writer.sync()
-        writer.close()
 
     def _in_turn(self, plan: ExportPlan) -> list[FileGroup]:
         """Start each rank at another file, for writers of one file wait for each other; not where order is fixed."""
@@ -150,12 +150,14 @@ class _Export:
         return sorted(groups, key=lambda g: (number[plan.file_of[next(iter(g.infos))]] - first) % len(number))
 
     def _prove(self, path: Path, plan: ExportPlan, writer: ExportWriter) -> None:
-        with self.layout.open_reader(path) as reader:
+        sync = writer.sync if self.fsync else None
+        with self.layout.open_reader(path) as reader, meanwhile(sync):  # what is durable is what is read back
             faults = compare_infos(plan.infos, reader.tensors)
             if faults:
                 raise ExportError(f"the re-opened export differs in {len(faults)} tensor(s): {'; '.join(faults)}")
             writer.prove(reader)
             self.layout.check(reader)
+        writer.close()
 
     def _together(self, tag: str, step: Callable[[], None]) -> None:
         error: Exception | None = None

@@ -13,6 +13,7 @@ from math import prod
 import torch
 import xxhash
 
+from titan_ckpt import progress
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.storage.box import boxes_of_range, element_span, spans
 from titan_ckpt.storage.engine import (
@@ -65,6 +66,7 @@ def execute(readers: Sequence[BlockReader], check_only: bool = False) -> None:
 
     def read(item: tuple[BlockReader, Window]) -> None:
         reader, window = item
+        progress.advance(window[1] - window[0])
         try:
             reader.read_window(window, check_only)
         except (EOFError, OSError) as error:
@@ -72,9 +74,11 @@ def execute(readers: Sequence[BlockReader], check_only: bool = False) -> None:
             raise CorruptCheckpointError(f"{reader.path}: cannot be read as its header says ({error})") from error
 
     num_workers = num_copy_workers() if all(reader.is_cached for reader in readers) else NUM_WORKERS
+    total = sum(stop - start for reader in readers for start, stop in reader.windows)
     cause: CorruptCheckpointError | None = None
     try:
-        run_workers(((reader, window) for reader in readers for window in reader.windows), read, num_workers)
+        with progress.shown("verifying" if check_only else "loading", total):
+            run_workers(((reader, window) for reader in readers for window in reader.windows), read, num_workers)
     except CorruptCheckpointError as error:
         cause = error
     bad = [reader for reader in readers if reader.bad]

@@ -8,10 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-CONSOLE = Console(stderr=True)
-
 
 class MetricsFile:
     """An append-only file of JSON objects, each with its `step`."""

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from titan_ckpt.progress import CONSOLE
 from titan_ckpt.training.callbacks.base import Callback, LogValue, StepMetrics
-from titan_ckpt.training.reporting import CONSOLE, MetricsFile
+from titan_ckpt.training.reporting import MetricsFile
 
 if TYPE_CHECKING:
     from titan_ckpt.manager import LoadResult

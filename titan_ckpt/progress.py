@@ -1,0 +1,76 @@
+"""A bar at the foot of the console while a load or an export takes long: rank 0 only, and nothing in files or pipes.
+
+Owns when a bar is seen. Those who move bytes say how many, wherever they are, and know no console.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+CONSOLE = Console(stderr=True)
+"""The whole package's: a training's bar and this one are drawn together."""
+DELAY_SECONDS = 1.5
+"""What is done sooner needs no bar."""
+
+
+class _Bar:
+    """Counts from any thread; drawn from the first count after the delay on."""
+
+    def __init__(self, title: str, total_bytes: int) -> None:
+        self._title, self._total = title, total_bytes
+        self._done = 0
+        self._due = time.monotonic() + DELAY_SECONDS
+        self._lock = threading.Lock()
+        self._progress: Progress | None = None
+
+    def advance(self, num_bytes: int) -> None:
+        with self._lock:
+            self._done += num_bytes
+            if self._progress is None and time.monotonic() >= self._due:
+                columns = (BarColumn(None), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+                self._progress = Progress(TextColumn("{task.description}"), *columns, console=CONSOLE, transient=True)
+                self._progress.add_task(self._title, total=max(self._total, self._done))
+                self._progress.start()
+            if self._progress is not None:
+                self._progress.update(self._progress.task_ids[0], completed=self._done)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+_current: _Bar | None = None
+
+
+@contextmanager
+def shown(title: str, total_bytes: int) -> Iterator[None]:
+    """Show how much of `total_bytes` is done while the block runs, if it takes long and somebody can see it.
+
+    In the training's own thread only, and not inside another: background work has no bar.
+    """
+    global _current
+    first_rank = not dist.is_initialized() or dist.get_rank() == 0
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if _current is not None or not (first_rank and in_main_thread and CONSOLE.is_terminal):
+        yield
+        return
+    _current = bar = _Bar(title, total_bytes)
+    try:
+        yield
+    finally:
+        _current = None
+        bar.close()
+
+
+def advance(num_bytes: int) -> None:
+    """Count bytes as done; from any thread."""
+    bar = _current
+    if bar is not None:
+        bar.advance(num_bytes)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from titan_ckpt.keymap import KeyMap
 from titan_ckpt.model_wrapper import ModelWrapper
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
-from titan_ckpt.tensors import Chunk, LazyTensor, TensorInfo, blocks_of, info_of
+from titan_ckpt.tensors import Chunk, LazyTensor, TensorInfo, blocks_of, can_freeze, frozen, info_of
 from titan_ckpt.testing.ranks import distributed
 from titan_ckpt.types import ModelHooks, StateDict
 
@@ -153,6 +153,19 @@ class ConverterTests(ABC):
             for block in blocks_of(value):
                 there = expected[fqn][block.chunk.within(Chunk.whole(expected[fqn].shape))]
                 assert torch.allclose(block.data, there, rtol=1e-5, atol=1e-6), fqn
+
+    def test_a_frozen_export_is_that_of_its_time(self) -> None:
+        """What can be exported in the background keeps its values, whatever becomes of the model, and asks no rank."""
+        specimen = self._specimen()
+        export = {fqn: v for fqn, v in specimen.state_dict(last_step=True).items() if can_freeze(v)}
+        before = {fqn: [block.data.clone() for block in blocks_of(value)] for fqn, value in export.items()}
+        kept = {fqn: frozen(value, lambda live: live.detach().clone()) for fqn, value in export.items()}
+        for value in specimen.state_dict().values():
+            for block in blocks_of(value):
+                block.data.fill_(0.5)
+        for fqn, value in kept.items():
+            assert not (isinstance(value, LazyTensor) and value.collective), fqn
+            assert all(torch.equal(b.data, then) for b, then in zip(blocks_of(value), before[fqn], strict=True)), fqn
 
     def test_saved_tensors_are_plain_and_alias_the_model(self) -> None:
         """An interval save sees all keys as plain tensors over live memory: writing into them changes the model."""

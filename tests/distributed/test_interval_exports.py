@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from converters import from_tables
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig, StateDictTransforms
@@ -22,7 +24,10 @@ from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import ExportError
 from titan_ckpt.keymap import Identity, KeyMap, KeyRule, Piece
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
+from titan_ckpt.storage.base import ReadRequest
+from titan_ckpt.storage.dcp import DcpReader
 from titan_ckpt.storage.huggingface_export import export_huggingface
+from titan_ckpt.tensors import Chunk
 from titan_ckpt.testing import distributed
 
 Mode = Literal["disabled", "thread", "process"]
@@ -182,3 +187,52 @@ def test_sharded_adapters_are_exported_in_the_background(tmp_path: Path) -> None
     """Merging gathers the adapters before training goes on: DoRA, and LoRA with saves of the base too."""
     same_in_the_background(tmp_path / "dora", [{**LORA, "use_dora": True, "modules_to_save": ["norm"]}])
     same_in_the_background(tmp_path / "full", [{"kind": "float8", "emulate": True}, LORA], include_base=True)
+
+
+def laid_out(layout: str) -> tuple[nn.Module, StateDictTransforms]:
+    """This rank's part of the same model."""
+    torch.manual_seed(2)
+    if layout == "replicas":  # large enough that its rows are shared out among them
+        return nn.Linear(1024, 600), StateDictTransforms(KeyMap(identity=True), HF_CONFIG)
+    model = Llama3(CONFIG)
+    model.init_weights()
+    if layout == "stages":
+        for name in ("norm", "output") if dist.get_rank() == 0 else ("tok_embeddings", "layers"):
+            setattr(model, name, None)
+    elif layout == "tensor parallel":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        plan = {"attention.wq": ColwiseParallel(), "attention.wo": RowwiseParallel()}
+        parallelize_module(model.layers["0"], mesh, plan)
+    return model, StateDictTransforms(Llama3(CONFIG).key_map(), Llama3(CONFIG).hf_config())
+
+
+@distributed(nproc=2)
+def test_every_layout_is_exported_from_what_it_staged(tmp_path: Path) -> None:
+    """Replicas, each rank with a half of them staged, stages and tensor parallelism: what one process writes."""
+    for layout in ("replicas", "stages", "tensor parallel"):
+        model, transforms = laid_out(layout)
+        config = CheckpointConfig(
+            save=SaveConfig(interval=1, async_mode="thread", timeout_seconds=60),
+            export=(ExportConfig("hf", interval=1), ExportConfig("dcp", interval=1, folder="dcp")),
+        )
+        root = tmp_path / layout
+        with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=root) as manager:
+            manager.load()
+            manager.save(1)
+            manager.maybe_wait_for_staging()
+            for parameter in model.parameters():
+                (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach().zero_()
+        if dist.get_rank() == 0:
+            whole, _ = laid_out(layout if layout == "replicas" else "whole")
+            alone = Coordinator(0, 1, None, "", 60.0)
+            groups = transforms.to_file(dict(whole.state_dict()), None, None)
+            about = dict(transforms.hf_config or {})
+            export_huggingface(
+                root / "one", groups, config=about, assets=None, max_shard_bytes=10**9, coordinator=alone
+            )
+            assert contents(root / "exports" / "step-1") == contents(root / "one"), layout
+            with DcpReader(root / "dcp" / "step-1") as reader:
+                for fqn, value in whole.state_dict().items():
+                    found = torch.empty_like(value)
+                    reader.read([ReadRequest(fqn, Chunk.whole(value.shape), found)])
+                    assert torch.equal(found, value), (layout, fqn)

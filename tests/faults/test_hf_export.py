@@ -19,6 +19,7 @@ from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import ExportError
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.storage.huggingface_export import export_huggingface
+from titan_ckpt.storage.staged_folder import StagedFolder
 from titan_ckpt.transforms import StateDictTransforms
 
 CONFIG = replace(FLAVORS["debug-0.5m"], vocab_size=64, num_layers=1, dim=32, num_heads=2, num_kv_heads=1, head_dim=16,
@@ -124,3 +125,30 @@ def test_a_failed_operation_is_one_error_and_leaves_nothing(complete: dict[str, 
                 assert contents(root / "exports" / "step-1") == complete, (ordinal, name)
             assert fault.hits == 1, (ordinal, name)
     assert failed >= len(names) - 3, "only letting go of the lock may fail unnoticed"
+
+
+def test_a_kill_while_an_expired_export_is_removed_leaves_it_whole_or_gone(complete: dict[str, bytes]) -> None:
+    """At every operation: the folder has all its files or no name, and the next export removes what is left of it."""
+    with quick_folder() as root:
+        export(root)
+        target = root / "exports" / "step-1"
+        names = count_operations(lambda: StagedFolder.discard(target))
+        assert beside(root) == []
+    assert names.count("unlink") == 1 + len(complete)
+    for ordinal, name in enumerate(names):
+        for moment in ("before", "after"):
+            with quick_folder() as root:
+                export(root)
+                target = root / "exports" / "step-1"
+                kill = KillAt(ordinal=ordinal, moment=moment)
+
+                def killed(target: Path = target, kill: KillAt = kill) -> None:
+                    with intercepted(kill):
+                        StagedFolder.discard(target)
+
+                assert os.WIFSIGNALED(in_child(killed)), (ordinal, name)
+                if target.exists():
+                    assert contents(target) == complete, (ordinal, name, moment)
+                    target.rename(root / "exports" / "kept")
+                export(root)
+                assert set(beside(root)) <= {"kept", "step-1"}, (ordinal, name, moment)

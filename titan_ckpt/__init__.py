@@ -9,11 +9,13 @@ from titan_ckpt.config import (
     KeepConfig,
     ResumeConfig,
     SaveConfig,
+    StopConfig,
 )
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.keymap import KeyMap, KeyRule
 from titan_ckpt.manager import CheckpointManager, LoadResult
 from titan_ckpt.model_wrapper import ModelWrapper
+from titan_ckpt.run_guard import RunGuard, StopRun
 from titan_ckpt.transforms import StateDictTransforms
 
 __version__ = "0.1.0"
@@ -30,6 +32,9 @@ __all__ = [
     "LoadResult",
     "ModelWrapper",
     "ResumeConfig",
+    "RunGuard",
     "SaveConfig",
     "StateDictTransforms",
+    "StopConfig",
+    "StopRun",
 ]

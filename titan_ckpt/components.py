@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from titan_ckpt import typed_json
 from titan_ckpt.config import Component
 from titan_ckpt.data_position import DataRank, restorer
-from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError, StateEncodingError
+from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError, SaveError, StateEncodingError
 from titan_ckpt.model_wrapper import ModelWrapper, without_memory
 from titan_ckpt.nested_tensors import give_tensors, names_of, take_tensors
 from titan_ckpt.optimizer_state import PREFIX as OPTIMIZER
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 COMPONENTS: tuple[str, ...] = get_args(Component)
 MODEL = "model."
 STATES = "states."
+_COPIED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,25 @@ class Snapshot:
     def frozen_tensors(self) -> StateDict:
         """Return the tensors with copies of the volatile ones: the rest stays as it is until an optimizer steps."""
         return {name: value.clone() if name in self.volatile else value for name, value in self.tensors.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a run holds besides weights and optimizer state; the parts as in Snapshot."""
+
+    run: dict[str, Any]
+    rank: dict[str, Any]
+    tensors: StateDict
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The end of a step, as far as the begin of the next one would overwrite it."""
+
+    step: int
+    counters: Counters
+    versions: dict[str, int]
+    """Of state too large to be copied at every step: how often each tensor had been changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +136,6 @@ class RunState:
             )
         tensors: StateDict = {MODEL + fqn: value for fqn, value in model.items()}
         run: dict[str, Any] = {"step": step}
-        rank: dict[str, Any] = {}
         components = ["model", "rng"]
         if extra := self.model.extra_state():
             run["model"] = extra
@@ -126,22 +145,71 @@ class RunState:
             tensors |= optimizer_tensors
         if self.lr_schedulers:
             components.append("lr_scheduler")
-            run["lr_scheduler"] = [s.state_dict() for s in self.lr_schedulers]
         if self.dataloader is not None:
             components.append("dataloader")
+        if self.states:
+            components.append("states")
+        counters = self._counters()
+        run |= counters.run
+        tensors |= counters.tensors
+        rank = counters.rank
+        parameters = {MODEL + fqn for fqn in self.model.parameter_names().values()}
+        volatile = frozenset(n for n in tensors if n not in parameters and not n.startswith(OPTIMIZER))
+        return Snapshot(tensors, run, rank, tuple(c for c in COMPONENTS if c in components), volatile)
+
+    def _counters(self) -> Counters:
+        """Take what is neither weights nor optimizer state; the generators last, for the others may draw from them."""
+        run: dict[str, Any] = {}
+        rank: dict[str, Any] = {}
+        tensors: StateDict = {}
+        if self.lr_schedulers:
+            run["lr_scheduler"] = [s.state_dict() for s in self.lr_schedulers]
+        if self.dataloader is not None:
             rank["data_parallel"] = [self.data_rank.rank, self.data_rank.size]
             rank["dataloader"] = self.dataloader.state_dict()
         if self.states:
-            components.append("states")
             run["states"] = {
                 name: take_tensors(state.state_dict(), f"{STATES}{name}", tensors)
                 for name, state in self.states.items()
             }
         rank["layout"] = self.layout
-        rank["rng"] = self.rng.state_dict()  # last: the state_dict() of a loader may draw from the generators
-        parameters = {MODEL + fqn for fqn in self.model.parameter_names().values()}
-        volatile = frozenset(n for n in tensors if n not in parameters and not n.startswith(OPTIMIZER))
-        return Snapshot(tensors, run, rank, tuple(c for c in COMPONENTS if c in components), volatile)
+        rank["rng"] = self.rng.state_dict()
+        return Counters(run, rank, tensors)
+
+    @functools.cached_property
+    def _has_extra_state(self) -> bool:
+        return bool(self.model.extra_state_names())
+
+    def mark(self, step: int) -> Mark:
+        """Note what a step that is now begun will change before the optimizer's step does, so that it can be undone.
+
+        Cheap: generators, counters, and copies of buffers and small state; of large state, whether it was changed.
+        """
+        counters = self._counters()
+        run = counters.run | ({"model": self.model.extra_state()} if self._has_extra_state else {})
+        # State dicts may alias what goes on changing; generator states are copies, and large.
+        rank = {name: value if name == "rng" else copy.deepcopy(value) for name, value in counters.rank.items()}
+        marked = Counters(copy.deepcopy(run), rank, {})
+        volatile = counters.tensors | {MODEL + fqn: value for fqn, value in self.model.buffers().items()}
+        versions = {}
+        for name, value in volatile.items():
+            if value.nbytes <= _COPIED_BYTES:
+                marked.tensors[name] = value.clone()
+            else:
+                versions[name] = value._version  # noqa: SLF001 - torch has no other name for it
+        return Mark(step, marked, versions)
+
+    def snapshot_of(self, mark: Mark, model: StateDict) -> Snapshot:
+        """Return the run at a marked step that no optimizer has stepped from since.
+
+        Raises: SaveError for large state that has been changed since.
+        """
+        now = self.snapshot(mark.step, model)
+        large = {name: now.tensors[name] for name in mark.versions if name in now.tensors}
+        if changed := [n for n, value in large.items() if value._version != mark.versions[n]]:  # noqa: SLF001
+            raise SaveError(f"step {mark.step} can no longer be saved: {', '.join(changed[:8])} changed after its end")
+        tensors = now.tensors | {n: value for n, value in mark.counters.tensors.items() if n in now.tensors}
+        return Snapshot(tensors, now.run | mark.counters.run, mark.counters.rank, now.components, now.volatile)
 
     def expected_bytes(self, model: StateDict) -> int:
         """Estimate this rank's bytes in a save, counting two float32 moments for parameters not yet stepped.

@@ -27,6 +27,7 @@ __all__ = [
     "PositiveSteps",
     "ResumeConfig",
     "SaveConfig",
+    "StopConfig",
     "apply_overrides",
     "from_dict",
     "load_config",
@@ -100,6 +101,27 @@ class ResumeConfig:
     """This step and no other; absent: the newest valid one."""
     exclude: tuple[Component, ...] = ()
     """Parts that are not taken over and start afresh."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True, slots=True)
+class StopConfig:
+    """What ends a run before its last step, and what is kept of it then; for loops with a RunGuard."""
+
+    signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"], ...] = ("SIGTERM", "SIGUSR1")
+    """To any rank: save and stop. A second one, two seconds later or more, ends the process at once."""
+    grace_seconds: PositiveSeconds = 30.0
+    """From the signal to the kill: a last save is only begun if as long as saves take here is left of it."""
+    after_hours: PositiveHours | None = None
+    """Save and stop before the run has lasted so long; absent: no limit."""
+    at_unix_seconds: PositiveSeconds | None = None
+    """Save and stop before this moment, such as a scheduler's SLURM_JOB_END_TIME; absent: no limit."""
+    save_on_exception: bool = True
+    """When the loop raises on all ranks: save the last step that was completed."""
+    hang_seconds: PositiveSeconds | None = 600.0
+    """After so long without progress all processes are asked; if one does not answer, the others name it and end."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -208,6 +230,7 @@ class CheckpointConfig:
     save: SaveConfig | None = None
     """Absent: nothing is saved."""
     resume: ResumeConfig = field(default_factory=ResumeConfig)
+    stop: StopConfig = field(default_factory=StopConfig)
     initial_load: tuple[InitialLoadConfig, ...] = ()
     """In order, and only where the folder holds no checkpoint; an adapter-only checkpoint takes its base from here."""
     export: tuple[ExportConfig, ...] = ()

@@ -113,6 +113,19 @@ class Coordinator:
             raise PeerError(f"{tag}: stopped on all ranks because{lines}", [rank for rank, _ in verdict.failures])
         return verdict.values
 
+    def first_post(self, key: str, text: str | None) -> str | None:
+        """Post a text under a key, unless some rank has, and return what is there: None for nothing. Not collective.
+
+        Raises: dist.DistError where the store is gone.
+        """
+        if self._store is None:
+            return text
+        key = f"{self._prefix}/{key}"
+        if text is not None:
+            found: bytes = self._store.compare_set(key, "", text)
+            return found.decode()
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
     def _run(self, conversation: Callable[[], _Verdict], tag: str, bound: float) -> _Verdict:
         """Run the exchange in a thread of its own: some store calls have no timeout where the store's host stops."""
         done: list[_Verdict | BaseException] = []

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from titan_ckpt import plan, policy
 from titan_ckpt.base_identity import check_base, identify_base
-from titan_ckpt.components import RunState
+from titan_ckpt.components import Mark, RunState, Snapshot
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.converter_record import check_converters
 from titan_ckpt.directory import CheckpointDirectory
@@ -35,7 +35,7 @@ from titan_ckpt.manifest import Manifest
 from titan_ckpt.model_wrapper import ModelWrapper
 from titan_ckpt.plan import LoadPlan, ResumeStep
 from titan_ckpt.resume import ResumeState
-from titan_ckpt.saving import Saver, SaveRequest
+from titan_ckpt.saving import SaveHandle, Saver, SaveRequest
 from titan_ckpt.storage import detect_format
 from titan_ckpt.transforms import StateDictTransforms
 from titan_ckpt.types import Format, LoadReport, ModelHooks, StateDict, Stateful
@@ -80,6 +80,7 @@ class CheckpointManager:
         """Bind to a run's objects; touches no file. `config.folder` and export folders are under `base_folder`."""
         timeout = config.save.timeout_seconds if config.save else 1800.0
         self.config = config
+        self.base_folder = Path(base_folder)
         self._transforms = sd_transforms or StateDictTransforms()
         self._hooks = model_converters
         self._model = ModelWrapper(model_parts, model_converters)
@@ -101,12 +102,14 @@ class CheckpointManager:
         )
         self._exporter.check(config.export)
         self._step_hooks = [  # so that a loop that forgets maybe_wait_for_staging() saves no mixture of two steps
-            optimizer.register_step_pre_hook(lambda *_: self.maybe_wait_for_staging()) for optimizer in optimizers
+            optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()) for optimizer in optimizers
         ]
         self._base: dict[str, Any] | None = None
         self._resumed_from: dict[str, Any] | None = None
         self._saved_step: int | None = None
         self._exported_step: int | None = None
+        self._mark: Mark | None = None
+        self._stepping = False
         self._knows_folder = False
         self._closed = False
 
@@ -123,6 +126,7 @@ class CheckpointManager:
         """
         self._check_open()
         self.wait()
+        self._mark = None
         requested = step if step >= 0 else self.config.resume.step
         result = self._resume_newest() if requested is None else self._resume(requested, by_number=True)
         if result is None:
@@ -304,7 +308,7 @@ class CheckpointManager:
         skips = self.config.save is not None and self.config.save.if_busy == "skip"
         return skips and bool(self._coordinator.broadcast("busy", self._saver is not None and self._saver.busy))
 
-    def _save(self, step: int, metrics: dict[str, float], *, skippable: bool) -> bool:
+    def _save(self, step: int, metrics: dict[str, float], *, skippable: bool, mark: Mark | None = None) -> bool:
         assert self._saver is not None and self.config.save is not None
         busy = self._coordinator.broadcast("busy", self._saver.busy)
         if busy and skippable and self.config.save.if_busy == "skip":
@@ -319,8 +323,14 @@ class CheckpointManager:
             base=self._base,
             resumed_from=self._resumed_from,
             metrics=metrics,
+            expire=mark is None,
         )
-        self._saver.save(request, lambda: self._run.snapshot(step, self._model_to_save()))
+
+        def take() -> Snapshot:
+            model = self._model_to_save()
+            return self._run.snapshot(step, model) if mark is None else self._run.snapshot_of(mark, model)
+
+        self._saver.save(request, take)
         if self.config.save.async_mode == "disabled":
             self._saver.wait()
         self._saved_step = step
@@ -344,6 +354,56 @@ class CheckpointManager:
 
     def _model_to_save(self) -> StateDict:
         return self._model.owned_state_dict() if self._adapter_only else self._model.state_dict("full")
+
+    def _before_optimizer_step(self) -> None:
+        self.maybe_wait_for_staging()
+        self._stepping = True
+
+    # the end of a step, to come back to
+
+    def mark_step(self, step: int) -> None:
+        """Note that the run's state is that of `step`, whole, so that it can still be saved while the next one runs.
+
+        Call it when everything of the step is done: optimizer, schedulers, counters. Not collective, and cheap.
+        """
+        if self._saver is not None:
+            self._mark = self._run.mark(step)
+            self._stepping = False
+
+    @property
+    def marked_step(self) -> int | None:
+        """Return the step whose state `save_marked` would save; None where an optimizer has begun to change it."""
+        return None if self._mark is None or self._stepping or not self._run.optimizers else self._mark.step
+
+    @property
+    def saved_step(self) -> int | None:
+        """Return the step that was saved or resumed from last, or is being saved."""
+        return self._saved_step
+
+    def save_marked(self) -> None:
+        """Save the marked step, as it was at its end, and wait for it; the steps before it stay. Collective.
+
+        Raises: SaveError.
+        """
+        assert self._mark is not None and self.marked_step is not None
+        if self._mark.step != self._saved_step:
+            self._save(self._mark.step, {}, skippable=False, mark=self._mark)
+        self.wait()
+
+    def run_line(self) -> Coordinator:
+        """Return a line to the other ranks that nothing else uses. Collective."""
+        return self._coordinator.background()
+
+    def save_seconds(self) -> float:
+        """Estimate from begin to commit: the longest of the last saves; before there are any, 100 MB/s and 5 s more."""
+        if self._saver is None:
+            return 0.0
+        return self._saver.longest_seconds or 5.0 + self._run.expected_bytes(self._model_to_save()) / 1e8
+
+    @property
+    def in_flight(self) -> SaveHandle | None:
+        """Return the save that `wait` would wait for."""
+        return self._saver.in_flight if self._saver is not None else None
 
     def maybe_wait_for_staging(self) -> None:
         """Return when the weights may change; call right before the optimizer's step."""

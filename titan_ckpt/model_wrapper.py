@@ -94,6 +94,16 @@ class ModelWrapper:
                 names.setdefault(parameter, clean_fqn(name))
         return names
 
+    def buffers(self) -> StateDict:
+        """Return the persistent buffers by fqn, aliases included: what a forward pass may change."""
+        return {
+            clean_fqn(f"{prefix}.{name}" if prefix else name): value
+            for part in self.parts
+            for prefix, module in part.named_modules()
+            for name, value in module._buffers.items()  # noqa: SLF001 - torch does not say otherwise what persists
+            if value is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001
+        }
+
     def _live(self) -> StateDict:
         """Return every parameter and buffer by fqn, aliases included."""
         live: StateDict = {}

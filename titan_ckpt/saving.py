@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -63,6 +64,8 @@ class SaveRequest:
     base: dict[str, Any] | None = None
     resumed_from: dict[str, Any] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    expire: bool = True
+    """Let older steps expire after it. Not after a save that an exception caused: it may be of a broken run."""
 
 
 @dataclass(slots=True)
@@ -77,6 +80,11 @@ class SaveHandle:
     @property
     def done(self) -> bool:
         return self._done.is_set()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Return what went wrong so far, without taking it from who waits."""
+        return self._error
 
     def resolve(self, error: BaseException | None) -> None:
         """Mark the save as ended; called once, by the thread that ran it."""
@@ -110,6 +118,16 @@ class Saver:
         self._staging: StagingHandle | None = None
         self._staged: tuple[int, StateDict] | None = None
         """The step whose copy is in the arena, and the live tensors that it is of."""
+        self._seconds: deque[float] = deque(maxlen=8)
+
+    @property
+    def in_flight(self) -> SaveHandle | None:
+        return self._handle
+
+    @property
+    def longest_seconds(self) -> float | None:
+        """Return the longest of the last saves, from its copy's begin to its commit; None before there was one."""
+        return max(self._seconds, default=None)
 
     @property
     def busy(self) -> bool:
@@ -254,7 +272,9 @@ class Saver:
         except BaseException as error:
             handle.resolve(error)
         else:
-            logger.info("step %d saved in %.2f s", request.step, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self._seconds.append(seconds)
+            logger.info("step %d saved in %.2f s", request.step, seconds)
             handle.resolve(None)
 
     def _commit(
@@ -294,7 +314,8 @@ class Saver:
             metrics=request.metrics,
         )
         self._directory.commit(attempt, manifest)
-        self._directory.expire(self._config.keep)
+        if request.expire:
+            self._directory.expire(self._config.keep)
 
 
 def _run_parts(run: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`titan-ckpt ls | inspect | verify`: arguments, tables and exit codes. Knows no format of its own."""
+"""`titan-ckpt ls | inspect | verify | save`: arguments, tables and exit codes. Knows no format of its own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from titan_ckpt import save_request
 from titan_ckpt.directory import CheckpointDirectory
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError
@@ -72,10 +73,29 @@ class Verify:
         return 0
 
 
+@dataclass(frozen=True)
+class Save:
+    """Ask a running job for a save after its step under way, and wait until it is committed."""
+
+    run_folder: Annotated[Path, tyro.conf.arg(name="run")]
+    """The folder that the run writes into: train.py's output_folder, a manager's base_folder."""
+    timeout_seconds: float = 600.0
+    """How long to wait for the answer."""
+
+    def run(self, console: Console) -> int:
+        name = save_request.ask(self.run_folder)
+        answer = save_request.await_answer(self.run_folder, name, self.timeout_seconds)
+        if answer.error is not None:
+            raise CheckpointError(f"{self.run_folder}: not saved: {answer.error}")
+        console.print(f"{self.run_folder}: step {answer.step} is saved")
+        return 0
+
+
 Command = (
     Annotated[Ls, tyro.conf.subcommand("ls")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[Save, tyro.conf.subcommand("save")]
 )
 
 

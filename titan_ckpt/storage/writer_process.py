@@ -22,13 +22,24 @@ from titan_ckpt.storage.memory import Buffer, SharedBuffer, round_up
 from titan_ckpt.storage.native_header import Layout
 from titan_ckpt.storage.rank_file_writer import write_rank_file
 
+_OF_THE_TRAINER = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+"""What asks the trainer to end is its to answer: it may finish the save in flight, which needs its writer."""
+
 
 class WriterProcess:
     """The trainer's end. The process is started here and may take seconds to come up; nothing waits before a write."""
 
     def __init__(self, shared: SharedBuffer) -> None:
         """Start a process that sees `shared`."""
-        self._process = subprocess.Popen(
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_TRAINER)  # inherited: also while it comes up
+        try:
+            self._process = self._start(shared)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    @staticmethod
+    def _start(shared: SharedBuffer) -> subprocess.Popen[str]:
+        return subprocess.Popen(
             [sys.executable, "-m", __name__, str(shared.fd), str(len(shared.buffer.view))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -105,8 +116,7 @@ def serve(shared: Buffer) -> None:
 
 
 def main() -> None:
-    """Map the trainer's arena and serve; signals that ask the trainer to end are its to answer."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Map the trainer's arena and serve, with signals that ask the trainer to end blocked since before the start."""
     fd, size = int(sys.argv[1]), int(sys.argv[2])
     serve(Buffer.of(mmap.mmap(fd, size), size))
 

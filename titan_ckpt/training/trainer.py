@@ -8,12 +8,10 @@ from __future__ import annotations
 import fnmatch
 import logging
 import random
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +26,7 @@ from titan_ckpt.initialize import construct, materialise
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.registry import build_model, read_config
+from titan_ckpt.run_guard import RunGuard
 from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue, StepMetrics
 from titan_ckpt.training.callbacks.checkpoint import Checkpointing, Export
 from titan_ckpt.training.callbacks.console import Logging, ProgressBar
@@ -82,12 +81,15 @@ class TrainState:
     def __init__(self) -> None:
         self.step = 0
         self.num_tokens = 0
+        self.seconds = 0.0
+        """Time spent in steps, by all processes of the run one after the other; the same on every rank."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "num_tokens": self.num_tokens}
+        return {"step": self.step, "num_tokens": self.num_tokens, "seconds": self.seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step, self.num_tokens = state_dict["step"], state_dict["num_tokens"]
+        self.seconds = state_dict["seconds"]
 
 
 class Trainer:
@@ -112,6 +114,7 @@ class Trainer:
     lr_scheduler: LRScheduler
     callbacks: Callbacks
     manager: CheckpointManager
+    guard: RunGuard
 
     def __init__(
         self, config: RunConfig, converters: Converters | None = None, callbacks: Sequence[Callback] = ()
@@ -123,16 +126,12 @@ class Trainer:
         self.state = TrainState()
         self.measurements: dict[str, LogValue] = {}
         """What callbacks have measured in the step under way, to be logged with it; the same on every rank."""
-        self.stop_requested = False
-        """Set by a signal, at any moment, on this rank alone."""
-        self.stopping = False
-        """Set at the end of a step, on all ranks alike."""
 
     def run(self) -> TrainState:
         """Build, load what there is to load, train to the last step and save. Returns how far the run has come."""
         with self.setup() as self.ranks:
             self.build()
-            with self.build_manager() as self.manager:
+            with self.build_manager() as self.manager, RunGuard(self.manager) as self.guard:
                 self.load()
                 self.train()
         return self.state
@@ -389,7 +388,7 @@ class Trainer:
         self.callbacks.on_load(self, result)
 
     def train(self) -> None:
-        """Run the optimizer steps that are left; after SIGTERM finish the step under way, save it and return.
+        """Run the optimizer steps that are left, or as many as the guard lets it: it saves what is to be kept.
 
         A run that had made its last step already makes what that step's save still owes, its exports, and no step.
         """
@@ -405,24 +404,22 @@ class Trainer:
         epoch = self.epoch
         self.callbacks.on_epoch_begin(self, epoch)
         try:
-            with self._stop_on_sigterm():
-                while self.state.step < last and not self.stopping:
-                    self.callbacks.on_step_end(self, self.train_step(batches))
-                    while epoch < self.epoch:
-                        self.callbacks.on_epoch_end(self, epoch)
-                        epoch += 1
-                        self.callbacks.on_epoch_begin(self, epoch)
+            while self.state.step < last:
+                self.callbacks.on_step_end(self, self.train_step(batches))
+                while epoch < self.epoch:
+                    self.callbacks.on_epoch_end(self, epoch)
+                    epoch += 1
+                    self.callbacks.on_epoch_begin(self, epoch)
+                if self.guard.step_ended(self.state.step):
+                    break
         finally:
             self.callbacks.on_train_end(self)
-        if self.state.step < last:
-            logger.warning("SIGTERM: stopping after step %d", self.state.step)
-            self.manager.save(self.state.step, force=True)
 
     def train_step(self, batches: Iterator[Batch]) -> StepMetrics:
         """Take one optimizer step over `accumulation` micro-batches and return what it did.
 
         The loss is the mean over the predicted tokens of all ranks and micro-batches, however they are dealt out.
-        Collective: 1 count tokens. 2 backward; the last one exchanges gradients. 3 sum the loss, agree on stopping.
+        Collective: 1 count tokens. 2 backward; the last one exchanges gradients. 3 sum the loss.
         """
         started = time.perf_counter()
         step = self.state.step + 1
@@ -442,9 +439,11 @@ class Trainer:
         self.optimizer.zero_grad()
         self.state.step = step
         self.state.num_tokens += num_tokens
-        total, stop = self.ranks.sum(torch.stack([loss, torch.full_like(loss, self.stop_requested)])).tolist()
-        self.stopping = stop > 0
-        return StepMetrics(step, total / num_tokens, grad_norm, lr, num_tokens, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        total, of_ranks = self.ranks.sum(torch.stack([loss, torch.full_like(loss, seconds)])).tolist()
+        self.state.seconds += of_ranks / self.ranks.size
+        self.manager.mark_step(step)
+        return StepMetrics(step, total / num_tokens, grad_norm, lr, num_tokens, seconds)
 
     def accumulate_gradients(self, micro_batches: Sequence[Batch], num_tokens: int) -> torch.Tensor:
         """Run forward and backward of every micro-batch; ranks add their gradients up after the last one alone.
@@ -470,6 +469,7 @@ class Trainer:
             (loss / num_tokens).backward()
             total += loss.detach()
             self.callbacks.on_substep_end(self, index)
+            self.guard.check()
         return total / self.ranks.degrees.tp
 
     @torch.no_grad()
@@ -486,16 +486,3 @@ class Trainer:
     def compute_loss(self, batch: Batch) -> torch.Tensor:
         """Return the summed loss of a batch."""
         return summed_cross_entropy(self.model(batch["tokens"]), batch)
-
-    @contextmanager
-    def _stop_on_sigterm(self) -> Iterator[None]:
-        """Let SIGTERM, to any rank, end the run after the step under way."""
-
-        def request_stop(number: int, frame: FrameType | None) -> None:
-            self.stop_requested = True
-
-        before = signal.signal(signal.SIGTERM, request_stop)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)

@@ -48,6 +48,7 @@ class Evaluation(Callback):
             for batch in self._batches(trainer):
                 loss += trainer.measure_loss(batch)
                 num_tokens += num_predicted(batch)
+                trainer.guard.check()
         finally:
             for part in trainer.model_parts:
                 part.train()

@@ -1,0 +1,211 @@
+"""Interrupted runs, as real processes with real signals: what is kept, who stops when, and that a resume is exact."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from titan_ckpt.cli.main import main as cli
+
+SCRIPT = Path(__file__).parent / "guarded_loop.py"
+
+
+class Job:
+    """The ranks of one run of the script; each one's output is a file."""
+
+    def __init__(self, folder: Path, num_ranks: int = 1, **job: Any) -> None:
+        self.folder = folder
+        checkpoint = {"save": {"interval": 1000, "timeout_seconds": 60}, **job.pop("checkpoint", {})}
+        text = json.dumps({"folder": str(folder), "steps": 400, **job, "checkpoint": checkpoint})
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        self.store = None
+        if num_ranks > 1:
+            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            environment |= {
+                "WORLD_SIZE": str(num_ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self.store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "GLOO_SOCKET_IFNAME": "lo",
+            }
+        folder.mkdir(exist_ok=True)
+        self.outputs = [folder / f"out-{rank}-{time.time_ns()}.txt" for rank in range(num_ranks)]
+        self.ranks = []
+        for rank, output in enumerate(self.outputs):
+            own = environment | ({"RANK": str(rank)} if num_ranks > 1 else {})
+            with output.open("w") as file:
+                command = [sys.executable, str(SCRIPT), text]
+                self.ranks.append(subprocess.Popen(command, env=own, stdout=file, stderr=subprocess.STDOUT))
+
+    def lines(self, rank: int = 0) -> list[str]:
+        return self.outputs[rank].read_text().splitlines()
+
+    def wait_for(self, line: str, rank: int = 0) -> None:
+        """Return once a rank has printed a line that begins so."""
+        deadline = time.monotonic() + 100
+        while not any(found.startswith(line) for found in self.lines(rank)):
+            assert self.ranks[rank].poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.005)
+
+    def codes(self, but: tuple[int, ...] = ()) -> list[int]:
+        """Wait for all ranks to end and return their exit codes."""
+        codes = []
+        for rank, process in enumerate(self.ranks):
+            if rank not in but:
+                try:
+                    codes.append(process.wait(100))
+                except subprocess.TimeoutExpired:
+                    raise AssertionError(f"rank {rank} does not end: {self.text()}") from None
+        return codes
+
+    def text(self) -> str:
+        return "\n".join(output.read_text() for output in self.outputs)
+
+    def steps(self) -> list[int]:
+        return sorted(int(path.name[5:]) for path in (self.folder / "checkpoints").glob("step-*"))
+
+    def weights(self) -> dict[int, str]:
+        """Return what was printed of the weights after each step."""
+        return {int(words[1]): words[2] for line in self.lines() if (words := line.split())[:1] == ["step"]}
+
+
+@contextmanager
+def running(folder: Path, num_ranks: int = 1, **job: Any) -> Iterator[Job]:
+    started = Job(folder, num_ranks, **job)
+    try:
+        yield started
+    finally:
+        for process in started.ranks:
+            with suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """What one process prints of its weights when nobody disturbs it."""
+    with running(tmp_path_factory.mktemp("whole"), steps=60, slow=0) as job:
+        assert job.codes() == [0]
+        return job.weights()
+
+
+def goes_on(folder: Path, whole: dict[int, str], from_step: int) -> None:
+    """Resume and compare every step with the undisturbed run: weights, noise, data position and buffer."""
+    with running(folder, steps=from_step + 3, slow=0) as job:
+        assert job.codes() == [0], job.text()
+        assert f"from {from_step} {2 * from_step} {2 * from_step}" in job.lines(), job.text()
+        after = range(from_step + 1, from_step + 4)
+        assert job.weights() == {step: whole[step] for step in after}
+
+
+def test_a_signal_within_a_step_saves_the_step_before(tmp_path: Path, whole: dict[int, str]) -> None:
+    """SIGUSR1 while micro-batches are added up: the half step is left, and what it had moved is put back."""
+    with running(tmp_path, slow=0.4) as job:
+        job.wait_for("micro-batch 2 0")
+        job.ranks[0].send_signal(signal.SIGUSR1)
+        assert job.codes() == [0], job.text()
+        assert "stopping: SIGUSR1 to rank 0" in job.text()
+        (last,) = job.steps()
+        assert f"micro-batch {last + 1} 0" in job.lines(), "the next step had begun"
+        assert "left" not in job.text()
+    goes_on(tmp_path, whole, last)
+
+
+def test_a_request_a_time_limit_and_a_second_signal(tmp_path: Path, whole: dict[int, str]) -> None:
+    """`titan-ckpt save` returns when its save is committed; the run goes on, and ends in time by itself."""
+    with running(tmp_path, slow=0.02, checkpoint={"save": {"interval": 1000, "async_mode": "thread"}}) as job:
+        job.wait_for("step 1 ")
+        assert cli(["save", "--run", str(tmp_path), "--timeout-seconds", "60"]) == 0
+        (asked,) = job.steps()
+        (tmp_path / "save-request").touch()
+        while (tmp_path / "save-request").exists() or len(job.steps()) < 2:
+            assert job.ranks[0].poll() is None, job.text()
+            time.sleep(0.01)
+        assert job.steps()[0] == asked
+        job.ranks[0].kill()
+    assert cli(["save", "--run", str(tmp_path), "--timeout-seconds", "0.3"]) == 1
+    assert not (tmp_path / "save-request").exists()
+    goes_on(tmp_path, whole, job.steps()[-1])
+    with running(tmp_path / "limited", slow=0.2, checkpoint={"stop": {"after_hours": 13 / 3600}}) as job:
+        assert job.codes() == [0], job.text()
+        assert len(job.steps()) == 1, job.text()
+        assert "stopping: the time of [checkpoint.stop] is up" in job.text()
+    with running(tmp_path / "twice", slow=30) as job:
+        job.wait_for("from")
+        job.ranks[0].terminate()
+        time.sleep(0.2)
+        job.ranks[0].terminate()  # as a launcher passes it on
+        time.sleep(2)
+        assert job.ranks[0].poll() is None
+        job.ranks[0].terminate()
+        assert job.codes() == [128 + signal.SIGTERM]
+
+
+def test_an_exception_saves_the_last_whole_step_and_never_a_half_one(tmp_path: Path, whole: dict[int, str]) -> None:
+    """Raised within micro-batches: the step before is saved; between the optimizer and the step's end: nothing is."""
+    save = {"interval": 2, "keep": {"latest": 1}}
+    with running(tmp_path, raise_at=4, checkpoint={"save": save}) as job:
+        assert job.codes() == [1]
+        assert "ValueError: a batch that cannot be" in job.text()
+        assert job.steps() == [2, 3], "nothing expires for it"
+    goes_on(tmp_path, whole, 3)
+    with running(tmp_path / "half", raise_after_step=4, checkpoint={"save": save}) as job:
+        assert job.codes() == [1]
+        assert job.steps() == [2], job.text()
+        assert "partly applied" in job.text()
+
+
+@pytest.mark.parametrize("async_mode", ["thread", "process"])
+def test_all_ranks_stop_at_one_step_with_a_save_in_flight(tmp_path: Path, async_mode: str) -> None:
+    """SIGTERM to every process, the writers too: the save in flight is finished, a last one made, all agree."""
+    save = {"interval": 2, "async_mode": async_mode}
+    with running(tmp_path, 2, slow=0.01, width=1_000_000, checkpoint={"save": save}) as job:
+        job.wait_for("step 2")
+        for process in job.ranks:
+            for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+                os.kill(int(child), signal.SIGTERM)
+            process.terminate()
+        assert job.codes() == [0, 0], job.text()
+        steps = job.steps()
+        assert 2 in steps, job.text()
+        for rank in range(2):
+            text = "\n".join(job.lines(rank))
+            assert f"step {steps[-1]} " in text
+            assert f"step {steps[-1] + 1} " not in text
+        assert load_file(tmp_path / "checkpoints" / f"step-{steps[-1]}" / "rank-00001.safetensors")
+
+
+def test_a_dead_and_a_hung_rank_stop_the_others_in_time(tmp_path: Path) -> None:
+    """kill -9 ends the peers at once; a stopped rank is named by the others within the bound, though they hang in C."""
+    with running(tmp_path / "dead", 2, slow=0.01) as job:
+        job.wait_for("step 2", rank=1)
+        job.ranks[0].kill()
+        began = time.monotonic()
+        assert job.codes(but=(0,)) == [1]
+        assert time.monotonic() - began < 40
+        assert job.steps() == []
+        assert "the last completed step is not saved: " in job.text()
+    stop = {"hang_seconds": 2}
+    checkpoint = {"save": {"interval": 1000, "timeout_seconds": 3}, "stop": stop}
+    with running(tmp_path / "hung", 3, slow=0.01, checkpoint=checkpoint) as job:
+        job.wait_for("step 2", rank=1)
+        job.ranks[1].send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        assert job.codes(but=(1,)) == [1, 1], job.text()
+        assert time.monotonic() - began < 20
+        for rank in (0, 2):
+            assert "rank 1 did not arrive within 3 s" in "\n".join(job.lines(rank))

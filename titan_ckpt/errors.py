@@ -13,6 +13,7 @@ CheckpointError
 ├── SaveError (OSError)                  a save that did not commit; the previous checkpoints are untouched
 │   ├── PreflightError                   found before step 1: no space, no permission, a failing test save
 │   ├── CommitConflictError              another writer holds the folder, or the step is already committed
+│   ├── ReplicaMismatchError             ranks hold different values as copies of one tensor; names both
 │   └── PeerError                        another rank failed or did not answer in time; names the ranks
 └── ExportError (RuntimeError)           an export that could not be made or not be proved; nothing was published
 """
@@ -104,6 +105,14 @@ class PreflightError(SaveError):
 
 class CommitConflictError(SaveError):
     """Another writer owns the folder, or the step is committed already."""
+
+
+class ReplicaMismatchError(SaveError):
+    """Copies of one tensor that are not the same. Carries `tensors`."""
+
+    def __init__(self, message: str, tensors: Sequence[str] = ()) -> None:
+        self.tensors = tuple(tensors)
+        super().__init__(message)
 
 
 class PeerError(SaveError):

@@ -46,6 +46,8 @@ class Division:
 
     shares: tuple[Share, ...]
     tensors: Mapping[str, TensorInfo]
+    replicas: Mapping[tuple[int, ...], tuple[str, ...]]
+    """Ranks that hold the same values as this one does, this one included, and of which tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +70,13 @@ def divide(tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> Div
     """
     lists = _exchange(describe(tensors), coordinator)
     error: Exception | None = None
-    division = Division((), {})
+    division = Division((), {}, {})
     try:
         holders = _merge(lists)
-        shares = _Sharing(coordinator.rank, holders).shares(tensors)
-        division = Division(tuple(shares), {fqn: h.info for fqn, h in holders.items()})
+        sharing = _Sharing(coordinator.rank, holders)
+        shares = sharing.shares(tensors)
+        replicas = {ranks: tuple(names) for ranks, names in sharing.replicated.items()}
+        division = Division(tuple(shares), {fqn: h.info for fqn, h in holders.items()}, replicas)
     except (StateEncodingError, TypeError) as caught:
         error = caught
     mine = sum(s.chunk.numel * s.info.dtype.itemsize for s in division.shares)
@@ -185,6 +189,7 @@ class _Sharing:
         self._holders = holders
         self._replicas: dict[tuple[int, ...], _Replicas] = {}
         self._at: dict[tuple[Any, ...], _Replicas] = {}
+        self.replicated: dict[tuple[int, ...], list[str]] = {}
 
     def shares(self, tensors: Mapping[str, torch.Tensor]) -> list[Share]:
         """Return this rank's shares in the order of its state dict."""
@@ -212,6 +217,8 @@ class _Sharing:
         if not chunks:
             return
         replicas = self._replicas_of(value, holders)
+        if len(replicas.ranks) > 1:
+            self.replicated.setdefault(replicas.ranks, []).append(fqn)
         for chunk, index in chunks:
             if len(replicas.ranks) == 1:
                 yield Share(fqn, holders.info, chunk, index)

@@ -25,6 +25,7 @@ from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import SaveError
 from titan_ckpt.manifest import FileRecord, Kind, Manifest
 from titan_ckpt.optimizer_state import merge_groups
+from titan_ckpt.replicas import check_replicas
 from titan_ckpt.staging import StagingHandle
 from titan_ckpt.storage.native import NativeWriter
 from titan_ckpt.storage.staged_folder import write_file
@@ -147,6 +148,10 @@ class Saver:
         self._staged = None
         snapshot, state = self._take(take)
         self._writer.plan(snapshot.tensors, self._coordinator)
+        mode = self._config.check_replicas
+        if mode != "off" and self._coordinator.world_size > 1:
+            replicas = self._writer.replicas
+            check_replicas(snapshot.tensors, replicas, snapshot.volatile, self._coordinator, mode, request.step)
         if self._config.async_mode == "disabled":
             handle = self._handle = SaveHandle(request.step)
             self._run(handle, request, snapshot, state, lambda folder: self._writer.write(folder, snapshot.tensors))

@@ -42,6 +42,7 @@ class _Plan:
     shares: tuple[Share, ...]
     layout: Layout
     starts: tuple[int, ...]
+    replicas: Mapping[tuple[int, ...], tuple[str, ...]]
 
 
 class NativeWriter:
@@ -93,9 +94,14 @@ class NativeWriter:
             elsewhere = {fqn: info for fqn, info in division.tensors.items() if fqn not in here}
         chunks = [(s.fqn, s.info, s.chunk) for s in shares]
         layout = lay_out(chunks, coordinator.rank, coordinator.world_size, elsewhere)
-        self._plan = _Plan(shares, layout, tuple(entry.start for entry in layout.entries))
+        self._plan = _Plan(shares, layout, tuple(entry.start for entry in layout.entries), division.replicas)
         self._key = [(fqn, v.shape, v.dtype, _layout(v)) for fqn, v in tensors.items()]
         self._file_name = self._file_name or rank_file_name(coordinator.rank)
+
+    @property
+    def replicas(self) -> Mapping[tuple[int, ...], tuple[str, ...]]:
+        """Return the groups of ranks that hold the same values as this one, and of which tensors."""
+        return self._planned.replicas
 
     @property
     def num_bytes(self) -> int:

@@ -1,0 +1,101 @@
+"""Replicas: each byte is written once, evenly over all ranks, and copies that have drifted apart are named."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from titan_ckpt.errors import ReplicaMismatchError, SaveError
+from titan_ckpt.testing import distributed
+
+
+class Net(nn.Module):
+    """Uneven rows on two shards, one large plain tensor's worth, and statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(1024, 5003, bias=False)
+        self.odd = nn.Linear(7, 3)
+        self.register_buffer("mean", torch.zeros(4))
+
+
+def manager(folder: Path, model: nn.Module, check: str = "sampled") -> CheckpointManager:
+    config = CheckpointConfig(save=SaveConfig(interval=1, check_replicas=check))  # type: ignore[arg-type]
+    return CheckpointManager(config, model_parts=[model], base_folder=folder)
+
+
+def sizes(step: Path) -> list[int]:
+    return [(step / f"rank-{rank:05d}.safetensors").stat().st_size for rank in range(4)]
+
+
+@distributed(nproc=4)
+def test_replicas_share_the_bytes_and_drifted_ones_are_named(tmp_path: Path) -> None:
+    """DDP and HSDP: bytes once and evenly; a rank's own value of a parameter stops the save, of a buffer it warns."""
+    torch.manual_seed(0)
+    whole = Net()
+    total = sum(p.nbytes for p in whole.parameters())
+    with manager(tmp_path / "ddp", whole) as m:
+        m.save(1)
+    of_ranks = sizes(tmp_path / "ddp/checkpoints/step-1")
+    assert total < sum(of_ranks) < total + 4 * 16384, "headers apart, each byte is there once"
+    assert max(of_ranks) - min(of_ranks) < 32768, of_ranks
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    sharded = Net()
+    fully_shard(sharded, mesh=mesh)
+    with manager(tmp_path / "hsdp", sharded) as m:
+        m.save(1)
+        of_ranks = sizes(tmp_path / "hsdp/checkpoints/step-1")
+        assert total < sum(of_ranks) < total + 4 * 16384, "headers apart, each byte is there once"
+        assert max(of_ranks) - min(of_ranks) < 32768, of_ranks
+        weight = sharded.odd.weight
+        assert isinstance(weight, DTensor)
+        if dist.get_rank() == 3:
+            with torch.no_grad():
+                weight.to_local().add_(1e-3)
+        with pytest.raises(ReplicaMismatchError, match=r"odd\.weight: rank \d of 2 ranks") as caught:
+            m.save(2)
+        assert caught.value.tensors == ("model.odd.weight",)
+    assert not (tmp_path / "hsdp/checkpoints/step-2").exists()
+
+    if dist.get_rank() == 2:
+        with torch.no_grad():
+            whole.wide.weight[4000, 17] += 1
+    with manager(tmp_path / "full", whole, "full") as m, pytest.raises(SaveError, match=r"wide\.weight: rank 2 of 4"):
+        m.save(1)
+    with manager(tmp_path / "off", whole, "off") as m:
+        assert m.save(1)
+    with manager(tmp_path / "sampled", whole) as m:
+        found = None
+        for step in range(1, 60):  # a lone value is found when its turn comes
+            try:
+                m.save(step)
+            except ReplicaMismatchError as error:
+                found = error.tensors
+                break
+        assert found == ("model.wide.weight",)
+
+
+@distributed(nproc=2)
+def test_buffers_of_ranks_may_differ(tmp_path: Path) -> None:
+    """Statistics that each rank keeps for itself are saved, from one of them, with a warning that names them."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("titan_ckpt.replicas").addHandler(handler)
+    torch.manual_seed(0)
+    model = Net()
+    model.get_buffer("mean").add_(dist.get_rank())
+    with manager(tmp_path, model) as m:
+        assert m.save(1)
+    assert len(lines) == 1
+    assert "model.mean: rank 1 of 2 ranks" in lines[0]

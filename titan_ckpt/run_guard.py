@@ -185,7 +185,7 @@ class RunGuard:
             name, step, handle = self._answering
             if handle is not None and not handle.done:
                 return
-            error = None if handle is None or handle.error is None else str(handle.error)
+            error = None if handle is None or handle.succeeded() else str(handle.error or "see the log of the run")
             save_request.answer(run, save_request.Answer(name, step, error))
             self._answering = None
         elif self._asked is None and (asked := save_request.pending(run)) is not None:

@@ -261,6 +261,7 @@ class Saver:
 
     def close(self) -> None:
         """Give back the staging memory; after `wait`."""
+        self._staged = None
         self._writer.close()
 
     def _run(

@@ -314,7 +314,11 @@ class CheckpointManager:
         if busy and skippable and self.config.save.if_busy == "skip":
             logger.warning("step %d is due and not saved: the save before it is still being written", step)
             return False
-        self.wait()
+        failed: ExportError | None = None
+        try:
+            self.wait()
+        except ExportError as error:  # no reason to go without this step as well
+            failed = error
         self._look_before_saving(step)
         request = SaveRequest(
             step,
@@ -334,6 +338,8 @@ class CheckpointManager:
         if self.config.save.async_mode == "disabled":
             self._saver.wait()
         self._saved_step = step
+        if failed is not None:
+            raise failed
         return True
 
     def _look_before_saving(self, step: int) -> None:

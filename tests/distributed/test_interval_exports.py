@@ -109,7 +109,13 @@ def test_a_failed_export_is_raised_once_and_its_step_is_committed(tmp_path: Path
         assert (tmp_path / "dcp" / "step-2").exists(), "the other export was made"
         (tmp_path / "exports").unlink()
         assert not manager.save(2), "it is saved already"
-    assert (tmp_path / "exports" / "step-2").exists(), "what was owed was made, of the copy that is still there"
+        manager.wait()
+        assert (tmp_path / "exports" / "step-2").exists(), "what was owed was made, of the copy that is still there"
+        (tmp_path / "exports" / "step-4").write_text("in the way")
+        manager.save(4)
+        with pytest.raises(ExportError, match="there already"):
+            manager.save(6)
+    assert (tmp_path / "checkpoints" / "step-6" / "MANIFEST.json").exists(), "the error of one costs no other"
 
 
 def test_only_the_newest_interval_exports_are_kept(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from titan_ckpt.errors import ConverterError, KeyMapError
 from titan_ckpt.keymap import Concat, KeyMap, KeyRule, PermuteRotary, Unstack
+from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.tensors import Block, Chunk, LazyTensor, TensorInfo
 from titan_ckpt.transforms import FileGroup, ReadPlan, StateDictTransforms
 from titan_ckpt.types import LoadReport, Mismatch, StateDict, StateDictAdapter
@@ -117,6 +118,21 @@ def test_there_and_back_is_bit_equal() -> None:
     fill(plan, files)
     assert plan.report == LoadReport(loaded=tuple(wanted))
     assert all(torch.equal(wanted[fqn], value) for fqn, value in tensors().items())
+
+
+def test_the_true_shapes_are_laid_out_on_meta() -> None:
+    """A model of 8 billion parameters without memory: every file tensor and its bytes, every value at one place."""
+    with torch.device("meta"):
+        model = Llama3(FLAVORS["8B"])
+    groups = StateDictTransforms(model.key_map()).to_file(dict(model.state_dict()), None, torch.bfloat16)
+    infos = {key: info for group in groups for key, info in group.infos.items()}
+    assert len(infos) == 291
+    assert sum(info.nbytes for info in infos.values()) == 16_060_522_496, "the index of the published folder says so"
+    for group in groups:
+        pieces = list(group.pieces())
+        assert all(piece.view.is_meta for piece in pieces)
+        assert sum(piece.chunk.numel for piece in pieces) == sum(piece.view.numel() for piece in pieces)
+        assert {p.key for p in pieces} == set(group.infos)
 
 
 def test_a_dtype_casts_floats_only() -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import safetensors.torch
@@ -27,14 +31,17 @@ from benchmarks.common import (
     rank,
     report,
     run,
+    say,
     training_state,
     world_size,
 )
 from titan_ckpt import posix
 from titan_ckpt.distributed import Coordinator
+from titan_ckpt.storage import rank_file_writer
 from titan_ckpt.storage.native import NativeWriter
 
 OURS, DCP, LIMIT = "titan_ckpt", "dcp.save (torchtitan's settings)", "limit: O_DIRECT write"
+UNHASHED = "titan_ckpt without digests"
 
 
 def main(options: Options) -> dict[str, Any]:
@@ -54,6 +61,10 @@ def main(options: Options) -> dict[str, Any]:
         if rank() == 0:
             posix.fsync_folder(folder)
 
+    def unhashed() -> None:
+        with _no_digests():
+            ours()
+
     def dcp_best() -> None:
         dcp.save(dict(state), storage_writer=FileSystemWriter(folder, thread_count=2), planner=best_planner)
 
@@ -69,6 +80,7 @@ def main(options: Options) -> dict[str, Any]:
 
     cases: dict[str, Case] = {
         OURS: ours,
+        UNHASHED: unhashed,
         DCP: lambda: dcp.save(dict(state), checkpoint_id=folder),
         "dcp.save, 2 threads, plan cached": dcp_best,
         "torch.save + fsync, a file per rank": torch_save,
@@ -81,8 +93,24 @@ def main(options: Options) -> dict[str, Any]:
     with PeakMemory() as peak:
         ours()
     written = folder_bytes(folder)
-    peers = [name for name in cases if name not in (OURS, LIMIT)]
-    return measures(times, OURS, DCP, peers, LIMIT, bytes_written=written, extra_peak_mib=peak.mib)
+    peers = [name for name in cases if name not in (OURS, UNHASHED, LIMIT)]
+    ratios = [mine / plain for mine, plain in zip(times[OURS], times[UNHASHED], strict=True)]
+    overhead = statistics.median(ratios) - 1
+    say(f"  digests take {overhead:.1%} of the time, the median of the turns")
+    found = measures(times, OURS, DCP, peers, LIMIT, bytes_written=written, extra_peak_mib=peak.mib)
+    return found | {"integrity_overhead": round(overhead, 4)}
+
+
+@contextmanager
+def _no_digests() -> Iterator[None]:
+    """Let the writer hash nothing, to see what hashing costs; what it writes meanwhile is no checkpoint."""
+    names = vars(rank_file_writer)
+    real = names["xxhash"]
+    names["xxhash"] = SimpleNamespace(xxh3_128_hexdigest=lambda _: "0" * 32)
+    try:
+        yield
+    finally:
+        names["xxhash"] = real
 
 
 def _fsync(path: Path) -> None:

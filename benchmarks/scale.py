@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,11 +73,11 @@ def dense_405b(stage: int, stages: int) -> Shapes:
 
 
 def mixture_1t(stage: int, stages: int) -> Shapes:
-    """61 layers of 256 experts, each expert a tensor of its own."""
+    """61 layers of 384 experts, each expert a tensor of its own: 1.04 T parameters."""
     found: Shapes = {}
     sharded: list[Placement] = [Replicate(), Shard(0), Replicate()]
     for i in range(stage * 61 // stages, (stage + 1) * 61 // stages):
-        for expert in range(256):
+        for expert in range(384):
             for name, shape in (("w1", (2048, 7168)), ("w2", (7168, 2048)), ("w3", (2048, 7168))):
                 found[f"layers.{i}.moe.experts.{expert}.{name}.weight"] = (shape, sharded)
         found[f"layers.{i}.attention.wqkv.weight"] = ((24576, 7168), sharded)
@@ -149,6 +150,8 @@ def measure(run: Run) -> dict[str, Any]:
         mesh = DeviceMesh("cpu", _ranks(run, 0), _init_backend=False)
         state = {fqn: _shard(mesh, *spec) for fqn, spec in _with_moments(run.tensors_of_stage(0, run.stages)).items()}
         gathered = _Gathered(run)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        before = _memory("VmRSS")
         begin = time.perf_counter()
         division = ownership.divide(state, gathered)  # type: ignore[arg-type]
         here = {share.fqn for share in division.shares}
@@ -174,9 +177,16 @@ def measure(run: Run) -> dict[str, Any]:
             "open_seconds": round(opened - begin_open, 3),
             "manifest_mib": round(len(manifest) / 2**20, 2),
             "manifest_seconds": round(time.perf_counter() - opened, 3),
+            "peak_mib": round(_memory("VmHWM") - before),
         }
     finally:
         dist.destroy_process_group()
+
+
+def _memory(field: str) -> float:
+    """Return a line of this process's status in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return float(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
 
 
 def _shard(mesh: DeviceMesh, shape: tuple[int, ...], placements: list[Placement]) -> DTensor:

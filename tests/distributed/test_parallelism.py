@@ -24,7 +24,7 @@ from titan_ckpt.testing import distributed
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.data import Batch
 from titan_ckpt.training.parallel.gradients import clip_gradients
-from titan_ckpt.training.trainer import Trainer
+from titan_ckpt.training.trainer import Converters, Trainer
 
 SIZES: dict[str, Any] = {
     "dim": 30, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_dim": 44, "vocab_size": 301,
@@ -110,10 +110,13 @@ def write_shapes(root: Path) -> None:
 
 
 @contextmanager
-def built(config: RunConfig) -> Iterator[Trainer]:
-    trainer = Trainer(config)
+def built(config: RunConfig, converters: Converters | None = None, *, load: bool = False) -> Iterator[Trainer]:
+    trainer = Trainer(config, converters)
     with trainer.setup() as trainer.ranks:
         trainer.build()
+        if load:
+            with trainer.build_manager() as trainer.manager:
+                trainer.load()
         yield trainer
 
 

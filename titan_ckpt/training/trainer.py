@@ -257,11 +257,8 @@ class Trainer:
         config = self.config.optimizer
         matrices = [p for p in self.trainable() if p.dim() >= 2]
         vectors = [p for p in self.trainable() if p.dim() < 2]
-        groups = [
-            {"params": params, "weight_decay": decay}
-            for params, decay in ((matrices, config.weight_decay), (vectors, 0.0))
-            if params
-        ]
+        # both groups on every rank, even where a pipeline stage trains nothing of one
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
     def build_lr_scheduler(self) -> LRScheduler:

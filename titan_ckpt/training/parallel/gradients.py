@@ -27,7 +27,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None, r
     if counted:
         square += torch.stack(torch._foreach_norm(counted)).double().square().sum()  # noqa: SLF001 - has no public name
     norm = sqrt(float(ranks.sum(square)))
-    if max_norm is not None and norm > max_norm:
+    if local and max_norm is not None and norm > max_norm:
         torch._foreach_mul_(local, max_norm / norm)
     return norm
 

@@ -34,9 +34,10 @@ _TOKENS = Shard(1)
 def split_matrices(model: Decoder[Any], mesh: DeviceMesh, *, sequence_parallel: bool, fit: FitPlan = dict) -> None:
     """Deal the matrices of a model part out over the ranks of a mesh, in place, without communication.
 
-    Experts are left to expert_parallel.py. Collective in the sense that every rank has the same values, or none yet.
+    Every rank brings the same values, or none yet. Experts are left to expert_parallel.py.
     """
     between = _TOKENS if sequence_parallel else Replicate()
+    trained = {fqn: parameter.requires_grad for fqn, parameter in model.named_parameters()}
     _apply(model, mesh, fit(_ends(model, between)))
     for layer in model.layers.children():
         _apply(layer, mesh, fit(_block(layer, between)))
@@ -52,6 +53,8 @@ def split_matrices(model: Decoder[Any], mesh: DeviceMesh, *, sequence_parallel: 
             output_layouts=Shard(-1), desired_output_layouts=Replicate(), use_local_output=False
         )
         parallelize_module(model, mesh, logits, src_data_rank=None)
+    for fqn, parameter in model.named_parameters():
+        parameter.requires_grad_(trained[fqn])  # SequenceParallel makes frozen parameters anew, to be trained
 
 
 def _apply(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:

@@ -1,0 +1,92 @@
+"""A base and an adapter from outside, loaded straight into the shards of every layout, and trained there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from converters import from_tables
+from tests.distributed.test_parallelism import LAYOUTS, built, next_step, settings, write_shapes
+from titan_ckpt.tensors import Chunk, blocks_of
+from titan_ckpt.testing import distributed
+from titan_ckpt.training.trainer import Trainer
+
+LORA = {"kind": "lora", "rank": 3, "target_modules": ["wq", "wk", "wv", "wo"]}
+DENSE = {"kind": "lora", "rank": 3, "target_modules": ["wq", "wk", "wv", "wo", "w1", "w2", "output"]}
+RUNS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "llama3": (DENSE, ["fsdp", "tensor", "interleaved", "context", "fsdp_and_tensor", "pipeline_and_tensor", "hsdp"]),
+    "qwen3_moe": (LORA, ["experts", "experts_and_tensor", "experts_in_pipeline"]),
+}
+"""Each with what is adapted and the layouts."""
+
+
+def write_sources(root: Path, model: str) -> None:
+    """Train and export a base, then an adapter on it; leave what a single process makes of both."""
+    base, adapter = root / model / "base", root / model / "adapter"
+    save = {"save": {"interval": 2}}
+    with built(settings(root, model, {}, {**save, "export": {"format": "hf", "folder": "."}}, base)) as trainer:
+        finish(trainer)
+    initial = {"initial_load": [{"path": str(base / "step-2")}]}
+    lora = from_tables([RUNS[model][0]])
+    export = {"format": "peft", "folder": "."}
+    with built(settings(root, model, {}, {**save, **initial, "export": export}, adapter), lora) as trainer:
+        finish(trainer)
+    with loaded(root, model, "single") as trainer:
+        torch.save(trainer.model.state_dict(), root / model / "truth.pt")
+        (root / model / "next.json").write_text(json.dumps(next_step(trainer)))
+
+
+def finish(trainer: Trainer) -> None:
+    with trainer.build_manager() as trainer.manager:
+        trainer.load()
+        trainer.train()
+
+
+def loaded(root: Path, model: str, layout: str) -> Any:
+    sources = [{"path": str(root / model / "base" / "step-2")}, {"path": str(root / model / "adapter" / "step-2-peft")}]
+    config = settings(root, model, LAYOUTS[layout][1], {"initial_load": sources}, root / "nothing")
+    return built(config, from_tables([RUNS[model][0]]), load=True)
+
+
+def assert_loads_and_trains(root: Path, model: str, layout: str) -> None:
+    truth = torch.load(root / model / "truth.pt")
+    with loaded(root, model, layout) as trainer:
+        tensors = {fqn: value for part in trainer.model_parts for fqn, value in part.state_dict().items()}
+        for fqn, value in tensors.items():
+            for block in blocks_of(value):
+                assert torch.equal(block.data, truth[fqn][block.chunk.within(Chunk.whole(truth[fqn].shape))]), fqn
+        trained = set(trainer.trainable())
+        named = [one for part in trainer.model_parts for one in part.named_parameters()]
+        assert {fqn for fqn, p in named if p in trained} == {fqn for fqn, _ in named if "lora_" in fqn}
+        expected = json.loads((root / model / "next.json").read_text())
+        assert next_step(trainer) == pytest.approx(expected, rel=1e-5), layout
+
+
+@distributed(nproc=2)
+def on_2(root: Path) -> None:
+    everywhere(root, 2)
+
+
+@distributed(nproc=4)
+def on_4(root: Path) -> None:
+    everywhere(root, 4)
+
+
+def everywhere(root: Path, num_ranks: int) -> None:
+    for model, (_, layouts) in RUNS.items():
+        for layout in layouts:
+            if LAYOUTS[layout][0] == num_ranks:
+                assert_loads_and_trains(root, model, layout)
+
+
+def test_a_base_and_an_adapter_load_into_every_layout(tmp_path: Path) -> None:
+    """Every shard has the bits of its place; loss and adapter gradients are those of one process."""
+    write_shapes(tmp_path)
+    for model in RUNS:
+        write_sources(tmp_path, model)
+    on_2(tmp_path)
+    on_4(tmp_path)

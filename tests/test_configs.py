@@ -15,12 +15,14 @@ from transformers import AutoModelForCausalLM
 
 import train
 from converters import from_tables
+from titan_ckpt.testing import distributed
 from titan_ckpt.training.reporting import read_metrics
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 SMALL = {"training.steps": 2, "training.batch_size": 2, "data.sequence_length": 16, "checkpoint.save.interval": 1}
 TINY = {**SMALL, "model.flavor": "debug-0.5m"}
+SPREAD: dict[str, object] = {**SMALL, "training.batch_size": 4, "data.tokenizer.vocab_size": 300}
 BASE = "outputs/pretrain/exports/step-2"
 ON_BASE = {**SMALL, "model.folder": BASE, "data.tokenizer.folder": BASE, "checkpoint.initial_load.0.path": BASE}
 
@@ -140,3 +142,28 @@ def test_fsdp2_runs_under_torchrun() -> None:
     assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == [1, 2]
     assert (output / "exports" / "step-2" / "model.safetensors").is_file()
     assert len(list((output / "checkpoints" / "step-2").glob("*.safetensors"))) == 2
+
+
+@distributed(nproc=2)
+def run_on_two_ranks(folder: Path) -> None:
+    os.chdir(folder)
+    run("pipeline.toml", SPREAD)
+    run("expert_parallel.toml", SPREAD)
+
+
+@distributed(nproc=4)
+def run_on_four_ranks(folder: Path) -> None:
+    os.chdir(folder)
+    run("hsdp.toml", SPREAD)
+    run("fsdp_tensor_parallel.toml", SPREAD)
+
+
+def test_every_layout_runs(tmp_path: Path) -> None:
+    """Ranks that share matrices, layers, experts or copies train, save together and export one folder."""
+    run_on_two_ranks(tmp_path)
+    run_on_four_ranks(tmp_path)
+    for name, num_files in {"pipeline": 2, "expert_parallel": 2, "hsdp": 4, "fsdp_tensor_parallel": 4}.items():
+        step = tmp_path / "outputs" / name / "checkpoints" / "step-2"
+        assert len(list(step.glob("*.safetensors"))) == num_files
+        exported = tmp_path / "outputs" / name / "exports" / "step-2" / "model.safetensors"
+        assert exported.is_file() == (name != "hsdp")

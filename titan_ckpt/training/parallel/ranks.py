@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -92,7 +92,8 @@ def process_group(wanted: Device, degrees: Degrees) -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     joined = "RANK" in os.environ and not dist.is_initialized()
     if joined:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, **_rendezvous())
     try:
         if dist.is_initialized():
             yield Ranks(dist.get_rank(), dist.get_world_size(), device, degrees, _make_axes(device.type, degrees))
@@ -101,6 +102,19 @@ def process_group(wanted: Device, degrees: Degrees) -> Iterator[Ranks]:
     finally:
         if joined:
             dist.destroy_process_group()
+
+
+def _rendezvous() -> dict[str, Any]:
+    """Return where torchrun's ranks meet, apart from what those of an earlier life left there; else nothing.
+
+    torchrun serves the store and restarts the ranks beside it: torch 2.13 would connect to addresses of dead ones.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    server = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
+    store = dist.PrefixStore(f"life-{os.environ['TORCHELASTIC_RESTART_COUNT']}", server)
+    return {"store": store, "rank": rank, "world_size": size}
 
 
 def _make_axes(device_type: str, degrees: Degrees) -> dict[str, DeviceMesh]:

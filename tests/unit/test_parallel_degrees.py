@@ -107,12 +107,14 @@ def test_everything_that_does_not_fit_is_in_one_error() -> None:
     }  # fmt: skip
 
 
-def test_stages_per_rank_belong_to_the_interleaved_schedule() -> None:
-    """A combination that means nothing is refused where the table is read."""
+def test_combinations_that_do_not_work_are_refused_where_the_table_is_read() -> None:
+    """Stages per rank belong to the interleaved schedule, and matrices are shared or compiled."""
     with pytest.raises(ConfigError, match='2 need pipeline_schedule = "Interleaved1F1B"'):
         from_dict(ParallelConfig, {"pipeline_parallel": 2, "pipeline_stages_per_rank": 2})
     with pytest.raises(ConfigError, match="needs 2 or more"):
         from_dict(ParallelConfig, {"pipeline_schedule": "Interleaved1F1B", "pipeline_stages_per_rank": 1})
+    with pytest.raises(ConfigError, match="compile: torch.compile cannot differentiate"):
+        from_dict(ParallelConfig, {"tensor_parallel": 2, "compile": True})
     table = {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B"}
     assert from_dict(ParallelConfig, table).num_stages == 4
 

@@ -40,7 +40,7 @@ class ParallelConfig:
     activation_checkpoint: Literal["none", "full", "selective"] = "none"
     """Recompute in the backward pass: "full" whole layers, "selective" all but their matrix multiplications."""
     compile: bool = False
-    """Compile each layer with torch.compile."""
+    """Compile each layer with torch.compile; not with tensor_parallel."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -51,6 +51,8 @@ class ParallelConfig:
             yield 'pipeline_stages_per_rank: "Interleaved1F1B" needs 2 or more; with 1, choose "1F1B"'
         if self.pipeline_schedule != "Interleaved1F1B" and per_rank is not None and per_rank > 1:
             yield f'pipeline_stages_per_rank: {per_rank} need pipeline_schedule = "Interleaved1F1B"'
+        if self.compile and self.tensor_parallel > 1:
+            yield "compile: torch.compile cannot differentiate layers under tensor_parallel; choose one of them"
 
     @property
     def num_stages(self) -> int:

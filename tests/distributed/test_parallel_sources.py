@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from converters import from_tables
-from tests.distributed.test_parallelism import LAYOUTS, built, next_step, settings, write_shapes
+from tests.distributed.test_parallelism import LAYOUTS, built, managed, next_step, settings, write_shapes
 from titan_ckpt.tensors import Chunk, blocks_of
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.trainer import Trainer
@@ -41,7 +41,7 @@ def write_sources(root: Path, model: str) -> None:
 
 
 def finish(trainer: Trainer) -> None:
-    with trainer.build_manager() as trainer.manager:
+    with managed(trainer):
         trainer.load()
         trainer.train()
 

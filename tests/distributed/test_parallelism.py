@@ -17,6 +17,7 @@ import torch.distributed as dist
 from titan_ckpt.config import CheckpointConfig, ResumeConfig, from_dict
 from titan_ckpt.models.llama3 import Llama3Config
 from titan_ckpt.models.qwen3_moe import Qwen3MoeConfig
+from titan_ckpt.run_guard import RunGuard
 from titan_ckpt.storage import open_reader
 from titan_ckpt.storage.base import ReadRequest
 from titan_ckpt.tensors import Chunk, blocks_of, info_of
@@ -115,9 +116,17 @@ def built(config: RunConfig, converters: Converters | None = None, *, load: bool
     with trainer.setup() as trainer.ranks:
         trainer.build()
         if load:
-            with trainer.build_manager() as trainer.manager:
+            with managed(trainer):
                 trainer.load()
-        yield trainer
+                yield trainer
+        else:
+            yield trainer
+
+
+@contextmanager
+def managed(trainer: Trainer) -> Iterator[None]:
+    with trainer.build_manager() as trainer.manager, RunGuard(trainer.manager) as trainer.guard:
+        yield
 
 
 def fixed_batch(trainer: Trainer) -> Batch:
@@ -158,7 +167,7 @@ def save_in(layout: str, model: str, root: Path) -> None:
     """Train two steps, save, and leave what the third step's loss would be."""
     output = root / model / layout
     config = settings(root, model, LAYOUTS[layout][1], {"save": {"interval": STEPS, "timeout_seconds": 60}}, output)
-    with built(config) as trainer, trainer.build_manager() as trainer.manager:
+    with built(config) as trainer, managed(trainer):
         trainer.load()
         trainer.train()
         assert_holds(trainer, output / "checkpoints" / f"step-{STEPS}")

@@ -113,7 +113,7 @@ def test_combinations_that_do_not_work_are_refused_where_the_table_is_read() -> 
         from_dict(ParallelConfig, {"pipeline_parallel": 2, "pipeline_stages_per_rank": 2})
     with pytest.raises(ConfigError, match="needs 2 or more"):
         from_dict(ParallelConfig, {"pipeline_schedule": "Interleaved1F1B", "pipeline_stages_per_rank": 1})
-    with pytest.raises(ConfigError, match="compile: torch.compile cannot differentiate"):
+    with pytest.raises(ConfigError, match=r"compile: torch\.compile cannot differentiate"):
         from_dict(ParallelConfig, {"tensor_parallel": 2, "compile": True})
     table = {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B"}
     assert from_dict(ParallelConfig, table).num_stages == 4

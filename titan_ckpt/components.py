@@ -99,6 +99,8 @@ class RunState:
     rng: RandomState = field(default_factory=RandomState)
     rank: int = 0
     world_size: int = 1
+    left_out: frozenset[str] = frozenset()
+    """Components that are neither saved nor loaded."""
 
     def __post_init__(self) -> None:
         """Raises: LoadMismatchError for optimizers that do not train this model's parameters."""
@@ -137,7 +139,7 @@ class RunState:
         tensors: StateDict = {MODEL + fqn: value for fqn, value in model.items()}
         run: dict[str, Any] = {"step": step}
         components = ["model", "rng"]
-        if extra := self.model.extra_state():
+        if "model" not in self.left_out and (extra := self.model.extra_state()):
             run["model"] = extra
         if (optimizer := self.optimizer) is not None:
             components.append("optimizer")
@@ -155,7 +157,8 @@ class RunState:
         rank = counters.rank
         parameters = {MODEL + fqn for fqn in self.model.parameter_names().values()}
         volatile = frozenset(n for n in tensors if n not in parameters and not n.startswith(OPTIMIZER))
-        return Snapshot(tensors, run, rank, tuple(c for c in COMPONENTS if c in components), volatile)
+        held = tuple(c for c in COMPONENTS if c in components and c not in self.left_out)
+        return Snapshot(tensors, run, rank, held, volatile)
 
     def _counters(self) -> Counters:
         """Take what is neither weights nor optimizer state; the generators last, for the others may draw from them."""
@@ -173,12 +176,13 @@ class RunState:
                 for name, state in self.states.items()
             }
         rank["layout"] = self.layout
-        rank["rng"] = self.rng.state_dict()
+        if "rng" not in self.left_out:
+            rank["rng"] = self.rng.state_dict()
         return Counters(run, rank, tensors)
 
     @functools.cached_property
     def _has_extra_state(self) -> bool:
-        return bool(self.model.extra_state_names())
+        return "model" not in self.left_out and bool(self.model.extra_state_names())
 
     def mark(self, step: int) -> Mark:
         """Note what a step that is now begun will change before the optimizer's step does, so that it can be undone.

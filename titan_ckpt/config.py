@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from titan_ckpt.overrides import apply_overrides
 from titan_ckpt.strict_toml import Check, from_dict, load_config, read_toml, validate
@@ -229,6 +229,9 @@ class CheckpointConfig:
 
     folder: NonEmpty = "checkpoints"
     """Relative to the run's base folder."""
+    components: tuple[Component, ...] | None = None
+    """What the run saves and loads; what it does not have is ignored. Absent: everything. Without "model" the weights
+    come from outside, by the handler that the manager is given."""
     save: SaveConfig | None = None
     """Absent: nothing is saved."""
     resume: ResumeConfig = field(default_factory=ResumeConfig)
@@ -241,7 +244,20 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         validate(self)
 
+    @property
+    def external(self) -> bool:
+        """Whether weights come from outside, and are not in the run's checkpoints."""
+        return self.components is not None and "model" not in self.components
+
+    def left_out(self) -> frozenset[str]:
+        """Return the components that the run neither saves nor loads."""
+        return frozenset() if self.components is None else frozenset(get_args(Component)) - {*self.components}
+
     def problems(self) -> Iterator[str]:
+        if self.components is not None and not self.components:
+            yield "components: name one or more; absent: everything"
+        if self.external and self.initial_load:
+            yield 'initial_load: components has no "model", so weights come from outside; leave one of the two out'
         targets: dict[str, int] = {}
         own = os.path.normpath(self.folder)
         for i, export in enumerate(self.export):

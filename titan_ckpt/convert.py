@@ -84,6 +84,8 @@ def native_tensors(reader: TensorReader, key_map: KeyMap) -> dict[str, LazyTenso
         raise NotACheckpointError(
             f"{reader.path} holds an adapter, which is no model by itself: load base and adapter in a run and export"
         )
+    if reader.format == "native" and _manifest(reader.path).kind == "external":
+        raise NotACheckpointError(f"{reader.path} holds no model weights: its run took them from outside")
     if reader.format != "hf":
         prefix, names = _own_names(reader)
         groups = [(prefix, KeyMap(identity=True).group_of_fqn(name)) for name in names]

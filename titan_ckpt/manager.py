@@ -25,10 +25,12 @@ from titan_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CommitConflictError,
+    ConfigError,
     CorruptCheckpointError,
     ExportError,
 )
 from titan_ckpt.exporting import Exporter
+from titan_ckpt.external_weights import ExternalLoad, ExternalWeights
 from titan_ckpt.initialize import initialise, mark_filled
 from titan_ckpt.loading import PreparedLoad, prepare_load
 from titan_ckpt.manifest import Manifest
@@ -41,6 +43,15 @@ from titan_ckpt.transforms import StateDictTransforms
 from titan_ckpt.types import Format, LoadReport, ModelHooks, StateDict, Stateful
 
 logger = logging.getLogger(__name__)
+
+_HANDLER_MISSING = (
+    'checkpoint.components: "model" is left out, so the weights come from outside, and nothing delivers them: give the '
+    'manager external_weights=, or add "model"'
+)
+_HANDLER_UNUSED = (
+    "external_weights is given, and checkpoint.components holds the model: every weight has one source. Name the "
+    'components without "model", or leave the handler out'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +86,18 @@ class CheckpointManager:
         states: Mapping[str, Stateful] | None = None,
         sd_transforms: StateDictTransforms | None = None,
         model_converters: ModelHooks | None = None,
+        external_weights: ExternalWeights | None = None,
         base_folder: str | Path = ".",
     ) -> None:
-        """Bind to a run's objects; touches no file. `config.folder` and export folders are under `base_folder`."""
+        """Bind to a run's objects; touches no file. `config.folder` and export folders are under `base_folder`.
+
+        `external_weights` fills the model at every load, where `config.components` leaves the model out.
+        Raises: ConfigError where one of the two is there without the other.
+        """
+        if config.external is (external_weights is None):
+            raise ConfigError([_HANDLER_MISSING if config.external else _HANDLER_UNUSED])
+        self._external_weights = external_weights
+        left_out = config.left_out()
         timeout = config.save.timeout_seconds if config.save else 1800.0
         self.config = config
         self.base_folder = Path(base_folder)
@@ -87,10 +107,11 @@ class CheckpointManager:
         self._coordinator = Coordinator.current(timeout)
         self._run = RunState(
             self._model,
-            optimizers,
-            lr_schedulers,
-            dataloader,
-            dict(states or {}),
+            () if "optimizer" in left_out else optimizers,
+            () if "lr_scheduler" in left_out else lr_schedulers,
+            None if "dataloader" in left_out else dataloader,
+            {} if "states" in left_out else dict(states or {}),
+            left_out=left_out,
             rank=self._coordinator.rank,
             world_size=self._coordinator.world_size,
         )
@@ -157,9 +178,9 @@ class CheckpointManager:
         load_plan = self._resolve(None)
         with self._prepare(load_plan, resuming=False) as prepared:
             self._read(prepared)
-            self._initialise(prepared)
+            report = self._complete(load_plan, prepared)
             self._identify_base(load_plan, prepared, None)
-        return LoadResult(0, load_plan, prepared.report)
+        return LoadResult(0, load_plan, report)
 
     def _resume(self, step: int, *, by_number: bool) -> LoadResult | None:
         """1 Plan. 2 Open everything and check that it fits. 3 Read. 4 Initialise. 5 Hand over what is not a tensor.
@@ -181,13 +202,13 @@ class CheckpointManager:
             state = ResumeState.open(path, manifest, self._run, load_plan.exclude, self._coordinator)
             with state:
                 self._read(prepared, state)
-            self._initialise(prepared)
+            report = self._complete(load_plan, prepared)
             self._identify_base(load_plan, prepared, manifest)
         self._together("load-apply", lambda: state.apply(self._run, load_plan.exclude))
         self._resumed_from = {"step": step, "attempt": manifest.attempt}
         self._directory.resume_from(step)
         self._saved_step = step
-        return LoadResult(step, load_plan, prepared.report)
+        return LoadResult(step, load_plan, report)
 
     def _resolve(self, step: ResumeStep | None) -> LoadPlan:
         plans: list[LoadPlan] = []
@@ -209,10 +230,27 @@ class CheckpointManager:
         self._together("load-check", lambda: [part.check() for part in parts])
         self._together("load-read", lambda: [part.read() for part in parts])
 
-    def _initialise(self, prepared: PreparedLoad) -> None:
-        """Give values to what a model from meta has no values for after everything was read; nothing else."""
-        mark_filled(self._model, prepared.report.loaded)
+    def _complete(self, load_plan: LoadPlan, prepared: PreparedLoad) -> LoadReport:
+        """Take weights from outside, where they come from there; then initialise what still has no values."""
+        report = self._take_from_outside(load_plan) if load_plan.external else prepared.report
+        mark_filled(self._model, report.loaded)
         self._together("load-initialise", lambda: initialise(self._model))
+        return report
+
+    def _take_from_outside(self, load_plan: LoadPlan) -> LoadReport:
+        """Let the handler fill the model. Raises: LoadMismatchError unless it filled all of it; what it raises."""
+        assert self._external_weights is not None, "the constructor refuses"
+        handler = self._external_weights
+        event = ExternalLoad(load_plan.resume.step if load_plan.resume else 0, self._model.state_dict("full"))
+        # at the start converters may give their own tensors values, as after any initial load
+        may_lack = frozenset() if load_plan.resume else frozenset(filter(self._model.owns, event.tensors))
+
+        def fill() -> None:
+            handler(event)
+            event.verify(may_lack)
+
+        self._together("load-external", fill)
+        return LoadReport(tuple(event.filled), initialised=tuple(may_lack - event.filled))
 
     def _together(self, tag: str, act: Callable[[], object]) -> None:
         """Act on every rank; where one fails, all raise. Collective."""
@@ -322,9 +360,9 @@ class CheckpointManager:
         self._look_before_saving(step)
         request = SaveRequest(
             step,
-            "adapter" if self._adapter_only else "full",
+            "external" if self.config.external else "adapter" if self._adapter_only else "full",
             converters=self._hooks.describe() if self._hooks else [],
-            base=self._base,
+            base=None if self.config.external else self._base,
             resumed_from=self._resumed_from,
             metrics=metrics,
             expire=mark is None,
@@ -359,6 +397,8 @@ class CheckpointManager:
         return base_is_stored and self.config.save is not None and not self.config.save.include_base
 
     def _model_to_save(self) -> StateDict:
+        if self.config.external:
+            return {}
         return self._model.owned_state_dict() if self._adapter_only else self._model.state_dict("full")
 
     def _before_optimizer_step(self) -> None:

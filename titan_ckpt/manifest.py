@@ -21,7 +21,7 @@ from titan_ckpt.strict_json import Json, as_int, as_list, as_str, parse, to_text
 MANIFEST_NAME = "MANIFEST.json"
 MAX_BYTES = 32 * 2**20
 SCHEMA_VERSION = 1
-Kind = Literal["full", "adapter", "model"]
+Kind = Literal["full", "adapter", "model", "external"]
 
 _FORMAT = "titan_ckpt"
 _MAX_METRICS = 1_000
@@ -47,7 +47,8 @@ class Manifest:
 
     step: int
     kind: Kind
-    """full: resumes by itself; adapter: resumes over its base; model: weights only, never resumed."""
+    """full: resumes by itself; adapter: resumes over its base; model: weights only, never resumed;
+    external: all but the weights, which its run took from outside. Only this kind may be without them."""
     attempt: str
     """The save's own id, 32 hex digits: two saves of one step differ in it."""
     world_size: int
@@ -132,7 +133,10 @@ def _validate(document: Json) -> Manifest:
             values[name] = read(document[name])
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name}: {error}") from None
-    return Manifest(**values)
+    manifest = Manifest(**values)
+    if (manifest.kind == "external") is ("model" in manifest.components):
+        raise ValueError(f"kind {manifest.kind!r} with components {', '.join(manifest.components)}")
+    return manifest
 
 
 def _natural(least: int, most: int) -> Callable[[Json], int]:

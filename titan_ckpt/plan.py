@@ -47,10 +47,15 @@ class LoadPlan:
     resume: ResumeStep | None = None
     sources: tuple[LoadSource, ...] = ()
     exclude: frozenset[str] = frozenset()
+    external: bool = False
+    """Weights come from outside."""
 
     def __str__(self) -> str:
-        head = f"resume step {self.resume.step}" if self.resume else "initial load" if self.sources else "start afresh"
+        starts = "initial load" if self.sources or self.external else "start afresh"
+        head = f"resume step {self.resume.step}" if self.resume else starts
         lines = [head, *(f"  {i}. {source}" for i, source in enumerate(self.sources, 1))]
+        if self.external:
+            lines.append("  weights from outside")
         if self.exclude:
             lines.append(f"  not loaded: {', '.join(sorted(self.exclude))}")
         return "\n".join(lines)
@@ -65,14 +70,21 @@ def resolve(
 
     `describe` says of an initial source its format and whether it is an adapter.
     """
-    exclude = frozenset(config.resume.exclude)
+    exclude = frozenset(config.resume.exclude) | config.left_out()
+    if config.external:
+        return LoadPlan(step, (), exclude, external=True)
+    if step is not None and step.kind == "external" and "model" not in exclude:
+        raise CheckpointNotFoundError(
+            f'{step.path} holds no model weights: its run took them from outside. Leave "model" out of '
+            "checkpoint.components and give the manager external_weights, or choose another folder"
+        )
     initial = []
     if step is None or (step.kind == "adapter" and "model" not in exclude):
         for source in config.initial_load:
             format_, adapter = describe(source)
             initial.append(LoadSource(Path(source.path), format_, source.cast, source.revision, adapter))
     if step is None:
-        return LoadPlan(None, tuple(initial), frozenset())
+        return LoadPlan(None, tuple(initial), config.left_out())
     if "model" in exclude:
         return LoadPlan(step, (), exclude)
     own = LoadSource(step.path, "native", adapter=step.kind == "adapter")

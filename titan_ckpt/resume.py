@@ -134,7 +134,7 @@ def _read_states(
         "data": own is not None and (position is None or position[0] == run_state.data_rank),
     }
     of_ranks: list[Any] = coordinator.gather("resume-layout", mine, error)
-    rng = own["rng"] if own is not None and all(one["layout"] for one in of_ranks) else None
+    rng = own.get("rng") if own is not None and all(one["layout"] for one in of_ranks) else None
     if "dataloader" not in manifest.components or "dataloader" in exclude:
         return run, RankState(rng)
     if position is not None and all(one["data"] for one in of_ranks):

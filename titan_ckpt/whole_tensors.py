@@ -217,15 +217,15 @@ class WholeTensors(TorchFunctionMode):
             return one.seen
         is_parameter = isinstance(one.seen, nn.Parameter)
         for target in one.targets():
+            if target.shape != value.shape and (is_parameter or isinstance(target, DTensor)):
+                raise ValueError(
+                    f"{one.name}: initialisation assigns shape {list(value.shape)} where the model has shape "
+                    f"{list(target.shape)}"
+                )
             if isinstance(target, DTensor) and isinstance(one.seen, DTensor):
                 self._warn_of_waste(one, target)
-            same = target.shape == value.shape and (target.dtype == value.dtype or isinstance(target, DTensor))
-            if same or is_parameter:
-                if target.shape != value.shape:
-                    raise ValueError(
-                        f"{one.name}: initialisation assigns shape {list(value.shape)} to a parameter of shape "
-                        f"{list(target.shape)}"
-                    )
+            alike = (target.shape, target.dtype) == (value.shape, value.dtype)
+            if alike or is_parameter or isinstance(target, DTensor):
                 fill(target, value)
             else:
                 moved = value.to(target.device)

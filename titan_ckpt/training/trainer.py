@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import IterableDataset
 
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.external_weights import ExternalWeights
 from titan_ckpt.initialize import construct, materialise
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.language_model import LanguageModel
@@ -115,6 +116,9 @@ class Trainer:
     callbacks: Callbacks
     manager: CheckpointManager
     guard: RunGuard
+
+    external_weights: ExternalWeights | None = None
+    """Fills the model at every load where checkpoint.components leaves it out; a subclass may define it as a method."""
 
     def __init__(
         self, config: RunConfig, converters: Converters | None = None, callbacks: Sequence[Callback] = ()
@@ -371,6 +375,7 @@ class Trainer:
                 self.model.key_map(), self.model.hf_config() | special, self.tokenizer.folder
             ),
             model_converters=self.converters,
+            external_weights=self.external_weights,
             base_folder=self.config.output_folder,
         )
 

@@ -1,0 +1,51 @@
+"""The worked example of weights from outside: a server and a worker, two processes and a folder between them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "diloco.py"
+ROUNDS = 4
+
+
+def start(role: str, folder: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, str(EXAMPLE), role, str(folder), "--rounds", str(ROUNDS)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def await_path(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 90
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline, f"{path.name} did not come"
+        time.sleep(0.005)
+
+
+def finish(*processes: subprocess.Popen[str]) -> None:
+    for process in processes:
+        text, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, text
+
+
+def test_c3_a_parameter_server_run_goes_on_after_both_were_killed(tmp_path: Path) -> None:
+    """Weights from the server, inner optimizer and progress from the worker's checkpoint: as if nothing happened."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    finish(start("server", straight), start("worker", straight))
+    server, worker = start("server", killed), start("worker", killed)
+    await_path(killed / "worker-a" / "step-6", worker)
+    worker.kill()
+    server.kill()
+    worker.communicate()
+    server.communicate()
+    finish(start("server", killed), start("worker", killed))
+    first, last = (load_file(straight / f"weights-{number}.safetensors") for number in (0, ROUNDS))
+    found = load_file(killed / f"weights-{ROUNDS}.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in last.items())
+    assert not any(torch.equal(first[name], value) for name, value in last.items())
+    stored = (killed / "worker-a" / "step-12" / "rank-00000.safetensors").read_bytes()
+    assert b'"model.' not in stored and b'"optimizer.' in stored

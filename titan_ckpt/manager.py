@@ -419,7 +419,7 @@ class CheckpointManager:
     @property
     def marked_step(self) -> int | None:
         """Return the step whose state `save_marked` would save; None where an optimizer has begun to change it."""
-        return None if self._mark is None or self._stepping or not self._run.optimizers else self._mark.step
+        return None if self._mark is None or self._stepping or not self._step_hooks else self._mark.step
 
     @property
     def saved_step(self) -> int | None:

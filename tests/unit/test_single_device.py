@@ -115,8 +115,8 @@ def initialised(model: Any) -> dict[str, torch.Tensor]:
 def test_e1_an_init_for_one_device_initialises_a_sharded_model() -> None:
     """Fills, assignments, views, copies, aliases, nested modules: the values of one device, in the placements there.
 
-    Also E2: the values, random ones too, are the same on one device and on 2 ranks; assignments redistribute and warn once;
-    objects stay, so that an optimizer may hold them.
+    Also E2: the values, random ones too, are the same on one device and on 2 ranks; assignments redistribute and warn
+    once; objects stay, so that an optimizer may hold them.
     """
     expected = expected_of(Model())
     mesh = init_device_mesh("cpu", (2,))

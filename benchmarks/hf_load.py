@@ -93,7 +93,7 @@ def _cases(folder: Path, subject: Subject) -> dict[str, Case]:
                 for key in opened.keys():  # noqa: SIM118 - it is no dict
                     values = opened.get_slice(key)
                     for block in blocks_of(tensors[key]):
-                        block.data.copy_(values[block.chunk.within(block.chunk.whole(values.get_shape()))])
+                        block.data.copy_(values[block.chunk.within(block.chunk.whole(tuple(values.get_shape())))])
 
     def limit(direct: bool) -> None:
         for file in files[rank() :: world_size()]:

@@ -100,9 +100,9 @@ def test_d5_tied_parameters_are_trained_once(tmp_path: Path) -> None:
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
     }
-    LlamaConfig(
-        **shape, num_attention_heads=2, vocab_size=512, tie_word_embeddings=True, architectures=["LlamaForCausalLM"]
-    ).save_pretrained(tmp_path / "tied")
+    LlamaConfig(**shape, vocab_size=512, tie_word_embeddings=True, architectures=["LlamaForCausalLM"]).save_pretrained(
+        tmp_path / "tied"
+    )
     config = settings(tmp_path, model={"name": "hf", "flavor": None, "folder": str(tmp_path / "tied")})
     trainer = Trainer(config)
     trainer.run()

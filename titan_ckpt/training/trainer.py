@@ -300,13 +300,18 @@ class Trainer:
 
     # What the build steps share
 
+    def read_shape(self) -> Any:
+        """Return the shape of the model, which is asked for before anything is built; goes with `build_model`."""
+        model = self.config.model
+        return read_config(model.name, flavor=model.flavor, folder=model.folder)
+
     def find_degrees(self) -> Degrees:
         """Return how many ranks each kind of parallelism has. Raises: ConfigError for all that does not fit."""
-        model, training = self.config.model, self.config.training
+        training = self.config.training
         return find_degrees(
             self.config.parallel,
             world_size(),
-            read_config(model.name, flavor=model.flavor, folder=model.folder),
+            self.read_shape(),
             batch_size=training.batch_size,
             accumulation=training.accumulation,
             sequence_length=self.config.data.sequence_length,

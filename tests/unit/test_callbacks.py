@@ -23,7 +23,7 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.models.qwen3_moe import RouterLoad
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue, StepMetrics
-from titan_ckpt.training.data import IGNORED, Batch, collate
+from titan_ckpt.training.data import IGNORED, Batch, PackedDataset, collate
 from titan_ckpt.training.trainer import Trainer
 
 EVERYTHING: dict[str, dict[str, Any]] = {
@@ -350,7 +350,7 @@ class Epochs(Callback):
 
 
 def test_d2_epochs_begin_and_end_where_the_data_does(tmp_path: Path) -> None:
-    """Six sequences are an epoch of one and a half steps; a resumed run is in the epoch it had left."""
+    """Eight sequences are an epoch of two steps; a resumed run is in the epoch it had left."""
     corpus = tmp_path / "short.txt"
     corpus.write_text("a b c d e f g h " * 8)
     data = {"corpus": str(corpus), "sequence_length": 16, "cache_folder": str(tmp_path / "cache")}
@@ -363,7 +363,8 @@ def test_d2_epochs_begin_and_end_where_the_data_does(tmp_path: Path) -> None:
         )
         trainer.run()
         events.append(epochs.events)
-    assert trainer.dataset.num_sequences == 8  # type: ignore[attr-defined]
+    assert isinstance(trainer.dataset, PackedDataset)
+    assert trainer.dataset.num_sequences == 8
     assert events == [["begin 0", 1, 2, "end 0", "begin 1"], ["begin 1", 3, 4, "end 1", "begin 2"]]
 
 

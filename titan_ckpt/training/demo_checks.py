@@ -96,6 +96,7 @@ def native(run: Run) -> tuple[nn.Module, TextTokenizer]:
     probe = Probe(*read_run(config, overrides))
     state = probe.run()
     assert state.step == run.num_steps, "a finished run loads its last step"
+    assert probe.tokenizer is not None
     return probe.model, probe.tokenizer
 
 

@@ -97,22 +97,23 @@ class Trainer:
     """Trains one model on this process's share of the data.
 
     `run()` does everything: build, resume, train, save. To change a part, subclass and override its build step; each
-    returns what it builds and may use what the steps before it built (the attributes below, in that order).
+    returns what it builds and may use what the steps before it built (the attributes below, in that order). What may be
+    None below is left out by a step that returns None.
     """
 
     ranks: Ranks
     model: LanguageModel
     """Whole until it is laid out over the ranks, then the first of `model_parts`."""
-    tokenizer: TextTokenizer
-    encode: Callable[[str], list[int]]
-    dataset: IterableDataset[Batch]
+    tokenizer: TextTokenizer | None
+    encode: Callable[[str], list[int]] | None
+    dataset: IterableDataset[Batch] | None
     collate: Callable[[Sequence[Batch]], Batch]
     dataloader: Any
     model_parts: Sequence[nn.Module]
     """What this rank has of the model: its pipeline stages, or the one model."""
     pipeline: Pipeline | None
     optimizer: Optimizer
-    lr_scheduler: LRScheduler
+    lr_scheduler: LRScheduler | None
     callbacks: Callbacks
     manager: CheckpointManager
     guard: RunGuard
@@ -203,7 +204,7 @@ class Trainer:
         if self._compute_dtype is torch.bfloat16:
             keep_stored_dtypes(self.model, self.config.checkpoint, Path(self.config.output_folder))
 
-    def build_assets(self) -> TextTokenizer:
+    def build_assets(self) -> TextTokenizer | None:
         """Return the tokenizer. Raises: ConfigError if the model's vocabulary is too small for it."""
         data = self.config.data
         if data.tokenizer.folder is not None:
@@ -215,11 +216,11 @@ class Trainer:
             raise ConfigError([f"data.tokenizer: its {need} tokens do not fit the model's vocabulary of {have}"])
         return tokenizer
 
-    def build_data_transform(self) -> Callable[[str], list[int]]:
+    def build_data_transform(self) -> Callable[[str], list[int]] | None:
         """Return what makes token ids of a document."""
-        return self.tokenizer.encode_document
+        return self.tokenizer.encode_document if self.tokenizer is not None else None
 
-    def build_dataset(self) -> IterableDataset[Batch]:
+    def build_dataset(self) -> IterableDataset[Batch] | None:
         """Return this rank's share of the packed corpus. Raises: ConfigError for a length that does not fit."""
         data = self.config.data
         longest = self.model.max_seq_len
@@ -237,7 +238,8 @@ class Trainer:
         return collate
 
     def build_dataloader(self) -> Any:
-        """Return a loader whose state_dict holds the position in the data."""
+        """Return a loader whose state_dict holds the position in the data; endless, as far as the run goes."""
+        assert self.dataset is not None, "who builds no dataset builds a loader"
         return build_dataloader(self.dataset, self.config.training.batch_size, self.collate, self.config.seed)
 
     def parallelise_model(self) -> Sequence[nn.Module]:
@@ -265,7 +267,7 @@ class Trainer:
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
-    def build_lr_scheduler(self) -> LRScheduler:
+    def build_lr_scheduler(self) -> LRScheduler | None:
         """Return the learning rate's course over all steps."""
         return LambdaLR(self.optimizer, rate_factor(self.config.schedule, self.config.training.steps))
 
@@ -339,7 +341,9 @@ class Trainer:
         return [p for part in parts for p in part.parameters() if p.requires_grad]
 
     def tokens_of(self, corpus: str) -> torch.Tensor:
-        """Return the token ids of a corpus, one document after the other."""
+        """Return the token ids of a corpus, one document after the other. Raises: ConfigError without a tokenizer."""
+        if self.tokenizer is None or self.encode is None:
+            raise ConfigError([f"data.corpus: {corpus} needs a tokenizer; override build_dataset, and held_out()"])
         documents = open_corpus(corpus)
         key: dict[str, object] = {"corpus": documents.digest, "tokenizer": self.tokenizer.digest}
         return tokenise(documents.documents, self.encode, key, Path(self.config.data.cache_folder))
@@ -368,16 +372,19 @@ class Trainer:
 
     def build_manager(self) -> CheckpointManager:
         """Return the checkpoint manager of everything that was built."""
-        special = {"bos_token_id": self.tokenizer.bos_id, "eos_token_id": self.tokenizer.eos_id}
+        tokenizer = self.tokenizer
+        special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id} if tokenizer is not None else {}
         return CheckpointManager(
             self.config.checkpoint,
             model_parts=self.model_parts,
             optimizers=[self.optimizer],
-            lr_schedulers=[self.lr_scheduler],
+            lr_schedulers=[self.lr_scheduler] if self.lr_scheduler is not None else [],
             dataloader=self.dataloader,
             states={"train": self.state},
             sd_transforms=StateDictTransforms(
-                self.model.key_map(), self.model.hf_config() | special, self.tokenizer.folder
+                self.model.key_map(),
+                self.model.hf_config() | special,
+                tokenizer.folder if tokenizer is not None else None,
             ),
             model_converters=self.converters,
             external_weights=self.external_weights,
@@ -438,11 +445,12 @@ class Trainer:
         loss = self.accumulate_gradients(micro_batches, num_tokens)
         grad_norm = clip_gradients(self.trainable(), self.config.training.max_grad_norm, self.ranks)
         self.callbacks.on_pre_optimizer(self, step, grad_norm)
-        lr = float(self.lr_scheduler.get_last_lr()[0])
+        lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         if self.converters is not None:
             self.converters.post_optimizer_hook(self.model_parts)
-        self.lr_scheduler.step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
         self.optimizer.zero_grad()
         self.state.step = step
         self.state.num_tokens += num_tokens

@@ -5,7 +5,6 @@ Owns the arithmetic on adapter folders. Needs no model and no PEFT; reading, wri
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,11 +18,9 @@ from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import BaseMismatchError, ConverterError
 from titan_ckpt.loading import BASE_RECORD
 from titan_ckpt.storage.base import ReadRequest
-from titan_ckpt.storage.peft import PREFIX, PeftReader, export_peft
+from titan_ckpt.storage.peft import PAIRS, PREFIX, PeftReader, export_peft, scaling_of
 from titan_ckpt.tensors import Chunk
 from titan_ckpt.transforms import StateDictTransforms
-
-_PAIRS = {".lora_A.weight": ".lora_B.weight", ".lora_embedding_A": ".lora_embedding_B"}
 
 
 def stack_adapters(folders: Sequence[Path], out: Path) -> None:
@@ -45,7 +42,7 @@ def stack_adapters(folders: Sequence[Path], out: Path) -> None:
         parts = [adapter for adapter in adapters if module in adapter.modules]
         suffix = parts[0].modules[module]
         tensors[module + suffix] = torch.cat([a.tensors[module + suffix] for a in parts])
-        b = module + _PAIRS[suffix]
+        b = module + PAIRS[suffix]
         tensors[b] = torch.cat([_scaled(a.tensors[b], a.scale_of(module) / scale) for a in parts], dim=1)
         ranks[module.removeprefix(PREFIX)] = tensors[b].shape[1]
     tensors |= _copies(adapters)
@@ -72,22 +69,14 @@ class _Folder:
     """Prefixed module name -> the suffix of its A."""
 
     def scale_of(self, module: str) -> float:
-        name = module.removeprefix(PREFIX)
-        rank, alpha = self._pattern("rank_pattern", "r", name), self._pattern("alpha_pattern", "lora_alpha", name)
-        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
-
-    def _pattern(self, patterns: str, default: str, name: str) -> float:
-        """Look a module up as PEFT does. Source: peft, utils/other.py get_pattern_key; what is left out is 8."""
-        table = self.config.get(patterns) or {}
-        found = next((v for pattern, v in table.items() if re.match(rf"(.*\.)?({pattern})$", name)), None)
-        return float(self.config.get(default, 8) if found is None else found)
+        return scaling_of(module.removeprefix(PREFIX), self.config)
 
 
 def _read(folder: Path) -> _Folder:
     with PeftReader(folder) as reader:
         tensors = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in reader.tensors.items()}
         reader.read([ReadRequest(key, Chunk.whole(value.shape), value) for key, value in tensors.items()])
-        modules = {key.removesuffix(s): s for key in tensors for s in _PAIRS if key.endswith(s)}
+        modules = {key.removesuffix(s): s for key in tensors for s in PAIRS if key.endswith(s)}
         return _Folder(folder, reader.metadata(), tensors, modules)
 
 
@@ -114,7 +103,7 @@ def _copies(adapters: Sequence[_Folder]) -> dict[str, torch.Tensor]:
     """Return the tensors of modules trained in full. Raises: ConverterError where two adapters trained the same."""
     out: dict[str, torch.Tensor] = {}
     for adapter in adapters:
-        pairs = {module + s for module, suffix in adapter.modules.items() for s in (suffix, _PAIRS[suffix])}
+        pairs = {module + s for module, suffix in adapter.modules.items() for s in (suffix, PAIRS[suffix])}
         mine = {key: value for key, value in adapter.tensors.items() if key not in pairs}
         if twice := sorted(set(mine) & set(out)):
             raise ConverterError(f"{twice[0]} was trained in full by two of the adapters, and copies do not add up")

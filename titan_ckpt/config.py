@@ -141,6 +141,8 @@ class InitialLoadConfig:
     """Allow floating-point dtypes to change to the model's; every cast is reported."""
     revision: NonEmpty | None = None
     """The version of `path`, recorded as the base's identity beside an adapter."""
+    merge: bool = False
+    """Add this PEFT adapter to the weights of the sources before it, instead of giving it to a converter."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -267,6 +269,8 @@ class CheckpointConfig:
             targets.setdefault(target, i)
             if os.path.commonpath([os.path.abspath(target), os.path.abspath(own)]) == os.path.abspath(own):
                 yield f"export.{i}.folder: {export.folder!r} is inside checkpoint folder {self.folder!r}; name another"
+        if self.initial_load and self.initial_load[0].merge:
+            yield "initial_load.0.merge: nothing is loaded yet that it could be merged into; name the base before it"
         paths = [os.path.normpath(source.path) for source in self.initial_load]
         for i, path in enumerate(paths):
             if path in paths[:i]:

@@ -16,6 +16,7 @@ from typing import Any, Self
 from titan_ckpt.components import MODEL
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import LoadMismatchError
+from titan_ckpt.merging import AdapterMerge, prepare_merge
 from titan_ckpt.model_wrapper import ModelWrapper, without_memory
 from titan_ckpt.plan import LoadSource
 from titan_ckpt.storage import open_reader
@@ -36,6 +37,7 @@ class _Opened:
     source: LoadSource
     reader: TensorReader
     plan: ReadPlan
+    merge: AdapterMerge | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +58,24 @@ class PreparedLoad:
         for one in self._opened:
             one.reader.read(one.plan.requests)
 
-    def adapter_bases(self) -> list[tuple[Path, dict[str, Any]]]:
-        """Return, for each adapter that records the digest of its base, its folder and that record."""
-        found = [
-            (one.source.path, one.reader.metadata().get(BASE_RECORD)) for one in self._opened if one.source.adapter
-        ]
+    @property
+    def merges(self) -> bool:
+        """Say whether adapters are to become part of the base, once it is read; the same on all ranks."""
+        return any(one.source.merge for one in self._opened)
+
+    def merge(self) -> None:
+        """Add those adapters to the live weights, in order. Raises: CorruptCheckpointError; OSError."""
+        for one in self._opened:
+            if one.merge is not None:
+                one.merge.apply()
+
+    def adapter_bases(self, *, merged: bool = False) -> list[tuple[Path, dict[str, Any]]]:
+        """Return, for each adapter that records the digest of its base, its folder and that record.
+
+        `merged`: of those that become part of the base, else of the converters'.
+        """
+        chosen = [one for one in self._opened if (one.source.merge if merged else one.source.adapter)]
+        found = [(one.source.path, one.reader.metadata().get(BASE_RECORD)) for one in chosen]
         return [(path, record) for path, record in found if record]
 
     def __enter__(self) -> Self:
@@ -103,7 +118,10 @@ def prepare_load(
                         'converter it belongs to, such as [[converters]] kind = "lora"'
                     )
                 reader = stack.enter_context(open_reader(source.path, source.format))
-                opened.append(_Opened(source, reader, _plan(source, reader, wanted, wrapper, transforms)))
+                if source.merge:
+                    opened.append(_merging(source, reader, wanted, wrapper, transforms))
+                else:
+                    opened.append(_Opened(source, reader, _plan(source, reader, wanted, wrapper, transforms)))
         except Exception as e:
             error = e
         unexpected = coordinator.gather("load-plan", [list(one.plan.report.unexpected) for one in opened], error)
@@ -128,6 +146,16 @@ def _check_memory(wanted: StateDict) -> None:
             f"{len(names)} tensors of the model have no memory to load into, such as {names[0]}: materialise a model "
             "that was built on meta (model.to_empty(device=...)), and run a lazy one once, before load()"
         )
+
+
+def _merging(
+    source: LoadSource, reader: TensorReader, wanted: StateDict, wrapper: ModelWrapper, transforms: StateDictTransforms
+) -> _Opened:
+    if source.format != "peft":
+        raise LoadMismatchError(f"{source.path} is {source.format}, and only a PEFT adapter can be merged: see `merge`")
+    base = {fqn: value for fqn, value in wanted.items() if not wrapper.owns(fqn)}
+    merge = prepare_merge(reader, base, wrapper.tied, transforms.key_map)
+    return _Opened(source, reader, ReadPlan([], merge.report), merge)
 
 
 def _plan(

@@ -225,10 +225,19 @@ class CheckpointManager:
         return prepare_load(load_plan.sources, self._model, self._transforms, self._coordinator, require_owned=resuming)
 
     def _read(self, prepared: PreparedLoad, state: ResumeState | None = None) -> None:
-        """1 Every rank verifies what memory holds of its files. 2 When all have, live tensors are filled."""
+        """1 Every rank verifies what memory holds of its files. 2 When all have, live tensors are filled.
+
+        3 Adapters that become part of the base are added to it, if it is the one they know.
+        """
         parts: list[PreparedLoad | ResumeState] = [prepared] if state is None else [prepared, state]
         self._together("load-check", lambda: [part.check() for part in parts])
         self._together("load-read", lambda: [part.read() for part in parts])
+        if prepared.merges:
+            if bases := prepared.adapter_bases(merged=True):
+                unmerged = identify_base(self._model, (), None, self._coordinator)
+                for path, recorded in bases:
+                    check_base(unmerged, recorded, str(path))
+            self._together("load-merge", prepared.merge)
 
     def _complete(self, load_plan: LoadPlan, prepared: PreparedLoad) -> LoadReport:
         """Take weights from outside, where they come from there; then initialise what still has no values."""

@@ -34,9 +34,11 @@ class LoadSource:
     revision: str | None = None
     adapter: bool = False
     """Holds converter-owned keys only."""
+    merge: bool = False
+    """An adapter that becomes part of the base."""
 
     def __str__(self) -> str:
-        what = "adapter" if self.adapter else "weights"
+        what = "adapter" if self.adapter else "adapter to be merged" if self.merge else "weights"
         return f"{what} from {self.path} ({self.format}{', cast' if self.cast else ''})"
 
 
@@ -82,7 +84,8 @@ def resolve(
     if step is None or (step.kind == "adapter" and "model" not in exclude):
         for source in config.initial_load:
             format_, adapter = describe(source)
-            initial.append(LoadSource(Path(source.path), format_, source.cast, source.revision, adapter))
+            adapter = adapter and not source.merge
+            initial.append(LoadSource(Path(source.path), format_, source.cast, source.revision, adapter, source.merge))
     if step is None:
         return LoadPlan(None, tuple(initial), config.left_out())
     if "model" in exclude:

@@ -38,8 +38,10 @@ def test_tables_on_the_page_are_accepted() -> None:
     blocks = re.findall(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     tables = [table["converters"] for block in blocks if "converters" in (table := tomli.loads(block))]
     assert [from_tables(some).describe()[0]["kind"] for some in tables] == ["lora", "qat", "float8"]
-    (exports,) = [table["checkpoint"] for block in blocks if "checkpoint" in (table := tomli.loads(block))]
-    assert [export.quantised for export in from_dict(CheckpointConfig, exports, str(page)).export] == [True, False]
+    others = [table["checkpoint"] for block in blocks if "checkpoint" in (table := tomli.loads(block))]
+    sources, exports = (from_dict(CheckpointConfig, table, page[:20]) for table in others)
+    assert [source.merge for source in sources.initial_load] == [False, True, False]
+    assert [export.quantised for export in exports.export] == [True, False]
     for scheme in get_args(Scheme):
         assert f"`{scheme}`" in page
 

@@ -8,6 +8,7 @@ Source: peft, utils/save_and_load.py, tuners/lora/config.py; vLLM, vllm/lora/pef
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +39,9 @@ _PARTNERS = {
     ".lora_embedding_A": ".lora_embedding_B",
     ".lora_embedding_B": ".lora_embedding_A",
 }
-_MAGNITUDE = ".lora_magnitude_vector"
+PAIRS = {a: b for a, b in _PARTNERS.items() if a.endswith(("_A.weight", "_A"))}
+"""End of the name of an A -> that of its B."""
+MAGNITUDE = ".lora_magnitude_vector"
 _DEFAULTS: Mapping[str, Any] = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -139,7 +142,7 @@ def check_adapter(infos: Mapping[str, TensorInfo], config: Mapping[str, Any]) ->
         if not key.startswith(PREFIX):
             faults.append(f"{key} does not start with {PREFIX}: PEFT would ignore it, and the adapter would do nothing")
             continue
-        suffix = next((suffix for suffix in (*_PARTNERS, _MAGNITUDE) if key.endswith(suffix)), None)
+        suffix = next((suffix for suffix in (*_PARTNERS, MAGNITUDE) if key.endswith(suffix)), None)
         if suffix is None:
             if ".base_layer." in key:
                 faults.append(f"{key} is a copy of a base weight; save the adapter with save_embedding_layers=False")
@@ -147,7 +150,7 @@ def check_adapter(infos: Mapping[str, TensorInfo], config: Mapping[str, Any]) ->
                 faults.append(f"{key} is no LoRA tensor, nor of a module that modules_to_save names")
             continue
         module = key.removesuffix(suffix)
-        if suffix == _MAGNITUDE:
+        if suffix == MAGNITUDE:
             if not config.get("use_dora"):
                 faults.append(f"{key} is a DoRA magnitude, and the config does not say use_dora")
             continue
@@ -157,8 +160,8 @@ def check_adapter(infos: Mapping[str, TensorInfo], config: Mapping[str, Any]) ->
         dim = 0 if suffix.endswith(("_A", "_A.weight")) else 1
         if len(info.shape) < 2 or info.shape[dim] != rank:
             faults.append(f"{key} is {info}, expected {rank} in dim {dim}, the rank that the config gives this module")
-        if config.get("use_dora") and module + _MAGNITUDE not in infos and ".lora_embedding_" not in key:
-            faults.append(f"{key} has no {module + _MAGNITUDE}, and the config says use_dora")
+        if config.get("use_dora") and module + MAGNITUDE not in infos and ".lora_embedding_" not in key:
+            faults.append(f"{key} has no {module + MAGNITUDE}, and the config says use_dora")
     return faults
 
 
@@ -167,11 +170,22 @@ def _is_saved_module(key: str, config: Mapping[str, Any]) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in config.get("modules_to_save") or ())
 
 
+def scaling_of(module: str, config: Mapping[str, Any]) -> float:
+    """Return what a module's product B @ A is multiplied with."""
+    rank, alpha = _rank(module, config), float(_from_pattern("alpha_pattern", "lora_alpha", module, config))
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
 def _rank(module: str, config: Mapping[str, Any]) -> int:
-    """Look up a module's rank as PEFT does. Source: peft, utils/other.py get_pattern_key; r left out is 8."""
-    patterns = config.get("rank_pattern") or {}
-    found = next((rank for pattern, rank in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), None)
-    return int(config.get("r", 8) if found is None else found)
+    return int(_from_pattern("rank_pattern", "r", module, config))
+
+
+def _from_pattern(patterns: str, default: str, module: str, config: Mapping[str, Any]) -> float:
+    """Look a module up as PEFT does. Source: peft, utils/other.py get_pattern_key; what is left out is 8."""
+    table: Mapping[str, float] = config.get(patterns) or {}
+    found = next((value for pattern, value in table.items() if re.match(rf"(.*\.)?({pattern})$", module)), None)
+    number: float = config.get(default, 8) if found is None else found
+    return number
 
 
 def _read_adapter_config(path: Path) -> dict[str, Any]:
@@ -227,19 +241,12 @@ def _check_values(reader: TensorReader) -> None:
         reader.read([ReadRequest(key, Chunk.whole(info.shape), value)])
         if not bool(value.any()):
             zero.add(key)
-    pairs = [(a, a.removesuffix(suffix) + _PARTNERS[suffix]) for a, suffix in _with_suffix(reader.tensors)]
+    pairs = [(a, a.removesuffix(s) + b) for a in reader.tensors for s, b in PAIRS.items() if a.endswith(s)]
     others = any(not key.endswith(tuple(_PARTNERS)) for key in reader.tensors)
     if not others and all(a in zero or b in zero for a, b in pairs):
         raise ExportError(
             f"the adapter changes nothing: of all {len(pairs)} modules lora_A or lora_B is zero. Was it trained?"
         )
-
-
-def _with_suffix(keys: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
-    for key in keys:
-        for suffix in (".lora_A.weight", ".lora_embedding_A"):
-            if key.endswith(suffix):
-                yield key, suffix
 
 
 def _listed(faults: Sequence[str]) -> str:

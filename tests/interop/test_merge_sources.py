@@ -1,0 +1,189 @@
+"""Adapters merged into the base one after another, as PEFT merges them, and what cannot be merged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from converters import from_tables
+from titan_ckpt import (
+    CheckpointConfig,
+    CheckpointManager,
+    ExportConfig,
+    InitialLoadConfig,
+    SaveConfig,
+    StateDictTransforms,
+)
+from titan_ckpt.errors import BaseMismatchError, CorruptCheckpointError, LoadMismatchError
+from titan_ckpt.models.llama3 import Llama3, Llama3Config
+from titan_ckpt.testing import distributed
+
+SHAPE = Llama3Config(
+    dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_dim=128, vocab_size=96, max_seq_len=32
+)
+TOKENS = torch.arange(24).reshape(2, 12)
+LORA: dict[str, Any] = {"kind": "lora", "target_modules": ["wq", "w2"], "rank": 4, "alpha": 8.0}
+
+
+def write_base(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    torch.manual_seed(seed)
+    LlamaForCausalLM(LlamaConfig.from_dict(SHAPE.to_hf() | changes)).save_pretrained(folder)
+    return folder
+
+
+def open_base(folder: Path) -> Any:
+    return LlamaForCausalLM.from_pretrained(folder)
+
+
+def write_adapter(base: Path, folder: Path, seed: int = 1, **settings: Any) -> Path:
+    options: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj", "down_proj"]} | settings
+    model = get_peft_model(open_base(base), LoraConfig(**options))
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "lora_A" not in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(str(folder), save_embedding_layers=False)
+    return folder
+
+
+def manager_of(model: Llama3, folder: Path, sources: list[Path], merged: int, hooks: Any = None) -> CheckpointManager:
+    """Return the manager of a run whose second to `merged`-th sources are merged."""
+    loads = tuple(InitialLoadConfig(str(path), merge=0 < i <= merged) for i, path in enumerate(sources))
+    return CheckpointManager(
+        CheckpointConfig(save=SaveConfig(interval=1), initial_load=loads, export=(ExportConfig("peft"),) * bool(hooks)),
+        model_parts=[model],
+        sd_transforms=StateDictTransforms(model.key_map(), model.hf_config()),
+        model_converters=hooks,
+        base_folder=folder,
+    )
+
+
+def load(base: Path, folder: Path, *adapters: Path) -> Llama3:
+    """Return a native model of the base with the adapters merged into it."""
+    model = Llama3(Llama3Config.from_hf(json.loads((base / "config.json").read_text())))
+    with manager_of(model, folder, [base, *adapters], len(adapters)) as manager:
+        manager.load()
+    return model
+
+
+def gap(model: Any, other: Any) -> float:
+    with torch.no_grad():
+        logits = [out if isinstance(out := m.eval()(TOKENS), torch.Tensor) else out.logits for m in (model, other)]
+        return float((logits[0] - logits[1]).abs().max())
+
+
+@distributed(nproc=2)
+def load_on_shards(base: Path, folder: Path, adapters: list[Path], expected: dict[str, torch.Tensor]) -> None:
+    model = Llama3(SHAPE)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers.children():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with manager_of(model, folder, [base, *adapters], len(adapters)) as manager:
+        manager.load()
+    for fqn, value in model.state_dict().items():
+        assert isinstance(value, DTensor)
+        assert torch.allclose(value.full_tensor(), expected[fqn], rtol=1e-6, atol=1e-7), fqn
+
+
+def test_adapters_are_merged_one_after_another(tmp_path: Path) -> None:
+    """Two merged sources, with patterns, embeddings and a module trained in full: PEFT's logits, and on shards."""
+    base = write_base(tmp_path / "base")
+    first = write_adapter(base, tmp_path / "first", rank_pattern={"k_proj": 2}, modules_to_save=["norm"])
+    second = write_adapter(
+        base, tmp_path / "second", 2, target_modules=["q_proj", "embed_tokens", "o_proj"], use_rslora=True, r=8
+    )
+    theirs = open_base(base)
+    for folder in (first, second):
+        theirs = PeftModel.from_pretrained(theirs, str(folder)).merge_and_unload()
+        vars(theirs).pop("peft_config", None)  # PEFT leaves it behind, and warns of it the next time
+    ours = load(base, tmp_path / "run", first, second)
+    assert gap(ours, theirs) <= 1e-5 < 1e-3 < gap(ours, open_base(base))
+    load_on_shards(base, tmp_path / "shards", [first, second], {k: v.clone() for k, v in ours.state_dict().items()})
+
+
+def test_a_run_trains_an_adapter_over_a_merged_base(tmp_path: Path) -> None:
+    """The merged base is the new adapter's base: saves hold the adapter, a resume merges again, and both know it."""
+    base = write_base(tmp_path / "base")
+    adapter = write_adapter(base, tmp_path / "adapter")
+
+    def run(sources: list[Path]) -> tuple[Llama3, CheckpointManager]:
+        model, hooks = Llama3(SHAPE), from_tables([LORA])
+        model.init_weights()
+        hooks.convert(model)
+        return model, manager_of(model, tmp_path / "run", sources, len(sources) - 1, hooks)
+
+    model, manager = run([base, adapter])
+    with manager, torch.no_grad():
+        assert manager.load().step == 0
+        for name, parameter in model.named_parameters():
+            if "lora_b" in name:
+                parameter.fill_(0.01)
+        manager.save(1, last_step=True)
+    names = load_file(tmp_path / "run/checkpoints/step-1/rank-00000.safetensors")
+    assert all("lora_" in name for name in names if name.startswith("model."))
+    again, manager = run([base, adapter])
+    with manager:
+        assert manager.load().step == 1
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+    _, manager = run([base])
+    with manager, pytest.raises(BaseMismatchError, match="step 1 was trained on another base"):
+        manager.load()
+    # the exported adapter stands on the merged base, so it merges into that, and into nothing else
+    exported = tmp_path / "run/exports/step-1-peft"
+    with pytest.raises(BaseMismatchError, match="step-1-peft was trained on another base"):
+        load(base, tmp_path / "other", exported)
+
+
+def test_what_cannot_be_merged_is_refused_with_the_base_untouched(tmp_path: Path) -> None:
+    """DoRA, zeros, tied embeddings, strange modules and shapes, NaN, and a folder that is no adapter: each is named."""
+    base = write_base(tmp_path / "base")
+    tied = write_base(tmp_path / "tied", tie_word_embeddings=True)
+    good = write_adapter(base, tmp_path / "good")
+
+    def changed(name: str, change: Any) -> Path:
+        tensors = change(load_file(good / "adapter_model.safetensors"))
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_bytes((good / "adapter_config.json").read_bytes())
+        save_file(tensors, tmp_path / name / "adapter_model.safetensors", {"format": "pt"})
+        return tmp_path / name
+
+    zero = changed("zero", lambda t: {k: v * ("lora_A" in k) for k, v in t.items()})
+    broken = changed("nan", lambda t: {k: v / ("lora_A" in k) for k, v in t.items()})
+    strange = changed("strange", lambda t: {k.replace("down_proj", "down"): v for k, v in t.items()})
+    wide = changed("wide", lambda t: {k: v.repeat(2, 1) if "lora_B" in k else v for k, v in t.items()})
+    lone = changed("lone", lambda t: {k: v for k, v in t.items() if "0.mlp.down_proj.lora_B" not in k})
+    dora = write_adapter(base, tmp_path / "dora", use_dora=True)
+    words = write_adapter(base, tmp_path / "words", target_modules=["embed_tokens"])
+    for where, adapter, kind, fault in [
+        (base, dora, LoadMismatchError, "dora cannot be merged into the base\n  use_dora"),
+        (base, zero, LoadMismatchError, "none of its 6 pairs has any effect"),
+        (base, strange, LoadMismatchError, r"4 that the model does not have: .*mlp\.down\.lora_A"),
+        (
+            base,
+            wide,
+            LoadMismatchError,
+            r"6 of another shape .*expected a weight \[64, 64\], found one for \[128, 64\]",
+        ),
+        (base, lone, CorruptCheckpointError, r"0\.mlp\.down_proj\.lora_A\.weight has no partner"),
+        (base, broken, CorruptCheckpointError, "not finite"),
+        (base, write_base(tmp_path / "second"), LoadMismatchError, "is hf, and only a PEFT adapter can be merged"),
+        (tied, words, LoadMismatchError, r"tok_embeddings\.weight is another module's weight too"),
+    ]:
+        model = Llama3(Llama3Config.from_hf(json.loads((where / "config.json").read_text())))
+        model.init_weights()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with manager_of(model, tmp_path / "run", [where, adapter], 1) as manager, pytest.raises(kind, match=fault):
+            manager.load()
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), fault

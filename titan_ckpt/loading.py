@@ -21,6 +21,7 @@ from titan_ckpt.model_wrapper import ModelWrapper, without_memory
 from titan_ckpt.plan import LoadSource
 from titan_ckpt.storage import open_reader
 from titan_ckpt.storage.base import ReadRequest, TensorReader
+from titan_ckpt.storage.huggingface import TIED
 from titan_ckpt.tensors import TensorInfo
 from titan_ckpt.transforms import ReadPlan, StateDictTransforms
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
@@ -154,7 +155,10 @@ def _merging(
     if source.format != "peft":
         raise LoadMismatchError(f"{source.path} is {source.format}, and only a PEFT adapter can be merged: see `merge`")
     base = {fqn: value for fqn, value in wanted.items() if not wrapper.owns(fqn)}
-    merge = prepare_merge(reader, base, wrapper.tied, transforms.key_map)
+    tied = set(wrapper.tied.values())
+    if (transforms.hf_config or {}).get("tie_word_embeddings"):  # a model may use one weight twice without sharing it
+        tied |= {fqn for fqn in base if TIED[1] in transforms.key_map.group_of_fqn(fqn).keys}
+    merge = prepare_merge(reader, base, tied, transforms.key_map)
     return _Opened(source, reader, ReadPlan([], merge.report), merge)
 
 

@@ -6,7 +6,7 @@ which folders, and in which order, is the plan's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,10 +59,10 @@ class AdapterMerge:
                 view.copy_(added.reshape(view.shape).add_(view))
 
 
-def prepare_merge(reader: TensorReader, base: StateDict, tied: Mapping[str, str], key_map: KeyMap) -> AdapterMerge:
+def prepare_merge(reader: TensorReader, base: StateDict, tied: Collection[str], key_map: KeyMap) -> AdapterMerge:
     """Find out which weights an adapter means, and that it means something; changes nothing.
 
-    `base`: the live tensors without converter-owned ones. `tied`: alias -> the fqn that stands for it.
+    `base`: the live tensors without converter-owned ones. `tied`: those that are another module's too.
     Raises: LoadMismatchError for DoRA, tied weights and an adapter without effect; CorruptCheckpointError for NaN.
     """
     config, where = reader.metadata(), getattr(reader, "path", "the adapter")
@@ -85,7 +85,7 @@ def prepare_merge(reader: TensorReader, base: StateDict, tied: Mapping[str, str]
             continue
         group, index = place
         shape = group.op.file_shapes([info_of(base[fqn]).shape for fqn in group.fqns])[index]
-        if shared := [fqn for fqn in group.fqns if fqn in tied.values()]:
+        if shared := [fqn for fqn in group.fqns if fqn in tied]:
             problems.append(f"{key}: {', '.join(shared)} is another module's weight too, which a merge would change")
             continue
         if suffix is None:

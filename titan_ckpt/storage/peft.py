@@ -166,8 +166,9 @@ def check_adapter(infos: Mapping[str, TensorInfo], config: Mapping[str, Any]) ->
 
 
 def _is_saved_module(key: str, config: Mapping[str, Any]) -> bool:
+    """Match as PEFT does, by the end of the name: "norm" means "input_layernorm" too."""
     module = key.removeprefix(PREFIX).rpartition(".")[0]
-    return any(module == name or module.endswith(f".{name}") for name in config.get("modules_to_save") or ())
+    return any(module.endswith(name) for name in config.get("modules_to_save") or ())
 
 
 def scaling_of(module: str, config: Mapping[str, Any]) -> float:

@@ -22,10 +22,11 @@ from titan_ckpt.storage import open_reader
 from titan_ckpt.storage.base import ReadRequest
 from titan_ckpt.tensors import Chunk, blocks_of, info_of
 from titan_ckpt.testing import distributed
+from titan_ckpt.training.build_steps import Converters
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.data import Batch
 from titan_ckpt.training.parallel.gradients import clip_gradients
-from titan_ckpt.training.trainer import Converters, Trainer
+from titan_ckpt.training.trainer import Trainer
 
 SIZES: dict[str, Any] = {
     "dim": 30, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_dim": 44, "vocab_size": 301,

@@ -1,136 +1,36 @@
-"""The trainer: thirteen build steps, each to be called, overridden or left out, and one loop over optimizer steps.
+"""The trainer: thirteen build steps in their order, and one loop over optimizer steps.
 
-Owns the order of things. What a model, a dataset, a schedule or a checkpoint is, is said elsewhere.
+Owns the order of things. What the steps build is in build_steps.py; what a checkpoint is, the manager's.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import logging
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
-from torch import nn
-from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torch.utils.data import IterableDataset
 
-from titan_ckpt.errors import ConfigError
-from titan_ckpt.external_weights import ExternalWeights
-from titan_ckpt.initialize import construct, materialise
-from titan_ckpt.manager import CheckpointManager
-from titan_ckpt.models.language_model import LanguageModel
-from titan_ckpt.models.registry import build_model, read_config
 from titan_ckpt.run_guard import RunGuard
-from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue, StepMetrics
-from titan_ckpt.training.callbacks.checkpoint import Checkpointing, Export
-from titan_ckpt.training.callbacks.console import Logging, ProgressBar
-from titan_ckpt.training.callbacks.evaluation import Evaluation
-from titan_ckpt.training.callbacks.health import GradientHealth
-from titan_ckpt.training.callbacks.monitors import LoadBalance, MemoryMonitor
-from titan_ckpt.training.callbacks.process import GarbageCollection, Profiler
-from titan_ckpt.training.callbacks.trackers import TensorBoard, Wandb
-from titan_ckpt.training.config import RunConfig
-from titan_ckpt.training.corpus import open_corpus
-from titan_ckpt.training.data import Batch, PackedDataset, build_dataloader, collate, tokenise
+from titan_ckpt.training.build_steps import BuildSteps
+from titan_ckpt.training.callbacks import StepMetrics
+from titan_ckpt.training.data import Batch
 from titan_ckpt.training.loss import num_predicted, summed_cross_entropy
-from titan_ckpt.training.parallel.apply import parallelise
 from titan_ckpt.training.parallel.context_parallel import share_of
-from titan_ckpt.training.parallel.data_parallel import is_sharded, sync_gradients
-from titan_ckpt.training.parallel.degrees import Degrees, find_degrees
+from titan_ckpt.training.parallel.data_parallel import sync_gradients
 from titan_ckpt.training.parallel.gradients import clip_gradients
-from titan_ckpt.training.parallel.pipeline import Pipeline
-from titan_ckpt.training.parallel.ranks import Ranks, process_group, world_size
-from titan_ckpt.training.parallel.tensor_parallel import Plan
-from titan_ckpt.training.precision import keep_stored_dtypes
-from titan_ckpt.training.schedule import rate_factor
-from titan_ckpt.training.tokenizer import TextTokenizer, read_tokenizer, train_tokenizer
-from titan_ckpt.transforms import StateDictTransforms
-from titan_ckpt.types import ModelHooks
+from titan_ckpt.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
 
-METRICS = "metrics.jsonl"
 
-
-def seed_generators(seed: int) -> None:
-    """Seed Python, NumPy and torch on all devices."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - the legacy global generator is what libraries draw from
-    torch.manual_seed(seed)
-
-
-class Converters(ModelHooks, Protocol):
-    """What the trainer asks of model converters, beyond what checkpoints ask."""
-
-    def convert(self, model: nn.Module) -> None: ...
-
-    def parallel_plan(self, plan: Plan) -> Plan: ...
-
-    def post_optimizer_hook(self, model_parts: Sequence[nn.Module]) -> None: ...
-
-
-class TrainState:
-    """How far a run has come; saved with it."""
-
-    def __init__(self) -> None:
-        self.step = 0
-        self.num_tokens = 0
-        self.seconds = 0.0
-        """Time spent in steps, by all processes of the run one after the other; the same on every rank."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "num_tokens": self.num_tokens, "seconds": self.seconds}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.step, self.num_tokens = state_dict["step"], state_dict["num_tokens"]
-        self.seconds = state_dict["seconds"]
-
-
-class Trainer:
+class Trainer(BuildSteps):
     """Trains one model on this process's share of the data.
 
     `run()` does everything: build, resume, train, save. To change a part, subclass and override its build step; each
-    returns what it builds and may use what the steps before it built (the attributes below, in that order). What may be
-    None below is left out by a step that returns None.
+    returns what it builds and may use what the steps before it built (the attributes, in that order). What may be None
+    there is left out by a step that returns None.
     """
-
-    ranks: Ranks
-    model: LanguageModel
-    """Whole until it is laid out over the ranks, then the first of `model_parts`."""
-    tokenizer: TextTokenizer | None
-    encode: Callable[[str], list[int]] | None
-    dataset: IterableDataset[Batch] | None
-    collate: Callable[[Sequence[Batch]], Batch]
-    dataloader: Any
-    model_parts: Sequence[nn.Module]
-    """What this rank has of the model: its pipeline stages, or the one model."""
-    pipeline: Pipeline | None
-    optimizer: Optimizer
-    lr_scheduler: LRScheduler | None
-    callbacks: Callbacks
-    manager: CheckpointManager
-    guard: RunGuard
-
-    external_weights: ExternalWeights | None = None
-    """Fills the model at every load where checkpoint.components leaves it out; a subclass may define it as a method."""
-
-    def __init__(
-        self, config: RunConfig, converters: Converters | None = None, callbacks: Sequence[Callback] = ()
-    ) -> None:
-        """Take the settings; nothing is built before `run`."""
-        self.config = config
-        self.converters = converters
-        self.user_callbacks = tuple(callbacks)
-        self.state = TrainState()
-        self.measurements: dict[str, LogValue] = {}
-        """What callbacks have measured in the step under way, to be logged with it; the same on every rank."""
 
     def run(self) -> TrainState:
         """Build, load what there is to load, train to the last step and save. Returns how far the run has come."""
@@ -140,19 +40,6 @@ class Trainer:
                 self.load()
                 self.train()
         return self.state
-
-    # The build steps, in their order: setup is the first, and lasts as long as the run.
-
-    @contextmanager
-    def setup(self) -> Iterator[Ranks]:
-        """Join the other ranks, and seed every generator alike: initial values must agree before they are sharded.
-
-        Raises: ConfigError for degrees of parallelism that the model, the batch or the number of ranks do not allow.
-        """
-        torch.use_deterministic_algorithms(self.config.training.deterministic)
-        with process_group(self.config.training.device, self.find_degrees()) as ranks:
-            seed_generators(self.config.seed)
-            yield ranks
 
     def build(self) -> None:
         """Call the other twelve steps."""
@@ -170,228 +57,6 @@ class Trainer:
         self.training_context = self.build_training_context()
         self.callbacks = self.build_callbacks()
         self.callbacks.on_init_end(self)
-
-    def build_model(self) -> LanguageModel:
-        """Return the model on meta, whole and converted; one that cannot be built there has its initial values.
-
-        Raises: ConfigError for an unknown flavor, or a folder without a config.json of this architecture.
-        """
-        config = self.config.model
-        model = construct(lambda: build_model(config.name, flavor=config.flavor, folder=config.folder))
-        if self.converters is not None:
-            self.converters.convert(model)
-        return model
-
-    def freeze_model(self) -> None:
-        """Freeze what `model.freeze` names, beside what the converters froze; trained parameters stay in float32.
-
-        Computing in bfloat16, frozen ones are stored as where they are loaded from.
-        Raises: ConfigError for idle patterns.
-        """
-        problems = []
-        for i, pattern in enumerate(self.config.model.freeze):
-            matched = [p for fqn, p in self.model.named_parameters() if fnmatch.fnmatchcase(fqn, pattern)]
-            if not matched:
-                problems.append(
-                    f"model.freeze.{i}: {pattern!r} matches no parameter; names look like layers.0.ffn_norm.weight"
-                )
-            for parameter in matched:
-                parameter.requires_grad_(False)
-        if not problems and not self.trainable():
-            problems.append("model.freeze: leaves nothing to train")
-        if problems:
-            raise ConfigError(problems)
-        if self._compute_dtype is torch.bfloat16:
-            keep_stored_dtypes(self.model, self.config.checkpoint, Path(self.config.output_folder))
-
-    def build_assets(self) -> TextTokenizer | None:
-        """Return the tokenizer. Raises: ConfigError if the model's vocabulary is too small for it."""
-        data = self.config.data
-        if data.tokenizer.folder is not None:
-            tokenizer = read_tokenizer(Path(data.tokenizer.folder))
-        else:
-            tokenizer = train_tokenizer(open_corpus(data.corpus), data.tokenizer.vocab_size, Path(data.cache_folder))
-        need, have = tokenizer.vocab_size, self.model.vocab_size
-        if need > have:
-            raise ConfigError([f"data.tokenizer: its {need} tokens do not fit the model's vocabulary of {have}"])
-        return tokenizer
-
-    def build_data_transform(self) -> Callable[[str], list[int]] | None:
-        """Return what makes token ids of a document."""
-        return self.tokenizer.encode_document if self.tokenizer is not None else None
-
-    def build_dataset(self) -> IterableDataset[Batch] | None:
-        """Return this rank's share of the packed corpus. Raises: ConfigError for a length that does not fit."""
-        data = self.config.data
-        longest = self.model.max_seq_len
-        if longest is not None and data.sequence_length > longest:
-            raise ConfigError([f"data.sequence_length: {data.sequence_length} is longer than the model's {longest}"])
-        tokens = self.tokens_of(data.corpus)
-        trained = tokens[: len(tokens) - int(len(tokens) * data.held_out)]
-        ranks = self.ranks
-        return PackedDataset(
-            trained, data.sequence_length, self.config.seed, rank=ranks.data_rank, num_ranks=ranks.data_size
-        )
-
-    def build_collate(self) -> Callable[[Sequence[Batch]], Batch]:
-        """Return what makes a batch of sequences."""
-        return collate
-
-    def build_dataloader(self) -> Any:
-        """Return a loader whose state_dict holds the position in the data; endless, as far as the run goes."""
-        assert self.dataset is not None, "who builds no dataset builds a loader"
-        return build_dataloader(self.dataset, self.config.training.batch_size, self.collate, self.config.seed)
-
-    def parallelise_model(self) -> Sequence[nn.Module]:
-        """Return what this rank has of the model, with memory; give ranks that see different data their own noise.
-
-        What is on meta until here has its values after `load`.
-        """
-        fit = self.converters.parallel_plan if self.converters is not None else dict
-        length = self.config.data.sequence_length
-        parts = parallelise(self.model, self.ranks, self.config.parallel, self._compute_dtype, length, fit)
-        for part in parts:
-            materialise(part, self.ranks.device)
-        assert isinstance(parts[0], LanguageModel), "a stage is a model"
-        self.model = parts[0]
-        place = self.ranks.place
-        seed_generators(self.config.seed + 1 + self.ranks.data_rank * self.ranks.degrees.pp + place.pp)
-        return parts
-
-    def build_optimizer(self) -> Optimizer:
-        """Return AdamW over what is trained: matrices with weight decay, vectors without."""
-        config = self.config.optimizer
-        matrices = [p for p in self.trainable() if p.dim() >= 2]
-        vectors = [p for p in self.trainable() if p.dim() < 2]
-        # both groups on every rank, even where a pipeline stage trains nothing of one
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-
-    def build_lr_scheduler(self) -> LRScheduler | None:
-        """Return the learning rate's course over all steps."""
-        return LambdaLR(self.optimizer, rate_factor(self.config.schedule, self.config.training.steps))
-
-    def build_training_context(self) -> Callable[[], AbstractContextManager[object]]:
-        """Return what every forward pass runs in: autocast where FSDP2 does not already compute in bfloat16."""
-        if self._compute_dtype is torch.float32 or is_sharded(self.ranks):
-            return nullcontext
-        return lambda: torch.autocast(self.ranks.device.type, self._compute_dtype)
-
-    def build_callbacks(self) -> Callbacks:
-        """Return the callbacks that the config asks for, each under its name, the user's last.
-
-        Raises: ConfigError for a library that is not installed, and for held-out text too short to measure.
-        """
-        config, folder = self.config, Path(self.config.output_folder)
-        monitoring, profiling, collection = config.monitoring, config.profiling, config.garbage_collection
-        return Callbacks(
-            gradient_health=GradientHealth(),
-            load_balance=LoadBalance() if monitoring.load_balance else None,
-            memory=MemoryMonitor() if monitoring.memory else None,
-            evaluation=Evaluation(config.evaluation, self.held_out()) if config.evaluation else None,
-            logging=Logging(folder / METRICS),
-            tensorboard=TensorBoard(config.tensorboard, folder) if config.tensorboard else None,
-            wandb=Wandb(config.wandb, folder) if config.wandb else None,
-            progress=ProgressBar(),
-            checkpoint=Checkpointing(),
-            export=Export(),
-            profiler=Profiler(profiling, folder) if profiling else None,
-            garbage_collection=GarbageCollection(collection) if collection else None,
-            user=self.user_callbacks,
-        )
-
-    # What the build steps share
-
-    def read_shape(self) -> Any:
-        """Return the shape of the model, which is asked for before anything is built; goes with `build_model`."""
-        model = self.config.model
-        return read_config(model.name, flavor=model.flavor, folder=model.folder)
-
-    def find_degrees(self) -> Degrees:
-        """Return how many ranks each kind of parallelism has. Raises: ConfigError for all that does not fit."""
-        training = self.config.training
-        return find_degrees(
-            self.config.parallel,
-            world_size(),
-            self.read_shape(),
-            batch_size=training.batch_size,
-            accumulation=training.accumulation,
-            sequence_length=self.config.data.sequence_length,
-        )
-
-    def build_pipeline(self) -> Pipeline | None:
-        """Return what runs the stages of a pipeline, where there is one."""
-        if self.ranks.degrees.pp == 1:
-            return None
-        training = self.config.training
-        return Pipeline(
-            self.model_parts,
-            self.ranks,
-            self.config.parallel,
-            summed_cross_entropy,
-            batch_size=training.batch_size,
-            accumulation=training.accumulation,
-            sequence_length=self.config.data.sequence_length,
-            dtype=self._compute_dtype if is_sharded(self.ranks) else torch.float32,
-        )
-
-    def trainable(self) -> list[nn.Parameter]:
-        """Return the parameters that are trained, each once."""
-        parts = getattr(self, "model_parts", [self.model])
-        return [p for part in parts for p in part.parameters() if p.requires_grad]
-
-    def tokens_of(self, corpus: str) -> torch.Tensor:
-        """Return the token ids of a corpus, one document after the other. Raises: ConfigError without a tokenizer."""
-        if self.tokenizer is None or self.encode is None:
-            raise ConfigError([f"data.corpus: {corpus} needs a tokenizer; override build_dataset, and held_out()"])
-        documents = open_corpus(corpus)
-        key: dict[str, object] = {"corpus": documents.digest, "tokenizer": self.tokenizer.digest}
-        return tokenise(documents.documents, self.encode, key, Path(self.config.data.cache_folder))
-
-    def held_out(self) -> PackedDataset:
-        """Return the whole text that [evaluation] measures. Raises: ConfigError if it is no whole sequence."""
-        data, config = self.config.data, self.config.evaluation
-        assert config is not None, "asked for with [evaluation] alone"
-        tokens = self.tokens_of(config.corpus or data.corpus)
-        kept_back = len(tokens) if config.corpus else int(len(tokens) * data.held_out)
-        return PackedDataset(tokens[len(tokens) - kept_back :], data.sequence_length, self.config.seed)
-
-    def is_log_due(self, step: int) -> bool:
-        """Say whether the end of a step is reported whatever was measured in it."""
-        training = self.config.training
-        return step % training.log_interval == 0 or step in (1, training.steps)
-
-    @property
-    def epoch(self) -> int:
-        """Which pass over the data the next sequence is of; override it beside a dataset of your own."""
-        return self.dataset.epoch if isinstance(self.dataset, PackedDataset) else 0
-
-    @property
-    def _compute_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.config.training.compute_dtype == "bfloat16" else torch.float32
-
-    def build_manager(self) -> CheckpointManager:
-        """Return the checkpoint manager of everything that was built."""
-        tokenizer = self.tokenizer
-        special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id} if tokenizer is not None else {}
-        return CheckpointManager(
-            self.config.checkpoint,
-            model_parts=self.model_parts,
-            optimizers=[self.optimizer],
-            lr_schedulers=[self.lr_scheduler] if self.lr_scheduler is not None else [],
-            dataloader=self.dataloader,
-            states={"train": self.state},
-            sd_transforms=StateDictTransforms(
-                self.model.key_map(),
-                self.model.hf_config() | special,
-                tokenizer.folder if tokenizer is not None else None,
-            ),
-            model_converters=self.converters,
-            external_weights=self.external_weights,
-            base_folder=self.config.output_folder,
-        )
-
-    # The run
 
     def load(self) -> None:
         """Resume, or load initial weights; give converters' tensors that no source had their values."""

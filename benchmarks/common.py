@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -193,22 +193,33 @@ def local_bytes(state: Mapping[str, torch.Tensor]) -> int:
     return sum(local(tensor).nbytes for tensor in state.values())
 
 
-def alternate(cases: Mapping[str, Case], pairs: int, before: Callable[[str], object] | None = None) -> Times:
+def alternate(
+    cases: Mapping[str, Case],
+    pairs: int,
+    before: Callable[[str], object] | None = None,
+    steady: Collection[str] = (),
+) -> Times:
     """Run every case in turn, `pairs` times, after one turn that does not count; return seconds per case.
 
-    `before(case)` prepares a turn outside the clock. The order is turned round every other time.
+    `before(case)` prepares a turn outside the clock. The order is turned round every other time. `steady` cases, which
+    take long and are not faster a second time, have no turn that does not count.
     """
-    return alternate_in_two(cases, pairs, before)[0]
+    return alternate_in_two(cases, pairs, before, steady)[0]
 
 
 def alternate_in_two(
-    cases: Mapping[str, Case], pairs: int, before: Callable[[str], object] | None = None
+    cases: Mapping[str, Case],
+    pairs: int,
+    before: Callable[[str], object] | None = None,
+    steady: Collection[str] = (),
 ) -> tuple[Times, Times]:
     """Do the same for cases that return what waits for their end: seconds until they return, and until their end."""
     returned: Times = {name: [] for name in cases}
     ended: Times = {name: [] for name in cases}
     for turn in range(pairs + 1):
         for name in list(cases) if turn % 2 else list(cases)[::-1]:
+            if not turn and name in steady:
+                continue
             if before is not None:
                 before(name)
             gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,34 @@ def test_ls_lists_the_steps(steps: Path, capsys: pytest.CaptureFixture[str]) -> 
     out = capsys.readouterr().out
     assert "full" in out
     assert "rng" in out
+
+
+def test_ls_says_what_a_policy_would_delete_and_deletes_nothing(
+    steps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest of two stays; a pin and having been resumed from keep the other; a bad policy is one message."""
+
+    def deletes(keep: str = "latest = 1") -> bool:
+        assert main(["ls", str(steps), "--keep", keep]) == 0
+        out = capsys.readouterr().out
+        assert "keeps" in out
+        return "deletes" in out
+
+    assert deletes()
+    assert not deletes("latest = 2")
+    (steps / "step-1" / "PINNED").touch()
+    assert not deletes()
+    (steps / "step-1" / "PINNED").unlink()
+    shutil.rmtree(steps / "step-2")
+    config = CheckpointConfig(save=SaveConfig(interval=1))
+    with CheckpointManager(config, model_parts=[nn.Linear(2, 3)], base_folder=steps.parent) as manager:
+        manager.load()
+        manager.save(3)
+    assert not deletes()
+    for wrong in ("latest = 0", "latest =", "newest = 1", ""):
+        assert main(["ls", str(steps), "--keep", wrong]) == 1
+        assert "--keep" in capsys.readouterr().err
+    assert {"step-1", "step-3"} <= {path.name for path in steps.iterdir()}
 
 
 def test_inspect_lists_the_tensors(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:

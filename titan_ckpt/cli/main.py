@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,9 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from titan_ckpt import save_request
+from titan_ckpt.config import KeepConfig, from_dict
 from titan_ckpt.directory import CheckpointDirectory
 from titan_ckpt.distributed import Coordinator
-from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError
+from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from titan_ckpt.manifest import Manifest
 from titan_ckpt.storage import detect_format, open_reader
 from titan_ckpt.storage.verify import verify_files
 
@@ -24,19 +28,39 @@ class Ls:
     """List the committed steps of a run's checkpoint folder, and why any folder is not one."""
 
     folder: tyro.conf.Positional[Path]
+    keep: str | None = None
+    """Say what this policy, as in [checkpoint.save], would delete; nothing is: --keep "latest = 2, every = 1000"."""
 
     def run(self, console: Console) -> int:
         if not self.folder.is_dir():
             raise CheckpointNotFoundError(f"{self.folder} is no folder; name a run's checkpoint folder")
         directory = CheckpointDirectory(self.folder, Coordinator.current())
+        manifests = {step: directory.manifest(step) for step in directory.steps()}
+        expired = directory.expired(_policy(self.keep), _resumed_from(manifests)) if self.keep is not None else []
         table = Table("step", "kind", "ranks", "MiB", "components", "converters")
-        for step in directory.steps():
-            m = directory.manifest(step)
+        if self.keep is not None:
+            table.add_column("policy")
+        for step, m in manifests.items():
             size = sum(f.num_bytes for f in m.files) / 2**20
             converters = ", ".join(str(c.get("kind")) for c in m.converters)
-            table.add_row(str(step), m.kind, str(m.world_size), f"{size:.1f}", ", ".join(m.components), converters)
+            row = [str(step), m.kind, str(m.world_size), f"{size:.1f}", ", ".join(m.components), converters]
+            table.add_row(*row, *([] if self.keep is None else ["deletes" if step in expired else "keeps"]))
         console.print(table)
         return 0
+
+
+def _policy(text: str) -> KeepConfig:
+    """Read an inline table's content. Raises: ConfigError."""
+    try:
+        return from_dict(KeepConfig, tomllib.loads(f"keep = {{ {text} }}")["keep"], "--keep")
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([f'{text!r} is no TOML ({error}); expected such as "latest = 2"'], "--keep") from None
+
+
+def _resumed_from(manifests: Mapping[int, Manifest]) -> set[int]:
+    """Return the step that the run which saved last went on from; that run does not delete it."""
+    last = max(manifests.values(), key=lambda m: m.created_unix_seconds, default=None)
+    return {last.resumed_from["step"]} if last is not None and last.resumed_from else set()
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,10 @@ def starts(batches: Iterator[Any]) -> list[int]:
 
 def manager(folder: Path, loader: Any, step: int | None = None) -> CheckpointManager:
     config = CheckpointConfig(save=SaveConfig(interval=1), resume=ResumeConfig(step=step))
-    return CheckpointManager(config, model_parts=[nn.Linear(2, 2)], dataloader=loader, base_folder=folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # copies are alike whatever generators their ranks have
+        model = nn.Linear(2, 2)
+    return CheckpointManager(config, model_parts=[model], dataloader=loader, base_folder=folder)
 
 
 def drawn() -> list[float]:

@@ -386,7 +386,7 @@ def test_b4_a_model_that_cannot_be_built_on_meta_is_built_on_the_cpu(caplog: pyt
     class Reads(Plain):
         def __init__(self) -> None:
             super().__init__()
-            self.scale = float(torch.linspace(0, 1, 3)[1].item())
+            self.scale = float(torch.full((3,), 0.5).sum().item())
 
     torch.manual_seed(3)
     expected = Reads()

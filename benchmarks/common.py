@@ -58,10 +58,12 @@ def parse(description: str, gb: float = 3.7, nproc: int = 1) -> Options:
     parser.add_argument("--nproc", type=int, default=nproc, help="ranks, on this machine, over gloo")
     parser.add_argument("--pairs", type=int, default=5, help="turns of every case")
     parser.add_argument("--json", action="store_true", help="end with one JSON object on the last line")
-    parser.add_argument("--folder", default=None, help="a folder on the disk to measure; default: a new one here")
+    parser.add_argument("--folder", default=None, help="where to measure; default: a new folder in outputs/")
     parser.add_argument("--tensors", type=int, default=50_000, help="many_tensors: how many")
     options = vars(parser.parse_args())
-    options["folder"] = options["folder"] or tempfile.mkdtemp(prefix="benchmark-", dir=Path.cwd())
+    if not options["folder"]:
+        Path("outputs").mkdir(exist_ok=True)  # which git does not see
+        options["folder"] = tempfile.mkdtemp(prefix="benchmark-", dir=Path("outputs").resolve())
     return Options(**options)
 
 

@@ -1,20 +1,21 @@
 """Logical digests: what a tensor's values are, whatever the sharding, the number of ranks and the file format.
 
-Owns the digest's definition. Moves no values between ranks and knows no files; the digests of stored bytes are the
-storage engine's own.
+Owns the digest's definition, which docs/format.md gives in full. Moves no values between ranks and knows no files; the
+digests of stored bytes are the storage engine's own.
 
-A tensor is rows (all dims but the last) of bytes, cut in parts of 64 KiB, and those in 32-bit words, the last one
-padded with zeros. Its digest is the sum over rows r, parts p and words w of a_r * b_p * c_w * word mod 2^64, twice with
-other keys, mixed with dtype and shape. The sum is linear, so every rank adds up what it holds, at any row and any byte,
-and partial sums are added. 32-bit words under odd 64-bit keys make it a multilinear hash: a change escapes with
-probability of about 2^-31 a lane, 2^-62 in all. Parts bound the table of word keys: long rows need no memory.
+A tensor is rows (all dims but the last) of signed bytes, cut in parts of 64 KiB. A part has 16 sketches: sums of its
+bytes times small keys, a product of int8 matrices, which runs at the memory's speed. The digest is the sum over rows,
+parts and sketches of a_r * b_p * c_j * sketch mod 2^64, twice with other keys, mixed with dtype and shape. All of it is
+linear, so every rank adds up what it holds, at any row and any byte, and partial sums are added. Keys of 7 bits hide a
+change of a part from all 16 sketches with probability 2^-112; sketches of 32 bits under odd 64-bit keys make a
+multilinear hash, which misses a change of sketches with about 2^-31 a sum, 2^-62 in all.
 Source: Lemire and Kaser, "Strongly universal string hashing is fast" (2014).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,11 +31,11 @@ Partial = tuple[int, int]
 
 _MASK = (1 << 64) - 1
 _LANES = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)
-_OF_WORDS, _OF_PARTS = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
-_PIECE_BYTES = 1 << 19
-"""What is expanded to 64 bits at a time: small enough to stay in a core's cache."""
-_PART_BYTES = 1 << 16
-"""Of the definition: changing it changes every digest."""
+_OF_BYTES, _OF_SKETCHES, _OF_PARTS = 0x5851F42D4C957F2D, 0x9FB21C651E98DF25, 0x2545F4914F6CDD1D
+_PIECE_BYTES = 1 << 22
+"""What is multiplied at a time, and copied first where it is not contiguous."""
+_PART_BYTES, _SKETCHES = 1 << 16, 16
+"""Of the definition: changing them changes every digest."""
 
 
 def logical_digests(tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> dict[str, str]:
@@ -72,7 +73,7 @@ def finish(info: TensorInfo, total: Partial) -> str:
 def partial_digest(info: TensorInfo, chunk: Chunk, block: torch.Tensor) -> Partial:
     """Return what `block`, the values of `chunk`, adds to the digest of a tensor of `info`.
 
-    block: any strides, on any device; read in pieces of 512 KiB, its shape is chunk.sizes.
+    block: any strides, on any device; read in pieces of 4 MiB, its shape is chunk.sizes.
     """
     if not block.numel():
         return 0, 0
@@ -84,42 +85,59 @@ def partial_digest(info: TensorInfo, chunk: Chunk, block: torch.Tensor) -> Parti
         return total
     shape, offsets, sizes = info.shape or (1,), chunk.offsets or (0,), chunk.sizes or (1,)
     numbers = _row_numbers(shape[:-1], offsets[:-1], sizes[:-1])
-    rows = block.reshape(len(numbers), sizes[-1])
-    begin, end = offsets[-1], offsets[-1] + sizes[-1]
-    width = _PART_BYTES // info.dtype.itemsize
+    total = 0, 0
+    for start, table, parts in _parts(block.reshape(len(numbers), sizes[-1]), offsets[-1]):
+        keys = [(_mix(numbers, lane)[:, None] * _mix(parts, lane ^ _OF_PARTS)).reshape(-1) for lane in _LANES]
+        total = add(total, _sums(table, start, keys))
+    return total
+
+
+def _parts(rows: torch.Tensor, begin: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yield rows' elements part by part: the byte of the part that comes first, the elements, the part's number.
+
+    Whole parts that follow each other in memory come at once, each a row of the table, with all their numbers.
+    """
+    width, at, end = _PART_BYTES // rows.dtype.itemsize, begin, begin + rows.shape[1]
+    while at < end:
+        part, whole = at // width, (end - at) // width
+        together = len(rows) == 1 or (rows.is_contiguous() and rows.shape[1] == whole * width)
+        count = whole if whole and together and at % width == 0 else 1
+        stop = min(end, (part + count) * width)
+        table = rows[:, at - begin : stop - begin]
+        if count > 1:
+            table = table.reshape(-1, width)
+        yield (at - part * width) * rows.dtype.itemsize, table, torch.arange(part, part + count)
+        at = stop
+
+
+def _sums(table: torch.Tensor, start: int, row_keys: list[torch.Tensor]) -> Partial:
+    """Return both sums over a table whose rows begin `start` bytes into a part and have these keys."""
+    columns, device = table.shape[1] * table.dtype.itemsize, table.device
+    byte_keys, sketch_keys = (keys.to(device) for keys in _small_keys())
     totals = [0, 0]
-    for part in range(begin // width, -(-end // width)):
-        first, stop = max(begin, part * width), min(end, (part + 1) * width)
-        sums = _part_sums(rows[:, first - begin : stop - begin], numbers, (first - part * width) * info.dtype.itemsize)
-        for i, lane in enumerate(_LANES):
-            totals[i] += sums[i] * int(_mix(torch.tensor([part]), lane ^ _OF_PARTS)[0])
+    step = max(1, _PIECE_BYTES // columns)
+    for at in range(0, len(table), step):
+        as_bytes = table[at : at + step].contiguous().view(torch.int8)
+        sketches = _multiply(as_bytes, byte_keys[start : start + columns])
+        for i, keys in enumerate(row_keys):
+            totals[i] += int(((sketches * sketch_keys[i]).sum(1) * keys[at : at + step].to(device)).sum())
     return totals[0] & _MASK, totals[1] & _MASK
 
 
-def _part_sums(rows: torch.Tensor, numbers: torch.Tensor, start: int) -> list[int]:
-    """Return both lanes' sums over one part of some rows; `start` counts bytes from the part's begin."""
-    columns, itemsize, device = rows.shape[1], rows.dtype.itemsize, rows.device
-    skip = start % 4  # bytes of the first word that lie in front of this chunk
-    num_words = -(-(skip + columns * itemsize) // 4)
-    keys = [_word_keys(lane)[start // 4 :][:num_words].to(device) for lane in _LANES]
-    totals = [0, 0]
-    step = max(1, _PIECE_BYTES // (columns * itemsize))
-    for at in range(0, len(rows), step):
-        words = _words(rows[at : at + step], skip, num_words).to(torch.int64)
-        for i, lane in enumerate(_LANES):
-            row_sums = (words * keys[i]).sum(1)
-            totals[i] += int((row_sums * _mix(numbers[at : at + step], lane).to(device)).sum())
-    return totals
+def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the exact product of two int8 matrices as int64."""
+    if a.device.type == "cpu" and _int8_products_are_exact():
+        return torch._int_mm(a, b).to(torch.int64)  # noqa: SLF001 - the one door to integer products
+    return (a.to(torch.float64) @ b.to(torch.float64)).to(torch.int64)
 
 
-def _words(rows: torch.Tensor, skip: int, num_words: int) -> torch.Tensor:
-    """Return rows of 32-bit words, with zeros where a row's first or last word is not all in this chunk."""
-    as_bytes = rows.contiguous().view(torch.uint8)
-    if skip == 0 and as_bytes.shape[1] == 4 * num_words and as_bytes.storage_offset() % 4 == 0:
-        return as_bytes.view(torch.int32)
-    padded = as_bytes.new_zeros(as_bytes.shape[0], 4 * num_words)
-    padded[:, skip : skip + as_bytes.shape[1]] = as_bytes
-    return padded.view(torch.int32)
+@functools.cache
+def _int8_products_are_exact() -> bool:
+    """Whether this machine has exact and fast int8 products; without VNNI, sums of two products may saturate."""
+    a = torch.tensor([-128, 127], dtype=torch.int8).repeat_interleave(64).view(2, 64).repeat(9, 1)
+    b = torch.tensor([-64, 63], dtype=torch.int8).repeat(64, _SKETCHES // 2)
+    exact = a.to(torch.int64) @ b.to(torch.int64)
+    return torch.backends.mkldnn.is_available() and torch.equal(torch._int_mm(a, b), exact.to(torch.int32))  # noqa: SLF001
 
 
 def _row_numbers(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
@@ -131,9 +149,11 @@ def _row_numbers(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[
 
 
 @functools.cache
-def _word_keys(lane: int) -> torch.Tensor:
-    """Return the keys of the words of a part."""
-    return _mix(torch.arange(_PART_BYTES // 4), lane ^ _OF_WORDS)
+def _small_keys() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys of a part's bytes, -64 to 63 for every sketch, and those of the sketches for both sums."""
+    mixed = _mix(torch.arange(_PART_BYTES * _SKETCHES), _OF_BYTES)
+    byte_keys = (((mixed >> 32) & 127) - 64).to(torch.int8).view(_PART_BYTES, _SKETCHES)
+    return byte_keys, torch.stack([_mix(torch.arange(_SKETCHES), lane ^ _OF_SKETCHES) for lane in _LANES])
 
 
 def _mix(numbers: torch.Tensor, lane: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from tests.interop.folders import assert_same_bytes
+from titan_ckpt.digest import logical_digests
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.models import qwen3, qwen3_moe
 from titan_ckpt.models.layers import FeedForward
@@ -131,6 +132,7 @@ def _all_write_and_load(root: Path, layouts: Sequence[Callable[[Model], StateDic
     """Compare each layout's export with that of whole tensors; then load it back into emptied shards."""
     for make in (dense, sparse):
         truth = dict(make().state_dict())
+        digests = logical_digests(truth, Coordinator(0, 1, None, "", 60.0))
         _export(make(), truth, root / make.__name__ / "whole")
         for layout in layouts:
             model = make()
@@ -145,6 +147,7 @@ def _all_write_and_load(root: Path, layouts: Sequence[Callable[[Model], StateDic
                 assert not plan.report.missing
                 assert not plan.report.mismatched
                 reader.read(plan.requests)
+            assert logical_digests(state, Coordinator.current()) == digests
             for fqn, value in state.items():
                 for block in blocks_of(value):
                     expected = truth[fqn][block.chunk.within(Chunk.whole(info_of(value).shape))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +55,30 @@ def assert_same_bytes(one: Path, other: Path) -> None:
     for key, value in a.items():
         assert (value.dtype, value.shape) == (b[key].dtype, b[key].shape), key
         assert torch.equal(value.contiguous().view(torch.uint8), b[key].contiguous().view(torch.uint8)), key
+
+
+class Recorder(logging.Handler):
+    """Keeps the messages it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def open_strictly(auto: Any, folder: Path) -> Any:
+    """Open a folder with transformers; any warning, of Python's or of its logger, and any odd key is an error."""
+    recorder = Recorder()
+    logging.getLogger("transformers").addHandler(recorder)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            opened: Any = auto.from_pretrained(folder, output_loading_info=True, dtype="auto")
+    finally:
+        logging.getLogger("transformers").removeHandler(recorder)
+    model, info = opened
+    assert recorder.messages == []
+    assert not any(info.values()), info
+    return model.eval()

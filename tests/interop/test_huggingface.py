@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.interop.folders import open_strictly
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import (
     CheckpointError,
@@ -79,33 +79,6 @@ def load(model: Llama3, path: Path, cast: bool = False) -> None:
         plan = transforms_of(model).from_file(model.state_dict(), reader.tensors, None, cast=cast)
         assert plan.report.ok, plan.report
         reader.read(plan.requests)
-
-
-class Recorder(logging.Handler):
-    """Keeps the messages it is given."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
-def open_with_transformers(folder: Path) -> Any:
-    """Open a folder with transformers; any warning, of Python's or of its logger, and any odd key is an error."""
-    recorder = Recorder()
-    logging.getLogger("transformers").addHandler(recorder)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            opened: Any = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
-    finally:
-        logging.getLogger("transformers").removeHandler(recorder)
-    model, info = opened
-    assert recorder.messages == []
-    assert not any(info.values()), info
-    return model.eval()
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -231,7 +204,7 @@ def test_an_export_opens_with_transformers(tmp_path: Path, name: str, shard: int
     summary = export(model, tmp_path / "out", max_shard_bytes=shard)
     assert (len(summary.files) > 1) == (shard == 100_000)
     assert (tmp_path / "out" / "model.safetensors.index.json").exists() == (shard == 100_000)
-    opened = open_with_transformers(tmp_path / "out")
+    opened = open_strictly(LlamaForCausalLM, tmp_path / "out")
     assert (logits(opened) - logits(model)).abs().max() <= 1e-5
     with open_reader(tmp_path / "out") as reader:
         assert ("lm_head.weight" in reader.tensors) == (not CONFIGS[name].tie_embeddings)
@@ -253,7 +226,7 @@ def test_a_bfloat16_export_is_the_cast_of_the_weights(tmp_path: Path) -> None:
     """Every value is rounded once, as `.to` rounds; config.json says so."""
     model = native()
     export(model, tmp_path / "out", dtype=torch.bfloat16)
-    opened = open_with_transformers(tmp_path / "out")
+    opened = open_strictly(LlamaForCausalLM, tmp_path / "out")
     assert opened.dtype == torch.bfloat16
     again = native(seed=9)
     load(again, tmp_path / "out", cast=True)
@@ -266,7 +239,7 @@ def test_the_index_is_what_transformers_writes(tmp_path: Path) -> None:
     model = native()
     export(model, tmp_path / "out", max_shard_bytes=100_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    open_with_transformers(tmp_path / "out").save_pretrained(tmp_path / "again", max_shard_size="100KB")
+    open_strictly(LlamaForCausalLM, tmp_path / "out").save_pretrained(tmp_path / "again", max_shard_size="100KB")
     theirs_index = json.loads((tmp_path / "again" / "model.safetensors.index.json").read_text())
     assert index["metadata"] == theirs_index["metadata"]
     assert set(index["weight_map"]) == set(theirs_index["weight_map"])
@@ -349,7 +322,7 @@ def test_a_generation_config_is_made_where_there_is_none(tmp_path: Path) -> None
     export(model, tmp_path / "out", config=model.hf_config() | {"eos_token_id": 5})
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert generation == {"_from_model_config": True, "eos_token_id": 5}
-    assert open_with_transformers(tmp_path / "out").generation_config.eos_token_id == 5
+    assert open_strictly(LlamaForCausalLM, tmp_path / "out").generation_config.eos_token_id == 5
 
 
 def test_lazy_tensors_are_written_as_they_resolve(tmp_path: Path) -> None:

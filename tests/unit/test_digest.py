@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titan_ckpt import digest as digest_module
 from titan_ckpt.digest import Partial, add, finish, logical_digests, partial_digest
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.tensors import Chunk, TensorInfo, info_of
@@ -108,29 +110,53 @@ def test_scalars_and_empty_tensors_have_digests() -> None:
 
 
 def test_the_digest_is_what_it_was() -> None:
-    """Recorded adapters hold digests of their base: the definition must not move."""
+    """Recorded adapters hold digests of their base: the definition (docs/format.md) must not move."""
     tensor = torch.arange(3 * 20_000, dtype=torch.float32).view(3, 20_000)
     info = TensorInfo((3, 20_000), torch.float32)
     total = partial_digest(info, Chunk.whole(info.shape), tensor)
-    words = tensor.view(torch.int32).tolist()
+    rows = tensor.numpy().view(numpy.int8).astype(numpy.int64)
+    mixed = keys(numpy.arange(65_536 * 16), 0x5851F42D4C957F2D).reshape(65_536, 16)
+    small = ((mixed >> numpy.uint64(32)) & numpy.uint64(127)).astype(numpy.int64) - 64
     by_hand = [0, 0]
     for i, lane in enumerate((0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)):
-        parts = [key(p, lane ^ 0x2545F4914F6CDD1D) for p in range(2)]  # of 64 KiB, 16,384 words
-        of_words = [key(w, lane ^ 0x5851F42D4C957F2D) for w in range(16_384)]
-        for r, row in enumerate(words):
-            by_hand[i] += key(r, lane) * sum(
-                parts[w // 16_384] * of_words[w % 16_384] * word for w, word in enumerate(row)
-            )
+        of_rows, of_parts = keys(numpy.arange(3), lane), keys(numpy.arange(2), lane ^ 0x2545F4914F6CDD1D)
+        of_sketches = keys(numpy.arange(16), lane ^ 0x9FB21C651E98DF25)
+        for r, p in itertools.product(range(3), range(2)):
+            part = rows[r, p * 65_536 : (p + 1) * 65_536]
+            for j, sketch in enumerate((part @ small[: len(part)]).tolist()):
+                by_hand[i] += int(of_rows[r]) * int(of_parts[p]) * int(of_sketches[j]) * sketch
     assert total == tuple(n % 2**64 for n in by_hand)
+    assert finish(info, total) == "b80fd7397e513d4e58e0e4eb926eda20"
 
 
-def key(number: int, lane: int) -> int:
-    """splitmix64 in plain integers, made odd."""
-    mask = 2**64 - 1
-    z = (number * 0x9E3779B97F4A7C15 + lane) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return (z ^ (z >> 31)) | 1
+def keys(numbers: numpy.ndarray, lane: int) -> numpy.ndarray:
+    """splitmix64 in unsigned integers, made odd."""
+    u = numpy.uint64
+    z = numbers.astype(u) * u(0x9E3779B97F4A7C15) + u(lane)
+    z = (z ^ (z >> u(30))) * u(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> u(27))) * u(0x94D049BB133111EB)
+    return (z ^ (z >> u(31))) | u(1)
+
+
+def test_a_machine_without_exact_int8_products_has_the_same_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extreme bytes under extreme keys, where saturating products would lose: floats of 53 bits give the same."""
+    assert digest_module._int8_products_are_exact()
+    tensors = [values((70, 3000), torch.int8), torch.full((9, 70_000), -128, dtype=torch.int8), torch.tensor(1.5)]
+    with_integers = [digest(tensor) for tensor in tensors]
+    monkeypatch.setattr(digest_module, "_int8_products_are_exact", lambda: False)
+    assert [digest(tensor) for tensor in tensors] == with_integers
+
+
+def test_changes_that_one_byte_alone_would_hide_are_seen() -> None:
+    """Bytes that move their value to a neighbour, in one row, between rows and between parts."""
+    tensor = torch.zeros(3, 140_000, dtype=torch.int8)
+    seen = set()
+    for r, c in itertools.product(range(3), (0, 1, 65_535, 65_536, 131_072, 139_999)):
+        for value in (-128, -1, 1, 127):
+            tensor[r, c] = value
+            seen.add(digest(tensor))
+            tensor[r, c] = 0
+    assert len(seen) == 3 * 6 * 4
 
 
 def test_the_order_in_memory_does_not_count() -> None:

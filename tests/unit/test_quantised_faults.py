@@ -96,6 +96,32 @@ def test_plain_floats_under_a_quantised_config_are_questioned(tmp_path: Path, me
     assert "remove quantization_config" in message
 
 
+CODES = {
+    "a.weight": (FLOAT8, "a.weight_scale_inv"),
+    "b.weight": (FLOAT8, "b.weight_scale"),
+    "c.weight": (torch.uint8, "c.weight.absmax"),
+    "d.weight": (torch.int8, "d.SCB"),
+    "e.w_blocks": (torch.uint8, "e.w_scales"),
+    "f.weight_packed": (torch.int32, "f.weight_scale"),
+    "g._weight_qdata": (torch.int8, "g._weight_scale"),
+}
+
+
+@pytest.mark.parametrize("key", list(CODES))
+@pytest.mark.parametrize("config", [None, {"model_type": "llama"}])
+def test_codes_that_no_config_explains_are_refused(tmp_path: Path, key: str, config: dict[str, str] | None) -> None:
+    """A config.json that was lost, or is the plain model's: never unscaled; floats beside a scale are floats."""
+    dtype, scale = CODES[key]
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({key: torch.ones(4, 4).to(dtype), scale: torch.ones(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(LoadMismatchError, match=re.escape(f"with {scale})")):
+        open_reader(tmp_path)
+    save_file({key: torch.ones(4, 4), scale: torch.ones(4)}, tmp_path / "model.safetensors")
+    with open_reader(tmp_path) as reader:
+        assert {key, scale} == set(reader.tensors)
+
+
 def test_every_fault_is_in_one_message(tmp_path: Path) -> None:
     """Ten weights without scales are ten faults, of which the first are listed."""
     tensors = {f"layers.{i}.weight": torch.ones(16, 16).to(FLOAT8) for i in range(10)} | fp8()

@@ -33,6 +33,16 @@ METHODS: Mapping[str, Callable[[QuantisedFolder], Findings]] = {
     "torchao": torchao_flat.find,
 }
 """By config.json's quantization_config.quant_method."""
+_PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_SCALES_OF = {
+    "": ("_scale_inv", "_scale", ".absmax"),
+    "weight": ("SCB",),
+    "_blocks": ("_scales",),
+    "_packed": ("_scale",),
+    "qdata": ("scale",),
+}
+"""End of the name of codes -> what is there instead in their scales' name, over all methods."""
+_LISTED = 8
 
 
 def open_quantised(
@@ -40,11 +50,12 @@ def open_quantised(
 ) -> DequantisedFiles | None:
     """Return the folder's tensors as floats; None where config.json says nothing of quantisation.
 
-    Raises: LoadMismatchError for a method, or a variant of one, that is not known here; CorruptCheckpointError for
-    scales that are missing or do not fit. Both name the method and all tensors concerned.
+    Raises: LoadMismatchError for a method, or a variant of one, that is not known here, and for codes with scales that
+    no method explains; CorruptCheckpointError for scales that are missing or do not fit. All name the tensors.
     """
     settings = quantisation_of(config)
     if settings is None:
+        _refuse_codes(path, {key: entry.info.dtype for header in headers for key, entry in header.entries.items()})
         return None
     method = _method(settings)
     if method not in METHODS:
@@ -68,6 +79,25 @@ def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
             if settings := part.get(name):
                 return settings if isinstance(settings, dict) else {"quant_method": settings}
     return None
+
+
+def _refuse_codes(path: Path, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Raise where codes lie beside their scales, for config.json, which says nothing, may be lost or another's."""
+    found = [
+        f"{key} ({str(dtype).removeprefix('torch.')}, with {scale})"
+        for key, dtype in dtypes.items()
+        if dtype not in _PLAIN
+        for suffix, scales in _SCALES_OF.items()
+        for scale in (key.removesuffix(suffix) + name for name in scales)
+        if key.endswith(suffix) and scale in dtypes
+    ]
+    if found:
+        more = f"; and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+        raise LoadMismatchError(
+            f"{path}: {len(found)} tensor(s) are codes with scales beside them, and config.json has no "
+            f"quantization_config that says how to read them: {'; '.join(found[:_LISTED])}{more}. "
+            "Restore the folder's own config.json; without it the weights would be loaded unscaled"
+        )
 
 
 def _method(settings: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ Owns the merging of several sources and the verdict over all keys. Decides no pr
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +31,10 @@ BASE_RECORD = "titan_ckpt_base"
 """Where an adapter folder's metadata holds the identity of its base (base_identity.py)."""
 OTHER_COMPONENTS = ("optimizer.", "optim.", "lr_scheduler", "dataloader", "train_state", "states.")
 _LISTED = 12
+_OF_SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+"""Settings of a config.json that a model must share with the folder it loads."""
+_OF_VALUES = ("rope_theta", "rms_norm_eps", "hidden_act", "num_experts_per_tok", "norm_topk_prob")
+"""Settings that change what the same weights compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +173,8 @@ def _plan(
         wanted = {fqn: value for fqn, value in wanted.items() if wrapper.owns(fqn)}
     if source.format == "peft":
         _check_adapter_config(source, reader, wrapper, transforms)
+    if source.format == "hf":
+        _check_model_config(source, reader.metadata(), transforms.hf_config or {})
     if source.format not in ("native", "dcp"):
         return transforms.from_file(wanted, reader.tensors, wrapper.hooks, cast=source.cast)
     prefix, available = _under_own_names(reader, wanted)
@@ -188,6 +194,34 @@ def _check_adapter_config(
             f"{source.path}: its adapter_config.json and this run's converter disagree; nothing was loaded\n  "
             + "\n  ".join(problems[:_LISTED])
         )
+
+
+def _check_model_config(source: LoadSource, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise where a folder's config.json describes another model than the one at hand, which shapes cannot show.
+
+    Heads say how the rows of a weight are arranged. What a run may change on purpose, such as the rotary base, is
+    logged. Raises: LoadMismatchError with both values.
+    """
+    there, here = (_described(config) for config in (theirs, ours))
+    both = [key for key in here if here[key] is not None and there[key] is not None]
+    differing = {key: f"{key}: {there[key]} there, {here[key]} here" for key in both if here[key] != there[key]}
+    if faults := [line for key, line in differing.items() if key in _OF_SHAPE]:
+        raise LoadMismatchError(
+            f"{source.path}: its config.json describes another model than this run's; nothing was loaded\n  "
+            + "\n  ".join(faults)
+            + "\n  Take the model's shape from that folder, or restore its config.json"
+        )
+    if differing:
+        logger.warning("load: %s has another config.json than this run: %s", source.path, "; ".join(differing.values()))
+
+
+def _described(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a config.json says of these settings, None where it says nothing."""
+    found = {key: config.get(key) for key in (*_OF_SHAPE, *_OF_VALUES)}
+    rotary = config.get("rope_parameters")
+    if found["rope_theta"] is None and isinstance(rotary, Mapping):
+        found["rope_theta"] = rotary.get("rope_theta")
+    return found
 
 
 def _under_own_names(reader: TensorReader, wanted: StateDict) -> tuple[str, dict[str, TensorInfo]]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
-from titan_ckpt.errors import ConfigError, ExportError
+from titan_ckpt.errors import ConfigError, ExportError, LoadMismatchError
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 
 CONFIG = replace(FLAVORS["debug-0.5m"], vocab_size=160, num_layers=2, max_seq_len=64, tie_embeddings=False)
@@ -91,3 +91,25 @@ def test_what_only_a_base_can_say_needs_one(tmp_path: Path) -> None:
             CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path)
     with pytest.raises(ConfigError, match="only hf exports"):
         ExportConfig("dcp", dtype="original")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"num_attention_heads": 2}, {"num_key_value_heads": 4}, {"num_hidden_layers": 9}, {"head_dim": 1}]
+)
+def test_a_config_of_another_model_is_refused(tmp_path: Path, base: Path, settings: dict[str, int]) -> None:
+    """Weights of the right shapes whose config.json has other heads or layers: both are said, and nothing changes."""
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | settings))
+    ((key, value),) = settings.items()
+    with pytest.raises(LoadMismatchError, match=rf"another model.*nothing was loaded\s+{key}: {value} there, .* here"):
+        run(base, tmp_path, ExportConfig("hf"))
+
+
+def test_a_config_with_other_values_is_logged(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Another rotary base is what a run may want: it loads, with a warning that names both."""
+    config = json.loads((base / "config.json").read_text())
+    rotary = config["rope_parameters"] | {"rope_theta": 7.0}
+    (base / "config.json").write_text(json.dumps(config | {"rope_parameters": rotary}))
+    with caplog.at_level("WARNING", "titan_ckpt.loading"):
+        run(base, tmp_path, ExportConfig("hf"))
+    assert "rope_theta: 7.0 there, " in caplog.text

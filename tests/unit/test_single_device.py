@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titan_ckpt.initialize import single_device
@@ -22,11 +23,11 @@ class Inner(nn.Module):
 
     mask: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, scale_shape: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.matrix = nn.Parameter(torch.zeros(6, 5))
         self.vector = nn.Parameter(torch.zeros(7))
-        self.scale = nn.Parameter(torch.zeros(()))
+        self.scale = nn.Parameter(torch.zeros(scale_shape))
         self.register_buffer("mask", torch.zeros(4, 6))
 
     def init_weights(self) -> None:
@@ -42,12 +43,12 @@ class Model(nn.Module):
     table: torch.Tensor
     running: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, scale_shape: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.embedding = nn.Embedding(10, 4, padding_idx=3)
         self.head = nn.Linear(4, 10, bias=False)
         self.head.weight = self.embedding.weight
-        self.inner = nn.ModuleDict({"a": Inner(), "b": Inner()})
+        self.inner = nn.ModuleDict({"a": Inner(scale_shape), "b": Inner(scale_shape)})
         self.orthogonal = nn.Parameter(torch.zeros(5, 5))
         self.copied = nn.Parameter(torch.zeros(5, 5))
         self.by_rows = nn.Parameter(torch.zeros(6, 3))
@@ -140,6 +141,23 @@ def test_e1_an_init_for_one_device_initialises_a_sharded_model() -> None:
     with pytest.raises(ValueError, match=r"by_rows: initialisation assigns shape \[2\]"), single_device(refused):
         refused.by_rows = nn.Parameter(torch.ones(2))
     assert isinstance(refused.by_rows, DTensor) and type(refused._parameters) is dict, "the model is as it was"
+
+    fsdp: Any = Model(scale_shape=(1,))  # FSDP2 refuses a parameter without a dim
+    expected = expected_of(Model(scale_shape=(1,)))
+    for inner in fsdp.inner.values():
+        fully_shard(inner, mesh=mesh)
+    fully_shard(fsdp, mesh=mesh)
+    objects = dict(fsdp.named_parameters())
+    assert all(isinstance(value, DTensor) for value in objects.values())
+    with pytest.warns(UserWarning, match="which is sharded"):
+        assert same(initialised(fsdp), expected) == []
+    assert all(objects[name] is value for name, value in fsdp.named_parameters()), "FSDP2 gathers these very objects"
+    fsdp.unshard()
+    for inner in fsdp.inner.values():
+        inner.unshard()
+    unsharded = {name: value.detach() for name, value in fsdp.named_parameters()}
+    assert not any(isinstance(value, DTensor) for value in unsharded.values())
+    assert same(unsharded, {name: expected[name] for name in unsharded}) == []
 
 
 def test_e2_one_rank_and_no_mesh_give_the_same_values() -> None:

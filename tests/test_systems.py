@@ -1,0 +1,36 @@
+"""docs/systems.md: what it promises has a test, and the test is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+ROWS = {f"{letter}{i}" for letter, count in {"B": 4, "C": 4, "D": 7, "E": 2}.items() for i in range(1, count + 1)}
+
+
+def test_every_test_that_the_table_names_exists() -> None:
+    """`path::test` and `path` are real; `::test` is of the path named before it, `::prefix_` of at least one test."""
+    missing: list[str] = []
+    rows: set[str] = set()
+    path = ""
+    for line in (ROOT / "docs" / "systems.md").read_text().splitlines():
+        if not (row := re.match(r"\| ([A-Z]\d+) \|", line)):
+            continue
+        named = re.findall(r"`(tests/[\w/]+\.py)?(?:::(\w+))?`", line.rsplit("|", 2)[1])
+        if named:
+            rows.add(row[1])
+        for file, test in named:
+            path = file or path
+            tests = _functions(ROOT / path)
+            if not tests or (test and test not in tests and not (test.endswith("_") and test in "".join(tests))):
+                missing.append(f"{row[1]}: {path}::{test}")
+    assert missing == []
+    assert ROWS - rows == set(), "rows without a test"
+
+
+def _functions(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    return [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]

@@ -410,9 +410,24 @@ def swap_header(folder: Path, key: str) -> None:
     path.write_bytes(raw.replace(f'"{key}":{{"dtype":"F32"'.encode(), f'"{key}":{{"dtype":"I32"'.encode()))
 
 
-@pytest.mark.parametrize("damage", [flip, swap_header])
-def test_what_reads_back_differently_is_not_published(tmp_path: Path, damage: Callable[[Path, str], None]) -> None:
-    """One bit that is not what was sent, or one dtype, fails the export, names the tensor and leaves nothing."""
+def rename(folder: Path, key: str) -> None:
+    """Call a tensor something else of the same length."""
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(key.encode(), key.replace("up", "no").encode()))
+
+
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [
+        (flip, r"1 region\(s\) read back differ from what was written, of KEY"),
+        (swap_header, r"differs in 1 tensor\(s\): KEY: expected float32.*, found int32"),
+        (rename, r"differs in 2 tensor\(s\): KEY is missing; .*no_proj\.weight is not the model's"),
+    ],
+)
+def test_what_reads_back_differently_is_not_published(
+    tmp_path: Path, damage: Callable[[Path, str], None], cause: str
+) -> None:
+    """One bit, one dtype or one name that is not what was sent fails the export, is said, and leaves nothing."""
     key = "model.layers.1.mlp.up_proj.weight"
 
     def pack(infos: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
@@ -425,7 +440,7 @@ def test_what_reads_back_differently_is_not_published(tmp_path: Path, damage: Ca
     model = native()
     groups = transforms_of(model).to_file(model.state_dict(), None, None)
     layout = FolderFormat(pack, lambda plan: {}, open_damaged, lambda reader: None)
-    with pytest.raises(ExportError, match=re.escape(key)):
+    with pytest.raises(ExportError, match=cause.replace("KEY", re.escape(key))):
         export_folder(tmp_path / "out", groups, layout, Coordinator.current(), fsync=True)
     assert list(tmp_path.iterdir()) == []
 

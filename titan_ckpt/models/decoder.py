@@ -16,7 +16,7 @@ from torch import nn
 
 from titan_ckpt.models.config import DecoderConfig
 from titan_ckpt.models.language_model import LanguageModel
-from titan_ckpt.models.layers import INIT_STD, ExactBuffers, TransformerBlock
+from titan_ckpt.models.layers import INIT_STD, ExactBuffers, RMSNorm, TransformerBlock
 
 ConfigT = TypeVar("ConfigT", bound=DecoderConfig)
 
@@ -46,7 +46,7 @@ class Decoder(ExactBuffers, LanguageModel, Generic[ConfigT]):
         self.make_rope_table = make_rope_table
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
-        self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm: RMSNorm | None = RMSNorm(config.dim, eps=config.norm_eps)
         self.output: nn.Linear | None = None
         if not config.tie_embeddings:
             self.output = nn.Linear(config.dim, config.vocab_size, bias=False)

@@ -86,6 +86,15 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
     return out.transpose(1, 2)
 
 
+class RMSNorm(nn.RMSNorm):
+    """Normalises in float32. A weight in a wider dtype than the input, as under autocast, makes the result as wide."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == self.weight.dtype:
+            return super().forward(x)
+        return self.weight * F.rms_norm(x, self.normalized_shape, eps=self.eps)
+
+
 class SubLayer(nn.Module):
     """A part of a block that writes into the residual stream."""
 
@@ -118,8 +127,8 @@ class Attention(SubLayer):
         self.wk = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
         self.wv = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
         self.wo = nn.Linear(num_heads * head_dim, dim, bias=False)
-        self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else None
+        self.q_norm = RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else None
+        self.k_norm = RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else None
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Shape: (batch, seq, dim) in and out; a table of at least `seq` positions.
@@ -169,8 +178,8 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.attention = attention
         self.feed_forward = feed_forward
-        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attention_norm = RMSNorm(dim, eps=norm_eps)
+        self.ffn_norm = RMSNorm(dim, eps=norm_eps)
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), table)

@@ -5,7 +5,6 @@ Owns that decision. What matrices are multiplied in is training.compute_dtype's;
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,8 +31,6 @@ def keep_stored_dtypes(model: LanguageModel, config: CheckpointConfig, base_fold
     if not frozen:
         return
     key_map = model.key_map()
-    # A norm that is frozen in another dtype than its input, or the other way round, promotes both, as is meant here.
-    warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
     with ExitStack() as stack:
         for reader in _sources(config, base_folder, stack):
             for fqn, parameter in list(frozen.items()):

@@ -122,6 +122,8 @@ class StopConfig:
     """Save and stop before this moment, such as a scheduler's SLURM_JOB_END_TIME; absent: no limit."""
     save_on_exception: bool = True
     """When the loop raises on all ranks: save the last step that was completed."""
+    exception_seconds: PositiveSeconds = 20.0
+    """How long a rank that has raised waits for the others to raise too, for a save needs all of them."""
     hang_seconds: PositiveSeconds | None = 600.0
     """After so long without progress all processes are asked; if one does not answer, the others name it and end."""
 

@@ -29,8 +29,6 @@ SAME_SIGNAL_SECONDS = 2.0
 """A launcher passes on a signal that its ranks got as well: what follows so quickly is no second one."""
 ANSWER_SECONDS = 60.0
 """How long a rank's watcher, which does nothing else, may take to answer."""
-EXCEPTION_SECONDS = 20.0
-"""How long a rank that has raised waits for the others to raise too."""
 
 
 class StopRun(BaseException):
@@ -246,8 +244,16 @@ class RunGuard:
 
     def _save_after(self, value: BaseException) -> None:
         """Save the last completed step, if all ranks have raised with the same one in memory, whole. Never raises."""
+        bound = self._config.exception_seconds
+        if self._line.world_size > 1:
+            logger.warning(
+                "rank %d has raised %s: it waits up to %g s for the other ranks, to save the last completed step",
+                self._line.rank,
+                type(value).__name__,
+                bound,
+            )
         try:
-            marked = self._line.gather("exception", self._manager.marked_step, timeout_seconds=EXCEPTION_SECONDS)
+            marked = self._line.gather("exception", self._manager.marked_step, timeout_seconds=bound)
             if not self._is_whole(marked):
                 return
             logger.warning("%s: saving step %s, the last that was completed", type(value).__name__, marked[0])

@@ -189,8 +189,8 @@ def test_all_ranks_stop_at_one_step_with_a_save_in_flight(tmp_path: Path, async_
         assert load_file(tmp_path / "checkpoints" / f"step-{steps[-1]}" / "rank-00001.safetensors")
 
 
-def test_a_dead_and_a_hung_rank_stop_the_others_in_time(tmp_path: Path) -> None:
-    """kill -9 ends the peers at once; a stopped rank is named by the others within the bound, though they hang in C."""
+def test_a_dead_a_raising_and_a_hung_rank_stop_the_others_in_time(tmp_path: Path) -> None:
+    """The others end within the bounds, though they wait in C, and name who raised and who hangs."""
     with running(tmp_path / "dead", 2, slow=0.01) as job:
         job.wait_for("step 2", rank=1)
         job.ranks[0].kill()
@@ -199,6 +199,13 @@ def test_a_dead_and_a_hung_rank_stop_the_others_in_time(tmp_path: Path) -> None:
         assert time.monotonic() - began < 40
         assert job.steps() == []
         assert "the last completed step is not saved: " in job.text()
+    stop: dict[str, Any] = {"exception_seconds": 2}
+    with running(tmp_path / "raised", 2, raise_at=[3, 1], checkpoint={"stop": stop}) as job:
+        assert job.codes() == [1, 1]
+        assert job.steps() == [], job.text()
+        assert "rank 1 has raised ValueError: it waits up to 2 s" in "\n".join(job.lines(1))
+        assert "rank 1 did not arrive within 2 s" in "\n".join(job.lines(0)), job.text()
+        assert "rank 0 did not" in "\n".join(job.lines(1)), job.text()
     stop = {"hang_seconds": 2}
     checkpoint = {"save": {"interval": 1000, "timeout_seconds": 3}, "stop": stop}
     with running(tmp_path / "hung", 3, slow=0.01, checkpoint=checkpoint) as job:

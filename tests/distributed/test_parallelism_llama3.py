@@ -1,0 +1,12 @@
+"""Llama 3 in every layout: what one saves any other loads, bit for bit, and goes on with the same loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.distributed.trainer_layouts import assert_every_layout_loads_what_every_other_one_saves
+
+
+def test_every_layout_loads_what_every_other_one_saves(tmp_path: Path) -> None:
+    """Single, FSDP2, HSDP, tensor, pipeline, expert, context parallelism and products of them."""
+    assert_every_layout_loads_what_every_other_one_saves("llama3", tmp_path)

@@ -256,6 +256,8 @@ class RunGuard:
             marked = self._line.gather("exception", self._manager.marked_step, timeout_seconds=bound)
             if not self._is_whole(marked):
                 return
+            # one that raised long before the others has left its mark, and may be gone
+            self._line.barrier("exception, on all ranks", timeout_seconds=bound)
             logger.warning("%s: saving step %s, the last that was completed", type(value).__name__, marked[0])
             self._manager.save_marked()
         except Exception as error:  # the run's own error is the one to be seen

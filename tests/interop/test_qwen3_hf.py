@@ -91,6 +91,19 @@ def test_an_export_opens_in_transformers_with_the_native_logits(name: str, tmp_p
     assert (logits_of(model, tokens) - logits_of(twin, tokens)).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("name", ["tied", "narrow_heads"])
+def test_in_bfloat16_over_float32_weights_the_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Under autocast norms keep the wider dtype, as theirs do; what is left is less than bfloat16 rounds by."""
+    twin = hf_twin(SHAPES[name], tmp_path)
+    model = build(SHAPES[name]).eval()
+    load(model, model.key_map(), tmp_path)
+    tokens = torch.randint(0, 256, (2, 100))
+    exact = logits_of(twin, tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = logits_of(model, tokens), logits_of(twin, tokens)
+    assert (ours - theirs).abs().max() < 0.5 * (theirs - exact).abs().max()
+
+
 def test_experts_are_stacked_in_memory_and_apart_on_disk(tmp_path: Path) -> None:
     """One parameter per projection holds all experts; the folder has a matrix per expert, as the published ones do."""
     hf_twin(SPARSE, tmp_path)

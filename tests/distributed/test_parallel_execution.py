@@ -1,0 +1,42 @@
+"""How layers run, compiled or in bfloat16, beside every kind of parallelism: the loss of one process in float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.trainer_layouts import LAYOUTS, built, next_step, settings, write_shapes
+from titan_ckpt.testing import distributed
+
+COMPILED = ("fsdp", "gpipe", "context", "experts")
+IN_BFLOAT16 = ("fsdp", "tensor", "gpipe", "experts")
+"""FSDP2 computes in bfloat16 by itself; without it autocast does, over weights in float32."""
+
+
+def step_in(layout: str, root: Path, compute_dtype: str = "float32", **table: Any) -> tuple[float, float]:
+    """Return loss and gradient norm of a mixture of experts."""
+    config = settings(root, "qwen3_moe", {**LAYOUTS[layout][1], **table}, {}, root / "nothing")
+    training = replace(config.training, compute_dtype=compute_dtype)
+    with built(replace(config, training=training), load=True) as trainer:
+        return next_step(trainer)
+
+
+@distributed(nproc=2)
+def on_2(root: Path, expected: tuple[float, float]) -> None:
+    for layout in IN_BFLOAT16:
+        assert step_in(layout, root, "bfloat16") == pytest.approx(expected, rel=2e-2), layout
+    for layout in COMPILED:
+        assert step_in(layout, root, compile=True) == pytest.approx(expected, rel=1e-4), layout
+
+
+@pytest.mark.filterwarnings("default")  # the compiler imports and reads what torch itself warns about
+@pytest.mark.filterwarnings("error:Mismatch dtype between input and weight")
+def test_layers_compute_the_same_compiled_and_in_bfloat16(tmp_path: Path) -> None:
+    """Loss and gradient norm agree, to rounding, and norms take inputs of another dtype than their weights."""
+    write_shapes(tmp_path)
+    expected = step_in("single", tmp_path)
+    assert step_in("single", tmp_path, "bfloat16") == pytest.approx(expected, rel=2e-2)
+    on_2(tmp_path, expected)

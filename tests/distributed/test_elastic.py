@@ -35,7 +35,7 @@ output_folder = "ranks"
 model = { flavor = "debug-0.5m" }
 data = { sequence_length = 16, tokenizer = { vocab_size = 300 }, cache_folder = "cache" }
 training = { steps = 8, batch_size = 2, device = "cpu" }
-checkpoint = { save = { interval = 4 } }
+checkpoint = { save = { interval = 4 }, stop = { exception_seconds = 1 } }
 """
 
 

@@ -237,8 +237,8 @@ class RunGuard:
         whole = None not in marked and len(set(map(str, marked))) == 1
         if not whole:
             logger.warning(
-                "not saved: no step was completed since the last save, or one is partly applied; the last is %s",
-                "none" if self._manager.saved_step is None else f"step {self._manager.saved_step}",
+                "nothing newer to save: since %s no step was completed, or one is partly applied",
+                "the start" if self._manager.saved_step is None else f"step {self._manager.saved_step}",
             )
         return whole
 
@@ -276,6 +276,7 @@ class RunGuard:
         if threading.current_thread() is not threading.main_thread():
             logger.warning("signals are not noticed: a RunGuard was entered outside the main thread")
             return
+        _guards[:] = [guard for guard in _guards if guard._first_signal is None]  # noqa: SLF001 - not of a run that ended
         _guards.append(self)
         self._wakeup_fd = signal.set_wakeup_fd(self._board.signal_fd, warn_on_full_buffer=False)
         for name in self._config.signals:
@@ -284,12 +285,15 @@ class RunGuard:
                 self._handlers[number] = signal.signal(number, _noticed_elsewhere)
 
     def _restore(self) -> None:
+        """Let signals be what they were, unless one has ended the run: passed on late, it kills nothing."""
         if self not in _guards:
+            return
+        signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
+        if self._first_signal is not None:
             return
         _guards.remove(self)
         for number, before in self._handlers.items():
             signal.signal(number, before)
-        signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
 
 
 _guards: list[RunGuard] = []

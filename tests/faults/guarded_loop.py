@@ -58,7 +58,7 @@ def say(*words: object) -> None:
 
 
 def main(job: dict[str, Any]) -> None:
-    """Train `steps` steps; `raise_at`, `stop_self_at` and `slow` say what goes wrong or takes long."""
+    """Train `steps` steps; `raise_at`, `slow` and their like say what goes wrong or takes long."""
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
     rank = int(os.environ.get("RANK", "0"))
     if "RANK" in os.environ:
@@ -96,6 +96,8 @@ def main(job: dict[str, Any]) -> None:
             if guard.step_ended(step):
                 break
         say("left", guard.stopped)
+    say("closing")
+    time.sleep(job.get("closing", 0))
     say("end")
 
 

@@ -140,7 +140,7 @@ class NoticeBoard:
                 self._ask_if_hung()
                 if (notice := self._next(number)) is not None:
                     number += 1
-                    self._act(notice, number)
+                    self._act(notice)
         except dist.DistError as error:
             self._fail(PeerError(f"lost the store of the process group, which rank 0 or its launcher serves: {error}"))
         except Exception as error:
@@ -163,13 +163,15 @@ class NoticeBoard:
             self._posts.popleft()  # the same, noticed by several
         return notice
 
-    def _act(self, notice: Notice, number: int) -> None:
+    def _act(self, notice: Notice) -> None:
         """1 Hold this rank's ticks. 2 Exchange how many every rank has made. 3 Let them go on: the next one counts."""
         with self._changed:
             self._held = notice.kind != "roll call"
             mine: Json = [self._ticks, round(time.monotonic() - self._last_tick)]
         try:
-            of_ranks: list[Any] = self._line.gather(f"notice {number}", mine, timeout_seconds=self._answer_seconds)
+            of_ranks: list[Any] = self._line.gather(
+                f"{notice.kind} after {notice.reason}", mine, timeout_seconds=self._answer_seconds
+            )
         except PeerError as error:
             if not self._closing:
                 self._fail(error, ends=notice.kind == "roll call")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -16,7 +16,9 @@ IN_BFLOAT16 = ("fsdp", "tensor", "gpipe", "experts")
 """FSDP2 computes in bfloat16 by itself; without it autocast does, over weights in float32."""
 
 
-def step_in(layout: str, root: Path, compute_dtype: str = "float32", **table: Any) -> tuple[float, float]:
+def step_in(
+    layout: str, root: Path, compute_dtype: Literal["float32", "bfloat16"] = "float32", **table: Any
+) -> tuple[float, float]:
     """Return loss and gradient norm of a mixture of experts."""
     config = settings(root, "qwen3_moe", {**LAYOUTS[layout][1], **table}, {}, root / "nothing")
     training = replace(config.training, compute_dtype=compute_dtype)

@@ -18,6 +18,7 @@ from titan_ckpt.errors import ConverterError
 from titan_ckpt.keymap import KeyMap
 from titan_ckpt.model_wrapper import clean_fqn
 from titan_ckpt.quantising import WeightQuantiser
+from titan_ckpt.tensors import TensorInfo
 from titan_ckpt.types import StateDict, StateDictAdapter
 
 logger = logging.getLogger(__name__)
@@ -121,8 +122,8 @@ class _JoinedAdapters:
     def __init__(self, adapters: Sequence[StateDictAdapter]) -> None:
         self._adapters = adapters
 
-    def key_map(self, base: KeyMap) -> KeyMap:
-        return KeyMap(tuple(rule for adapter in self._adapters for rule in adapter.key_map(base).rules))
+    def key_map(self, base: KeyMap, found: Mapping[str, TensorInfo] | None = None) -> KeyMap:
+        return KeyMap(tuple(rule for adapter in self._adapters for rule in adapter.key_map(base, found).rules))
 
     def misfits(self, base: KeyMap, found: Mapping[str, Any]) -> list[str]:
         # the folder is one adapter's: it fits if it fits any

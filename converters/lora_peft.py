@@ -13,9 +13,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from converters.lora_config import LoRAConfig
+from converters.lora_fused import PARTS, targets_of
 from converters.lora_merge import AdaptedWeight
 from titan_ckpt.errors import KeyMapError
-from titan_ckpt.keymap import IDENTITY, Identity, KeyGroup, KeyMap, KeyRule, PermuteRotary, Split, Unstack
+from titan_ckpt.keymap import IDENTITY, Concat, Identity, KeyGroup, KeyMap, KeyRule, PermuteRotary, Split, Unstack
+from titan_ckpt.tensors import TensorInfo
 
 logger = logging.getLogger(__name__)
 _PREFIX = "base_model.model."
@@ -36,16 +38,17 @@ class PeftAdapter:
         self._copied = copied
         self._others = others
 
-    def key_map(self, base: KeyMap) -> KeyMap:
+    def key_map(self, base: KeyMap, found: Mapping[str, TensorInfo] | None = None) -> KeyMap:
         """Return the table of the owned keys. Where the base permutes a weight's rows, B's go the same way, A's do not.
 
         Raises: KeyMapError listing modules that the other tool's model stores in a form no adapter can follow.
         """
         rules: list[KeyRule] = []
         problems: list[str] = []
-        for adapted in self._adapted.values():
+        for target in targets_of(self._adapted.values(), base):
             try:
-                rules += _adapter_rules(adapted, base)
+                fused = isinstance(target.group.op, Concat) and target.adapters[0].form == "linear"
+                rules += target.rules(_PREFIX, found) if fused else _adapter_rules(target.adapters[0], target.group)
             except KeyMapError as error:
                 problems.append(str(error))
         for trained, fqn in self._copied.items():
@@ -61,7 +64,9 @@ class PeftAdapter:
     def file_config(self, base: KeyMap) -> dict[str, Any]:
         """Return adapter_config.json without the base's identity: what PEFT reads, and what vLLM insists on."""
         config = self._config
-        modules = {key: a for a in self._adapted.values() for key in _modules(base.group_of_fqn(a.weight))}
+        modules = {module: t for t in targets_of(self._adapted.values(), base) for module in t.modules}
+        alphas = {module: t.alpha(config.use_rslora) for module, t in modules.items()}
+        parts = {module: t.ranks for module, t in modules.items() if t.is_fused}
         others = [key for fqn in self._others for key in _known(fqn, base)]
         _warn_of_lost_experts(self._adapted.values(), base)
         copied = {key for fqn in self._copied.values() for key in _modules(base.group_of_fqn(fqn))}
@@ -77,9 +82,10 @@ class PeftAdapter:
             "use_dora": config.use_dora,
             "fan_in_fan_out": False,
             "inference_mode": True,
-            "rank_pattern": {key: a.rank for key, a in modules.items() if a.rank != config.rank},
-            "alpha_pattern": {key: json_number(a.alpha) for key, a in modules.items() if a.alpha != config.alpha},
+            "rank_pattern": {module: t.rank for module, t in modules.items() if t.rank != config.rank},
+            "alpha_pattern": {m: json_number(alpha) for m, alpha in alphas.items() if alpha != config.alpha},
             "modules_to_save": sorted(copied) or None,
+            **({PARTS: parts} if parts else {}),
         }
 
     def misfits(self, base: KeyMap, found: Mapping[str, Any]) -> list[str]:
@@ -94,23 +100,22 @@ class PeftAdapter:
         for name, value in expected.items():
             if found.get(name, "none" if name == "bias" else False) != value:
                 problems.append(f"{name} is {found[name]!r}, expected {value!r}")
-        for adapted in self._adapted.values():
-            for key in _modules(base.group_of_fqn(adapted.weight)):
+        for target in targets_of(self._adapted.values(), base):
+            for key in target.modules:
                 rank = _from_pattern(found.get("rank_pattern") or {}, key, found.get("r", 8))
                 alpha = _from_pattern(found.get("alpha_pattern") or {}, key, found.get("lora_alpha", 8))
                 scaling = alpha / (math.sqrt(rank) if found.get("use_rslora") else rank)
-                if rank != adapted.rank or not math.isclose(scaling, adapted.scaling):
-                    expected_here = f"rank {adapted.rank} scaled by {adapted.scaling:g}"
-                    problems.append(f"{key}: rank {rank} scaled by {scaling:g}, expected {expected_here}")
+                fits = target.accepts(rank, key, found.get(PARTS) or {})
+                if not fits or not math.isclose(scaling, target.scaling):
+                    problems.append(f"{key}: rank {rank} scaled by {scaling:g}, expected {target.expected}")
         return problems
 
 
-def _adapter_rules(adapted: AdaptedWeight, base: KeyMap) -> Iterator[KeyRule]:
+def _adapter_rules(adapted: AdaptedWeight, group: KeyGroup) -> Iterator[KeyRule]:
     """Yield how A, B and the magnitude follow what the base's table does to the weight.
 
     Raises: KeyMapError where they cannot.
     """
-    group = base.group_of_fqn(adapted.weight)
     keys = [_PREFIX + key for key in _modules(group)]
 
     def named(suffix: str) -> list[str]:

@@ -15,10 +15,11 @@ from typing import Any, Self
 
 from titan_ckpt.components import MODEL
 from titan_ckpt.distributed import Coordinator
-from titan_ckpt.errors import LoadMismatchError
+from titan_ckpt.errors import ConverterError, LoadMismatchError
 from titan_ckpt.merging import AdapterMerge, prepare_merge
 from titan_ckpt.model_wrapper import ModelWrapper, without_memory
 from titan_ckpt.plan import LoadSource
+from titan_ckpt.quantising import QuantisesWeights
 from titan_ckpt.storage import open_reader
 from titan_ckpt.storage.base import ReadRequest, TensorReader
 from titan_ckpt.storage.huggingface import TIED
@@ -175,12 +176,26 @@ def _plan(
         _check_adapter_config(source, reader, wrapper, transforms)
     if source.format == "hf":
         _check_model_config(source, reader.metadata(), transforms.hf_config or {})
+        if reader.metadata().get("quantization_config") and _quantises(wrapper):
+            logger.warning(
+                "load: %s holds quantised weights, and this run quantises them again, which gives other values even "
+                "before the first step: to go on with a run, resume it, or start from its plain export",
+                source.path,
+            )
     if source.format not in ("native", "dcp"):
         return transforms.from_file(wanted, reader.tensors, wrapper.hooks, cast=source.cast)
     prefix, available = _under_own_names(reader, wanted)
     plan = StateDictTransforms().from_file(wanted, available, None, cast=source.cast)
     requests = [ReadRequest(prefix + r.key, r.chunk, r.into) for r in plan.requests]
     return replace(plan, requests=requests)
+
+
+def _quantises(wrapper: ModelWrapper) -> bool:
+    """Say whether this run trains for quantised weights."""
+    try:
+        return isinstance(wrapper.hooks, QuantisesWeights) and wrapper.hooks.weight_quantiser() is not None
+    except ConverterError:  # two schemes, which only an export minds
+        return True
 
 
 def _check_adapter_config(

@@ -16,7 +16,7 @@ from titan_ckpt.errors import KeyMapError, LoadMismatchError
 from titan_ckpt.keymap import KeyGroup, KeyMap
 from titan_ckpt.storage.base import ReadRequest, TensorReader
 from titan_ckpt.storage.peft import MAGNITUDE, PAIRS, PREFIX, scaling_of
-from titan_ckpt.tensors import Chunk, blocks_of, info_of
+from titan_ckpt.tensors import Chunk, Shape, blocks_of, info_of
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
 
 
@@ -30,6 +30,8 @@ class _Pair:
     group: KeyGroup
     index: int
     """Which of the group's file tensors the weight is."""
+    magnitude: str | None = None
+    """The key of DoRA's row lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +48,33 @@ class AdapterMerge:
     def apply(self) -> None:
         """Add every pair to the live weights, in float32 (float64 for such a base), rounded once to their dtype.
 
-        Shape: weight (out, in) += scaling * B (out, r) @ A (r, in), of which each rank computes its own part.
+        Shape: weight (out, in) += scaling * B (out, r) @ A (r, in), of which each rank computes its own part; DoRA then
+        gives each row its length.
         """
         self.reader.read(self._copies)
         for pair in self._pairs:
             a, b = (_whole(self.reader, key) for key in (pair.a, pair.b))
             left, right = (a.t(), b.t()) if pair.a.endswith("_embedding_A") else (b, a)
+            lengths = None if pair.magnitude is None else _whole(self.reader, pair.magnitude)
             for view, chunk in _views(pair, self.base):
                 dtype = torch.promote_types(view.dtype, torch.float32)
                 rows, columns = (slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-                added = (left[rows].to(dtype) @ right[:, columns].to(dtype)).mul_(pair.scaling)
-                view.copy_(added.reshape(view.shape).add_(view))
+                merged = (left[rows].to(dtype) @ right[:, columns].to(dtype)).mul_(pair.scaling)
+                merged.view(view.shape).add_(view)
+                if lengths is not None:
+                    merged.mul_((lengths[rows].to(dtype) / torch.linalg.vector_norm(merged, dim=1))[:, None])
+                view.copy_(merged.view(view.shape))
 
 
 def prepare_merge(reader: TensorReader, base: StateDict, tied: Collection[str], key_map: KeyMap) -> AdapterMerge:
     """Find out which weights an adapter means, and that it means something; changes nothing.
 
     `base`: the live tensors without converter-owned ones. `tied`: those that are another module's too.
-    Raises: LoadMismatchError for DoRA, tied weights and an adapter without effect; CorruptCheckpointError for NaN.
+    Raises: LoadMismatchError for tied weights, DoRA without whole rows, and an adapter without effect;
+    CorruptCheckpointError for NaN.
     """
     config, where = reader.metadata(), getattr(reader, "path", "the adapter")
-    problems = ["use_dora: its scale depends on whole merged rows; merge it by exporting a run of it"] * bool(
-        config.get("use_dora")
-    )
+    problems: list[str] = []
     pairs: list[_Pair] = []
     copies: list[ReadRequest] = []
     loaded: dict[str, None] = {}
@@ -94,7 +100,10 @@ def prepare_merge(reader: TensorReader, base: StateDict, tied: Collection[str], 
         else:
             b = reader.tensors[f"{PREFIX}{module}{PAIRS[suffix]}"].shape
             found = (info.shape[1], b[0]) if suffix.endswith("_embedding_A") else (b[0], info.shape[1])
-            pairs.append(_Pair(key, f"{PREFIX}{module}{PAIRS[suffix]}", scaling_of(module, config), group, index))
+            magnitude = f"{PREFIX}{module}{MAGNITUDE}" if config.get("use_dora") else None
+            pair = _Pair(key, f"{PREFIX}{module}{PAIRS[suffix]}", scaling_of(module, config), group, index, magnitude)
+            pairs.append(pair)
+            problems += _dora_misfits(pair, reader, base, shape)
         if found != shape:
             mismatched.append(Mismatch(key, f"a weight {list(shape)}", f"one for {list(found)}"))
         loaded |= dict.fromkeys(group.fqns)
@@ -105,6 +114,18 @@ def prepare_merge(reader: TensorReader, base: StateDict, tied: Collection[str], 
         raise LoadMismatchError(f"{where} cannot be merged into the base\n  " + "\n  ".join(problems))
     report = LoadReport((), unexpected=tuple(unexpected), mismatched=tuple(mismatched))
     return AdapterMerge(reader, base, report, pairs, copies)
+
+
+def _dora_misfits(pair: _Pair, reader: TensorReader, base: StateDict, shape: Shape) -> Iterator[str]:
+    """Yield why rows of this weight cannot be given their lengths here."""
+    if pair.magnitude is None:
+        return
+    if pair.magnitude not in reader.tensors:
+        yield f"{pair.a}: use_dora without {pair.magnitude}, as for embeddings, cannot be merged"
+    elif (found := reader.tensors[pair.magnitude].shape) != shape[:1]:
+        yield f"{pair.magnitude}: expected {list(shape[:1])}, found {list(found)}"
+    elif any(chunk.sizes[1:] != shape[1:] for _, chunk in _views(pair, base)):
+        yield f"{pair.a}: use_dora needs whole rows, and this weight's are cut: merge it without tensor parallelism"
 
 
 def _place(key: str, key_map: KeyMap, base: StateDict) -> tuple[KeyGroup, int] | None:
@@ -135,4 +156,7 @@ def _whole(reader: TensorReader, key: str) -> torch.Tensor:
 
 
 def _acts(reader: TensorReader, pair: _Pair) -> bool:
-    return all(bool(_whole(reader, key).any()) for key in (pair.a, pair.b))
+    """Say whether a pair has an effect; a row length has one of its own."""
+    keys = (pair.a, pair.b, *([pair.magnitude] if pair.magnitude in reader.tensors else []))
+    values = [bool(_whole(reader, key).any()) for key in keys if key is not None]
+    return all(values[:2]) or any(values[2:])

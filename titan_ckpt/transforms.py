@@ -163,7 +163,7 @@ class StateDictTransforms:
         `wanted` holds live tensors. `cast` allows a change between floating dtypes of 16 bits or more, nothing else.
         Raises: KeyMapError listing wanted names that the tables lack.
         """
-        names = _Names(self.key_map, hooks)
+        names = _Names(self.key_map, hooks, available)
         plan = _Planner(available, cast)
         unknown: list[str] = []
         problems: list[str] = []
@@ -181,11 +181,13 @@ class StateDictTransforms:
 class _Names:
     """Which table a name belongs to: converter-owned names to the adapter's, the rest to the model's."""
 
-    def __init__(self, key_map: KeyMap, hooks: ModelHooks | None) -> None:
+    def __init__(
+        self, key_map: KeyMap, hooks: ModelHooks | None, found: Mapping[str, TensorInfo] | None = None
+    ) -> None:
         self.key_map = key_map
         self.hooks = hooks
         adapter = None if hooks is None else hooks.state_dict_adapter()
-        self.owned_map = None if adapter is None else adapter.key_map(key_map)
+        self.owned_map = None if adapter is None else adapter.key_map(key_map, found)
 
     def group_of_fqn(self, fqn: str) -> KeyGroup:
         if self.hooks is None or not self.hooks.key_filter(fqn):

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from titan_ckpt.keymap import KeyMap
+    from titan_ckpt.tensors import TensorInfo
 
 StateDict = dict[str, Any]
 """fqn -> Tensor | DTensor (aliases live memory) | LazyTensor (export only)."""
@@ -31,8 +32,11 @@ class Stateful(Protocol):
 class StateDictAdapter(Protocol):
     """How converter-owned keys are named in files: a table derived from the model's own."""
 
-    def key_map(self, base: KeyMap) -> KeyMap:
-        """Return the reversible table for the owned keys, given the model's table."""
+    def key_map(self, base: KeyMap, found: Mapping[str, TensorInfo] | None = None) -> KeyMap:
+        """Return the table for the owned keys, given the model's.
+
+        `found`: what a folder holds that is being read, for forms that are read in several ways; None: to write.
+        """
 
     def file_config(self, base: KeyMap) -> dict[str, Any]:
         """Return the JSON that goes beside the tensors (PEFT: adapter_config.json), without the base identity."""

@@ -36,6 +36,7 @@ CONFIG = replace(
     max_seq_len=16, tie_embeddings=False,
 )  # fmt: skip
 HF_CONFIG = {"model_type": "x", "architectures": ["X"]}
+QAT = {"kind": "qat", "scheme": "int4_weight_only"}
 LORA = {"kind": "lora", "rank": 2, "target_modules": ["wq", "wk", "wo", "w2"]}
 
 
@@ -136,8 +137,10 @@ def test_only_the_newest_interval_exports_are_kept(tmp_path: Path) -> None:
     assert sorted(p.name for p in exports.iterdir()) == sorted([*others, "step-0", "step-6", "step-8"])
 
 
-def lora_run(folder: Path, base: Path, mode: Mode, tables: Sequence[dict[str, Any]], include_base: bool) -> None:
-    """Two steps with exports of each, merged and apart; sharded over all ranks."""
+def lora_run(
+    folder: Path, base: Path, mode: Mode, tables: Sequence[dict[str, Any]], include_base: bool, other: ExportConfig
+) -> None:
+    """Two steps with exports of each, merged and in another form; sharded over all ranks."""
     torch.manual_seed(0)
     model = Llama3(CONFIG)
     model.init_weights()
@@ -150,7 +153,7 @@ def lora_run(folder: Path, base: Path, mode: Mode, tables: Sequence[dict[str, An
     config = CheckpointConfig(
         save=SaveConfig(interval=1, async_mode=mode, include_base=include_base, timeout_seconds=60),
         initial_load=(InitialLoadConfig(str(base)),),
-        export=(ExportConfig("hf", interval=1), ExportConfig("peft", interval=1)),
+        export=(ExportConfig("hf", interval=1), other),
     )
     transforms = StateDictTransforms(model.key_map(), model.hf_config())
     objects: dict[str, Any] = {"model_parts": [model], "optimizers": [optimizer], "model_converters": converters}
@@ -163,7 +166,13 @@ def lora_run(folder: Path, base: Path, mode: Mode, tables: Sequence[dict[str, An
             manager.save(step)
 
 
-def same_in_the_background(root: Path, tables: Sequence[dict[str, Any]], include_base: bool = False) -> None:
+PEFT = ExportConfig("peft", interval=1)
+INT4 = ExportConfig("hf", interval=1, quantised=True)
+
+
+def same_in_the_background(
+    root: Path, tables: Sequence[dict[str, Any]], include_base: bool = False, other: ExportConfig = PEFT
+) -> None:
     """Compare all exports of a run that makes them at once with those of runs that make them in the background."""
     coordinator = Coordinator.current(60.0)
     model = Llama3(CONFIG)
@@ -173,26 +182,29 @@ def same_in_the_background(root: Path, tables: Sequence[dict[str, Any]], include
     export_huggingface(
         root / "base", groups, config=model.hf_config(), assets=None, max_shard_bytes=10**9, coordinator=coordinator
     )
-    lora_run(root / "disabled", root / "base", "disabled", tables, include_base)
-    lora_run(root / "thread", root / "base", "thread", tables, include_base)
+    lora_run(root / "disabled", root / "base", "disabled", tables, include_base, other)
+    lora_run(root / "thread", root / "base", "thread", tables, include_base, other)
     coordinator.barrier("compared")
     expected, found = contents(root / "disabled" / "exports"), contents(root / "thread" / "exports")
-    assert {name.split("/")[0] for name in found} == {f"step-{n}{s}" for n in (1, 2) for s in ("", "-peft")}
+    suffix = "-quantised" if other.quantised else "-peft"
+    assert {name.split("/")[0] for name in found} == {f"step-{n}{s}" for n in (1, 2) for s in ("", suffix)}
     assert expected.keys() == found.keys()
     assert [name for name in found if found[name] != expected[name]] == []
     assert found["step-1/model.safetensors"] != found["step-2/model.safetensors"]
 
 
 def test_merged_adapters_are_exported_in_the_background(tmp_path: Path) -> None:
-    """On one process: LoRA and trained copies, from saves of the adapter alone."""
-    same_in_the_background(tmp_path, [{**LORA, "modules_to_save": ["norm"]}])
+    """On one process: LoRA and trained copies, from saves of the adapter alone; and merged weights as int4."""
+    same_in_the_background(tmp_path / "lora", [{**LORA, "modules_to_save": ["norm"]}])
+    same_in_the_background(tmp_path / "int4", [QAT, LORA], other=INT4)
 
 
 @distributed(nproc=2)
 def test_sharded_adapters_are_exported_in_the_background(tmp_path: Path) -> None:
-    """Merging gathers the adapters before training goes on: DoRA, and LoRA with saves of the base too."""
+    """Merging gathers the adapters before training goes on: DoRA, LoRA with saves of the base too, and int4."""
     same_in_the_background(tmp_path / "dora", [{**LORA, "use_dora": True, "modules_to_save": ["norm"]}])
     same_in_the_background(tmp_path / "full", [{"kind": "float8", "emulate": True}, LORA], include_base=True)
+    same_in_the_background(tmp_path / "int4", [QAT, LORA], other=INT4)
 
 
 def laid_out(layout: str) -> tuple[nn.Module, StateDictTransforms]:

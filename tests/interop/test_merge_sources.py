@@ -147,15 +147,15 @@ def test_a_run_trains_an_adapter_over_a_merged_base(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_merged_is_refused_with_the_base_untouched(tmp_path: Path) -> None:
-    """DoRA, zeros, tied embeddings, strange modules and shapes, NaN, and a folder that is no adapter: each is named."""
+    """DoRA of other lengths, zeros, tied embeddings, strange modules, NaN, and what is no adapter: each is named."""
     base = write_base(tmp_path / "base")
     tied = write_base(tmp_path / "tied", tie_word_embeddings=True)
     good = write_adapter(base, tmp_path / "good")
 
-    def changed(name: str, change: Any) -> Path:
-        tensors = change(load_file(good / "adapter_model.safetensors"))
+    def changed(name: str, change: Any, source: Path = good) -> Path:
+        tensors = change(load_file(source / "adapter_model.safetensors"))
         (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_config.json").write_bytes((good / "adapter_config.json").read_bytes())
+        (tmp_path / name / "adapter_config.json").write_bytes((source / "adapter_config.json").read_bytes())
         save_file(tensors, tmp_path / name / "adapter_model.safetensors", {"format": "pt"})
         return tmp_path / name
 
@@ -165,9 +165,10 @@ def test_what_cannot_be_merged_is_refused_with_the_base_untouched(tmp_path: Path
     wide = changed("wide", lambda t: {k: v.repeat(2, 1) if "lora_B" in k else v for k, v in t.items()})
     lone = changed("lone", lambda t: {k: v for k, v in t.items() if "0.mlp.down_proj.lora_B" not in k})
     dora = write_adapter(base, tmp_path / "dora", use_dora=True)
+    short = changed("short", lambda t: {k: v[:16] if "magnitude" in k else v for k, v in t.items()}, dora)
     words = write_adapter(base, tmp_path / "words", target_modules=["embed_tokens"])
     for where, adapter, kind, fault in [
-        (base, dora, LoadMismatchError, "dora cannot be merged into the base\n  use_dora"),
+        (base, short, LoadMismatchError, r"q_proj\.lora_magnitude_vector: expected \[64\], found \[16\]"),
         (base, zero, LoadMismatchError, "none of its 6 pairs has any effect"),
         (base, strange, LoadMismatchError, r"2 that the model does not have: .*mlp\.down\.lora_A"),
         (
@@ -187,3 +188,21 @@ def test_what_cannot_be_merged_is_refused_with_the_base_untouched(tmp_path: Path
         with manager_of(model, tmp_path / "run", [where, adapter], 1) as manager, pytest.raises(kind, match=fault):
             manager.load()
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), fault
+
+
+def test_dora_is_merged_as_peft_merges_it(tmp_path: Path) -> None:
+    """Rows get their lengths, on whole rows of shards too; a bfloat16 base is rounded once, not at every step."""
+    base = write_base(tmp_path / "base")
+    adapter = write_adapter(base, tmp_path / "dora", use_dora=True, use_rslora=True, rank_pattern={"k_proj": 2})
+    theirs = PeftModel.from_pretrained(open_base(base), str(adapter)).merge_and_unload()
+    ours = load(base, tmp_path / "run", adapter)
+    assert gap(ours, theirs) <= 1e-5 < 1e-3 < gap(ours, open_base(base))
+    load_on_shards(base, tmp_path / "shards", [adapter], {k: v.clone() for k, v in ours.state_dict().items()})
+    open_base(base).bfloat16().save_pretrained(tmp_path / "half")
+    exact = PeftModel.from_pretrained(open_base(tmp_path / "half").double(), str(adapter)).merge_and_unload()
+    ideal = exact.state_dict()["model.layers.0.mlp.down_proj.weight"]
+    model = Llama3(SHAPE).bfloat16()
+    with manager_of(model, tmp_path / "half-run", [tmp_path / "half", adapter], 1) as manager:
+        manager.load()
+    found = model.state_dict()["layers.0.feed_forward.w2.weight"].double()
+    assert ((found - ideal).abs() <= (ideal.bfloat16().double() - ideal).abs() + 1e-6).all()

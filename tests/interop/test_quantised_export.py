@@ -174,6 +174,38 @@ def test_our_reader_gives_back_what_training_computed_with(tmp_path: Path) -> No
         assert (reload(folder)(TOKENS).logits - model(TOKENS)).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("table", [INT4, {"kind": "qat", "scheme": "int8_weight_only"}], ids=["int4", "int8"])
+def test_quantising_again_gives_other_values_and_a_warning(
+    table: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Codes of dequantised weights are other codes: a run on a quantised folder says so, a resumed one need not."""
+
+    def again(folder: Path, out: Path, *tables: dict[str, Any]) -> Any:
+        model = llama()
+        objects: dict[str, Any] = {"model_parts": [model], "model_converters": convert(model, *tables)}
+        config = CheckpointConfig(
+            initial_load=(InitialLoadConfig(str(folder)),), export=(ExportConfig("hf", quantised=True),) * bool(tables)
+        )
+        transforms = StateDictTransforms(model.key_map(), model.hf_config())
+        with CheckpointManager(config, sd_transforms=transforms, base_folder=out, **objects) as manager:
+            manager.load()
+            manager.save(1, last_step=True)
+        return model
+
+    model = llama()
+    first = export(model, convert(model, table), tmp_path)
+    again(first, tmp_path / "plain")
+    assert "quantises them again" not in caplog.text, "what is loaded into a plain run is what was quantised"
+    again(first, tmp_path / "again", table)
+    assert f"{first} holds quantised weights" in caplog.text
+    before, after = read_all(first), read_all(tmp_path / "again/exports/step-1-quantised")
+    assert before.keys() == after.keys()
+    changed = [key for key in before if not torch.equal(before[key], after[key])]
+    assert changed if table is INT4 else len(changed) < len(before)
+    for key, value in before.items():
+        assert (value - after[key]).abs().max() <= 0.1 * value.abs().max(), key
+
+
 def test_a_plain_export_stands_beside_the_quantised_one(tmp_path: Path) -> None:
     """One run writes both; the plain one, in another dtype, has no word of quantisation."""
     model = llama()

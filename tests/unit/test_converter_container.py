@@ -177,7 +177,7 @@ class _Table:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def key_map(self, base: KeyMap) -> KeyMap:
+    def key_map(self, base: KeyMap, found: object = None) -> KeyMap:
         return KeyMap((KeyRule.of(f"native.{self.name}", f"file.{self.name}"),))
 
     def file_config(self, base: KeyMap) -> dict[str, Any]:

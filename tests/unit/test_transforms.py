@@ -87,7 +87,7 @@ class Adapter:
     def __init__(self, rules: tuple[KeyRule, ...]) -> None:
         self.rules = rules
 
-    def key_map(self, base: KeyMap) -> KeyMap:
+    def key_map(self, base: KeyMap, found: object = None) -> KeyMap:
         return KeyMap(self.rules)
 
     def file_config(self, base: KeyMap) -> dict[str, Any]:

@@ -1,0 +1,251 @@
+"""Queries, keys and values as one matrix: in transformers' Phi-3 and not here, here and not there, and in both."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, Phi3ForCausalLM, Qwen3ForCausalLM
+
+from converters import from_tables
+from tests.interop.folders import assert_same_bytes
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
+from titan_ckpt.errors import KeyMapError, LoadMismatchError
+from titan_ckpt.keymap import KeyMap, KeyRule, Split
+from titan_ckpt.models import hf
+from titan_ckpt.models.layers import Attention, rotate_halves
+from titan_ckpt.models.qwen3 import Qwen3, Qwen3Config
+from titan_ckpt.testing import distributed
+
+PAGE = Path(__file__).parents[2] / "docs" / "add-a-model.md"
+SCOPE: dict[str, Any] = {"__name__": __name__}
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+exec(compile("\n".join(BLOCKS[:2]), PAGE.name, "exec"), SCOPE)
+
+SHAPE: dict[str, Any] = {
+    "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_dim": 48, "vocab_size": 96,
+    "max_seq_len": 64,
+}  # fmt: skip
+TOKENS = torch.arange(24).reshape(2, 12)
+PARTS = ["wq", "wk", "wv", "wo", "w1", "w3"]
+FUSED = ["qkv_proj", "o_proj", "gate_up_proj"]
+
+
+def phi3() -> Any:
+    return SCOPE["Phi3"](SCOPE["Phi3Config"](**SHAPE)).eval()
+
+
+def write_base(folder: Path, config: dict[str, Any]) -> Any:
+    """Write a random base of transformers, and return it."""
+    torch.manual_seed(1)
+    kind: Any = {"phi3": Phi3ForCausalLM, "qwen3": Qwen3ForCausalLM}[config["model_type"]]
+    model = kind(kind.config_class.from_dict(config))
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def phi3_base(folder: Path) -> Any:
+    return write_base(folder, SCOPE["Phi3Config"](**SHAPE).to_hf())
+
+
+def write_adapter(base: Any, folder: Path, targets: list[str], **settings: Any) -> Any:
+    """Write an adapter of PEFT with values that matter, and return its model."""
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=targets, **{"r": 4, "lora_alpha": 8, **settings})
+    tuned: Any = get_peft_model(base, config).eval()
+    randomise(tuned, "lora_")
+    tuned.save_pretrained(str(folder))
+    return tuned
+
+
+@torch.no_grad()
+def randomise(model: nn.Module, part: str) -> None:
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if part in name:
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    out = model(TOKENS)
+    result: torch.Tensor = out if isinstance(out, torch.Tensor) else out.logits
+    return result
+
+
+def gap(one: Any, other: Any) -> float:
+    return float((logits(one) - logits(other)).abs().max())
+
+
+def adapted(model: Any, folder: Path, *sources: Path, **lora: Any) -> CheckpointManager:
+    """Return the manager of a model with adapters; its last step exports them, merged and apart."""
+    converters = from_tables([{"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": PARTS, **lora}])
+    converters.convert(model)
+    if dist.is_initialized():
+        for layer in model.layers.children():
+            fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    config = CheckpointConfig(
+        initial_load=tuple(InitialLoadConfig(str(path)) for path in sources),
+        export=(ExportConfig("peft"), ExportConfig("hf")),
+    )
+    transforms = StateDictTransforms(model.key_map(), model.hf_config())
+    return CheckpointManager(
+        config, model_parts=[model], model_converters=converters, sd_transforms=transforms, base_folder=folder
+    )
+
+
+@distributed(nproc=2)
+def export_shards(root: Path) -> None:
+    model = phi3()
+    with adapted(model, root / "shards", root / "base", root / "run/exports/step-1-peft", **MIXED) as manager:
+        manager.load()
+        manager.save(1, last_step=True)
+
+
+MIXED: dict[str, Any] = {"rank_pattern": {"wk": 2, "w1": 3}, "alpha_pattern": {"wk": 4.0, "w1": 6.0}}
+
+
+@pytest.mark.parametrize(
+    ("lora", "ranks"),
+    [
+        (MIXED, [10, 7]),
+        ({"use_dora": True}, [12, 8]),
+        ({"use_rslora": True}, [12, 8]),
+        ({"target_modules": ["wq", "wv", "w3"], "rank_pattern": {"w3": 2}, "alpha_pattern": {"w3": 4.0}}, [8, 2]),
+    ],
+    ids=["ranks", "dora", "rslora", "some"],
+)
+def test_pairs_of_parts_are_one_block_diagonal_pair_in_peft(
+    lora: dict[str, Any], ranks: list[int], tmp_path: Path
+) -> None:
+    """Different A's of q, k and v: their ranks add up, PEFT gives our logits, and the folder comes back bit for bit."""
+    base = phi3_base(tmp_path / "base")
+    model = phi3()
+    with adapted(model, tmp_path / "run", tmp_path / "base", **lora) as manager:
+        manager.load()
+        randomise(model, "lora_")
+        manager.save(1, last_step=True)
+    folder = tmp_path / "run/exports/step-1-peft"
+    assert gap(model, base) > 1e-2
+    assert gap(AutoModelForCausalLM.from_pretrained(tmp_path / "run/exports/step-1"), model) <= 1e-5
+    assert gap(PeftModel.from_pretrained(base, str(folder)).eval(), model) <= 1e-5
+    config = json.loads((folder / "adapter_config.json").read_text())
+    modules = ("model.layers.0.self_attn.qkv_proj", "model.layers.0.mlp.gate_up_proj")
+    assert [config["rank_pattern"][name] for name in modules] == ranks
+    other = phi3()
+    with adapted(other, tmp_path / "other", tmp_path / "base", folder, **lora) as manager:
+        manager.load()
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    if lora is MIXED:
+        export_shards(tmp_path)
+        for name in ("step-1", "step-1-peft"):
+            assert_same_bytes(tmp_path / "run/exports" / name, tmp_path / "shards/exports" / name)
+
+
+@pytest.mark.parametrize("lora", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_one_pair_of_peft_gives_every_part_its_own_copy(lora: dict[str, Any], tmp_path: Path) -> None:
+    """A goes to q, k and v, B's rows to each; the logits are PEFT's, as are those of the base it is merged into."""
+    tuned = write_adapter(phi3_base(tmp_path / "base"), tmp_path / "adapter", FUSED, **lora)
+    model = phi3()
+    with adapted(model, tmp_path / "run", tmp_path / "base", tmp_path / "adapter", **lora) as manager:
+        assert not manager.load().report.initialised
+    assert gap(model, tuned) <= 1e-5
+    attention = model.layers["0"].attention
+    assert torch.equal(attention.wq.lora_a.weight, attention.wv.lora_a.weight)
+    merged = phi3()
+    sources = (InitialLoadConfig(str(tmp_path / "base")), InitialLoadConfig(str(tmp_path / "adapter"), merge=True))
+    transforms = StateDictTransforms(merged.key_map(), merged.hf_config())
+    objects: dict[str, Any] = {"model_parts": [merged], "sd_transforms": transforms, "base_folder": tmp_path / "m"}
+    with CheckpointManager(CheckpointConfig(initial_load=sources), **objects) as manager:
+        manager.load()
+    assert gap(merged, tuned) <= 1e-5
+
+
+def test_what_one_pair_cannot_be_is_refused(tmp_path: Path) -> None:
+    """DoRA of some parts, other scales, a pair that would have to be cut: named before training."""
+    base = phi3_base(tmp_path / "base")
+    write_adapter(base, tmp_path / "adapter", FUSED, r=12, lora_alpha=24)
+    cases: list[tuple[dict[str, Any], list[Path], type[Exception], str]] = [
+        ({"target_modules": ["wq", "wv"], "use_dora": True}, [], KeyMapError, "adapt layers.0.attention.wk.weight as"),
+        (
+            {"target_modules": ["wq", "wo"], "rank": 12, "alpha": 24.0},
+            [tmp_path / "adapter"],
+            LoadMismatchError,
+            "qkv_proj: rank 12 scaled by 2, expected rank 12 scaled by 2 of layers.0.attention.wq alone",
+        ),
+        ({"alpha_pattern": {"wk": 2.0}}, [], KeyMapError, r"one scale, and here .*wq by 2, .*wk by 0\.5"),
+        ({}, [tmp_path / "adapter"], LoadMismatchError, "qkv_proj: rank 12 scaled by 2, expected rank 4 scaled by 2"),
+    ]
+    for lora, sources, kind, fault in cases:
+        with pytest.raises(kind, match=fault):
+            adapted(phi3(), tmp_path / "run", tmp_path / "base", *sources, **lora).load()
+
+
+def test_transformers_own_fused_matrix_has_one_pair(tmp_path: Path) -> None:
+    """Trained under its own names, Phi-3's qkv_proj is adapted as PEFT adapts it: there and back, the same files."""
+    tuned = write_adapter(phi3_base(tmp_path / "base"), tmp_path / "adapter", FUSED)
+    model: Any = hf.build(tmp_path / "base").eval()
+    lora = {"target_modules": FUSED}
+    with adapted(model, tmp_path / "run", tmp_path / "base", tmp_path / "adapter", **lora) as manager:
+        manager.load()
+        manager.save(1, last_step=True)
+    assert gap(model, tuned) <= 1e-5
+    assert_same_bytes(tmp_path / "run/exports/step-1-peft", tmp_path / "adapter")
+
+
+class FusedAttention(Attention):
+    """One matrix for queries, keys and values."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        super().__init__(config.dim, *heads, rotate_halves, qk_norm_eps=config.norm_eps)
+        self.rows = [w.out_features for w in (self.wq, self.wk, self.wv)]
+        self.wqkv = nn.Linear(config.dim, sum(self.rows), bias=False)
+        del self.wq, self.wk, self.wv
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.wqkv(x).split(self.rows, -1))
+        assert self.q_norm is not None and self.k_norm is not None
+        q, k = (self.rotate(part, table[: x.shape[1]]) for part in (self.q_norm(q), self.k_norm(k)))
+        result: torch.Tensor = self.wo(self.attend(q, k, v).flatten(-2))
+        return result
+
+
+class FusedQwen3(Qwen3):
+    """A Qwen3 whose attention has one matrix where the folder has three."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config)
+        for layer in self.layers.values():
+            layer.add_module("attention", FusedAttention(config))
+
+    def key_map(self) -> KeyMap:
+        c = self.config
+        rows = (c.num_heads * c.head_dim, *(c.num_kv_heads * c.head_dim,) * 2)
+        parts = [f"model.layers.{{i}}.self_attn.{name}_proj.weight" for name in "qkv"]
+        mine = KeyRule.of("layers.{i}.attention.wqkv.weight", parts, Split(rows))
+        return KeyMap((mine, *(rule for rule in super().key_map().rules if rule.file[0] not in parts)))
+
+
+@pytest.mark.parametrize("lora", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_a_matrix_that_is_fused_here_alone_has_a_pair_per_part(lora: dict[str, Any], tmp_path: Path) -> None:
+    """PEFT's three adapters of q, k and v, of other A's and lengths, go in and out bit for bit, and merge."""
+    shape = Qwen3Config(**{**SHAPE, "tie_embeddings": False})
+    base = write_base(tmp_path / "base", shape.to_hf())
+    tuned = write_adapter(base, tmp_path / "adapter", ["q_proj", "k_proj", "v_proj"], **lora)
+    model = FusedQwen3(shape).eval()
+    targets = {"target_modules": ["wqkv"], **lora}
+    with adapted(model, tmp_path / "run", tmp_path / "base", tmp_path / "adapter", **targets) as manager:
+        manager.load()
+        manager.save(1, last_step=True)
+    assert gap(model, tuned) <= 1e-5
+    assert gap(AutoModelForCausalLM.from_pretrained(tmp_path / "run/exports/step-1"), model) <= 1e-5
+    assert_same_bytes(tmp_path / "run/exports/step-1-peft", tmp_path / "adapter")

@@ -78,7 +78,7 @@ def main(job: dict[str, Any]) -> None:
         say("from", start, data.taken, int(model.num_passes))
         for step in range(start + 1, job["steps"] + 1):
             for micro_batch in range(2):
-                time.sleep(job.get("slow", 0.005))
+                time.sleep(job.get("slow", 0.005) + rank * job.get("lag", 0))
                 model(data.take()).square().mean().backward()
                 say("micro-batch", step, micro_batch)
                 if job.get("raise_at") == [step, rank] or job.get("raise_at") == step:

@@ -177,9 +177,9 @@ def test_an_exception_saves_the_last_whole_step_and_never_a_half_one(tmp_path: P
 
 @pytest.mark.parametrize("async_mode", ["thread", "process"])
 def test_all_ranks_stop_at_one_step_with_a_save_in_flight(tmp_path: Path, async_mode: str) -> None:
-    """SIGTERM to every process, the writers too: the save in flight is finished, a last one made, all agree."""
+    """SIGTERM to all, writers too: the save in flight is finished, a last one made; who lags stops there too."""
     save = {"interval": 2, "async_mode": async_mode}
-    with running(tmp_path, 2, slow=0.01, width=1_000_000, checkpoint={"save": save}) as job:
+    with running(tmp_path, 2, slow=0.01, lag=0.1, width=1_000_000, checkpoint={"save": save}) as job:
         job.wait_for("step 2")
         for process in job.ranks:
             for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():

@@ -73,7 +73,7 @@ class ModelConverter(ABC):
     ) -> None:
         """Give the added tensors among `fqns` (None: all) their initial values; the base weights are in place by now.
 
-        Called after materialising from meta, and after a load with what no source provided (LoadReport.initialised).
+        Called by the load, once everything is read, with what no source provided (LoadReport.initialised).
         """
 
     def post_optimizer_hook(self, model_parts: Sequence[nn.Module]) -> None:  # noqa: B027 - as above

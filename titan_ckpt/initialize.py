@@ -105,9 +105,10 @@ def mark_filled(wrapper: ModelWrapper, fqns: Collection[str]) -> None:
 
 
 @torch.no_grad()
-def initialise(wrapper: ModelWrapper) -> None:
+def initialise(wrapper: ModelWrapper, owned: Collection[str] = ()) -> None:
     """Give values to every tensor that has none, and touch no other; the converters' own come last. After every load.
 
+    `owned`: what no source provided of the converters' own, to be derived from the base even where it has values.
     Collective over the ranks of each part.
     Raises: LoadMismatchError naming tensors that nothing gives values to.
     """
@@ -131,10 +132,9 @@ def initialise(wrapper: ModelWrapper) -> None:
             f"them: {', '.join(bare[:_LISTED])}. Give the model init_weights() or reset_buffers(), or build it by "
             "titan_ckpt.initialize.construct"
         )
-    if owned := empty_tensors(wrapper.parts):
-        assert wrapper.hooks is not None, "only converters own keys"
-        wrapper.hooks.initialize(wrapper.parts, owned)
-        mark_filled(wrapper, owned)
+    if wrapper.hooks is not None and (due := {*empty_tensors(wrapper.parts), *filter(wrapper.owns, owned)}):
+        wrapper.hooks.initialize(wrapper.parts, due)
+        mark_filled(wrapper, due)
 
 
 @contextmanager

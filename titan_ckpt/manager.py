@@ -243,7 +243,7 @@ class CheckpointManager:
         """Take weights from outside, where they come from there; then initialise what still has no values."""
         report = self._take_from_outside(load_plan) if load_plan.external else prepared.report
         mark_filled(self._model, report.loaded)
-        self._together("load-initialise", lambda: initialise(self._model))
+        self._together("load-initialise", lambda: initialise(self._model, report.initialised))
         return report
 
     def _take_from_outside(self, load_plan: LoadPlan) -> LoadReport:

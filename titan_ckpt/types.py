@@ -86,7 +86,7 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[Mismatch, ...] = ()
     initialised: tuple[str, ...] = ()
-    """Converter-owned or non-checkpointed keys that no source provided and that keep their initial values."""
+    """Converter-owned or non-checkpointed keys that no source provided and that have their initial values."""
     cast: Mapping[str, str] = field(default_factory=dict)
     """fqn -> "float32 -> bfloat16" for each tensor whose dtype was changed on the way in, by request."""
 

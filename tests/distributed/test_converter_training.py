@@ -84,9 +84,7 @@ class Run:
         )
 
     def load(self) -> int:
-        result = self.manager.load()
-        self.converters.initialize([self.model], result.report.initialised)
-        return result.step
+        return self.manager.load().step
 
     def step(self) -> float:
         """Take one step on tokens that the saved generator draws, rank by rank."""

@@ -133,7 +133,7 @@ def test_our_adapter_in_peft(name: str, tmp_path: Path) -> None:
     model, converters = native(ours)
     exports = (ExportConfig("peft"), ExportConfig("hf"))
     with manager(model, converters, tmp_path / "run", tmp_path / "base", export=exports) as m:
-        converters.initialize([model], m.load().report.initialised)
+        m.load()
         torch.testing.assert_close(logits(model), logits(base), rtol=0, atol=1e-5)
         randomise(model, converters)
         m.save(5, last_step=True)

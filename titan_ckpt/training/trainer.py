@@ -59,11 +59,9 @@ class Trainer(BuildSteps):
         self.callbacks.on_init_end(self)
 
     def load(self) -> None:
-        """Resume, or load initial weights; give converters' tensors that no source had their values."""
+        """Resume, or load initial weights, or start afresh."""
         result = self.manager.load()
         self.state.step = result.step
-        if self.converters is not None and result.report.initialised:
-            self.converters.initialize(self.model_parts, result.report.initialised)
         self.callbacks.on_load(self, result)
 
     def train(self) -> None:

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 _HANDLER_MISSING = (
     'checkpoint.components: "model" is left out, so the weights come from outside, and nothing delivers them: give the '
-    'manager external_weights=, or add "model"'
+    'manager external_weights=, or a subclass of Trainer a method external_weights, or add "model"'
 )
 _HANDLER_UNUSED = (
     "external_weights is given, and checkpoint.components holds the model: every weight has one source. Name the "

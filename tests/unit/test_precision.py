@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,10 @@ def on_base(folder: Path, base: Path, steps: int = 4, **model: Any) -> RunConfig
 
 def test_d5_a_frozen_base_keeps_its_dtype_and_adapters_have_a_float32_master(tmp_path: Path, base: Path) -> None:
     """No cast is needed, the values are the file's bit for bit, and a resumed run has the same dtypes."""
+    filters = [*warnings.filters]
     trainer = Trainer(on_base(tmp_path, base), from_tables(LORA, "test"))
     trainer.run()
+    assert warnings.filters == filters, "what a run silences it silences for itself"
     dtypes = {(p.requires_grad, p.dtype) for p in trainer.model.parameters()}
     assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
     moments = {v.dtype for state in trainer.optimizer.state.values() for v in state.values() if v.dim()}

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.tiny_run import losses, settings
 from titan_ckpt.errors import ConfigError, LoadMismatchError
+from titan_ckpt.external_weights import ExternalLoad
 from titan_ckpt.manager import LoadResult
 from titan_ckpt.saving import Saver
 from titan_ckpt.testing import distributed
@@ -236,6 +238,33 @@ def test_d1_a_step_of_ones_own_replaces_a_build_step(tmp_path: Path) -> None:
     trainer.run()
     assert isinstance(trainer.optimizer, torch.optim.SGD)
     assert WithSGD(settings(tmp_path, training={"steps": 4})).run().step == 4
+
+
+def test_c3_a_trainers_method_delivers_the_weights_at_the_start_and_at_a_resume(tmp_path: Path) -> None:
+    """Where components leave the model out; a trainer without the method says so before anything is written."""
+    components = ["optimizer", "lr_scheduler", "dataloader", "rng", "states"]
+
+    class Worker(Trainer):
+        steps: tuple[int, ...] = ()
+
+        def external_weights(self, event: ExternalLoad) -> None:
+            self.steps += (event.step,)
+            event.fill({name: torch.full(value.shape, 0.25) for name, value in event.tensors.items()})
+
+        def load(self) -> None:
+            super().load()
+            assert all(torch.all(p == 0.25) for p in self.model.parameters())
+
+    table = {"components": components, "save": {"interval": 1}}
+    with pytest.raises(ConfigError, match='"model" is left out'):
+        Trainer(settings(tmp_path, checkpoint=table)).run()
+    assert not (tmp_path / "run").exists()
+    for steps in (1, 2):
+        trainer = Worker(settings(tmp_path, training={"steps": steps}, checkpoint=table))
+        assert trainer.run().step == steps and trainer.steps == (steps - 1,)
+        assert not any(torch.all(p == 0.25) for p in trainer.model.parameters()), "trained"
+    stored = load_file(tmp_path / "run" / "checkpoints" / "step-2" / "rank-00000.safetensors")
+    assert stored and not any(name.startswith("model.") for name in stored)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -115,7 +116,8 @@ class BuildSteps:
         Raises: ConfigError for degrees of parallelism that the model, the batch or the number of ranks do not allow.
         """
         torch.use_deterministic_algorithms(self.config.training.deterministic)
-        with process_group(self.config.training.device, self.find_degrees()) as ranks:
+        # filters that a step adds to the warnings end with the run
+        with process_group(self.config.training.device, self.find_degrees()) as ranks, warnings.catch_warnings():
             seed_generators(self.config.seed)
             yield ranks
 

@@ -38,6 +38,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=without)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_cache_of_tokens(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Name the folder in which runs of this session and the ranks they start find each other's tokenised corpus."""
+    os.environ["TITAN_CKPT_TESTS_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ def settings(folder: Path, **sections: dict[str, Any]) -> RunConfig:
     raw: dict[str, Any] = {
         "output_folder": str(folder / "run"),
         "model": {"flavor": "debug-0.5m"},
-        "data": {"sequence_length": 16, "cache_folder": str(folder / "cache"), "tokenizer": {"vocab_size": 300}},
+        "data": {
+            "sequence_length": 16,
+            "cache_folder": os.environ["TITAN_CKPT_TESTS_CACHE"],  # one tokenizer for all runs of a session
+            "tokenizer": {"vocab_size": 300},
+        },
         "training": {"steps": 3, "batch_size": 4, "device": "cpu"},
         "optimizer": {"lr": 3e-3},
         "checkpoint": {"save": {"interval": 2}},

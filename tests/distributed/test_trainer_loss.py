@@ -53,10 +53,8 @@ def train(folder: Path, size: int, accumulation: int) -> None:
     """Take two steps, and leave the first one's gradient in gradients.pt."""
     gradients = Gradients()
     batch_size = GLOBAL_BATCH // (size * accumulation)
-    data = {"sequence_length": 16, "cache_folder": str(folder.parent / "cache"), "tokenizer": {"vocab_size": 300}}
     config = settings(
         folder,
-        data=data,
         training={"steps": 2, "batch_size": batch_size, "accumulation": accumulation},
         checkpoint={"save": {"interval": 5}},
     )

@@ -42,8 +42,7 @@ EVERYTHING: dict[str, dict[str, Any]] = {
 def everything(folder: Path, steps: int = 4) -> Any:
     """Return the settings of a run with all twelve callbacks."""
     tables = {**EVERYTHING, "training": EVERYTHING["training"] | {"steps": steps}}
-    data = {"sequence_length": 16, "cache_folder": str(folder / "cache"), "tokenizer": {"vocab_size": 300}}
-    return settings(folder, data=data | {"held_out": 0.1}, **tables)
+    return settings(folder, data={"held_out": 0.1}, **tables)
 
 
 class Watch(Callback):
@@ -247,8 +246,7 @@ def test_d2_a_run_with_evaluation_is_the_run_without(tmp_path: Path) -> None:
     """Losses, weights, random generators and the position in the data are the same, bit for bit, with dropout too."""
     runs = {}
     for name, tables in (("with", {"evaluation": {"interval": 1, "max_sequences": 7}}), ("without", {})):
-        data = {"sequence_length": 16, "tokenizer": {"vocab_size": 300}, "held_out": 0.2}
-        config = settings(tmp_path / name, data=data | {"cache_folder": str(tmp_path / "cache")}, **tables)
+        config = settings(tmp_path / name, data={"held_out": 0.2}, **tables)
         runs[name] = Drawing(config, from_tables(LORA_WITH_DROPOUT, "test"))
         runs[name].run()
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
@@ -273,10 +271,9 @@ class UnevenLabels(Trainer):
 
 def evaluated(folder: Path, batch_size: int, interval: int) -> Any:
     """Return the settings of an evaluated run of uneven labels, seven sequences held out."""
-    data = {"sequence_length": 16, "cache_folder": str(folder / "cache"), "tokenizer": {"vocab_size": 300}}
     return settings(
         folder,
-        data=data | {"held_out": 0.2},
+        data={"held_out": 0.2},
         training={"steps": 2, "batch_size": batch_size},
         evaluation={"interval": interval, "max_sequences": 7},
     )

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.tiny_run import settings
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.initialize import construct, materialise
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.registry import build_model
@@ -56,6 +57,18 @@ def test_d1_a_step_can_be_called_by_itself(tmp_path: Path) -> None:
         trainer.collate = trainer.build_collate()
         batch = next(iter(trainer.build_dataloader()))
     assert batch["tokens"].shape == (4, 16)
+    assert not (tmp_path / "run").exists()
+
+
+def test_d7_degrees_are_checked_before_anything_is_built(tmp_path: Path) -> None:
+    """Three ranks of tensor parallelism in one process: an error out of the first step, and no second one."""
+
+    class Unbuilt(Trainer):
+        def build_model(self) -> LanguageModel:
+            raise AssertionError("nothing is to be built")
+
+    with pytest.raises(ConfigError, match="tensor_parallel 3 = 3 does not divide the 1 ranks"):
+        Unbuilt(settings(tmp_path, parallel={"tensor_parallel": 3})).run()
     assert not (tmp_path / "run").exists()
 
 

@@ -53,6 +53,6 @@ def parallelise(
             if parallel.activation_checkpoint != "none":
                 checkpoint_activations(layer, parallel.activation_checkpoint)
             if parallel.compile:
-                compile_forward(layer)
+                compile_forward(layer, parallel.compile_backend)
         shard(part, ranks, compute_dtype, experts if degrees.ep > 1 else ())
     return parts

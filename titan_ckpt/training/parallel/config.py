@@ -41,6 +41,8 @@ class ParallelConfig:
     """Recompute in the backward pass: "full" whole layers, "selective" all but their matrix multiplications."""
     compile: bool = False
     """Compile each layer with torch.compile; not with tensor_parallel."""
+    compile_backend: Literal["inductor", "aot_eager"] = "inductor"
+    """What torch.compile makes of a layer; "aot_eager" traces it and generates no code, to find what goes wrong."""
 
     def __post_init__(self) -> None:
         validate(self)

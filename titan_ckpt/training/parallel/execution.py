@@ -35,9 +35,9 @@ def checkpoint_activations(layer: nn.Module, mode: Literal["full", "selective"])
     _replace_forward(layer, partial(checkpoint, layer.forward, use_reentrant=False, **contexts))
 
 
-def compile_forward(layer: nn.Module) -> None:
+def compile_forward(layer: nn.Module, backend: str) -> None:
     """Compile a layer's computation, at its first call; what is done before and after it by hooks is left out."""
-    _replace_forward(layer, torch.compile(layer.forward))
+    _replace_forward(layer, torch.compile(layer.forward, backend=backend))
 
 
 def _replace_forward(layer: nn.Module, forward: Any) -> None:

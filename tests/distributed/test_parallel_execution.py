@@ -31,7 +31,9 @@ def on_2(root: Path, expected: tuple[float, float]) -> None:
     for layout in IN_BFLOAT16:
         assert step_in(layout, root, "bfloat16") == pytest.approx(expected, rel=2e-2), layout
     for layout in COMPILED:
-        assert step_in(layout, root, compile=True, compile_backend="aot_eager") == pytest.approx(expected, rel=1e-4), layout
+        assert step_in(layout, root, compile=True, compile_backend="aot_eager") == pytest.approx(expected, rel=1e-4), (
+            layout
+        )
 
 
 @pytest.mark.filterwarnings("default")  # the compiler imports and reads what torch itself warns about

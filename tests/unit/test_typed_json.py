@@ -161,7 +161,7 @@ def test_any_value_comes_back_with_its_types_and_bits(value: Any) -> None:
         (),
         {},
         set(),
-        frozenset({1, "a"}),
+        pytest.param(frozenset({1, "a"}), id="frozenset of two"),  # its repr changes with the hash seed
         b"",
         b"\x00\xff",
         bytearray(b"ab"),

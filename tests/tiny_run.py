@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_ckpt.config import from_dict
+from titan_ckpt.restoring import LoadResult
+from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.reporting import read_metrics
 
@@ -38,3 +40,21 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def losses(folder: Path) -> list[float]:
     """Return the losses that a run has logged."""
     return [row["loss"] for row in rows(folder)]
+
+
+class Recorder(Callback):
+    """Writes down every event that it gets: its name, and the step or the number it is of."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+
+        def note(trainer: Any, *about: Any) -> None:
+            first = about[0] if about else ""
+            number = first.step if isinstance(first, (LoadResult, StepMetrics)) else first
+            self.events.append(f"{name.removeprefix('on_')} {number}".strip())
+
+        return note

@@ -13,8 +13,9 @@ from titan_ckpt.config import (
 )
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.keymap import KeyMap, KeyRule
-from titan_ckpt.manager import CheckpointManager, LoadResult
+from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.model_wrapper import ModelWrapper
+from titan_ckpt.restoring import LoadResult
 from titan_ckpt.run_guard import RunGuard, StopRun
 from titan_ckpt.transforms import StateDictTransforms
 

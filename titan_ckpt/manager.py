@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,33 +13,19 @@ from typing import Any, Self
 from torch import nn
 from torch.optim import Optimizer
 
-from titan_ckpt import plan, policy
-from titan_ckpt.base_identity import check_base, identify_base
+from titan_ckpt import policy
 from titan_ckpt.components import Mark, RunState, Snapshot
-from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
-from titan_ckpt.converter_record import check_converters
+from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.directory import CheckpointDirectory
 from titan_ckpt.distributed import Coordinator
-from titan_ckpt.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    CommitConflictError,
-    ConfigError,
-    CorruptCheckpointError,
-    ExportError,
-)
+from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, ExportError
 from titan_ckpt.exporting import Exporter
-from titan_ckpt.external_weights import ExternalLoad, ExternalWeights
-from titan_ckpt.initialize import initialise, mark_filled
-from titan_ckpt.loading import PreparedLoad, prepare_load
-from titan_ckpt.manifest import Manifest
+from titan_ckpt.external_weights import ExternalWeights
 from titan_ckpt.model_wrapper import ModelWrapper
-from titan_ckpt.plan import LoadPlan, ResumeStep
-from titan_ckpt.resume import ResumeState
+from titan_ckpt.restoring import LoadResult, Restorer
 from titan_ckpt.saving import SaveHandle, Saver, SaveRequest
-from titan_ckpt.storage import detect_format
 from titan_ckpt.transforms import StateDictTransforms
-from titan_ckpt.types import Format, LoadReport, ModelHooks, StateDict, Stateful
+from titan_ckpt.types import ModelHooks, StateDict, Stateful
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +37,6 @@ _HANDLER_UNUSED = (
     "external_weights is given, and checkpoint.components holds the model: every weight has one source. Name the "
     'components without "model", or leave the handler out'
 )
-
-
-@dataclass(frozen=True, slots=True)
-class LoadResult:
-    """Where training goes on: `step` is 0 after an initial load or a fresh start."""
-
-    step: int
-    plan: LoadPlan
-    report: LoadReport
 
 
 class CheckpointManager:
@@ -96,7 +72,6 @@ class CheckpointManager:
         """
         if config.external is (external_weights is None):
             raise ConfigError([_HANDLER_MISSING if config.external else _HANDLER_UNUSED])
-        self._external_weights = external_weights
         left_out = config.left_out()
         timeout = config.save.timeout_seconds if config.save else 1800.0
         self.config = config
@@ -117,6 +92,9 @@ class CheckpointManager:
         )
         storage_line = self._coordinator.background()
         self._directory = CheckpointDirectory(Path(base_folder) / config.folder, storage_line)
+        self._restorer = Restorer(
+            config, self._directory, self._run, self._transforms, external_weights, self._coordinator
+        )
         self._saver = Saver(self._directory, storage_line, config.save) if config.save else None
         self._exporter = Exporter(
             Path(base_folder), self._model, self._transforms, self._coordinator, config.initial_load
@@ -148,147 +126,17 @@ class CheckpointManager:
         self._check_open()
         self.wait()
         self._mark = None
-        requested = step if step >= 0 else self.config.resume.step
-        result = self._resume_newest() if requested is None else self._resume(requested, by_number=True)
-        if result is None:
-            result = self._load_initial()
+        restored = self._restorer.restore(step if step >= 0 else self.config.resume.step)
+        self._base, self._resumed_from = restored.base, restored.resumed_from
+        self._saved_step = restored.result.step if restored.resumed_from else None
         self._preflight()
         self._knows_folder = True
-        return result
-
-    def _resume_newest(self) -> LoadResult | None:
-        """Resume the newest step that is whole, else one before it; None where there is none to resume from."""
-        failure: Exception | None = None
-        for candidate in self._directory.steps()[::-1]:
-            try:
-                result = self._resume(candidate, by_number=False)
-            except Exception as error:  # whatever it is on this rank, all ranks are here, and decide together
-                if not any(self._coordinator.gather("ladder", isinstance(error, CorruptCheckpointError))):
-                    raise
-                logger.warning("step %d cannot be resumed from; going on to the one before it: %s", candidate, error)
-                failure = error
-                continue
-            if result is not None:
-                return result
-        if failure is not None:
-            raise failure
-        return None
-
-    def _load_initial(self) -> LoadResult:
-        load_plan = self._resolve(None)
-        with self._prepare(load_plan, resuming=False) as prepared:
-            self._read(prepared)
-            report = self._complete(load_plan, prepared)
-            self._identify_base(load_plan, prepared, None)
-        return LoadResult(0, load_plan, report)
-
-    def _resume(self, step: int, *, by_number: bool) -> LoadResult | None:
-        """1 Plan. 2 Open everything and check that it fits. 3 Read. 4 Initialise. 5 Hand over what is not a tensor.
-
-        Returns None for a step that holds weights only, which is a source of weights but cannot be resumed from.
-        """
-        manifest = self._directory.manifest(step)
-        if manifest.kind == "model":
-            if by_number:
-                raise CheckpointNotFoundError(
-                    f"step {step} holds model weights only, so training cannot resume from it; name it in "
-                    "[[checkpoint.initial_load]] of another run instead"
-                )
-            return None
-        path = self._directory.step_path(step)
-        load_plan = self._resolve(ResumeStep(step, manifest.kind, path))
-        check_converters(manifest.converters, self._hooks.describe() if self._hooks else [], manifest.step)
-        with self._prepare(load_plan, resuming=True) as prepared:
-            state = ResumeState.open(path, manifest, self._run, load_plan.exclude, self._coordinator)
-            with state:
-                self._read(prepared, state)
-            report = self._complete(load_plan, prepared)
-            self._identify_base(load_plan, prepared, manifest)
-        self._together("load-apply", lambda: state.apply(self._run, load_plan.exclude))
-        self._resumed_from = {"step": step, "attempt": manifest.attempt}
-        self._directory.resume_from(step)
-        self._saved_step = step
-        return LoadResult(step, load_plan, report)
-
-    def _resolve(self, step: ResumeStep | None) -> LoadPlan:
-        plans: list[LoadPlan] = []
-        self._together("load-sources", lambda: plans.append(plan.resolve(self.config, step, self._describe)))
-        logger.info("%s", plans[0])
-        return plans[0]
+        return restored.result
 
     def _preflight(self) -> None:
         """Find out before step 1 whether saves will work: lease, permissions, space for what they will take."""
         if self._saver is not None:
             self._directory.preflight(self._run.expected_bytes(self._model_to_save()))
-
-    def _prepare(self, load_plan: LoadPlan, *, resuming: bool) -> PreparedLoad:
-        return prepare_load(load_plan.sources, self._model, self._transforms, self._coordinator, require_owned=resuming)
-
-    def _read(self, prepared: PreparedLoad, state: ResumeState | None = None) -> None:
-        """1 Every rank verifies what memory holds of its files. 2 When all have, live tensors are filled.
-
-        3 Adapters that become part of the base are added to it, if it is the one they know.
-        """
-        parts: list[PreparedLoad | ResumeState] = [prepared] if state is None else [prepared, state]
-        self._together("load-check", lambda: [part.check() for part in parts])
-        self._together("load-read", lambda: [part.read() for part in parts])
-        if prepared.merges:
-            if bases := prepared.adapter_bases(merged=True):
-                unmerged = identify_base(self._model, (), None, self._coordinator)
-                for path, recorded in bases:
-                    check_base(unmerged, recorded, str(path))
-            self._together("load-merge", prepared.merge)
-
-    def _complete(self, load_plan: LoadPlan, prepared: PreparedLoad) -> LoadReport:
-        """Take weights from outside, where they come from there; then initialise what still has no values."""
-        report = self._take_from_outside(load_plan) if load_plan.external else prepared.report
-        mark_filled(self._model, report.loaded)
-        self._together("load-initialise", lambda: initialise(self._model, report.initialised))
-        return report
-
-    def _take_from_outside(self, load_plan: LoadPlan) -> LoadReport:
-        """Let the handler fill the model. Raises: LoadMismatchError unless it filled all of it; what it raises."""
-        assert self._external_weights is not None, "the constructor refuses"
-        handler = self._external_weights
-        event = ExternalLoad(load_plan.resume.step if load_plan.resume else 0, self._model.state_dict("full"))
-        # at the start converters may give their own tensors values, as after any initial load
-        may_lack = frozenset() if load_plan.resume else frozenset(filter(self._model.owns, event.tensors))
-
-        def fill() -> None:
-            handler(event)
-            event.verify(may_lack)
-
-        self._together("load-external", fill)
-        return LoadReport(tuple(event.filled), initialised=tuple(may_lack - event.filled))
-
-    def _together(self, tag: str, act: Callable[[], object]) -> None:
-        """Act on every rank; where one fails, all raise. Collective."""
-        error: BaseException | None = None
-        try:
-            act()
-        except Exception as e:
-            error = e
-        self._coordinator.barrier(tag, error)
-
-    def _identify_base(self, load_plan: LoadPlan, prepared: PreparedLoad, manifest: Manifest | None) -> None:
-        """Digest the base that converter-owned weights stand on, and hold it against what each adapter records."""
-        if not any(self._coordinator.gather("owned", bool(self._model.owned_state_dict()))):
-            return
-        own_base = manifest.base if manifest is not None and manifest.kind == "full" else None
-        self._base = identify_base(self._model, load_plan.sources, own_base, self._coordinator)
-        if manifest is not None and manifest.base is not None:
-            check_base(self._base, manifest.base, f"step {manifest.step}")
-        for path, recorded in prepared.adapter_bases():
-            check_base(self._base, recorded, str(path))
-
-    def _describe(self, source: InitialLoadConfig) -> tuple[Format, bool]:
-        path = Path(source.path)
-        if not path.exists():
-            raise CheckpointNotFoundError(
-                f"checkpoint.initial_load: {path} is not there; name an existing folder or file"
-            )
-        found = source.format or detect_format(path)
-        return found, found == "peft"
 
     # save
 

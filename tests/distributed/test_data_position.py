@@ -72,7 +72,7 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
 
 
-def test_the_data_goes_on_at_any_data_parallel_size(tmp_path: Path) -> None:
+def test_d4_the_data_goes_on_at_any_data_parallel_size(tmp_path: Path) -> None:
     """4 data ranks, then 2 of two peers each, then 1 process: the sequences come as if one process had read them."""
     go_on_with_peers(tmp_path)
     loader = packed(0, 1, 6)
@@ -121,7 +121,9 @@ def go_on_with_peers(folder: Path) -> None:
     assert in_turn == [starts(alone)[0] for _ in range(len(in_turn))]
 
 
-def test_a_position_follows_its_data_rank_and_none_is_guessed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_d4_a_position_follows_its_data_rank_and_none_is_guessed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Another order of ranks takes each data rank's position along; another number needs one that can be divided."""
     reorder(tmp_path)
     refused = pytest.raises(LoadMismatchError, match=r"of 2 data-parallel ranks, this run has 1, and Position cannot")

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.distributed.tensor import DTensor
 
 from converters import from_tables
-from tests.tiny_run import losses, rows, settings
+from tests.tiny_run import Recorder, losses, rows, settings
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.models.qwen3_moe import RouterLoad
 from titan_ckpt.testing import distributed
@@ -330,39 +330,39 @@ def test_d2_gradient_health_keeps_the_last_good_state(tmp_path: Path) -> None:
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
-class Epochs(Callback):
-    """Writes down passes over the data, between the steps."""
+def test_d2_every_event_comes_in_the_order_of_a_run(tmp_path: Path) -> None:
+    """A user's callback gets all of them: what others report, save or measure in a step before its own step end.
 
-    def __init__(self) -> None:
-        self.events: list[str | int] = []
-
-    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
-        self.events.append(f"begin {epoch}")
-
-    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        self.events.append(metrics.step)
-
-    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
-        self.events.append(f"end {epoch}")
-
-
-def test_d2_epochs_begin_and_end_where_the_data_does(tmp_path: Path) -> None:
-    """Eight sequences are an epoch of two steps; a resumed run is in the epoch it had left."""
+    Eight sequences are an epoch of two steps; a resumed run is in the epoch it had left.
+    """
     corpus = tmp_path / "short.txt"
     corpus.write_text("a b c d e f g h " * 8)
-    data = {"corpus": str(corpus), "sequence_length": 16, "cache_folder": str(tmp_path / "cache")}
+    tables: dict[str, dict[str, Any]] = {
+        "data": {"corpus": str(corpus), "cache_folder": str(tmp_path / "cache"), "tokenizer": {"vocab_size": 258}},
+        "evaluation": {"interval": 2, "corpus": str(corpus)},
+    }
     events = []
     for steps in (2, 4):
-        epochs = Epochs()
-        trainer = Trainer(
-            settings(tmp_path, data=data | {"tokenizer": {"vocab_size": 258}}, training={"steps": steps}),
-            callbacks=[epochs],
-        )
+        recorder = Recorder()
+        training = {"steps": steps, "batch_size": 2, "accumulation": 2}
+        trainer = Trainer(settings(tmp_path, training=training, **tables), callbacks=[recorder])
         trainer.run()
-        events.append(epochs.events)
+        events.append(recorder.events)
     assert isinstance(trainer.dataset, PackedDataset)
     assert trainer.dataset.num_sequences == 8
-    assert events == [["begin 0", 1, 2, "end 0", "begin 1"], ["begin 1", 3, 4, "end 1", "begin 2"]]
+
+    def step(number: int, *within: str) -> list[str]:
+        micro_batches = ["substep_begin 0", "substep_end 0", "substep_begin 1", "substep_end 1"]
+        events = [*within[:1], "log", *within[1:], "step_end"] if within else ["log", "step_end"]
+        return [f"step_begin {number}", *micro_batches, *(f"{event} {number}" for event in ["pre_optimizer", *events])]
+
+    two_steps = [
+        ["train_begin", f"epoch_begin {epoch}", *step(2 * epoch + 1), *step(2 * epoch + 2, "evaluate", "save"),
+         f"epoch_end {epoch}", f"epoch_begin {epoch + 1}", "train_end"]
+        for epoch in (0, 1)
+    ]  # fmt: skip
+    assert events == [["init_end", f"load {done}", *two_steps[done // 2]] for done in (0, 2)]
+    assert {event.split()[0] for event in events[0]} == {name[3:] for name in vars(Callback) if name.startswith("on_")}
 
 
 def test_an_evaluation_is_on_the_console(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -44,7 +44,7 @@ def test_ranks_deal_the_same_order_among_themselves() -> None:
     assert [start for turn in zip(*shares, strict=True) for start in turn] == alone
 
 
-def test_a_position_is_taken_over_by_another_number_of_ranks() -> None:
+def test_d4_a_position_is_taken_over_by_another_number_of_ranks() -> None:
     """Two ranks go on exactly where one stopped."""
     one = PackedDataset(TOKENS, 10, seed=1)
     seen = starts(one, 42)
@@ -58,7 +58,7 @@ def test_a_position_is_taken_over_by_another_number_of_ranks() -> None:
 
 
 @pytest.mark.parametrize("taken", [0, 1, 7, 30])
-def test_a_loader_resumes_at_the_next_batch(taken: int) -> None:
+def test_d4_a_loader_resumes_at_the_next_batch(taken: int) -> None:
     """Its state, through JSON, leads another loader to the batches that come next, over an epoch's end."""
     first = build_dataloader(PackedDataset(TOKENS, 10, seed=5), 4, collate, seed=0)
     batches = iter(first)
@@ -80,7 +80,7 @@ def test_a_loader_draws_no_random_numbers_of_the_run() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_position_in_other_data_is_refused() -> None:
+def test_d4_a_position_in_other_data_is_refused() -> None:
     """Another corpus, another length or another seed: the position means nothing there."""
     state = PackedDataset(TOKENS, 10, seed=5).state_dict()
     for other in (PackedDataset(TOKENS + 1, 10, 5), PackedDataset(TOKENS, 9, 5), PackedDataset(TOKENS, 10, 6)):
@@ -118,7 +118,9 @@ def test_collate_stacks_sequences() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "batch_size", "workers"), [(2, 3, 0), (2, 3, 2)])
-def test_batches_made_ahead_by_workers_are_not_lost_to_other_ranks(ranks: int, batch_size: int, workers: int) -> None:
+def test_d4_batches_made_ahead_by_workers_are_not_lost_to_other_ranks(
+    ranks: int, batch_size: int, workers: int
+) -> None:
     """However far workers are ahead, another number of ranks goes on right after what was handed out."""
     loaders = [
         build_dataloader(PackedDataset(TOKENS, 10, 5, rank=r, num_ranks=ranks), batch_size, collate, 0, workers)

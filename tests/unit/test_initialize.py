@@ -112,40 +112,57 @@ def test_b4_values_from_scratch_are_those_of_one_device(name: str, tmp_path: Pat
     assert torch.equal(generators, torch.get_rng_state()), "initialisation must not move the run's generators"
 
 
-@distributed(nproc=2)
-def test_b4_values_from_scratch_are_the_same_sharded_split_in_stages_and_whole(tmp_path: Path) -> None:
-    """FSDP2, tensor parallel and a pipeline stage hold their part of what one device has."""
-    rank = torch.distributed.get_rank()
-    mesh = init_device_mesh("cpu", (2,))
-    for name in ("llama3", "transformers tied"):
-        expected, model = on_one_device(name), on_meta(name)
+def laid_out(name: str, layout: str) -> LanguageModel:
+    """Return what this one of two ranks has of a model: on meta until it is laid out, then in memory that is spoilt."""
+    model, mesh = on_meta(name), init_device_mesh("cpu", (2,))
+    if layout == "sharded":
         for layer in model.layers.children():
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        materialise(model, "cpu")
-        spoil(model)
-        torch.manual_seed(100 + rank)
-        load(model, tmp_path / name)
-        assert different(model, expected) == []
-    expected, model = on_one_device("llama3"), on_meta("llama3")
-    plan = {"layers.*.feed_forward.w1": ColwiseParallel(), "layers.*.feed_forward.w2": RowwiseParallel()}
-    parallelize_module(model, mesh, plan)
+    elif layout == "tensor parallel":
+        plan = {"layers.*.feed_forward.w1": ColwiseParallel(), "layers.*.feed_forward.w2": RowwiseParallel()}
+        parallelize_module(model, mesh, plan)
+    else:
+        assert isinstance(model, Decoder)
+        if mesh.get_rank() == 0:
+            model.norm = model.output = None
+            del model.layers["2"]
+        else:
+            model.tok_embeddings = None
+            del model.layers["0"], model.layers["1"]
     materialise(model, "cpu")
     spoil(model)
-    load(model, tmp_path / "tp")
-    assert different(model, expected) == []
-    stage = on_meta("llama3")
-    assert isinstance(stage, Decoder)
-    if rank == 0:
-        stage.norm = stage.output = None
-        del stage.layers["2"]
-    else:
-        stage.tok_embeddings = None
-        del stage.layers["0"], stage.layers["1"]
-    materialise(stage, "cpu")
-    spoil(stage)
-    load(stage, tmp_path / "pp")
-    assert different(stage, expected) == []
+    return model
+
+
+LAYOUTS = [
+    ("llama3", "sharded"), ("transformers tied", "sharded"), ("llama3", "tensor parallel"), ("llama3", "a stage of two")
+]  # fmt: skip
+
+
+@distributed(nproc=2)
+def test_b4_values_from_scratch_are_the_same_sharded_split_in_stages_and_whole(tmp_path: Path) -> None:
+    """FSDP2, tensor parallel and a pipeline stage hold their part of what one device has."""
+    for name, layout in LAYOUTS:
+        model = laid_out(name, layout)
+        torch.manual_seed(100 + torch.distributed.get_rank())
+        load(model, tmp_path / f"{name} {layout}")
+        assert different(model, on_one_device(name)) == [], layout
+
+
+@distributed(nproc=2)
+def test_b1_shards_and_stages_are_loaded_and_the_rest_is_computed(tmp_path: Path) -> None:
+    """The mechanism is that of whole models: each layout has its part of the checkpoint, and whole rotary tables."""
+    for name, layout in LAYOUTS:
+        source, folder = on_one_device(name), tmp_path / f"{name} {layout}"
+        with torch.no_grad():
+            for parameter in source.parameters():
+                parameter.mul_(1.5)
+        save(source, folder)
+        model = laid_out(name, layout)
+        load(model, folder)
+        assert different(model, source) == [], layout
+        assert empty_tensors([model]) == []
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -266,7 +283,7 @@ def test_b2_a_model_without_an_unmarked_tensor_is_not_touched(tmp_path: Path) ->
 def test_b2_tensors_are_marked_once_per_load_not_once_per_source(tmp_path: Path, monkeypatch: Any) -> None:
     """Two sources are one load: marked after both were read."""
     marked = []
-    monkeypatch.setattr("titan_ckpt.manager.mark_filled", lambda wrapper, fqns: marked.append(sorted(fqns)))
+    monkeypatch.setattr("titan_ckpt.restoring.mark_filled", lambda wrapper, fqns: marked.append(sorted(fqns)))
     save(nn.ModuleDict({"a": nn.Linear(2, 2)}), tmp_path / "a")
     save(nn.ModuleDict({"b": nn.Linear(2, 2)}), tmp_path / "b")
     both = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})

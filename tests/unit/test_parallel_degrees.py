@@ -91,13 +91,13 @@ def test_every_rank_is_at_one_place() -> None:
         (2, {"model_type": "gpt2"}, {"tensor_parallel": 2}, r'tensor_parallel: a model with name = "hf" is sharded by'),
     ],
 )
-def test_what_does_not_fit_is_named(world_size: int, model: Any, table: dict[str, Any], expected: str) -> None:
+def test_d7_what_does_not_fit_is_named(world_size: int, model: Any, table: dict[str, Any], expected: str) -> None:
     """The setting, what it is, and what it should divide."""
     with pytest.raises(ConfigError, match=r"(?s)parallel\..*" + expected):
         find(world_size, model, **table)
 
 
-def test_everything_that_does_not_fit_is_in_one_error() -> None:
+def test_d7_everything_that_does_not_fit_is_in_one_error() -> None:
     """World, batch, sequence and model faults come together."""
     with pytest.raises(ConfigError) as caught:
         find(7, batch_size=3, length=1001, tensor_parallel=3, pipeline_parallel=2, expert_parallel=2)

@@ -114,33 +114,14 @@ def initialised(model: Any) -> dict[str, torch.Tensor]:
 
 @distributed(nproc=2)
 def test_e1_an_init_for_one_device_initialises_a_sharded_model() -> None:
-    """Fills, assignments, views, copies, aliases, nested modules: the values of one device, in the placements there.
-
-    Also E2: the values, random ones too, are the same on one device and on 2 ranks; assignments redistribute and warn
-    once; objects stay, so that an optimizer may hold them.
-    """
+    """Fills, assignments, views, copies, aliases, nested modules: the values of one device, on DTensors and FSDP2."""
     expected = expected_of(Model())
     mesh = init_device_mesh("cpu", (2,))
     model = shard(Model(), mesh)
-    before = {fqn: (value, value.placements) for fqn, _, value in named_tensors(model) if isinstance(value, DTensor)}
-    assert {places for _, places in before.values()} == {(Replicate(),), (Shard(0),), (Shard(1),)}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = initialised(model)
-    assert same(found, expected) == []
+    with pytest.warns(UserWarning, match="which is sharded"):
+        assert same(initialised(model), expected) == []
     after = {fqn: value for fqn, _, value in named_tensors(model)}
-    assert all(after[fqn] is value and value.placements == places for fqn, (value, places) in before.items())
     assert after["head.weight"] is after["embedding.weight"] and after["inner.shared"] is after["running"]
-    ours = [str(w.message) for w in caught if "initialisation assigns a whole tensor" in str(w.message)]
-    assert len(ours) == 1 and "which is sharded" in ours[0]
-
-    refused: Any = shard(Model(), mesh)
-    lost = r"by_rows\.data = \.\.\. on a sharded tensor would be lost"
-    with pytest.raises(RuntimeError, match=lost), single_device(refused):
-        refused.by_rows.data = torch.ones(6, 3)
-    with pytest.raises(ValueError, match=r"by_rows: initialisation assigns shape \[2\]"), single_device(refused):
-        refused.by_rows = nn.Parameter(torch.ones(2))
-    assert isinstance(refused.by_rows, DTensor) and type(refused._parameters) is dict, "the model is as it was"
 
     fsdp: Any = Model(scale_shape=(1,))  # FSDP2 refuses a parameter without a dim
     expected = expected_of(Model(scale_shape=(1,)))
@@ -158,6 +139,35 @@ def test_e1_an_init_for_one_device_initialises_a_sharded_model() -> None:
     unsharded = {name: value.detach() for name, value in fsdp.named_parameters()}
     assert not any(isinstance(value, DTensor) for value in unsharded.values())
     assert same(unsharded, {name: expected[name] for name in unsharded}) == []
+
+
+@distributed(nproc=2)
+def test_e2_assigned_values_keep_the_placement_and_what_would_be_lost_is_refused() -> None:
+    """Objects and placements stay, so that an optimizer may hold them; one warning, whatever is assigned.
+
+    Random values are those of one device; `.data =` and other shapes are errors that leave the model as it was.
+    """
+    expected = expected_of(Model())
+    mesh = init_device_mesh("cpu", (2,))
+    model = shard(Model(), mesh)
+    before = {fqn: (value, value.placements) for fqn, _, value in named_tensors(model) if isinstance(value, DTensor)}
+    assert {places for _, places in before.values()} == {(Replicate(),), (Shard(0),), (Shard(1),)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = initialised(model)
+    assert same(found, expected) == []
+    after = {fqn: value for fqn, _, value in named_tensors(model)}
+    assert all(after[fqn] is value and value.placements == places for fqn, (value, places) in before.items())
+    ours = [str(w.message) for w in caught if "initialisation assigns a whole tensor" in str(w.message)]
+    assert len(ours) == 1 and "which is sharded" in ours[0]
+
+    refused: Any = shard(Model(), mesh)
+    lost = r"by_rows\.data = \.\.\. on a sharded tensor would be lost"
+    with pytest.raises(RuntimeError, match=lost), single_device(refused):
+        refused.by_rows.data = torch.ones(6, 3)
+    with pytest.raises(ValueError, match=r"by_rows: initialisation assigns shape \[2\]"), single_device(refused):
+        refused.by_rows = nn.Parameter(torch.ones(2))
+    assert isinstance(refused.by_rows, DTensor) and type(refused._parameters) is dict, "the model is as it was"
 
 
 def test_e2_one_rank_and_no_mesh_give_the_same_values() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from titan_ckpt.manager import LoadResult
+    from titan_ckpt.restoring import LoadResult
     from titan_ckpt.training.trainer import Trainer
 
 LogValue = float | list[float]

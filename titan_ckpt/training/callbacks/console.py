@@ -19,7 +19,7 @@ from titan_ckpt.training.callbacks.base import Callback, LogValue, StepMetrics
 from titan_ckpt.training.reporting import MetricsFile
 
 if TYPE_CHECKING:
-    from titan_ckpt.manager import LoadResult
+    from titan_ckpt.restoring import LoadResult
     from titan_ckpt.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from titan_ckpt.training.callbacks.base import Callback, LogValue
 from titan_ckpt.training.config import TensorBoardConfig, WandbConfig
 
 if TYPE_CHECKING:
-    from titan_ckpt.manager import LoadResult
+    from titan_ckpt.restoring import LoadResult
     from titan_ckpt.training.trainer import Trainer
 
 RUN_ID = "wandb-run-id"

@@ -43,7 +43,7 @@ def read_run(path: str, overrides: Sequence[str]) -> tuple[RunConfig, ModelConve
     problems: list[str] = []
     converters, config = None, None
     try:
-        converters = from_tables([tables] if isinstance(tables, dict) else tables, path)
+        converters = from_tables(tables if isinstance(tables, list) else [tables], path)
     except ConfigError as error:
         problems += error.problems
     try:

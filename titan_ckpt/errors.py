@@ -10,6 +10,7 @@ CheckpointError
 ├── ConverterError (ValueError)          a converter, or a set of converters, that cannot work
 ├── KeyMapError (ValueError)             a name that the model's table does not know
 ├── StateEncodingError (TypeError)       a value that typed JSON cannot hold; carries its path
+├── GradientError (FloatingPointError)   a gradient that is not finite; it reached no weight
 ├── SaveError (OSError)                  a save that did not commit; the previous checkpoints are untouched
 │   ├── PreflightError                   found before step 1: no space, no permission, a failing test save
 │   ├── CommitConflictError              another writer holds the folder, or the step is already committed
@@ -92,6 +93,14 @@ class StateEncodingError(CheckpointError, TypeError):
 
     def __init__(self, message: str, path: str = "") -> None:
         self.path = path
+        super().__init__(message)
+
+
+class GradientError(CheckpointError, FloatingPointError):
+    """A gradient that is not finite, stopped before it reached a weight. Carries `step`, which was not made."""
+
+    def __init__(self, message: str, step: int) -> None:
+        self.step = step
         super().__init__(message)
 
 

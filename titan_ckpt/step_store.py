@@ -82,10 +82,9 @@ class StepStore:
 
         An interrupted replacement is undone first, so that its step is not missed, unless a living process is at it.
         """
-        if self.root.exists() and not self.root.is_dir():
-            raise NotACheckpointError(
-                f"{self.root} is not a folder, so it cannot hold checkpoints; choose another path"
-            )
+        there = next(path for path in (self.root, *self.root.absolute().parents) if os.path.lexists(path))
+        if not there.is_dir():
+            raise NotACheckpointError(f"{there} is not a folder, so it cannot hold checkpoints; choose another path")
         found = survey(self.root)
         if self._lease is None and any(name.startswith(TRASH) for name, _ in found.rejected):
             with contextlib.suppress(CommitConflictError, OSError):

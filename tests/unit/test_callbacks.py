@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.tensor import DTensor
 
@@ -223,6 +224,20 @@ def test_d2_a_tracker_that_is_not_installed_is_named(
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == name else real(module))
     with pytest.raises(ConfigError, match=rf"{name}: {name} is not installed; pip install 'titan-ckpt\[{name}\]'"):
         Trainer(settings(tmp_path, **{name: table})).run()
+
+
+def test_d2_a_tracker_that_cannot_begin_is_said_before_any_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B without a key is one ConfigError, with the way out."""
+
+    def without_key(**settings: Any) -> None:
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", without_key)
+    with pytest.raises(ConfigError, match=r'wandb: No API key configured\. .* mode = "offline"'):
+        Trainer(settings(tmp_path, wandb={"project": "p", "mode": "online"})).run()
+    assert losses(tmp_path) == []
 
 
 LORA_WITH_DROPOUT = [{"kind": "lora", "rank": 2, "dropout": 0.5, "target_modules": ["wq", "w1"]}]

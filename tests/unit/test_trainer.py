@@ -223,30 +223,6 @@ def test_c3_a_trainers_method_delivers_the_weights_at_the_start_and_at_a_resume(
     assert stored and not any(name.startswith("model.") for name in stored)
 
 
-@pytest.mark.parametrize(
-    ("sections", "expected"),
-    [
-        ({"model": {"flavor": "debug-3m"}}, r"model\.flavor: 'debug-3m' is unknown; known: debug-0\.5m"),
-        ({"model": {"flavor": None, "folder": "nowhere"}}, r"model\.folder: nowhere/config\.json is not there"),
-        (
-            {"model": {"flavor": "debug-0.5m", "freeze": ["layer.*"]}},
-            r"model\.freeze\.0: 'layer\.\*' matches no parameter",
-        ),
-        ({"model": {"flavor": "debug-0.5m", "freeze": ["*"]}}, "leaves nothing to train"),
-        ({"data": {"tokenizer": {"vocab_size": 4096}}}, "do not fit the model's vocabulary of 2048"),
-        ({"data": {"sequence_length": 2048}}, "2048 is longer than the model's 1024"),
-        ({"data": {"corpus": "nowhere.txt"}}, r"nowhere\.txt is not there"),
-    ],
-)
-def test_what_does_not_fit_is_said_before_any_step(
-    tmp_path: Path, sections: dict[str, dict[str, Any]], expected: str
-) -> None:
-    """One ConfigError, and nothing of the run is written."""
-    with pytest.raises(ConfigError, match=expected):
-        Trainer(settings(tmp_path, **sections)).run()
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_resume_with_other_data_is_refused(tmp_path: Path) -> None:
     """A position means nothing in other data; excluding the dataloader starts it afresh."""
     Trainer(settings(tmp_path)).run()

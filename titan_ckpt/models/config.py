@@ -81,8 +81,10 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     try:
         config = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError([f"model.folder: {path} is not there; expected a Hugging Face folder"]) from None
+    except OSError as error:
+        raise ConfigError([f"model.folder: {path} cannot be read: {error.strerror}"]) from None
     except ValueError as error:
         raise ConfigError([f"model.folder: {path} is not JSON: {error}"]) from None
     if not isinstance(config, dict):

@@ -54,6 +54,8 @@ def open_reader(path: Path, format: Format | None = None) -> TensorReader:  # no
         case "dcp":
             from titan_ckpt.storage.dcp import DcpReader
 
+            if not (path / ".metadata").exists():
+                raise NotACheckpointError(f"{path}: holds no .metadata, so no checkpoint of this format")
             return DcpReader(path)
         case "hf":
             from titan_ckpt.storage.huggingface import HuggingFaceReader

@@ -33,11 +33,13 @@ from titan_ckpt.training.callbacks.console import Logging, ProgressBar
 from titan_ckpt.training.callbacks.evaluation import Evaluation
 from titan_ckpt.training.callbacks.health import GradientHealth
 from titan_ckpt.training.callbacks.monitors import LoadBalance, MemoryMonitor
+from titan_ckpt.training.callbacks.own import import_callbacks
 from titan_ckpt.training.callbacks.process import GarbageCollection, Profiler
 from titan_ckpt.training.callbacks.trackers import TensorBoard, Wandb
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.corpus import open_corpus
 from titan_ckpt.training.data import Batch, PackedDataset, build_dataloader, collate, tokenise
+from titan_ckpt.training.folders import check_folders
 from titan_ckpt.training.loss import summed_cross_entropy
 from titan_ckpt.training.parallel.apply import parallelise
 from titan_ckpt.training.parallel.data_parallel import is_sharded
@@ -113,8 +115,10 @@ class BuildSteps:
     def setup(self) -> Iterator[Ranks]:
         """Join the other ranks, and seed every generator alike: initial values must agree before they are sharded.
 
-        Raises: ConfigError for degrees of parallelism that the model, the batch or the number of ranks do not allow.
+        Raises: ConfigError for folders that cannot be written to, and for degrees of parallelism that the model, the
+        batch or the number of ranks do not allow.
         """
+        check_folders(self.config)
         torch.use_deterministic_algorithms(self.config.training.deterministic)
         # filters that a step adds to the warnings end with the run
         with process_group(self.config.training.device, self.find_degrees()) as ranks, warnings.catch_warnings():
@@ -230,7 +234,8 @@ class BuildSteps:
     def build_callbacks(self) -> Callbacks:
         """Return the callbacks that the config asks for, each under its name, the user's last.
 
-        Raises: ConfigError for a library that is not installed, and for held-out text too short to measure.
+        Raises: ConfigError for a library that is not installed, for held-out text too short to measure, and for names
+        of callbacks that are none.
         """
         config, folder = self.config, Path(self.config.output_folder)
         monitoring, profiling, collection = config.monitoring, config.profiling, config.garbage_collection
@@ -247,7 +252,7 @@ class BuildSteps:
             export=Export(),
             profiler=Profiler(profiling, folder) if profiling else None,
             garbage_collection=GarbageCollection(collection) if collection else None,
-            user=self.user_callbacks,
+            user=(*self.user_callbacks, *import_callbacks(config.callbacks)),
         )
 
     # What the build steps share
@@ -290,11 +295,14 @@ class BuildSteps:
         parts = getattr(self, "model_parts", [self.model])
         return [p for part in parts for p in part.parameters() if p.requires_grad]
 
-    def tokens_of(self, corpus: str) -> torch.Tensor:
-        """Return the token ids of a corpus, one document after the other. Raises: ConfigError without a tokenizer."""
+    def tokens_of(self, corpus: str, setting: str = "data.corpus") -> torch.Tensor:
+        """Return the token ids of a corpus, one document after the other; `setting` names it.
+
+        Raises: ConfigError without a tokenizer, and for a file that holds no text.
+        """
         if self.tokenizer is None or self.encode is None:
-            raise ConfigError([f"data.corpus: {corpus} needs a tokenizer; override build_dataset, and held_out()"])
-        documents = open_corpus(corpus)
+            raise ConfigError([f"{setting}: {corpus} needs a tokenizer; override build_dataset, and held_out()"])
+        documents = open_corpus(corpus, setting)
         key: dict[str, object] = {"corpus": documents.digest, "tokenizer": self.tokenizer.digest}
         return tokenise(documents.documents, self.encode, key, Path(self.config.data.cache_folder))
 
@@ -302,8 +310,13 @@ class BuildSteps:
         """Return the whole text that [evaluation] measures. Raises: ConfigError if it is no whole sequence."""
         data, config = self.config.data, self.config.evaluation
         assert config is not None, "asked for with [evaluation] alone"
-        tokens = self.tokens_of(config.corpus or data.corpus)
+        setting = "evaluation.corpus" if config.corpus else "data.held_out"
+        tokens = self.tokens_of(config.corpus or data.corpus, setting)
         kept_back = len(tokens) if config.corpus else int(len(tokens) * data.held_out)
+        if kept_back <= data.sequence_length:
+            raise ConfigError(
+                [f"{setting}: its {kept_back} tokens are no sequence of {data.sequence_length} to evaluate"]
+            )
         return PackedDataset(tokens[len(tokens) - kept_back :], data.sequence_length, self.config.seed)
 
     def is_log_due(self, step: int) -> bool:

@@ -46,8 +46,8 @@ class TokenizerConfig:
 
     folder: NonEmpty | None = None
     """A Hugging Face folder with a tokenizer.json."""
-    vocab_size: PositiveInt = 2048
-    """Tokens to learn, when it is trained here; at least the 256 bytes and two marks are always there."""
+    vocab_size: Annotated[int, Check("258 or more: the bytes and two marks", lambda n: n >= 258)] = 2048
+    """Tokens of a tokenizer that is trained here; fewer where the corpus has too few merges to learn."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -100,6 +100,10 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         validate(self)
+
+    def problems(self) -> Iterator[str]:
+        if self.kind == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
+            yield f"decay_ratio: {self.decay_ratio} of the steps and warmup_ratio {self.warmup_ratio} are more than all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +250,8 @@ class RunConfig:
     wandb: WandbConfig | None = None
     profiling: ProfilingConfig | None = None
     garbage_collection: GarbageCollectionConfig | None = None
+    callbacks: tuple[NonEmpty, ...] = ()
+    """Of your own, as "package.module:Class", made without arguments; they come after the named ones."""
 
     def __post_init__(self) -> None:
         validate(self)

@@ -22,11 +22,11 @@ class Corpus:
     digest: str
 
     @staticmethod
-    def of(name: str, documents: Sequence[str]) -> Corpus:
+    def of(name: str, documents: Sequence[str], setting: str = "data.corpus") -> Corpus:
         """Build from documents, dropping empty ones. Raises: ConfigError if nothing is left."""
         kept = tuple(d for d in documents if d.strip())
         if not kept:
-            raise ConfigError([f"data.corpus: {name} holds no text"])
+            raise ConfigError([f"{setting}: {name} holds no text"])
         hasher = hashlib.sha256()
         for document in kept:
             data = document.encode()
@@ -34,30 +34,32 @@ class Corpus:
         return Corpus(name, kept, hasher.hexdigest())
 
 
-def open_corpus(name: str) -> Corpus:
+def open_corpus(name: str, setting: str = "data.corpus") -> Corpus:
     """Read a corpus: "builtin", or the path of a .jsonl file (one {"text": ...} a line) or of any UTF-8 text file.
 
     The built-in one is the Python reference's help topics, part of every Python: 79 documents, 0.5 MB of English.
-    A text file is one document.
+    A text file is one document; `setting` is what errors name.
     Raises: ConfigError for a missing file, bytes that are not UTF-8, and lines that are no such object.
     """
     if name == BUILTIN:
         from pydoc_data.topics import topics  # 0.5 MB of literals: parsed only when it is trained on
 
-        return Corpus.of(name, [topics[key] for key in sorted(topics)])
+        return Corpus.of(name, [topics[key] for key in sorted(topics)], setting)
     path = Path(name)
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError([f'data.corpus: {path} is not there; expected a text or jsonl file, or "builtin"']) from None
+        raise ConfigError([f'{setting}: {path} is not there; expected a text or jsonl file, or "builtin"']) from None
     except IsADirectoryError:
-        raise ConfigError([f"data.corpus: {path} is a folder; expected a .txt or .jsonl file"]) from None
+        raise ConfigError([f"{setting}: {path} is a folder; expected a .txt or .jsonl file"]) from None
+    except OSError as error:
+        raise ConfigError([f"{setting}: {path} cannot be read: {error.strerror}"]) from None
     except UnicodeDecodeError as error:
-        raise ConfigError([f"data.corpus: {path} is not UTF-8 text: {error}"]) from None
-    return Corpus.of(name, _jsonl_texts(path, text) if path.suffix == ".jsonl" else [text])
+        raise ConfigError([f"{setting}: {path} is not UTF-8 text: {error}"]) from None
+    return Corpus.of(name, _jsonl_texts(path, text, setting) if path.suffix == ".jsonl" else [text], setting)
 
 
-def _jsonl_texts(path: Path, text: str) -> list[str]:
+def _jsonl_texts(path: Path, text: str, setting: str) -> list[str]:
     documents: list[str] = []
     problems: list[str] = []
     for number, line in enumerate(text.split("\n"), 1):
@@ -66,13 +68,13 @@ def _jsonl_texts(path: Path, text: str) -> list[str]:
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
-            problems.append(f"data.corpus: {path}:{number}: not JSON: {error}")
+            problems.append(f"{setting}: {path}:{number}: not JSON: {error}")
             continue
         if isinstance(value, dict) and isinstance(value.get("text"), str):
             documents.append(value["text"])
         else:
-            problems.append(f'data.corpus: {path}:{number}: expected an object with a string "text"')
+            problems.append(f'{setting}: {path}:{number}: expected an object with a string "text"')
     if problems:
-        more = [f"data.corpus: and {len(problems) - 8} more lines"] if len(problems) > 8 else []
+        more = [f"{setting}: and {len(problems) - 8} more lines"] if len(problems) > 8 else []
         raise ConfigError([*problems[:8], *more])
     return documents

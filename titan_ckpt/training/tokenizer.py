@@ -70,7 +70,10 @@ def read_tokenizer(folder: Path) -> TextTokenizer:
     if not file.is_file():
         raise ConfigError([f"data.tokenizer.folder: {file} is not there; expected a folder that AutoTokenizer loads"])
     data = file.read_bytes()
-    backend = tokenizers.Tokenizer.from_str(data.decode())
+    try:
+        backend = tokenizers.Tokenizer.from_str(data.decode())
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ConfigError([f"data.tokenizer.folder: {file} is no tokenizer: {error}"]) from None
     bos, eos = (_special(backend, folder, kind) for kind in ("bos", "eos"))
     if eos is None:
         raise ConfigError([f"data.tokenizer.folder: tokenizer_config.json or config.json in {folder} must name an eos"])

@@ -6,6 +6,7 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
+from titan_ckpt.errors import GradientError
 from titan_ckpt.rng import RandomState
 from titan_ckpt.training.callbacks.base import Callback
 
@@ -27,7 +28,7 @@ class GradientHealth(Callback):
             self._before = trainer.dataloader.state_dict(), self._random.state_dict()
 
     def on_pre_optimizer(self, trainer: Trainer, step: int, grad_norm: float) -> None:
-        """Raises: FloatingPointError, on all ranks alike, since the norm is of the whole gradient."""
+        """Raises: GradientError, on all ranks alike, since the norm is of the whole gradient."""
         if math.isfinite(grad_norm):
             return
         if self._before is not None and step > 1:
@@ -35,7 +36,8 @@ class GradientHealth(Callback):
             trainer.dataloader.load_state_dict(position)
             self._random.load_state_dict(random_state)
             trainer.manager.save(step - 1, force=True)
-        raise FloatingPointError(
+        raise GradientError(
             f"step {step}: the gradient's norm is {grad_norm}; the weights are those of step {step - 1}. "
-            "Resume from a checkpoint with a lower optimizer.lr, or with training.max_grad_norm set"
+            "Resume from a checkpoint with a lower optimizer.lr, or with training.max_grad_norm set",
+            step,
         )

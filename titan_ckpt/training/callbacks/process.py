@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity
 
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.callbacks.base import Callback, StepMetrics
 from titan_ckpt.training.config import GarbageCollectionConfig, ProfilingConfig
 
@@ -27,6 +28,11 @@ class Profiler(Callback):
         self._folder = base_folder / config.folder
         self._profile: torch.profiler.profile | None = None
         self._step = 0
+
+    def on_init_end(self, trainer: Trainer) -> None:
+        """Raises: ConfigError for ranks that this run does not have."""
+        if absent := [rank for rank in self._config.ranks if rank >= trainer.ranks.size]:
+            raise ConfigError([f"profiling.ranks: {absent[0]} is no rank of this run, which has {trainer.ranks.size}"])
 
     def on_train_begin(self, trainer: Trainer) -> None:
         config = self._config

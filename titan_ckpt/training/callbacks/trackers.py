@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.callbacks.base import Callback, LogValue
@@ -69,13 +70,24 @@ class Wandb(Callback):
         self._run: Any = None
 
     def on_load(self, trainer: Trainer, result: LoadResult) -> None:
-        if trainer.ranks.rank:
-            return
+        """Raises: ConfigError on all ranks where W&B cannot begin the run, such as without a key."""
+        import wandb
+
+        problem = ""
+        if trainer.ranks.rank == 0:
+            try:
+                self._begin(trainer, resumed=result.step > 0)
+            except wandb.Error as error:
+                problem = f"{error} "
+        if trainer.ranks.sum(torch.tensor(float(bool(problem)), device=trainer.ranks.device)):
+            raise ConfigError([f'wandb: {problem}W&B cannot begin this run; write to disk with mode = "offline"'])
+
+    def _begin(self, trainer: Trainer, *, resumed: bool) -> None:
         import wandb
 
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / RUN_ID
-        resumed = result.step > 0 and file.exists()
+        resumed = resumed and file.exists()
         self._run = wandb.init(
             dir=str(self._folder),
             id=file.read_text().strip() if resumed else None,

@@ -1,0 +1,193 @@
+"""Bad input to `train.py`, by TOML: one error that names the setting, no step, no file, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import train
+from tests.tiny_run import losses
+from titan_ckpt.training.callbacks import Callback
+
+ROOT = Path(__file__).parents[1]
+
+
+class Poison(Callback):
+    """Makes the first gradient of step 3 infinite."""
+
+    def on_substep_end(self, trainer: Any, index: int) -> None:
+        if trainer.state.step == 2:
+            trainer.trainable()[0].grad.view(-1)[0] = float("inf")
+
+
+class NeedsAnArgument(Callback):
+    """Cannot be made by its name."""
+
+    def __init__(self, argument: int) -> None:
+        self.argument = argument
+
+
+class NoCallback:
+    """Is none."""
+
+
+def toml(value: object) -> str:
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {toml(item)}' for key, item in value.items())} }}"
+    return f"[{', '.join(map(toml, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
+def write_config(folder: Path, tables: dict[str, Any]) -> Path:
+    """Write the TOML of a tiny run, changed table by table."""
+    raw: dict[str, Any] = {
+        "output_folder": str(folder / "run"),
+        "model": {"flavor": "debug-0.5m"},
+        "data": {"sequence_length": 16, "cache_folder": os.environ["TITAN_CKPT_TESTS_CACHE"],
+                 "tokenizer": {"vocab_size": 300}},
+        "training": {"steps": 4, "batch_size": 2, "device": "cpu"},
+        "checkpoint": {"save": {"interval": 2}},
+    }  # fmt: skip
+    for name, table in tables.items():
+        changed = {**raw.get(name, {}), **table} if isinstance(table, dict) else table
+        raw[name] = {k: v for k, v in changed.items() if v is not None} if isinstance(changed, dict) else changed
+    path = folder / "run.toml"
+    path.write_text("".join(f"{name} = {toml(value)}\n" for name, value in raw.items()))
+    return path
+
+
+def folders(tmp_path: Path) -> None:
+    """Make what the cases below point at."""
+    for name in ("empty", "no_tokenizer", "gpt2", "other_llama"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "short.txt").write_text("hi")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "no_tokenizer" / "tokenizer.json").write_text("{}")
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2", "n_embd": 8}')
+    save_file({"transformer.wte.weight": torch.zeros(8, 8)}, tmp_path / "gpt2" / "model.safetensors")
+    (tmp_path / "other_llama" / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
+    save_file({"model.norm.weight": torch.zeros(8)}, tmp_path / "other_llama" / "model.safetensors")
+
+
+def weights(path: str, **more: str) -> dict[str, Any]:
+    return {"checkpoint": {"initial_load": [{"path": path, **more}]}}
+
+
+HERE = "tests.test_bad_input"
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown key": ({"training": {"stepz": 1}}, r"training\.stepz: unknown key; did you mean training\.steps"),
+    "wrong types": (
+        {"training": {"steps": "many"}, "seed": -1},
+        r"2 problem\(s\)\n.*seed: expected an integer, 0 or more, found -1\n.*training\.steps: .* found \"many\"",
+    ),
+    "unknown component": ({"checkpoint": {"components": ["optimiser"]}}, r"components\.0.*did you mean \"optimizer\""),
+    "no handler": ({"checkpoint": {"components": ["rng"]}}, r'"model" is left out.*nothing delivers them'),
+    "converters: no table": ({"converters": "lora"}, r'1 problem\(s\)\n +converters\.0: .* a table, found "lora"'),
+    "weights: not there": (weights("nowhere"), r"checkpoint\.initial_load: nowhere is not there"),
+    "weights: a file": (weights("file"), r"file is no checkpoint: a single file must be a \.safetensors file"),
+    "weights: an empty folder": (weights("empty"), "empty is no checkpoint: it holds nothing; expected MANIFEST"),
+    "weights: no hf": (weights("empty", format="hf"), "empty: no model.safetensors"),
+    "weights: no dcp": (weights("empty", format="dcp"), r"empty: holds no \.metadata"),
+    "weights: no native": (weights("empty", format="native"), r"empty: holds no rank-00000"),
+    "weights: no peft": (weights("empty", format="peft"), "no converter of this run owns adapter weights"),
+    "weights: another architecture": (weights("gpt2"), r"29 missing: tok_embeddings\.weight"),
+    "weights: another shape": (weights("other_llama"), r"describes another model.*\n  hidden_size: 8 there, 96 here"),
+    "shape: unknown": ({"model": {"flavor": "debug-3m"}}, r"model\.flavor: 'debug-3m' is unknown; known: debug-0\.5m"),
+    "shape: twice": ({"model": {"folder": "file"}}, r"model\.flavor: expected either"),
+    "shape: in a file": ({"model": {"name": "hf", "folder": "file", "flavor": None}}, r"file/config\.json is not"),
+    "shape: not there": ({"model": {"folder": "x", "flavor": None}}, r"model\.folder: x/config\.json is not there"),
+    "shape: gpt2": ({"model": {"folder": "gpt2", "flavor": None}}, r"'gpt2' is not supported, expected 'llama'"),
+    "frozen: no match": ({"model": {"freeze": ["layer.*"]}}, r"model\.freeze\.0: 'layer\.\*' matches no parameter"),
+    "frozen: all": ({"model": {"freeze": ["*"]}}, "leaves nothing to train"),
+    "degrees: ranks": ({"parallel": {"tensor_parallel": 2}}, r"tensor_parallel 2 = 2 does not divide the 1 ranks"),
+    "degrees: zero": ({"parallel": {"tensor_parallel": 0}}, r"tensor_parallel: expected a positive integer, found 0"),
+    "batch: not divisible": (
+        {"parallel": {"pipeline_parallel": 2, "pipeline_microbatches": 3}},
+        r"pipeline_microbatches: 3 do not divide training\.batch_size 2",
+    ),
+    "schedule: warm-up": ({"schedule": {"warmup_ratio": 1.5}}, r"warmup_ratio: expected a number .* found 1\.5"),
+    "schedule: more than all": (
+        {"schedule": {"kind": "wsd", "warmup_ratio": 0.6, "decay_ratio": 0.5}},
+        r"schedule\.decay_ratio: 0\.5 of the steps and warmup_ratio 0\.6 are more than all",
+    ),
+    "data: not there": ({"data": {"corpus": "nowhere.txt"}}, r"data\.corpus: nowhere\.txt is not there"),
+    "data: empty": ({"data": {"corpus": "empty.txt"}}, r"data\.corpus: empty\.txt holds no text"),
+    "data: too short": ({"data": {"corpus": "short.txt"}}, "16 is too long for a corpus of"),
+    "data: in a file": ({"data": {"corpus": "file/x"}}, r"data\.corpus: file/x cannot be read: Not a directory"),
+    "data: too long": ({"data": {"sequence_length": 2048}}, "2048 is longer than the model's 1024"),
+    "tokenizer: too few": ({"data": {"tokenizer": {"vocab_size": 257}}}, "vocab_size: expected 258 or more"),
+    "tokenizer: too many": ({"data": {"tokenizer": {"vocab_size": 4096}}}, "do not fit the model's vocabulary of 2048"),
+    "tokenizer: none": ({"data": {"tokenizer": {"folder": "no_tokenizer"}}}, r"tokenizer\.json is no tokenizer: "),
+    "evaluation: nothing": ({"evaluation": {"interval": 1}}, r"name evaluation\.corpus, or keep a share back"),
+    "evaluation: not there": (
+        {"evaluation": {"interval": 1, "corpus": "x.txt"}}, r"evaluation\.corpus: x\.txt is not there"
+    ),
+    "evaluation: empty": ({"evaluation": {"interval": 1, "corpus": "empty.txt"}}, r"evaluation\.corpus: .*no text"),
+    "evaluation: too short": (
+        {"evaluation": {"interval": 1, "corpus": "short.txt"}}, r"evaluation\.corpus: its 4 tokens are no sequence"
+    ),
+    "profiling: no such rank": ({"profiling": {"interval": 2, "ranks": [0, 5]}}, r"profiling\.ranks: 5 is no rank"),
+    "callbacks": (
+        {"callbacks": ["nope.x:Y", "just_a_name", f"{HERE}:Missing", f"{HERE}:NoCallback", f"{HERE}:NeedsAnArgument"]},
+        r"(?s)\.0: .*No module named .*\.1: .*module:Class.*\.2: .*no attribute.*\.3: .*a NoCallback.*\.4: .*missing 1",
+    ),
+    "export: no adapter": ({"checkpoint": {"export": {"format": "peft"}}}, "no converter owns adapter weights"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_one_message_before_any_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names the setting and what was found; nothing of the run is written."""
+    monkeypatch.chdir(tmp_path)
+    folders(tmp_path)
+    tables, expected = CASES[name]
+    with pytest.raises(SystemExit, match=expected):  # exit code 1, and this on stderr
+        train.main([str(write_config(tmp_path, tables))])
+    assert not (tmp_path / "run").exists()
+
+
+def test_folders_that_are_files_are_all_named_before_anything_is_built(tmp_path: Path) -> None:
+    """What lies in the way of tokens, steps, exports, events and traces, in one error; then the output folder."""
+    tables = {
+        "data": {"cache_folder": str(tmp_path / "file" / "cache")},
+        "checkpoint": {"folder": "steps", "export": {"format": "hf", "folder": "file"}},
+        "tensorboard": {"folder": "file"},
+        "profiling": {"interval": 2, "folder": "file/traces"},
+    }
+    path = write_config(tmp_path, tables)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "steps").write_text("")
+    (tmp_path / "run" / "file").write_text("")
+    with pytest.raises(SystemExit) as ended:
+        train.main([str(path)])
+    lines = str(ended.value).splitlines()[1:]
+    assert [line.split(":")[0].strip() for line in lines] == [
+        "data.cache_folder", "checkpoint.folder", "checkpoint.export.0.folder", "tensorboard.folder", "profiling.folder"
+    ]  # fmt: skip
+    assert all(" is a file" in line for line in lines)
+    (tmp_path / "out").write_text("")
+    path = write_config(tmp_path, {"output_folder": str(tmp_path / "out" / "run")})
+    with pytest.raises(SystemExit, match=r"output_folder: .*/out is a file, and .*/out/run is to be a folder"):
+        train.main([str(path)])
+
+
+def test_a_gradient_that_is_not_finite_ends_the_process_with_one_message(tmp_path: Path) -> None:
+    """A real process, and a callback that its TOML names: exit code 1, no traceback, the steps before are there."""
+    path = write_config(tmp_path, {"callbacks": [f"{HERE}:Poison"]})
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), str(path)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("GradientError: step 3: the gradient's norm is inf; the weights are")
+    assert "Traceback" not in done.stderr + done.stdout
+    assert len(losses(tmp_path)) == 2
+    assert (tmp_path / "run" / "checkpoints" / "step-2").is_dir()

@@ -1,0 +1,37 @@
+"""Whether a run can write where it is told to. Makes nothing: a run that cannot start leaves no trace."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.training.config import RunConfig
+
+
+def check_folders(config: RunConfig) -> None:
+    """Raises: ConfigError listing every setting whose folder is a file, or below one, or cannot be written to."""
+    problems = []
+    for setting, folder in _folders(config):
+        there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+        if not there.is_dir():
+            problems.append(f"{setting}: {there} is a file, and {folder} is to be a folder")
+        elif not os.access(there, os.W_OK | os.X_OK):
+            problems.append(f"{setting}: {folder} cannot be written to: {there} does not allow it")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _folders(config: RunConfig) -> Iterator[tuple[str, Path]]:
+    yield "data.cache_folder", Path(config.data.cache_folder)
+    output = Path(config.output_folder)
+    yield "output_folder", output
+    if output.is_dir():  # else the problem is that of the output folder
+        yield "checkpoint.folder", output / config.checkpoint.folder
+        for i, export in enumerate(config.checkpoint.export):
+            yield f"checkpoint.export.{i}.folder", output / export.folder
+        if config.tensorboard is not None:
+            yield "tensorboard.folder", output / config.tensorboard.folder
+        if config.profiling is not None:
+            yield "profiling.folder", output / config.profiling.folder

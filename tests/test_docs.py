@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 
+import train
+
 ROOT = Path(__file__).parent.parent
 PAGES = [
     page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if "```python" in page.read_text()
+]
+TOML_PAGES = [
+    page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if "```toml" in page.read_text()
 ]
 
 
@@ -25,6 +30,17 @@ def test_the_code_on_a_page_runs(page: Path, tmp_path: Path) -> None:
         [sys.executable, str(program)], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", TOML_PAGES, ids=lambda page: page.name)
+def test_the_toml_on_a_page_is_understood(page: Path, tmp_path: Path) -> None:
+    """A reader who copies a page's tables into the smallest file there is has no fault in it."""
+    for block in re.findall(r"^```toml\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL):
+        path = tmp_path / "page.toml"
+        smallest = [] if "output_folder" in block else ['output_folder = "outputs/page"']
+        smallest += [] if "[model]" in block else ['model = { flavor = "debug-0.5m" }']
+        path.write_text("\n".join([*smallest, block]))
+        train.read_run(str(path), [])
 
 
 def test_the_links_between_pages_lead_somewhere() -> None:

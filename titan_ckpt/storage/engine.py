@@ -203,7 +203,7 @@ class FileReader:
 
         Raises: EOFError if the file ends before.
         """
-        views = list(views)
+        views = [view for view in views if len(view)]
         while views:
             got = os.preadv(self._fd, views[:_MAX_VIEWS], offset)
             if got == 0:
@@ -241,6 +241,17 @@ class FileReader:
             if got == 0:
                 raise EOFError(f"{self.path} ends at byte {offset + done}")
             done += got
+
+    def read_blocks(self, view: memoryview, offset: int) -> None:
+        """Fill the view; whole blocks around the page cache where possible, what is left at both ends through it.
+
+        Its memory address and the offset are equal modulo ALIGNMENT. Raises: EOFError if the file ends before.
+        """
+        first = min(-offset % ALIGNMENT, len(view))
+        stop = first + (len(view) - first) // ALIGNMENT * ALIGNMENT
+        self.read_into([view[:first]], offset)
+        self.read_aligned(view[first:stop], offset + first, stop - first)
+        self.read_into([view[stop:]], offset + stop)
 
     def _direct(self) -> int:
         if self._direct_fd < 0:

@@ -10,46 +10,32 @@ digested on its way, from memory rather than from the file, so re-reading the fi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
-import xxhash
 
 from titan_ckpt import posix, progress
-from titan_ckpt.errors import ExportError
-from titan_ckpt.storage.base import ReadRequest, TensorReader
+from titan_ckpt.storage.base import TensorReader
 from titan_ckpt.storage.box import element_span, is_run
-from titan_ckpt.storage.engine import IO_BYTES, NUM_WORKERS, bounce_buffer, collector_held, run_workers
+from titan_ckpt.storage.engine import NUM_WORKERS, bounce_buffer, run_workers
 from titan_ckpt.storage.export_plan import ExportPlan
-from titan_ckpt.storage.memory import ALIGNMENT, Buffer, bytes_at, is_plain_memory, round_up
-from titan_ckpt.storage.regions import boxes, mapped_boxes, windows
+from titan_ckpt.storage.export_proof import Written, prove
+from titan_ckpt.storage.memory import ALIGNMENT, bytes_at, is_plain_memory
+from titan_ckpt.storage.regions import mapped_boxes, windows
 from titan_ckpt.storage.safetensors_file import Layout
 from titan_ckpt.storage.safetensors_reader import RUN_BYTES
 from titan_ckpt.storage.shared_file import SharedFile
-from titan_ckpt.tensors import Block, Chunk, LazyTensor
+from titan_ckpt.tensors import Block, LazyTensor
 from titan_ckpt.transforms import FileGroup, FilePiece
 
-_NUM_PROVERS = 2
-"""Threads that compare: one digests what it has read while the other's reads are under way."""
-_PROOF_BYTES = NUM_WORKERS * RUN_BYTES
-"""Bytes that one of them re-reads at once."""
 _QUEUED_BYTES = 256 << 20
 """Bytes of live tensors that the workers get at once; each time they wait for the slowest of them."""
 _FEW_BYTES = 1 << 20
 """What one thread writes faster than others start."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """A region that this rank wrote, and (number of bytes, digest) of the values it was given, block by block."""
-
-    key: str
-    chunk: Chunk
-    blocks: list[tuple[int, bytes]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +45,7 @@ class _Block:
     view: torch.Tensor
     dtype: torch.dtype
     target: tuple[SharedFile, int] | torch.Tensor
-    written: _Written
+    written: Written
     number: int
 
 
@@ -72,7 +58,7 @@ class ExportWriter:
         self._plan = plan
         self._direct = direct
         self._files: dict[str, SharedFile] = {}
-        self._written: list[_Written] = []
+        self._written: list[Written] = []
         self._queue: list[FilePiece] = []
         self.undivided: dict[str, list[list[tuple[int, ...]]]] = {}
         """key -> [offsets, sizes] of each part written, where the plan does not know that the parts make up a whole."""
@@ -96,62 +82,17 @@ class ExportWriter:
         if error is not None:
             raise error
         self._write_queued()
+        for file in self._files.values():
+            file.flush()
 
     def sync(self) -> None:
         """Make durable what this rank wrote."""
         for file in self._files.values():
             file.sync()
 
-    @collector_held()
     def prove(self, reader: TensorReader) -> None:
-        """Re-read every region this rank wrote and compare it with what was given.
-
-        Raises: ExportError naming each tensor that differs.
-        """
-        wrong: list[str] = []
-        buffers = [Buffer.allocate(_PROOF_BYTES) for _ in range(_NUM_PROVERS)]
-
-        def compare(batch: Sequence[_Written]) -> None:
-            buffer = buffers.pop()
-            wrong.extend(self._differing(batch, reader, buffer))
-            buffers.append(buffer)
-
-        run_workers(self._batches(), compare, _NUM_PROVERS)
-        if wrong:
-            names = ", ".join(dict.fromkeys(wrong))
-            raise ExportError(f"{len(wrong)} region(s) read back differ from what was written, of {names}")
-
-    def _batches(self) -> Iterator[list[_Written]]:
-        """Yield regions that fit the proof's buffer together, each aligned; one that does not fit is alone."""
-        batch: list[_Written] = []
-        used = 0
-        for written in self._written:
-            num_bytes = round_up(self._num_bytes(written), 16)
-            if batch and used + num_bytes > _PROOF_BYTES:
-                yield batch
-                batch, used = [], 0
-            batch.append(written)
-            used += num_bytes
-        yield batch
-
-    def _num_bytes(self, written: _Written) -> int:
-        return written.chunk.numel * self._plan.infos[written.key].dtype.itemsize
-
-    def _differing(self, batch: Sequence[_Written], reader: TensorReader, buffer: Buffer) -> list[str]:
-        """Read regions at once and return the keys of those that are not what was written."""
-        dtypes = [self._plan.infos[written.key].dtype for written in batch]
-        if len(batch) == 1 and self._num_bytes(batch[0]) > _PROOF_BYTES:
-            return [] if _is_in_file(reader, batch[0], dtypes[0], buffer) else [batch[0].key]
-        requests: list[ReadRequest] = []
-        used = 0
-        for written, dtype in zip(batch, dtypes, strict=True):
-            num_bytes = self._num_bytes(written)
-            into = buffer.tensor[used : used + num_bytes].view(dtype)
-            requests.append(ReadRequest(written.key, written.chunk, into))
-            used += round_up(num_bytes, 16)
-        reader.read(requests)
-        pairs = zip(batch, requests, strict=True)
-        return [w.key for w, r in pairs if not _are_equal(w, [bytes_at(r.into.data_ptr(), r.into.nbytes)])]
+        """Compare every region this rank wrote with what is read back. Raises: ExportError naming what differs."""
+        prove(self._written, reader)
 
     def _add(self, group: FileGroup, index: int, block: Block) -> None:
         """Queue what of a block is this rank's to write; a lazy tensor's values are written before the next are made.
@@ -181,22 +122,22 @@ class ExportWriter:
         entry = layout.entries[piece.key]
         dtype = entry.info.dtype
         assert entry.start % dtype.itemsize == 0, "a view of a mapping must be aligned, or it would be a copy"
-        written = _Written(piece.key, piece.chunk)
+        is_one_run = is_run(entry.info.shape, piece.chunk)
+        offset = entry.start + element_span(entry.info.shape, piece.chunk)[0] * dtype.itemsize
+        written = Written(piece.key, piece.chunk, entry.info, offset if is_one_run else None)
         self._written.append(written)
         file = self._file(piece.key)
 
         def block(view: torch.Tensor, target: tuple[SharedFile, int] | torch.Tensor) -> _Block:
-            written.blocks.append((view.numel() * dtype.itemsize, b""))
-            return _Block(view, dtype, target, written, len(written.blocks) - 1)
+            return _Block(view, dtype, target, written, written.add(view.numel() * dtype.itemsize))
 
-        step = (IO_BYTES - ALIGNMENT) // dtype.itemsize
-        if not is_run(entry.info.shape, piece.chunk):
+        step = RUN_BYTES // dtype.itemsize
+        if not is_one_run:
             mapped = mapped_boxes(entry, piece.chunk, piece.view, lambda at, size: posix.map_shared(file.fd, at, size))
             for box, memory in mapped:
                 for target, window in zip(windows(box, step), windows(memory, step), strict=True):
                     yield block(window, target)
             return
-        offset = entry.start + element_span(entry.info.shape, piece.chunk)[0] * dtype.itemsize
         for window in _run_windows(piece.view, offset, dtype.itemsize):
             yield block(window, (file, offset))
             offset += window.numel() * dtype.itemsize
@@ -234,12 +175,12 @@ def create_file(path: Path, layout: Layout) -> None:
 def _run_windows(view: torch.Tensor, offset: int, itemsize: int) -> Iterator[torch.Tensor]:
     """Cut values that go to byte `offset` of a file on; where their memory allows it, at whole blocks of the file."""
     if not view.is_contiguous():
-        yield from windows(view, (IO_BYTES - ALIGNMENT) // itemsize)
+        yield from windows(view, RUN_BYTES // itemsize)
         return
     flat = view.view(-1)
     start = 0
     while start < len(flat):
-        stop = start + (IO_BYTES - (offset + start * itemsize) % ALIGNMENT) // itemsize
+        stop = start + (RUN_BYTES - (offset + start * itemsize) % ALIGNMENT) // itemsize
         yield flat[start:stop]
         start = stop
 
@@ -254,7 +195,7 @@ def _write(block: _Block) -> None:
         as_it_is = view.dtype == block.dtype and is_plain_memory(view)
         if as_it_is and (num_bytes < ALIGNMENT or not file.is_direct):
             data = bytes_at(view.data_ptr(), num_bytes)
-            _note(block, data)
+            block.written.note(block.number, data)
             file.write(data, offset)
             return
         first = offset % ALIGNMENT
@@ -264,44 +205,8 @@ def _write(block: _Block) -> None:
         data = bounce.view[first : first + num_bytes]
         values = bounce.tensor[first : first + num_bytes].view(block.dtype).view(view.shape)
         values.copy_(view)
-        _note(block, data)
+        block.written.note(block.number, data)
         if isinstance(target, tuple):
             target[0].write(data, target[1])
         else:
             target.copy_(values)
-
-
-def _note(block: _Block, data: memoryview) -> None:
-    block.written.blocks[block.number] = (len(data), xxhash.xxh3_128_digest(data))
-
-
-def _is_in_file(reader: TensorReader, written: _Written, dtype: torch.dtype, buffer: Buffer) -> bool:
-    """Compare a region larger than the buffer, part by part."""
-
-    def parts() -> Iterator[memoryview]:
-        for box in boxes(written.chunk, _PROOF_BYTES // dtype.itemsize):
-            into = buffer.tensor[: box.numel * dtype.itemsize].view(dtype)
-            reader.read([ReadRequest(written.key, box, into)])
-            yield buffer.view[: into.nbytes]
-
-    return _are_equal(written, parts())
-
-
-def _are_equal(written: _Written, parts: Iterable[memoryview]) -> bool:
-    """Compare a region's values, given in parts of any size, with the digests of its blocks."""
-    blocks = iter(written.blocks)
-    room, digest = 0, b""
-    hasher = xxhash.xxh3_128()
-    for part in parts:
-        at = 0
-        while at < len(part):
-            if not room:
-                room, digest = next(blocks)
-                hasher.reset()
-            taken = part[at : at + room]
-            hasher.update(taken)
-            at += len(taken)
-            room -= len(taken)
-            if not room and hasher.digest() != digest:
-                return False
-    return True

@@ -23,7 +23,7 @@ from titan_ckpt import progress
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.storage.base import ReadRequest
 from titan_ckpt.storage.box import element_span, is_run
-from titan_ckpt.storage.engine import IO_BYTES, FileReader, bounce_buffer, collector_held, run_workers
+from titan_ckpt.storage.engine import IO_BYTES, NUM_WORKERS, FileReader, bounce_buffer, collector_held, run_workers
 from titan_ckpt.storage.memory import ALIGNMENT, Buffer, bytes_at, is_plain_memory
 from titan_ckpt.storage.regions import mapped_boxes, windows
 from titan_ckpt.storage.safetensors_file import Entry, SafetensorsHeader
@@ -31,7 +31,7 @@ from titan_ckpt.tensors import Chunk
 
 RUN_BYTES = IO_BYTES - 2 * ALIGNMENT
 """Bytes of one read: a direct one begins and ends at whole blocks, and still fits a bounce buffer."""
-_MIN_DIRECT_BYTES = 1 << 20
+_MIN_DIRECT_BYTES = 64 << 10
 """A smaller read goes through the page cache, whose read-ahead serves the next one."""
 
 
@@ -94,11 +94,12 @@ class SafetensorsFiles:
                 jobs += _jobs(self._open(header), entry, request)
         order = {file: i for i, file in enumerate(list(self._files.values()))}
         jobs.sort(key=lambda job: (order[job.file], job.offset if isinstance(job, _Run) else job.entry.start))
+        jobs = _joined(jobs)
         cold = _cold_files(jobs)
         total = sum(job.num_bytes for job in jobs)
         try:
             with progress.shown(f"loading {self._headers[0].path.parent.name}", total):
-                run_workers(jobs, lambda job: _fill(job, cold))
+                run_workers(jobs, lambda job: _fill(job, cold), min(NUM_WORKERS, len(jobs)))
         except EOFError as error:
             raise CorruptCheckpointError(f"{error}: it was cut short while it was open") from error
 
@@ -135,6 +136,29 @@ def _jobs(file: FileReader, entry: Entry, request: ReadRequest) -> Iterator[_Run
         offset += num_bytes
 
 
+def _joined(jobs: Sequence[_Run | _Region]) -> list[_Run | _Region]:
+    """Make one of runs that follow each other both in the file and in memory, as long as it fits one read."""
+    made: list[_Run | _Region] = []
+    for job in jobs:
+        last = made[-1] if made else None
+        if (
+            isinstance(job, _Run)
+            and isinstance(last, _Run)
+            and last.file is job.file
+            and last.offset + last.num_bytes == job.offset
+            and last.num_bytes + job.num_bytes <= RUN_BYTES
+            and all(run.into.dtype == run.dtype == last.dtype and is_plain_memory(run.into) for run in (last, job))
+            and last.into.data_ptr() + last.num_bytes == job.into.data_ptr()
+            and last.into.untyped_storage().data_ptr() == job.into.untyped_storage().data_ptr()
+        ):
+            numel = last.into.numel() + job.into.numel()
+            together = last.into.as_strided((numel,), (1,))
+            made[-1] = _Run(job.file, last.offset, last.num_bytes + job.num_bytes, job.dtype, together)
+        else:
+            made.append(job)
+    return made
+
+
 def _cold_files(jobs: Sequence[_Run | _Region]) -> set[FileReader]:
     """Return the files whose wanted bytes are not in the page cache; one answer per file, as mixing is slower still."""
     spans: dict[FileReader, tuple[int, int]] = {}
@@ -152,9 +176,14 @@ def _fill(job: _Run | _Region, cold: set[FileReader]) -> None:
         _copy_region(job)
         return
     direct = job.file in cold and job.num_bytes >= _MIN_DIRECT_BYTES
-    if not direct and job.into.dtype == job.dtype and is_plain_memory(job.into):
-        job.file.read_into([bytes_at(job.into.data_ptr(), job.num_bytes)], job.offset)
-        return
+    if job.into.dtype == job.dtype and is_plain_memory(job.into):
+        address = job.into.data_ptr()
+        if not direct:
+            job.file.read_into([bytes_at(address, job.num_bytes)], job.offset)
+            return
+        if (address - job.offset) % ALIGNMENT == 0:
+            job.file.read_blocks(bytes_at(address, job.num_bytes), job.offset)
+            return
     with bounce_buffer() as buffer:
         job.into.copy_(_bounced(job, buffer, direct).view(job.into.shape))
 

@@ -4,17 +4,23 @@ Owns the way of the bytes: whole blocks go around the page cache, what is left a
 is shared with other writers, goes through it. Knows no tensors and creates no file.
 
 Why around it: buffered writers of one file wait for each other's inode lock, and all of them for the kernel's limit of
-dirty pages; direct writers of space that is reserved share the lock, and need a third of the processor time.
+dirty pages; direct writers of space that is reserved share the lock, and need a third of the processor time. What goes
+through it is put off and joined, for each such write would wait for all direct ones that are under way, and hold back
+the next.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 from titan_ckpt import posix
 from titan_ckpt.storage.memory import ALIGNMENT
+
+_PUT_OFF_BYTES = 1 << 20
+"""How much is put off at most."""
 
 
 class SharedFile:
@@ -26,6 +32,9 @@ class SharedFile:
         self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         """For mappings, which are coherent with all writes."""
         self._direct_fd = _open_direct(path) if direct else -1
+        self._put_off: list[tuple[int, bytes]] = []
+        self._put_off_bytes = 0
+        self._lock = threading.Lock()
 
     @property
     def is_direct(self) -> bool:
@@ -34,17 +43,42 @@ class SharedFile:
     def write(self, view: memoryview, offset: int) -> None:
         """Write bytes; whole blocks of them directly where their memory is aligned as their place in the file is.
 
-        That is for the caller to arrange: memory address and offset are equal modulo ALIGNMENT. Raises: OSError.
+        That is for the caller to arrange: memory address and offset are equal modulo ALIGNMENT. The rest is copied,
+        and is in the file after `flush`. Raises: OSError.
         """
         first = -offset % ALIGNMENT
         stop = len(view) - (offset + len(view)) % ALIGNMENT
-        if not self.is_direct or first >= stop or not self._write_direct(view[first:stop], offset + first):
+        if self.is_direct and first >= stop:
+            self._put_off_writing(view, offset)
+        elif not self.is_direct or not self._write_direct(view[first:stop], offset + first):
             posix.pwrite_all(self.fd, view, offset)
+        else:
+            self._put_off_writing(view[:first], offset)
+            self._put_off_writing(view[stop:], offset + stop)
+
+    def _put_off_writing(self, view: memoryview, offset: int) -> None:
+        if not len(view):
             return
-        if first:
-            posix.pwrite_all(self.fd, view[:first], offset)
-        if stop < len(view):
-            posix.pwrite_all(self.fd, view[stop:], offset + stop)
+        with self._lock:
+            self._put_off.append((offset, bytes(view)))
+            self._put_off_bytes += len(view)
+            full = self._put_off_bytes >= _PUT_OFF_BYTES
+        if full:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was put off; neighbours at once. Raises: OSError."""
+        with self._lock:
+            parts, self._put_off, self._put_off_bytes = sorted(self._put_off), [], 0
+        runs: list[tuple[int, list[bytes]]] = []
+        end = -1
+        for offset, data in parts:
+            if offset != end:
+                runs.append((offset, []))
+            runs[-1][1].append(data)
+            end = offset + len(data)
+        for offset, neighbours in runs:
+            posix.pwrite_all(self.fd, b"".join(neighbours), offset)
 
     def _write_direct(self, view: memoryview, offset: int) -> bool:
         """Write whole blocks; say no where the file system takes the flag and refuses the write."""
@@ -57,7 +91,8 @@ class SharedFile:
         return True
 
     def sync(self) -> None:
-        """Make all that was written durable."""
+        """Make all that was written durable. Raises: OSError."""
+        self.flush()
         posix.fsync(self.fd)
 
     def close(self) -> None:

@@ -187,7 +187,7 @@ def _end_to_end(options: Options, folder: Path) -> dict[str, float | int]:
     optimizer.step()
     optimizer.zero_grad()
     expected = [local(p.detach()).clone() for p in model.parameters()][-1]
-    config = CheckpointConfig(folder="run", save=SaveConfig(interval=1))
+    config = CheckpointConfig(folder="run", save=SaveConfig(interval=1, async_mode="disabled"))
 
     def spoil() -> None:
         with torch.no_grad():

@@ -406,6 +406,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
             try:
                 manager.save(2)
                 manager.save(3)
+                manager.wait()
             except OSError as error:
                 print("raised:", type(error).__name__, error)
         weight = small.weight.detach().clone()

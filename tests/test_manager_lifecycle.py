@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig
@@ -251,7 +254,8 @@ def test_statistics_that_a_forward_changes_are_those_of_the_step(
     """BatchNorm moves its buffers while the save is still being staged: what is saved is what was there."""
     model = nn.Sequential(nn.BatchNorm1d(3))
     other = nn.Sequential(nn.BatchNorm1d(3))
-    with manager(tmp_path, "thread", model) as m:
+    optimizer = torch.optim.SGD(model.parameters())
+    with manager(tmp_path, "thread", model, optimizers=[optimizer]) as m:
         assert m._saver is not None
         go_on = threading.Event()
         begin = m._saver._writer.begin_staging
@@ -341,3 +345,62 @@ def test_a_module_in_place_of_a_list_is_named(tmp_path: Path) -> None:
     """A Sequential is a sequence of modules too, and would lose its names."""
     with pytest.raises(TypeError, match=r"one Sequential: put it in a list"):
         CheckpointManager(CheckpointConfig(), model_parts=nn.Sequential(nn.Linear(2, 2)), base_folder=tmp_path)  # type: ignore[arg-type]
+
+
+ENDS_WITHOUT_CLOSE = """
+import sys, threading, time
+from pathlib import Path
+from safetensors.torch import load_file
+from torch import nn
+from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from titan_ckpt.storage.native import NativeWriter
+
+start, write = threading._start_new_thread, NativeWriter.write_staged
+
+def start_before_the_end(*args):
+    if not threading.main_thread().is_alive():
+        raise RuntimeError("can't create new thread at interpreter shutdown")  # as Python 3.12 and later
+    return start(*args)
+
+def write_after_the_end(writer, folder):
+    while threading.main_thread().is_alive():
+        time.sleep(0.01)
+    if "fails" in str(folder):
+        raise OSError(28, "No space left on device")
+    return write(writer, folder)
+
+threading._start_new_thread, NativeWriter.write_staged = start_before_the_end, write_after_the_end
+for name in ("works", "fails"):
+    config = CheckpointConfig(save=SaveConfig(interval=1))
+    manager = CheckpointManager(config, model_parts=[nn.Linear(900, 900)], base_folder=Path(sys.argv[1], name))
+    manager.load()
+    manager.save(1)
+print("the end of the program")
+"""
+
+
+def test_a_program_that_ends_without_close_keeps_its_save_or_says_why_not(tmp_path: Path) -> None:
+    """The process ends only when saves have; what went wrong with one that nobody waited for is logged."""
+    command = [sys.executable, "-c", ENDS_WITHOUT_CLOSE, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert ended.stdout == "the end of the program\n", ended.stderr
+    assert steps_in(tmp_path / "works") == ["step-1"], ended.stderr
+    assert steps_in(tmp_path / "fails") == []
+    assert "what was saved or exported of step 1 is not there: [Errno 28] No space left" in ended.stderr
+    assert ended.stderr.count("is not there") == 1
+
+
+def test_without_an_optimizer_a_save_returns_when_its_copy_is_taken(tmp_path: Path) -> None:
+    """Nothing can tell the manager that weights are about to change, so they may change at once."""
+    model = nn.Linear(2000, 2000)
+    with manager(tmp_path, "thread", model=model) as m:
+        for step in range(1, 6):
+            with torch.no_grad():
+                model.weight.fill_(step)
+            m.save(step)
+            with torch.no_grad():
+                model.weight.zero_()
+            m.wait()
+            stored = load_file(tmp_path / "checkpoints" / f"step-{step}" / "rank-00000.safetensors")
+            assert stored["model.weight"].eq(step).all()

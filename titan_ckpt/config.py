@@ -76,8 +76,8 @@ class SaveConfig:
 
     interval: PositiveSteps
     """Steps between saves; the last step is saved as well."""
-    async_mode: Literal["disabled", "thread", "process"] = "disabled"
-    """Who writes: the training loop itself, or a thread or process while training goes on."""
+    async_mode: Literal["disabled", "thread", "process"] = "thread"
+    """Who writes: a thread or a process while training goes on, or the training loop itself."""
     keep: KeepConfig | None = None
     """What is removed after a commit; absent: nothing."""
     first_step: bool = False

@@ -127,7 +127,10 @@ class Coordinator:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def _run(self, conversation: Callable[[], _Verdict], tag: str, bound: float) -> _Verdict:
-        """Run the exchange in a thread of its own: some store calls have no timeout where the store's host stops."""
+        """Run the exchange in a thread of its own: some store calls have no timeout where the store's host stops.
+
+        Where none can be started, as while Python 3.12 and later wait for a save before they end, it runs here.
+        """
         done: list[_Verdict | BaseException] = []
 
         def target() -> None:
@@ -137,8 +140,12 @@ class Coordinator:
                 done.append(error)
 
         thread = threading.Thread(target=target, name=f"titan_ckpt exchange {tag}", daemon=True)
-        thread.start()
-        thread.join(bound + 4 * _grace(bound))
+        try:
+            thread.start()
+        except RuntimeError:
+            target()
+        else:
+            thread.join(bound + 4 * _grace(bound))
         if not done:
             self._stuck = PeerError(
                 f"{tag}: the store of the process group has not answered for {bound:g} s. It is served by rank 0 or "

@@ -232,6 +232,8 @@ class CheckpointManager:
         self._saver.save(request, take)
         if self.config.save.async_mode == "disabled":
             self._saver.wait()
+        elif not self._step_hooks:  # nothing here will tell when the weights are about to change
+            self._saver.wait_staged()
         self._saved_step = step
         if failed is not None:
             raise failed

@@ -6,6 +6,7 @@ Owns the order of a save and who waits for whom. Decides neither when a save is 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -90,6 +91,8 @@ class SaveHandle:
     def resolve(self, error: BaseException | None) -> None:
         """Mark the save as ended; called once, by the thread that ran it."""
         self._error, self._failed = error, error is not None
+        if self._failed:
+            _unheard[id(self)] = self
         self._done.set()
 
     def succeeded(self) -> bool:
@@ -101,8 +104,23 @@ class SaveHandle:
         """Block until the save is committed. Raises: what the save raised, the first time only."""
         self._done.wait()
         error, self._error = self._error, None
+        _unheard.pop(id(self), None)
         if error is not None:
             raise error
+
+
+_unheard: dict[int, SaveHandle] = {}
+"""Saves that have failed, and nobody has waited for them yet."""
+
+
+def _report_unheard() -> None:
+    """Log them where the process ends without `close`; it has waited for the threads of saves by then."""
+    for handle in _unheard.values():
+        error = handle.error
+        logger.critical("what was saved or exported of step %d is not there: %s", handle.step, error, exc_info=error)
+
+
+atexit.register(_report_unheard)
 
 
 class Saver:

@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 
 def manager(folder: Path, model: nn.Module, check: str = "sampled") -> CheckpointManager:
-    config = CheckpointConfig(save=SaveConfig(interval=1, check_replicas=check))  # type: ignore[arg-type]
+    config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled", check_replicas=check))  # type: ignore[arg-type]
     return CheckpointManager(config, model_parts=[model], base_folder=folder)
 
 

@@ -114,6 +114,11 @@ def test_every_table_of_the_documented_example_is_understood(tmp_path: Path) -> 
     )
 
 
+def test_f12_saves_are_in_the_background_by_default() -> None:
+    """Whoever says nothing trains on while a thread writes."""
+    assert SaveConfig(interval=1).async_mode == "thread"
+
+
 def test_absent_tables_have_their_meaning() -> None:
     """An empty config loads what is there, saves nothing and exports nothing."""
     config = from_dict(Job, {}).checkpoint

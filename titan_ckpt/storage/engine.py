@@ -49,7 +49,8 @@ _Item = TypeVar("_Item")
 def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_workers: int = NUM_WORKERS) -> None:
     """Call the function with every item, in order, on several threads; the caller's thread is one of them.
 
-    The first error stops all threads at their next item and is raised here.
+    The first error stops all threads at their next item and is raised here. Where no thread can be started, as while
+    Python 3.12 and later wait for a save before they end, this one does it all.
     """
     todo = iter(items)
     end = object()
@@ -67,9 +68,14 @@ def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_w
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work, name="titan_ckpt-io", daemon=True) for _ in range(num_workers - 1)]
-    for thread in threads:
-        thread.start()
+    threads = []
+    for _ in range(num_workers - 1):
+        thread = threading.Thread(target=work, name="titan_ckpt-io", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            break
+        threads.append(thread)
     work()
     for thread in threads:
         thread.join()

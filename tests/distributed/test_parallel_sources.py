@@ -18,10 +18,10 @@ from titan_ckpt.training.trainer import Trainer
 LORA = {"kind": "lora", "rank": 3, "target_modules": ["wq", "wk", "wv", "wo"]}
 DENSE = {"kind": "lora", "rank": 3, "target_modules": ["wq", "wk", "wv", "wo", "w1", "w2", "output"]}
 RUNS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "llama3": (DENSE, ["fsdp", "tensor", "interleaved", "context", "fsdp_and_tensor", "pipeline_and_tensor", "hsdp"]),
-    "qwen3_moe": (LORA, ["experts", "experts_and_tensor", "experts_in_pipeline"]),
+    "llama3": (DENSE, [name for name, (_, table) in LAYOUTS.items() if "expert_parallel" not in table]),
+    "qwen3_moe": (LORA, [name for name, (_, table) in LAYOUTS.items() if "expert_parallel" in table]),
 }
-"""Each with what is adapted and the layouts."""
+"""Each with what is adapted and the layouts: all there are."""
 
 
 def write_sources(root: Path, model: str) -> None:
@@ -88,5 +88,6 @@ def test_a_base_and_an_adapter_load_into_every_layout(tmp_path: Path) -> None:
     write_shapes(tmp_path)
     for model in RUNS:
         write_sources(tmp_path, model)
+    everywhere(tmp_path, 1)
     on_2(tmp_path)
     on_4(tmp_path)

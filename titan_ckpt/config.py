@@ -87,7 +87,8 @@ class SaveConfig:
     if_busy: Literal["wait", "skip"] = "wait"
     """When a save is due while one is in flight: wait for it, or leave this one out."""
     check_replicas: Literal["off", "sampled", "full"] = "sampled"
-    """Compare what ranks hold as copies, before it is saved: 16 MiB of each rank, other ones every time, or all."""
+    """Compare what ranks hold as copies, before it is saved: of each rank 16 MiB of 1024 tensors, others every time; or
+    all."""
     timeout_seconds: PositiveSeconds = 1800.0
     """How long a rank waits for its peers before it gives up and names them."""
 

@@ -75,7 +75,7 @@ def divide(tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> Div
         holders = _merge(lists)
         sharing = _Sharing(coordinator.rank, holders)
         shares = sharing.shares(tensors)
-        replicas = {ranks: tuple(names) for ranks, names in sharing.replicated.items()}
+        replicas = {ranks: tuple(sorted(names)) for ranks, names in sharing.replicated.items()}
         division = Division(tuple(shares), {fqn: h.info for fqn, h in holders.items()}, replicas)
     except (StateEncodingError, TypeError) as caught:
         error = caught

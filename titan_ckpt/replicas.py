@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 SAMPLED_BYTES = 16 << 20
 """Of all tensors of a rank together, in one save; another part of each at every step."""
+SAMPLED_TENSORS = 1 << 10
+"""Of a rank, in one save: of more, others at every step."""
 _LEAST_BYTES = 1 << 12
 _PIECE_BYTES = 32 << 20
 _LISTED = 8
@@ -47,13 +49,15 @@ def check_replicas(
     tensor. Only `volatile` tensors may differ, with a warning: ranks may keep statistics of their own in buffers.
     Raises: ReplicaMismatchError naming tensors and ranks.
     """
-    budget = SAMPLED_BYTES // max(1, sum(map(len, groups.values()))) if mode == "sampled" else None
+    total = max(1, sum(map(len, groups.values())))
+    budget = SAMPLED_BYTES // min(total, SAMPLED_TENSORS) if mode == "sampled" else None
     keys = {ranks: xxhash.xxh3_64_hexdigest(repr(ranks).encode()) for ranks in groups}
     digests: dict[str, dict[str, str]] = {}
     error: Exception | None = None
     try:
         for ranks, names in groups.items():
-            digests[keys[ranks]] = {name: _digest(name, tensors[name], budget, step) for name in sorted(names)}
+            chosen = names if budget is None else _some(names, SAMPLED_TENSORS * len(names) // total, step)
+            digests[keys[ranks]] = {name: _digest(name, tensors[name], budget, step) for name in chosen}
     except Exception as e:
         error = e
     of_groups: Any = {key: xxhash.xxh3_128_hexdigest(repr(of_names).encode()) for key, of_names in digests.items()}
@@ -97,6 +101,14 @@ def _name(posted: list[Any], volatile: Collection[str], step: int) -> None:
         'checkpoint.save.check_replicas = "off"',
         wrong,
     )
+
+
+def _some(names: tuple[str, ...], count: int, step: int) -> tuple[str, ...]:
+    """Return about `count` names in a row, from one that changes with the step; all of them if they are no more."""
+    if len(names) <= count:
+        return names
+    first = xxhash.xxh3_64_intdigest(str(step).encode()) % len(names)
+    return (names + names[:count])[first : first + max(count, 1)]
 
 
 def _digest(name: str, value: torch.Tensor, budget: int | None, step: int) -> str:

@@ -90,8 +90,7 @@ def work(folder: Path, name: str, rounds: int) -> None:
     ) as manager:
         step = manager.load().step
         for number in range(step // INNER_STEPS, rounds):
-            start = await_file(folder / f"weights-{number}.safetensors")
-            model.load_state_dict(start)
+            start = {fqn: value.detach().clone() for fqn, value in model.named_parameters()}
             for _ in range(INNER_STEPS):
                 loss = nn.functional.cross_entropy(*predictions(model))
                 loss.backward()
@@ -102,6 +101,7 @@ def work(folder: Path, name: str, rounds: int) -> None:
             publish(came, folder / f"delta-{number}-{name}.safetensors")
             manager.save(step)
             print(f"worker {name}: round {number}, loss {loss.item():.4f}", flush=True)
+            model.load_state_dict(await_file(folder / f"weights-{number + 1}.safetensors"))
 
 
 def predictions(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:

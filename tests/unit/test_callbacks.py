@@ -5,25 +5,29 @@ from __future__ import annotations
 import gc
 import gzip
 import importlib.util
+import io
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import wandb
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.tensor import DTensor
 
 from converters import from_tables
 from tests.tiny_run import Recorder, losses, rows, settings
+from titan_ckpt.config import ResumeConfig
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.models.qwen3_moe import RouterLoad
+from titan_ckpt.models.qwen3_moe import Qwen3Moe, RouterLoad
 from titan_ckpt.testing import distributed
-from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue, StepMetrics
+from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue, StepMetrics, monitors
+from titan_ckpt.training.callbacks.evaluation import Evaluation
 from titan_ckpt.training.data import IGNORED, Batch, PackedDataset, collate
 from titan_ckpt.training.trainer import Trainer
 
@@ -53,10 +57,15 @@ class Watch(Callback):
         self.logged: list[tuple[int, Mapping[str, LogValue]]] = []
         self.evaluated: list[int] = []
         self.collects: list[bool] = []
+        self.num_collections: list[int] = []
         self.loads: list[dict[str, RouterLoad]] = []
+
+    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+        self.before = gc.get_stats()[2]["collections"]
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         self.collects.append(gc.isenabled())
+        self.num_collections.append(gc.get_stats()[2]["collections"] - self.before)
 
     def on_evaluate(self, trainer: Trainer, step: int, values: Mapping[str, float]) -> None:
         self.evaluated.append(step)
@@ -169,19 +178,25 @@ def test_d2_the_load_of_every_expert_is_monitored(whole: Whole) -> None:
     )
     layers = [row[f"moe/layers.{i}/max_over_mean"] for i in (1, 2, 3)]
     assert row["moe/max_over_mean"] == max(layers)
+    assert isinstance(whole[1].model, Qwen3Moe)
+    counted = [int(router.load().tokens.sum()) for router in whole[1].model.routers().values()]
+    assert counted == [0, 0, 0], "counted anew after every log"
 
 
 def test_d2_garbage_is_collected_on_schedule_only(whole: Whole) -> None:
-    """Python's own collector is off while training, and on again after it."""
+    """Python's own collector is off while training, and on again after it; every second step ends with a collection."""
     assert whole[2].collects == [False] * 4
+    assert whole[2].num_collections == [0, 1, 0, 1]
     assert gc.isenabled()
 
 
 def test_d2_a_resumed_run_goes_on_in_the_same_trackers(whole: Whole) -> None:
-    """W&B's id stays, TensorBoard gets the new steps, and the export that is there stays as it is."""
+    """W&B's id stays, TensorBoard's steps are those of one run, and the export that is there stays as it is."""
     folder = whole[0]
     run_id = (folder / "run" / "wandb-run-id").read_text()
-    Trainer(everything(folder, steps=5)).run()
+    config = everything(folder, steps=5)
+    back = replace(config.checkpoint, resume=ResumeConfig(step=2))  # steps 3 and 4 are done again
+    Trainer(replace(config, checkpoint=back)).run()
     assert (folder / "run" / "wandb-run-id").read_text() == run_id
     events = EventAccumulator(str(folder / "run" / "tensorboard"))
     events.Reload()
@@ -231,7 +246,8 @@ def test_d2_a_tracker_that_cannot_begin_is_said_before_any_step(
 ) -> None:
     """W&B without a key is one ConfigError, with the way out."""
 
-    def without_key(**settings: Any) -> None:
+    def without_key(**asked: Any) -> None:
+        assert (asked["project"], asked["mode"], asked["id"]) == ("p", "online", None)
         raise wandb.errors.UsageError("No API key configured.")
 
     monkeypatch.setattr(wandb, "init", without_key)
@@ -250,6 +266,16 @@ def position_and_generators(folder: Path, step: int, rank: int = 0) -> dict[str,
     return state
 
 
+class Again(Callback):
+    """Demands that an evaluation does not depend on random numbers: dropout is off."""
+
+    def on_evaluate(self, trainer: Trainer, step: int, values: Mapping[str, float]) -> None:
+        assert isinstance(trainer.callbacks.evaluation, Evaluation)
+        with torch.random.fork_rng():
+            torch.manual_seed(step)
+            assert trainer.callbacks.evaluation.evaluate(trainer) == values["eval/loss"]
+
+
 class Drawing(Trainer):
     """Has a model that draws random numbers in evaluation too."""
 
@@ -262,7 +288,7 @@ def test_d2_a_run_with_evaluation_is_the_run_without(tmp_path: Path) -> None:
     runs = {}
     for name, tables in (("with", {"evaluation": {"interval": 1, "max_sequences": 7}}), ("without", {})):
         config = settings(tmp_path / name, data={"held_out": 0.2}, **tables)
-        runs[name] = Drawing(config, from_tables(LORA_WITH_DROPOUT, "test"))
+        runs[name] = Drawing(config, from_tables(LORA_WITH_DROPOUT, "test"), [Again()])
         runs[name].run()
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
     theirs = runs["without"].model.state_dict()
@@ -306,6 +332,34 @@ def evaluate_on_two_ranks(tmp_path: Path) -> None:
     """Train twice on two ranks, evaluating every step or the last one only."""
     for interval in (1, 2):
         UnevenLabels(evaluated(tmp_path / f"two-{interval}", 2, interval), callbacks=[Shards()]).run()
+
+
+def monitored(folder: Path, batch_size: int) -> Any:
+    """Return the settings of one step of a mixture, four sequences in all."""
+    return settings(
+        folder,
+        model={"name": "qwen3_moe", "flavor": "debug-1m"},
+        training={"steps": 1, "batch_size": batch_size},
+        monitoring={"memory": True, "load_balance": True},
+    )
+
+
+@distributed(nproc=2)
+def monitor_on_two_ranks(tmp_path: Path) -> None:
+    """Rank 0 takes 1 GiB, rank 1 takes 3."""
+    rank = torch.distributed.get_rank()
+    monitors.host_memory = lambda: {"rss": (1 + 2 * rank) * 2**30}
+    Trainer(monitored(tmp_path / "two", 2)).run()
+
+
+def test_d2_monitors_are_of_all_ranks(tmp_path: Path) -> None:
+    """Experts are loaded by the tokens of both ranks, as in one process; memory is that of the rank that needs most."""
+    monitor_on_two_ranks(tmp_path)
+    Trainer(monitored(tmp_path / "one", 4)).run()
+    (two,), (one,) = rows(tmp_path / "two"), rows(tmp_path / "one")
+    assert two["memory/rss"] == 3.0
+    for layer in (1, 2, 3):
+        assert two[f"moe/layers.{layer}/load"] == pytest.approx(one[f"moe/layers.{layer}/load"])
 
 
 def test_d2_evaluation_weights_every_token_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
@@ -380,13 +434,25 @@ def test_d2_every_event_comes_in_the_order_of_a_run(tmp_path: Path) -> None:
     assert {event.split()[0] for event in events[0]} == {name[3:] for name in vars(Callback) if name.startswith("on_")}
 
 
-def test_an_evaluation_is_on_the_console(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The line of an evaluated step has the held-out loss."""
+def test_d2_an_evaluation_is_on_the_console(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The line of an evaluated step has the held-out loss; the last step is evaluated whatever the interval."""
     data = {"sequence_length": 16, "cache_folder": str(tmp_path / "cache"), "tokenizer": {"vocab_size": 300}}
     config = settings(
-        tmp_path, data=data | {"held_out": 0.1}, evaluation={"interval": 2, "max_sequences": 2}, training={"steps": 2}
+        tmp_path, data=data | {"held_out": 0.1}, evaluation={"interval": 2, "max_sequences": 2}, training={"steps": 3}
     )
     with caplog.at_level(logging.INFO):
         Trainer(config).run()
     lines = [r.message for r in caplog.records if "tokens/s" in r.message]
-    assert ["eval/loss" in line for line in lines] == [False, True]
+    assert ["eval/loss" in line for line in lines] == [False, True, True]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_d2_a_progress_bar_is_on_a_terminal_only(
+    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reaches the last step there; a file or a pipe gets none of it."""
+    console = Console(file=(output := io.StringIO()), force_terminal=terminal, width=100)
+    monkeypatch.setattr("titan_ckpt.training.callbacks.console.CONSOLE", console)
+    Trainer(settings(tmp_path)).run()
+    assert ("3/3" in output.getvalue() and "training" in output.getvalue()) is terminal
+    assert terminal or output.getvalue() == ""

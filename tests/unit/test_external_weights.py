@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,10 +36,10 @@ from titan_ckpt.training.config import RunConfig
 
 
 class Counter:
-    """A user state."""
+    """A user state, or a loader's position."""
 
-    def __init__(self) -> None:
-        self.value = 0
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
 
     def state_dict(self) -> dict[str, int]:
         return {"value": self.value}
@@ -54,6 +56,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
         self.counter = Counter()
+        self.loader: Counter | None = None
         self.folder = folder
         self.config = CheckpointConfig(components=components, save=SaveConfig(interval=1), **config)
         self.handler = handler
@@ -64,6 +67,7 @@ class Run:
             model_parts=[self.model],
             optimizers=[self.optimizer],
             lr_schedulers=[self.schedule],
+            dataloader=self.loader,
             states={"counter": self.counter},
             external_weights=self.handler,
             base_folder=self.folder,
@@ -99,12 +103,21 @@ WITHOUT_MODEL = ("optimizer", "lr_scheduler", "rng", "states")
 
 def test_c1_one_setting_selects_what_is_saved_and_loaded(tmp_path: Path) -> None:
     """A run of model and states saves these two, and takes these two from a checkpoint that holds everything."""
-    assert Run(tmp_path / "few", ("model", "states")).save().components == ("model", "states")
-    Run(tmp_path / "all", None).save()
+    few = Run(tmp_path / "few", ("model", "states"))
+    few.loader = Counter()
+    assert few.save().components == ("model", "states")
+    step = tmp_path / "few" / "checkpoints" / "step-2"
+    assert {name.split(".")[0] for name in load_file(step / "rank-00000.safetensors")} == {"model"}
+    assert json.loads((step / "state.json").read_text()).keys() == {"step", "states"}
+    assert json.loads((step / "rank-00000.json").read_text()).keys() == {"layout"}
+    whole = Run(tmp_path / "all", None)
+    whole.loader = Counter(7)
+    whole.save()
     run = Run(tmp_path / "all", ("states", "model"))
+    run.loader = Counter()
     rate, generators = run.schedule.get_last_lr(), torch.get_rng_state()
     run.load()
-    assert run.result.step == 2 and run.counter.value == 2
+    assert run.result.step == 2 and run.counter.value == 2 and run.loader.value == 0
     assert run.schedule.get_last_lr() == rate and run.optimizer.state == {}
     assert torch.equal(torch.get_rng_state(), generators)
 

@@ -29,6 +29,7 @@ from titan_ckpt.model_wrapper import ModelWrapper
 from titan_ckpt.models import hf
 from titan_ckpt.models.decoder import Decoder
 from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.models.qwen3_moe import FLAVORS, Router
 from titan_ckpt.models.registry import build_model
 from titan_ckpt.tensors import blocks_of
 from titan_ckpt.testing import distributed
@@ -166,8 +167,13 @@ def test_b1_shards_and_stages_are_loaded_and_the_rest_is_computed(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_b1_what_the_checkpoint_holds_is_loaded_and_the_rest_is_computed(name: str, tmp_path: Path) -> None:
-    """Parameters come from the checkpoint, rotary tables from the model's code, in float32; the logits are right."""
+def test_b1_what_the_checkpoint_holds_is_loaded_and_the_rest_is_computed(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Parameters come from the checkpoint, rotary tables from the model's code, in float32; the logits are right.
+
+    The rest is computed in place: no second model is built for it.
+    """
     source = on_one_device(name).eval()
     with torch.no_grad():
         for parameter in source.parameters():
@@ -179,11 +185,14 @@ def test_b1_what_the_checkpoint_holds_is_loaded_and_the_rest_is_computed(name: s
     load(model, tmp_path)
     assert different(model, source) == []
     assert empty_tensors([model]) == []
+    assert "builds the whole model" not in caplog.text
     tokens = torch.arange(12).view(1, 12)
     assert torch.equal(model(tokens), source(tokens))
 
 
-def test_b1_a_pure_transformers_model_computes_the_right_logits(tmp_path: Path) -> None:
+def test_b1_a_pure_transformers_model_computes_the_right_logits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """from_config on meta, materialised and loaded from its own folder: what from_pretrained computes, bit for bit."""
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -197,6 +206,7 @@ def test_b1_a_pure_transformers_model_computes_the_right_logits(tmp_path: Path) 
     load(model, tmp_path / "run", initial_load=(InitialLoadConfig(path=str(tmp_path / "base")),))
     tokens = torch.arange(40).view(1, 40)
     assert torch.equal(model(tokens).logits, expected(tokens).logits)
+    assert "builds the whole model" not in caplog.text
     garbage = copy.deepcopy(model)
     garbage.model.rotary_emb.inv_freq.fill_(77)
     assert not torch.allclose(garbage(tokens).logits, expected(tokens).logits), "the logits must depend on inv_freq"
@@ -293,8 +303,9 @@ def test_b2_tensors_are_marked_once_per_load_not_once_per_source(tmp_path: Path,
 
 
 def test_b3_everything_is_read_before_anything_is_initialised(tmp_path: Path, monkeypatch: Any) -> None:
-    """The order of events, as the reader and the model's own code see them."""
-    save(on_one_device("llama3"), tmp_path)
+    """The order of events, as the reader and the model's own code see them: of a resume, and of an initial load."""
+    save(on_one_device("llama3"), tmp_path / "old")
+    source = InitialLoadConfig(path=str(tmp_path / "old" / "checkpoints" / "step-1"))
     order: list[str] = []
     read = PreparedLoad.read
     reset = Decoder.reset_buffers
@@ -306,12 +317,14 @@ def test_b3_everything_is_read_before_anything_is_initialised(tmp_path: Path, mo
 
         return run
 
-    model = on_meta("llama3")
-    materialise(model, "cpu")
     monkeypatch.setattr(PreparedLoad, "read", noted("read", read))
     monkeypatch.setattr(Decoder, "reset_buffers", noted("initialise", reset))
-    load(model, tmp_path)
-    assert order == ["read", "initialise"]
+    for folder, options in (("old", {}), ("new", {"initial_load": (source,)})):
+        model = on_meta("llama3")
+        materialise(model, "cpu")
+        order.clear()  # building a model computes its tables too
+        load(model, tmp_path / folder, **options)
+        assert order == ["read", "initialise"], folder
 
 
 def test_b3_tied_parameters_are_tied_again() -> None:
@@ -336,7 +349,10 @@ def test_b3_tied_parameters_are_tied_again() -> None:
 
 
 def test_b3_a_stage_without_an_init_resets_its_buffers_only(tmp_path: Path) -> None:
-    """A stage cut out of a transformers model, without its `_init_weights`: weights loaded, frequencies computed."""
+    """A stage cut out of a transformers model, without its `_init_weights`: weights loaded, frequencies computed.
+
+    Of other models what modules can reset is reset: `reset_buffers` of a router, not `reset_parameters` beside it.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**{k: v for k, v in LLAMA.items() if k != "model_type"})
@@ -353,6 +369,19 @@ def test_b3_a_stage_without_an_init_resets_its_buffers_only(tmp_path: Path) -> N
     spoil(stage)
     load(stage, tmp_path)
     assert different(stage, stage_of(whole)) == []
+
+    def counting() -> nn.Module:
+        return nn.ModuleDict({"router": Router(FLAVORS["debug-1m"]), "linear": nn.Linear(2, 2)})
+
+    expected = counting()
+    nn.init.normal_(expected.get_parameter("router.weight"))
+    save(expected, tmp_path / "ours")
+    with torch.device("meta"):
+        stage = counting()
+    materialise(stage, "cpu")
+    spoil(stage)
+    load(stage, tmp_path / "ours")
+    assert different(stage, expected) == []
 
 
 def test_b3_a_buffer_that_nothing_computes_is_an_error(tmp_path: Path) -> None:
@@ -402,6 +431,7 @@ def test_b4_a_model_that_cannot_be_built_on_meta_is_built_on_the_cpu(caplog: pyt
     class Reads(Plain):
         def __init__(self) -> None:
             super().__init__()
+            self.noise = float(torch.rand((), device="cpu"))  # moves the generators before it fails on meta
             self.scale = float(torch.full((3,), 0.5).sum().item())
 
     torch.manual_seed(3)
@@ -411,6 +441,7 @@ def test_b4_a_model_that_cannot_be_built_on_meta_is_built_on_the_cpu(caplog: pyt
     with caplog.at_level(logging.WARNING):
         model = construct(Reads)
     assert different(model, expected) == [] and empty_tensors([model]) == []
+    assert model.noise == expected.noise
     assert "cannot be built on meta" in caplog.text and "item()" in caplog.text
 
 

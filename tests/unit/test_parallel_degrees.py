@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,6 +73,8 @@ def test_every_rank_is_at_one_place() -> None:
         (8, DENSE, {"expert_parallel": 2}, r"expert_parallel: the model has no experts"),
         (8, SPARSE, {"expert_parallel": 16}, r"expert_parallel: 16 does not divide data_parallel_shard 8"),
         (5, SPARSE, {"expert_parallel": 5}, r"expert_parallel: 5 does not divide the 128 experts"),
+        (4, replace(SPARSE, expert_dim=6), {"tensor_parallel": 4}, r"4 does not divide the 6 hidden rows of an expert"),
+        (4, replace(DENSE, vocab_size=3), {"tensor_parallel": 4}, r"4 ranks are more than the vocabulary's 3 tokens"),
         (64, DENSE, {"pipeline_parallel": 64}, r"64 stages are more than the 32 layers"),
         (2, llama3.FLAVORS["1B"], {"pipeline_parallel": 2}, r"output is its embedding matrix \(tie_word_embeddings\)"),
         (2, DENSE, {"pipeline_parallel": 2, "pipeline_microbatches": 3}, r"3 do not divide training\.batch_size 8"),

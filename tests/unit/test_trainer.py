@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny_run import Recorder, losses, settings
+from tests.tiny_run import Recorder, losses, rows, settings
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.external_weights import ExternalLoad
 from titan_ckpt.restoring import LoadResult
@@ -164,6 +164,13 @@ def test_d5_vectors_are_not_decayed_and_every_parameter_comes_once(tmp_path: Pat
     assert dims == {0.3: {2}, 0.0: {1}}
     grouped = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     assert len(grouped) == len(set(grouped)) == len(list(trainer.model.parameters()))
+
+
+def test_d5_every_step_has_the_rate_of_the_schedule(tmp_path: Path) -> None:
+    """Linear to nothing over four steps."""
+    schedule = {"kind": "linear", "warmup_ratio": 0.0, "min_ratio": 0.0}
+    Trainer(settings(tmp_path, training={"steps": 4}, schedule=schedule)).run()
+    assert [row["lr"] for row in rows(tmp_path)] == pytest.approx([3e-3, 2.25e-3, 1.5e-3, 0.75e-3])
 
 
 def test_autocast_computes_in_bfloat16_over_float32_weights(tmp_path: Path) -> None:

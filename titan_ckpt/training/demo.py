@@ -1,7 +1,8 @@
-"""`make demo`: a model's whole life on real text, with every claim compared and a table at the end.
+"""`make demo`: a model's whole life on real text, and every claim compared at the end.
 
 Pretrain, SIGKILL in the middle, resume, export; LoRA on the export; LoRA on base and adapter; merge; load everything
 with transformers and PEFT. Owns the story; the comparisons are in demo_checks.py. Exits with 1 if one of them fails.
+An uninterrupted run goes on beside the others from begin to end: it is what the resumed one is compared with.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,12 +24,13 @@ from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from titan_ckpt.training.reporting import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUTS = Path("outputs/demo")
+CHECKS = "titan_ckpt.training.demo_checks"
 PRETRAIN_STEPS, LORA_STEPS, SAVE_EVERY, KILL_AT = 240, 60, 60, 150
 CONSOLE = Console()
 
@@ -95,44 +98,53 @@ def toml(value: object) -> str:
 
 
 class Stage:
-    """Runs train.py under progress bars, and remembers how long each run took."""
+    """Runs train.py under progress bars, any number at a time. Leaving it ends what still runs."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        columns = (TextColumn("{task.description:<34}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
-        self.progress = Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}"), console=CONSOLE)
+        columns = (TextColumn("  {task.description:<34}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}"), console=CONSOLE)
+        self._running: list[tuple[Attempt, subprocess.Popen[bytes], TaskID]] = []
 
     def __enter__(self) -> Stage:
-        self.progress.start()
+        self._progress.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.progress.stop()
+        for _, process, _ in self._running:  # another one failed, or the demo was interrupted
+            process.kill()
+            process.wait()
+        self._progress.stop()
 
-    def train(self, *attempts: Attempt) -> None:
-        """Run train.py for every attempt at the same time, to its end or until it is killed. Raises: RunFailedError."""
-        started = time.perf_counter()
-        tasks = {a.title: self.progress.add_task(a.title, total=a.run.num_steps, loss=float("nan")) for a in attempts}
-        running = [(attempt, attempt.run.start()) for attempt in attempts]
-        try:
-            while running:
-                time.sleep(0.05)
-                for attempt, process in list(running):
-                    ended = process.poll() is not None
-                    course = attempt.run.course()
-                    if course:
-                        self.progress.update(tasks[attempt.title], completed=course[-1][0], loss=course[-1][1])
-                    if not ended and attempt.kill_at is not None and course and course[-1][0] >= attempt.kill_at:
-                        process.send_signal(signal.SIGKILL)
-                    if ended:
-                        running.remove((attempt, process))
-                        self.progress.stop_task(tasks[attempt.title])
-                        self.seconds[attempt.title] = time.perf_counter() - started
-                        attempt.check(process.returncode)
-        finally:
-            for _, process in running:  # another one failed, or the demo was interrupted
-                process.kill()
-                process.wait()
+    def start(self, attempt: Attempt) -> None:
+        """Begin a run, and go on."""
+        task = self._progress.add_task(attempt.title, total=attempt.run.num_steps, loss=float("nan"))
+        self._running.append((attempt, attempt.run.start(), task))
+
+    def train(self, attempt: Attempt) -> None:
+        """Make a run. Raises: RunFailedError, also for one beside it."""
+        self.start(attempt)
+        while any(one is attempt for one, _, _ in self._running):
+            self._look()
+
+    def finish(self) -> None:
+        """Wait for every run. Raises: RunFailedError."""
+        while self._running:
+            self._look()
+
+    def _look(self) -> None:
+        """Show how far each run is, kill those that are due, and take away those that have ended."""
+        time.sleep(0.05)
+        for attempt, process, task in [*self._running]:
+            ended = process.poll() is not None
+            course = attempt.run.course()
+            if course:
+                self._progress.update(task, completed=course[-1][0], loss=course[-1][1])
+            if not ended and attempt.kill_at is not None and course and course[-1][0] >= attempt.kill_at:
+                process.send_signal(signal.SIGKILL)
+            if ended:
+                self._running.remove((attempt, process, task))
+                self._progress.stop_task(task)
+                attempt.check(process.returncode)
 
 
 @dataclass(frozen=True)
@@ -187,22 +199,32 @@ def main() -> int:
     adapter = first.folder / "exports" / f"step-{LORA_STEPS}-peft"
     continued = {**on_base, "checkpoint.initial_load.1.path": adapter.as_posix()}
     second = Run("lora-continued", "lora_from_base_and_adapter", LORA_STEPS, continued)
+    CONSOLE.rule("[bold]Train", align="left")
+    CONSOLE.print(
+        "  A small Llama on the Python reference, by train.py and a TOML file:\n"
+        "  killed by SIGKILL, resumed, exported; then LoRA on that export and\n"
+        "  other text, and once more on base and adapter.\n",
+        highlight=False,
+    )
     try:
         with Stage() as stage:
-            killing = Attempt(f"pretrain, SIGKILL at step {KILL_AT}", killed, KILL_AT)
-            stage.train(Attempt("pretrain, uninterrupted", whole), killing)
+            stage.start(Attempt("pretrain, uninterrupted", whole))
+            stage.train(Attempt(f"pretrain, SIGKILL at step {KILL_AT}", killed, KILL_AT))
             before_kill = killed.course()
             stage.train(Attempt("pretrain, resumed", killed))
+            # transformers and PEFT take seconds to import, and a core is idle soon
+            threading.Thread(target=import_module, args=(CHECKS,), daemon=True).start()
             stage.train(Attempt("LoRA on the base", first))
             stage.train(Attempt("LoRA on base + adapter", second))
+            stage.finish()
     except RunFailedError as error:
         CONSOLE.print(str(error), style="red", markup=False)
         return 1
-    from titan_ckpt.training.demo_checks import Story, report  # needs transformers and peft, which take seconds
+    from titan_ckpt.training.demo_checks import Story, report
 
-    story = Story(whole, killed, first, second, before_kill, stage.seconds)
-    passed = report(story, CONSOLE)
-    CONSOLE.print(f"{time.perf_counter() - started:.0f} s in all; everything is in {OUTPUTS}")
+    passed = report(Story(whole, killed, first, second, before_kill), CONSOLE)
+    CONSOLE.print(f"{time.perf_counter() - started:.0f} s in all\n", highlight=False)
+    CONSOLE.print(f"Go on: titan-ckpt inspect {first.folder}/checkpoints/step-{LORA_STEPS}", highlight=False)
     return 0 if passed else 1
 
 

@@ -1,12 +1,12 @@
 """What the demo claims, compared: resumed with uninterrupted, every export with the native model it was made from.
 
-Owns the comparisons and their table. transformers and peft are the judges; nothing here is compared with itself.
+Owns the comparisons and how they are shown. transformers and peft are the judges; nothing here is compared with itself.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ import torch
 from peft import PeftModel
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -53,7 +54,6 @@ class Story:
     first: Run
     second: Run
     before_kill: list[tuple[int, float]]
-    seconds: dict[str, float]
     texts: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -166,7 +166,7 @@ def lora_claims(story: Story) -> Iterator[Claim]:
         yield within(
             f"{title} + base: logits", difference(model, PeftModel.from_pretrained(base, story.adapter(run)), tokens)
         )
-        yield Claim(f"{title} moves the base's logits by", f"{without:.3f}", without > 0.1)
+        yield Claim(f"{title} moves logits by", f"{without:.3f}", without > 0.1)
     merged = load_hf(story.merged)
     yield within("merged Hugging Face export: logits", difference(model, merged, tokens))
     ids = tokenizer.encode_document(PROMPT)[:-1]
@@ -189,55 +189,80 @@ def within(what: str, largest: float) -> Claim:
 
 
 def report(story: Story, console: Console) -> bool:
-    """Make every comparison, print the tables, and say whether all of them hold."""
+    """Make every comparison, print what was found, section by section, and say whether all of it holds."""
     claims: list[Claim] = []
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    with warnings.catch_warnings(), console.status("loading everything with transformers and PEFT"):
-        warnings.simplefilter("ignore")  # other libraries' advice
-        for part in (resume_claims, base_claims, lora_claims):
-            claims += part(story)
-    table = Table("comparison", "found", "", title="What was promised, and what was found")
+    for title, compare, about in (
+        ("Killed and resumed", resume_claims, losses_table),
+        ("Exported, and opened with transformers", base_claims, None),
+        ("Fine-tuned with LoRA, and opened with PEFT", lora_claims, texts_table),
+    ):
+        with warnings.catch_warnings(), console.status(title):
+            warnings.simplefilter("ignore")  # other libraries' advice
+            found = [*compare(story)]
+        claims += found
+        console.print()
+        console.rule(f"[bold]{title}", align="left")
+        console.print(claims_table(found))
+        if about is not None:
+            console.print(about(story))
+    console.print()
+    console.rule(f"[bold]Files in {story.killed.folder.parent}", align="left")
+    console.print(files_table(story))
+    held = sum(claim.holds for claim in claims)
+    colour = "green" if held == len(claims) else "bold red"
+    console.print(f"\n[{colour}]{held} of {len(claims)} comparisons hold[/]", highlight=False)
+    return held == len(claims)
+
+
+def table(*columns: str) -> Table:
+    """Return a table without lines; a column without a name has no header."""
+    return Table(*columns, box=None, show_header=any(columns), header_style="dim", padding=(0, 2))
+
+
+def claims_table(claims: Sequence[Claim]) -> Table:
+    """Return what was promised, what was found, and whether that is the same."""
+    out = table("", "", "")
     for claim in claims:
-        table.add_row(claim.what, claim.found, "[green]yes[/]" if claim.holds else "[bold red]NO[/]")
-    console.print(losses_table(story), runs_table(story), sizes_table(story), table)
-    for name, text in story.texts.items():
-        console.print(f"{name}: {text!r}", markup=False, highlight=False)
-    return all(claim.holds for claim in claims)
+        mark = "[green]✓[/]" if claim.holds else "[bold red]✗[/]"
+        out.add_row(mark, claim.what, claim.found)
+    return out
 
 
 def losses_table(story: Story) -> Table:
     """Return the losses around the kill, in three columns that must agree where they overlap."""
-    table = Table("step", "uninterrupted", "before the kill", "after the resume", title="Loss around the kill")
+    out = table("step", "uninterrupted", "before the kill", "after the resume")
     whole, before, after = (dict(c) for c in (story.whole.course(), story.before_kill, story.killed.course()))
     died = story.before_kill[-1][0]
     restarted = story.resumed_from
     for step in sorted({1, restarted, restarted + 1, died, died + 1, story.killed.num_steps}):
         resumed = repr(after[step]) if step > restarted else "-"
-        table.add_row(str(step), repr(whole[step]), repr(before[step]) if step in before else "-", resumed)
-    return table
+        out.add_row(str(step), repr(whole[step]), repr(before[step]) if step in before else "-", resumed)
+    return out
 
 
-def runs_table(story: Story) -> Table:
-    """Return what every run took."""
-    table = Table("run", "seconds", title="Time")
-    for title, seconds in story.seconds.items():
-        table.add_row(title, f"{seconds:.1f}")
-    return table
+def texts_table(story: Story) -> Table:
+    """Return how models continue the prompt."""
+    out = table("", "")
+    for name, text in story.texts.items():
+        out.add_row(name, Text(repr(text)))
+    return out
 
 
-def sizes_table(story: Story) -> Table:
+def files_table(story: Story) -> Table:
     """Return what lies on disk."""
-    table = Table("folder", "what it is", "MB", title="Size")
+    out = table("", "", "")
     steps = f"checkpoints/step-{story.killed.num_steps}"
     adapter_only = story.first.folder / "checkpoints" / f"step-{story.first.num_steps}"
     for folder, what in (
-        (story.killed.folder / steps, "checkpoint: weights, optimizer, state"),
-        (adapter_only, "checkpoint: adapter, its optimizer, state"),
-        (story.base, "Hugging Face export, float32"),
-        (story.base_bf16, "Hugging Face export, bfloat16"),
-        (story.adapter(story.first), "PEFT export"),
-        (story.merged, "Hugging Face export, merged"),
+        (story.killed.folder / steps, "checkpoint"),
+        (adapter_only, "checkpoint, adapter only"),
+        (story.base, "Hugging Face, float32"),
+        (story.base_bf16, "Hugging Face, bfloat16"),
+        (story.adapter(story.first), "PEFT adapter"),
+        (story.merged, "Hugging Face, merged"),
     ):
         size = sum(file.stat().st_size for file in folder.iterdir())
-        table.add_row(folder.as_posix(), what, f"{size / 1e6:.2f}")
-    return table
+        where = folder.relative_to(story.killed.folder.parent).as_posix()
+        out.add_row(where, what, f"{size / 1e6:.2f} MB")
+    return out

@@ -11,10 +11,7 @@ if TYPE_CHECKING:
 
 
 class Checkpointing(Callback):
-    """Saves when a step is due, and keeps the optimizer from changing what is still being copied."""
-
-    def on_pre_optimizer(self, trainer: Trainer, step: int, grad_norm: float) -> None:
-        trainer.manager.maybe_wait_for_staging()
+    """Saves when a step is due; the manager has the optimizer wait for what is still being copied."""
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         last_step = metrics.step == trainer.config.training.steps

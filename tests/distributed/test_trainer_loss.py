@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.tiny_run import losses, settings
+from tests.tiny_run import losses, rows, settings
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.callbacks import Callback
 from titan_ckpt.training.data import IGNORED, Batch, collate
@@ -78,18 +78,23 @@ def train_on_four(tmp_path: Path) -> None:
 
 
 def test_d3_loss_and_gradient_do_not_change_with_ranks_or_accumulation(tmp_path: Path) -> None:
-    """On 1, 2 and 4 ranks with 1, 2 and 4 micro-batches both steps have one loss, and the first one gradient."""
+    """On 1, 2 and 4 ranks with 1, 2 and 4 micro-batches both steps have one loss and norm, and the first one gradient.
+
+    The loss is the mean over all predicted tokens of all ranks, the norm that of the whole gradient.
+    """
     for accumulation in (1, 2, 4):
         train(tmp_path / f"1x{accumulation}", 1, accumulation)
     train_on_two(tmp_path)
     train_on_four(tmp_path)
     expected_loss = losses(tmp_path / "1x1")
+    norms = [row["grad_norm"] for row in rows(tmp_path / "1x1")]
     expected = torch.load(tmp_path / "1x1" / "gradients.pt")
     largest = max(float(grad.abs().max()) for grad in expected.values())
     for size in (1, 2, 4):
         for accumulation in (1, 2, 4):
             name = f"{size}x{accumulation}"
             assert losses(tmp_path / name) == pytest.approx(expected_loss, abs=2e-5), name
+            assert [row["grad_norm"] for row in rows(tmp_path / name)] == pytest.approx(norms, rel=1e-4), name
             found = torch.load(tmp_path / name / "gradients.pt")
             for fqn, grad in expected.items():
                 torch.testing.assert_close(found[fqn], grad, rtol=0, atol=1e-6 * largest, msg=f"{name} {fqn}")

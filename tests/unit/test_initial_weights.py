@@ -49,6 +49,22 @@ def test_d6_wrapper_segments_are_not_part_of_a_name(tmp_path: Path, base: Path) 
     assert all(torch.equal(value, files[1][name]) for name, value in files[0].items())
 
 
+def test_d6_a_folder_that_gives_the_shape_alone_is_no_silent_random_start(
+    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its weights are there and not asked for, and the log says how to ask; a run that loads them is not warned."""
+    shape = {"flavor": None, "folder": str(base)}
+    Trainer(settings(tmp_path / "random", model=shape, training={"steps": 1})).run()
+    assert (
+        f'weights in it are not loaded. To start from them: [[checkpoint.initial_load]] path = "{base}"' in caplog.text
+    )
+    caplog.clear()
+    Trainer(settings(tmp_path / "random", model=shape, training={"steps": 2})).run()  # a resume
+    load = {"initial_load": [{"path": str(base)}]}
+    Trainer(settings(tmp_path / "loaded", model=shape, training={"steps": 1}, checkpoint=load)).run()
+    assert "not loaded" not in caplog.text
+
+
 def test_d6_shapes_missing_and_unexpected_keys_are_all_listed(tmp_path: Path, base: Path) -> None:
     """One error names the tensor of another shape, the missing one and the unknown one; no step is taken."""
     folder = tmp_path / "bad"

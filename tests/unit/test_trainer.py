@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,9 +19,8 @@ from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.external_weights import ExternalLoad
 from titan_ckpt.restoring import LoadResult
 from titan_ckpt.saving import Saver
-from titan_ckpt.testing import distributed
 from titan_ckpt.training.callbacks import Callback
-from titan_ckpt.training.data import IGNORED, Batch, collate
+from titan_ckpt.training.data import Batch
 from titan_ckpt.training.reporting import MetricsFile, read_metrics
 from titan_ckpt.training.trainer import Trainer
 
@@ -75,68 +73,6 @@ def test_training_learns(tmp_path: Path) -> None:
     course = losses(tmp_path)
     assert course[0] == pytest.approx(math.log(2048), rel=0.05)
     assert course[-1] < course[0] - 2
-
-
-class UnevenLabels(Trainer):
-    """Ignores a different number of labels in every sequence."""
-
-    def build_collate(self) -> Any:
-        def uneven(samples: Any) -> Batch:
-            batch = collate(samples)
-            for row, labels in enumerate(batch["labels"]):
-                labels[: int(batch["tokens"][row, 0]) % 13] = IGNORED
-            return batch
-
-        return uneven
-
-
-@pytest.mark.parametrize("accumulation", [2, 4])
-def test_accumulation_changes_no_loss(tmp_path: Path, accumulation: int) -> None:
-    """The same sequences give the same course, in one micro-batch or in several, however many labels each predicts."""
-    courses = []
-    for parts in (1, accumulation):
-        folder = tmp_path / str(parts)
-        training = {"steps": 4, "batch_size": 8 // parts, "accumulation": parts}
-        UnevenLabels(settings(folder, training=training)).run()
-        courses.append(losses(folder))
-    assert courses[0] == pytest.approx(courses[1], abs=2e-5)
-
-
-@distributed(nproc=2)
-def train_on_two_ranks(tmp_path: Path) -> None:
-    """Train with half the batch on each rank, and leave the metrics of rank 0 in course.json."""
-    folder = tmp_path / "two"
-    UnevenLabels(settings(folder, training={"steps": 4, "batch_size": 4, "max_grad_norm": 0.5})).run()
-    if torch.distributed.get_rank() == 0:
-        (tmp_path / "course.json").write_text(json.dumps([*read_metrics(folder / "run" / "metrics.jsonl")]))
-
-
-def test_one_process_has_the_course_of_two_ranks(tmp_path: Path) -> None:
-    """The loss is the mean over all predicted tokens of all ranks, and the norm that of the whole gradient."""
-    train_on_two_ranks(tmp_path)
-    two = json.loads((tmp_path / "course.json").read_text())
-    folder = tmp_path / "one"
-    UnevenLabels(settings(folder, training={"steps": 4, "batch_size": 8, "max_grad_norm": 0.5})).run()
-    one = [*read_metrics(folder / "run" / "metrics.jsonl")]
-    assert [r["num_tokens"] for r in one] == [r["num_tokens"] for r in two]
-    assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in two], abs=2e-5)
-    assert [r["grad_norm"] for r in one] == pytest.approx([r["grad_norm"] for r in two], rel=1e-4)
-
-
-def test_d2_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_change(tmp_path: Path) -> None:
-    """The error names the step; weights and metrics are those of the step before; its checkpoint is there."""
-
-    class Poisoned(Trainer):
-        def compute_loss(self, batch: Batch) -> torch.Tensor:
-            loss = super().compute_loss(batch)
-            return loss * float("nan") if self.state.step == 2 else loss
-
-    trainer = Poisoned(settings(tmp_path))
-    with pytest.raises(FloatingPointError, match=r"step 3: the gradient's norm is nan"):
-        trainer.run()
-    assert all(p.isfinite().all() for p in trainer.model.parameters())
-    assert len(losses(tmp_path)) == 2
-    assert (tmp_path / "run" / "checkpoints" / "step-2").is_dir()
 
 
 def test_frozen_parameters_stay_and_have_no_optimizer_state(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
 from titan_ckpt.run_guard import RunGuard
+from titan_ckpt.storage.huggingface import is_huggingface
 from titan_ckpt.training.build_steps import BuildSteps
 from titan_ckpt.training.callbacks import StepMetrics
 from titan_ckpt.training.data import Batch
@@ -61,6 +63,15 @@ class Trainer(BuildSteps):
     def load(self) -> None:
         """Resume, or load initial weights, or start afresh."""
         result = self.manager.load()
+        shape = self.config.model.folder
+        found_weights = result.step or result.plan.sources or result.plan.external
+        if shape and not found_weights and is_huggingface(Path(shape)):
+            logger.warning(
+                "%s says the shape of the model alone, and the weights in it are not loaded. To start from them: "
+                '[[checkpoint.initial_load]] path = "%s"',
+                shape,
+                shape,
+            )
         self.state.step = result.step
         self.callbacks.on_load(self, result)
 

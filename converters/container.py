@@ -123,7 +123,8 @@ class _JoinedAdapters:
         self._adapters = adapters
 
     def key_map(self, base: KeyMap, found: Mapping[str, TensorInfo] | None = None) -> KeyMap:
-        return KeyMap(tuple(rule for adapter in self._adapters for rule in adapter.key_map(base, found).rules))
+        tables = [adapter.key_map(base, found) for adapter in self._adapters]
+        return KeyMap(tuple(rule for table in tables for rule in table.rules), any(table.identity for table in tables))
 
     def misfits(self, base: KeyMap, found: Mapping[str, Any]) -> list[str]:
         # the folder is one adapter's: it fits if it fits any

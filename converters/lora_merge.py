@@ -5,7 +5,8 @@ Owns the arithmetic of merging on shards. Changes nothing live; holds one tensor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,6 +30,8 @@ from titan_ckpt.tensors import (
 from titan_ckpt.types import StateDict
 
 _LISTED = 4
+_WORK_ELEMENTS = 1 << 18
+"""How much of a weight is in float32 at once."""
 
 Form = Literal["linear", "embedding", "stack"]
 """A linear module's weight, an embedding table, or the 3-D parameter of all experts."""
@@ -171,12 +174,39 @@ def check_adapters(adapters: Mapping[str, AdaptedWeight], tensors: StateDict, co
 
 def _merge(block: Block, left: torch.Tensor, right: torch.Tensor, scaling: float, factor: torch.Tensor | None) -> Block:
     """Return the block of left @ right * scaling + weight, with one rounding; `block.data` is left as it was."""
-    *expert, rows, columns = (slice(o, o + n) for o, n in zip(block.chunk.offsets, block.chunk.sizes, strict=True))
-    # in place on the product: no float32 copy of the weight, and a tensor subclass in `data` gives plain values
-    result = (left[(*expert, rows)] @ right[(*expert, slice(None), columns)]).mul_(scaling).add_(block.data)
-    if factor is not None:
-        result.mul_(factor[rows, None])
-    return Block(block.chunk, result.to(block.data.dtype))
+    made = torch.empty(block.chunk.sizes, dtype=block.data.dtype, device=block.data.device)
+    exact = made.dtype == left.dtype
+    for part, rows in _parts(block.chunk):
+        into = made[part] if exact else None
+        value = _combined(rows, block.data[part], left, right, scaling, into)
+        if factor is not None:
+            value.mul_(factor[rows.offsets[0] : rows.offsets[0] + rows.sizes[0], None])
+        if not exact:
+            made[part] = value
+    return Block(block.chunk, made)
+
+
+def _parts(chunk: Chunk) -> Iterator[tuple[slice, Chunk]]:
+    """Cut a chunk along its first dim so that float32 values of a part take little memory beside a weight."""
+    step = max(1, _WORK_ELEMENTS // max(1, math.prod(chunk.sizes[1:])))
+    for first in range(0, chunk.sizes[0], step):
+        count = min(step, chunk.sizes[0] - first)
+        offsets = (chunk.offsets[0] + first, *chunk.offsets[1:])
+        yield slice(first, first + count), Chunk(offsets, (count, *chunk.sizes[1:]))
+
+
+def _combined(
+    chunk: Chunk,
+    weight: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    scaling: float,
+    into: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return left @ right * scaling + weight for a chunk of it; a tensor subclass in `weight` gives plain values."""
+    *expert, rows, columns = (slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+    product = torch.matmul(left[(*expert, rows)], right[(*expert, slice(None), columns)], out=into)
+    return product.mul_(scaling).add_(weight)
 
 
 def _finite(value: torch.Tensor | LazyTensor) -> bool:
@@ -194,9 +224,10 @@ def _row_norms(
     else:
         blocks = blocks_of(weight)
     for block in blocks:
-        start, count = block.chunk.offsets[0], block.chunk.sizes[0]
-        whole = (left[start : start + count] @ right).mul_(scaling).add_(block.data)
-        norms[start : start + count] = torch.linalg.vector_norm(whole, dim=1)
+        for part, rows in _parts(block.chunk):
+            merged_rows = _combined(rows, block.data[part], left, right, scaling)
+            start, count = rows.offsets[0], rows.sizes[0]
+            norms[start : start + count] = torch.linalg.vector_norm(merged_rows, dim=1)
     return norms
 
 

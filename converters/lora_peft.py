@@ -17,10 +17,10 @@ from converters.lora_fused import PARTS, targets_of
 from converters.lora_merge import AdaptedWeight
 from titan_ckpt.errors import KeyMapError
 from titan_ckpt.keymap import IDENTITY, Concat, Identity, KeyGroup, KeyMap, KeyRule, PermuteRotary, Split, Unstack
+from titan_ckpt.storage.peft import PREFIX
 from titan_ckpt.tensors import TensorInfo
 
 logger = logging.getLogger(__name__)
-_PREFIX = "base_model.model."
 
 
 class PeftAdapter:
@@ -41,20 +41,23 @@ class PeftAdapter:
     def key_map(self, base: KeyMap, found: Mapping[str, TensorInfo] | None = None) -> KeyMap:
         """Return the table of the owned keys. Where the base permutes a weight's rows, B's go the same way, A's do not.
 
-        Raises: KeyMapError listing modules that the other tool's model stores in a form no adapter can follow.
+        Raises: KeyMapError listing modules that the other tool's model stores in a form no adapter can follow, unless
+        `found` holds no adapter at all, as a base's folder.
         """
+        if found is not None and not any(key.startswith(PREFIX) for key in found):
+            return KeyMap(identity=True)
         rules: list[KeyRule] = []
         problems: list[str] = []
         for target in targets_of(self._adapted.values(), base):
             try:
                 fused = isinstance(target.group.op, Concat) and target.adapters[0].form == "linear"
-                rules += target.rules(_PREFIX, found) if fused else _adapter_rules(target.adapters[0], target.group)
+                rules += target.rules(PREFIX, found) if fused else _adapter_rules(target.adapters[0], target.group)
             except KeyMapError as error:
                 problems.append(str(error))
         for trained, fqn in self._copied.items():
             group = base.group_of_fqn(fqn)
             if len(group.keys) == len(group.fqns) == 1:
-                rules.append(KeyRule.of(trained, _PREFIX + group.keys[0], group.op))
+                rules.append(KeyRule.of(trained, PREFIX + group.keys[0], group.op))
             else:
                 problems.append(f"{fqn}: stored as {', '.join(group.keys)}, and a copy of it cannot be")
         if problems:
@@ -116,7 +119,7 @@ def _adapter_rules(adapted: AdaptedWeight, group: KeyGroup) -> Iterator[KeyRule]
 
     Raises: KeyMapError where they cannot.
     """
-    keys = [_PREFIX + key for key in _modules(group)]
+    keys = [PREFIX + key for key in _modules(group)]
 
     def named(suffix: str) -> list[str]:
         return [f"{key}.{suffix}" for key in keys]

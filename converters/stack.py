@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from converters.lora_fused import PARTS
 from converters.lora_peft import json_number
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import BaseMismatchError, ConverterError
@@ -26,8 +27,9 @@ from titan_ckpt.transforms import StateDictTransforms
 def stack_adapters(folders: Sequence[Path], out: Path) -> None:
     """Write one adapter that does what all of these do together: A above A, B beside B, ranks added.
 
-    Shape: A (r1 + r2, in), B (out, r1 + r2). Where scales differ, B is multiplied with the quotient, in float32.
-    Raises: ConverterError for fewer than two, DoRA, or two trained copies of one module; BaseMismatchError.
+    Shape: A (r1 + r2, in), B (out, r1 + r2). Where scales differ, B is multiplied with the quotient, in float32. Pairs
+    that are block diagonal (converters/lora_fused.py) stay so, if all of a module's are.
+    Raises: ConverterError for fewer than two, DoRA, no effect, or two trained copies of one module; BaseMismatchError.
     """
     if len(folders) < 2:
         raise ConverterError(f"{len(folders)} adapter(s) cannot be stacked: name two or more folders")
@@ -35,16 +37,23 @@ def stack_adapters(folders: Sequence[Path], out: Path) -> None:
     base = _common_base(adapters)
     if dora := [str(a.folder) for a in adapters if a.config.get("use_dora")]:
         raise ConverterError(f"{', '.join(dora)}: DoRA scales whole rows by its own norm, so its effects do not add up")
-    scale = adapters[0].scale_of(next(iter(adapters[0].modules)))
+    scale = next((s for a in adapters for module in a.modules if (s := a.scale_of(module))), None)
+    if scale is None:
+        raise ConverterError(f"{', '.join(map(str, folders))}: every pair is scaled by 0, or there is none")
     tensors: dict[str, torch.Tensor] = {}
     ranks: dict[str, int] = {}
+    blocks: dict[str, list[int]] = {}
     for module in dict.fromkeys(module for adapter in adapters for module in adapter.modules):
-        parts = [adapter for adapter in adapters if module in adapter.modules]
-        suffix = parts[0].modules[module]
-        tensors[module + suffix] = torch.cat([a.tensors[module + suffix] for a in parts])
-        b = module + PAIRS[suffix]
-        tensors[b] = torch.cat([_scaled(a.tensors[b], a.scale_of(module) / scale) for a in parts], dim=1)
-        ranks[module.removeprefix(PREFIX)] = tensors[b].shape[1]
+        name, parts = module.removeprefix(PREFIX), [adapter for adapter in adapters if module in adapter.modules]
+        a, b = module + parts[0].modules[module], module + PAIRS[parts[0].modules[module]]
+        order = _order([adapter.blocks_of(module) for adapter in parts])
+        tensors[a] = torch.cat([adapter.tensors[a] for adapter in parts])
+        tensors[b] = torch.cat([_scaled(one.tensors[b], one.scale_of(module) / scale) for one in parts], dim=1)
+        ranks[name] = tensors[b].shape[1]
+        if order:
+            by_part = torch.tensor([rank for of_part in order for rank in of_part], dtype=torch.long)
+            tensors[a], tensors[b] = tensors[a][by_part], tensors[b][:, by_part]
+            blocks[name] = [len(of_part) for of_part in order]
     tensors |= _copies(adapters)
     rank = max(ranks.values())
     config = {
@@ -55,6 +64,7 @@ def stack_adapters(folders: Sequence[Path], out: Path) -> None:
         "rank_pattern": {re.escape(name): r for name, r in ranks.items() if r != rank},
         "alpha_pattern": {re.escape(name): json_number(scale * r) for name, r in ranks.items() if r != rank},
         "modules_to_save": sorted({name for a in adapters for name in a.config.get("modules_to_save") or ()}) or None,
+        **({PARTS: blocks} if blocks else {}),
     }
     groups = StateDictTransforms().to_file(dict(tensors), None, None)
     export_peft(out, groups, config=config, coordinator=Coordinator.current())
@@ -71,6 +81,15 @@ class _Folder:
     def scale_of(self, module: str) -> float:
         return scaling_of(module.removeprefix(PREFIX), self.config)
 
+    def blocks_of(self, module: str) -> Sequence[int]:
+        """Return the ranks of the blocks that a module's pair consists of; nothing for one that is whole."""
+        recorded = self.config.get(PARTS)
+        found = recorded.get(module.removeprefix(PREFIX)) if isinstance(recorded, dict) else None
+        whole = self.tensors[module + self.modules[module]].shape[0]
+        if not isinstance(found, list) or any(type(rank) is not int for rank in found):
+            return ()
+        return found if sum(found) == whole else ()
+
 
 def _read(folder: Path) -> _Folder:
     with PeftReader(folder) as reader:
@@ -78,6 +97,22 @@ def _read(folder: Path) -> _Folder:
         reader.read([ReadRequest(key, Chunk.whole(value.shape), value) for key, value in tensors.items()])
         modules = {key.removesuffix(s): s for key in tensors for s in PAIRS if key.endswith(s)}
         return _Folder(folder, reader.metadata(), tensors, modules)
+
+
+def _order(adapters: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return which ranks of a stack each part of the weight has, in their order; nothing unless every adapter says.
+
+    `adapters`: the ranks of each one's blocks.
+    """
+    if len({len(ranks) for ranks in adapters}) != 1:
+        return []
+    out: list[list[int]] = [[] for _ in adapters[0]]
+    start = 0
+    for ranks in adapters:
+        for of_part, rank in zip(out, ranks, strict=True):
+            of_part += range(start, start + rank)
+            start += rank
+    return out
 
 
 def _common_base(adapters: Sequence[_Folder]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _get_default_store
 
 from titan_ckpt.errors import PeerError
@@ -23,6 +24,9 @@ from titan_ckpt.strict_json import Json
 
 Store = Any
 """A torch.distributed Store; its stubs lack `clone`."""
+
+FAILURES = (Exception, CheckpointException)
+"""What a rank tells the others of when code that is not ours raises it: torch's own derives from BaseException."""
 
 _instances = itertools.count()
 

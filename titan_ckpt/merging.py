@@ -107,9 +107,9 @@ def prepare_merge(reader: TensorReader, base: StateDict, tied: Collection[str], 
         if found != shape:
             mismatched.append(Mismatch(key, f"a weight {list(shape)}", f"one for {list(found)}"))
         loaded |= dict.fromkeys(group.fqns)
-    acting = [pair for pair in pairs if _acts(reader, pair)]  # all are read, so that no NaN meets a live weight
+    acting = [pair for pair in pairs if _acts(reader, pair)]
     if not problems and not (copies or mismatched or unexpected or acting):
-        problems.append(f"none of its {len(pairs)} pairs has any effect: A or B is zero everywhere")
+        problems.append(f"none of its {len(pairs)} pairs has any effect: A, B or the scale is zero everywhere")
     if problems:
         raise LoadMismatchError(f"{where} cannot be merged into the base\n  " + "\n  ".join(problems))
     report = LoadReport((), unexpected=tuple(unexpected), mismatched=tuple(mismatched))
@@ -156,7 +156,7 @@ def _whole(reader: TensorReader, key: str) -> torch.Tensor:
 
 
 def _acts(reader: TensorReader, pair: _Pair) -> bool:
-    """Say whether a pair has an effect; a row length has one of its own."""
+    """Say whether a pair has an effect; a row length has one of its own. All is read: no NaN may meet a live weight."""
     keys = (pair.a, pair.b, *([pair.magnitude] if pair.magnitude in reader.tensors else []))
     values = [bool(_whole(reader, key).any()) for key in keys if key is not None]
-    return all(values[:2]) or any(values[2:])
+    return (pair.scaling != 0 and all(values[:2])) or any(values[2:])

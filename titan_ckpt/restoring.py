@@ -18,7 +18,7 @@ from titan_ckpt.components import RunState
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.converter_record import check_converters
 from titan_ckpt.directory import CheckpointDirectory
-from titan_ckpt.distributed import Coordinator
+from titan_ckpt.distributed import FAILURES, Coordinator
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from titan_ckpt.external_weights import ExternalLoad, ExternalWeights
 from titan_ckpt.initialize import initialise, mark_filled
@@ -84,11 +84,11 @@ class Restorer:
 
     def _resume_newest(self) -> Restored | None:
         """Resume the newest step that is whole, else one before it; None where there is none to resume from."""
-        failure: Exception | None = None
+        failure: BaseException | None = None
         for candidate in self._directory.steps()[::-1]:
             try:
                 result = self._resume(candidate, by_number=False)
-            except Exception as error:  # whatever it is on this rank, all ranks are here, and decide together
+            except FAILURES as error:  # whatever it is on this rank, all ranks are here, and decide together
                 if not any(self._coordinator.gather("ladder", isinstance(error, CorruptCheckpointError))):
                     raise
                 logger.warning("step %d cannot be resumed from; going on to the one before it: %s", candidate, error)
@@ -186,7 +186,7 @@ class Restorer:
         error: BaseException | None = None
         try:
             act()
-        except Exception as e:
+        except FAILURES as e:
             error = e
         self._coordinator.barrier(tag, error)
 

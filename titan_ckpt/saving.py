@@ -22,7 +22,7 @@ from titan_ckpt import typed_json
 from titan_ckpt.components import STATES, Snapshot
 from titan_ckpt.config import SaveConfig
 from titan_ckpt.directory import CheckpointDirectory
-from titan_ckpt.distributed import Coordinator
+from titan_ckpt.distributed import FAILURES, Coordinator
 from titan_ckpt.errors import SaveError
 from titan_ckpt.manifest import FileRecord, Kind, Manifest
 from titan_ckpt.optimizer_state import merge_groups
@@ -234,7 +234,7 @@ class Saver:
             if world_size > 1:
                 parts = _run_parts(snapshot.run)
                 digests = {n: xxhash.xxh3_128_hexdigest(typed_json.dumps(v, n)) for n, v in parts.items()}
-        except Exception as e:
+        except FAILURES as e:
             error = e
         gathered: list[Any] = self._coordinator.gather("snapshot", digests, error)
         names = dict.fromkeys(name for of_rank in gathered for name in of_rank)

@@ -7,6 +7,7 @@ Reads and writes nothing; what it returns are lazy groups to write and requests 
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -186,8 +187,15 @@ class _Names:
     ) -> None:
         self.key_map = key_map
         self.hooks = hooks
-        adapter = None if hooks is None else hooks.state_dict_adapter()
-        self.owned_map = None if adapter is None else adapter.key_map(key_map, found)
+        self.found = found
+
+    @functools.cached_property
+    def owned_map(self) -> KeyMap | None:
+        """The adapter's table, made when the first owned name is asked for: what nobody names needs no name."""
+        adapter = None if self.hooks is None else self.hooks.state_dict_adapter()
+        if adapter is None:  # whatever is read holds none of these, and they keep their initial values
+            return None if self.found is None else KeyMap(identity=True)
+        return adapter.key_map(self.key_map, self.found)
 
     def group_of_fqn(self, fqn: str) -> KeyGroup:
         if self.hooks is None or not self.hooks.key_filter(fqn):

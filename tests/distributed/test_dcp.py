@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig
-from titan_ckpt.errors import LoadMismatchError
+from converters import from_tables
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig
+from titan_ckpt.errors import LoadMismatchError, PeerError
+from titan_ckpt.external_weights import ExternalLoad
 from titan_ckpt.testing import distributed
 
 
@@ -108,3 +111,80 @@ def test_an_export_of_two_ranks_holds_everything_once_and_opens_with_dcp_load(tm
         dcp.load(loaded, checkpoint_id=folder)
     assert all(torch.equal(loaded[name], value) for name, value in net.state_dict().items())
     assert torch.equal(loaded["copies"], torch.randn(300, 1000, generator=torch.Generator().manual_seed(1)))
+
+
+def load_with_dcp_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load({"w": torch.zeros(2)}, checkpoint_id="not/there", no_dist=True)
+
+
+def fill_with_dcp_on_rank_1(event: ExternalLoad) -> None:
+    load_with_dcp_on_rank_1()
+    event.mark(event.tensors)
+
+
+class LoadsWhenItIsSaved:
+    """A user's state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        load_with_dcp_on_rank_1()
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@distributed(nproc=2)
+def fail_in_code_of_the_users(folder: Path) -> None:
+    told = pytest.raises(PeerError, match=r"(?s)rank 1 failed: CheckpointException: .*not/there")
+    own = pytest.raises(CheckpointException)
+    save = SaveConfig(interval=1, timeout_seconds=60)
+    outside = CheckpointConfig(components=("optimizer",), save=save)
+    manager = CheckpointManager(
+        outside, model_parts=[Net()], base_folder=folder, external_weights=fill_with_dcp_on_rank_1
+    )
+    with manager, own if dist.get_rank() else told:
+        manager.load()
+    manager = CheckpointManager(
+        CheckpointConfig(save=save), model_parts=[Net()], states={"s": LoadsWhenItIsSaved()}, base_folder=folder
+    )
+    with manager:
+        manager.load()
+        with own if dist.get_rank() else told:
+            manager.save(1)
+
+
+def test_an_error_of_dcp_in_a_users_code_is_told_to_all_ranks(tmp_path: Path) -> None:
+    """torch's CheckpointException is no Exception: caught as one it would leave the other ranks to wait in vain."""
+    fail_in_code_of_the_users(tmp_path)
+
+
+@distributed(nproc=2)
+def export_adapted(folder: Path) -> None:
+    net = Net()
+    converters = from_tables([{"kind": "lora", "target_modules": ["up"], "rank": 2}])
+    converters.convert(net)
+    with torch.no_grad():
+        net.get_parameter("model.up.lora_b.weight").fill_(0.5)
+    shard(net)
+    config = CheckpointConfig(export=(ExportConfig("dcp"),))
+    with CheckpointManager(config, model_parts=[net], model_converters=converters, base_folder=folder) as manager:
+        manager.save(1, last_step=True)
+
+
+def test_merged_weights_are_tensors_to_dcp_load(tmp_path: Path) -> None:
+    """A weight that is computed when it is written is no pickled object in the folder, and has the merged values."""
+    export_adapted(tmp_path)
+    net = Net()
+    converters = from_tables([{"kind": "lora", "target_modules": ["up"], "rank": 2}])
+    converters.convert(net)
+    up: Any = net.get_submodule("model.up")
+    expected = Net().state_dict()
+    expected["model.up.weight"] = up.weight + 8.0 * torch.full((7, 2), 0.5) @ up.lora_a.weight
+    loaded: dict[str, Any] = {name: torch.zeros_like(value) for name, value in expected.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dcp in one process, as meant here
+        dcp.load(loaded, checkpoint_id=tmp_path / "exports/step-1")
+    for name, value in expected.items():
+        torch.testing.assert_close(loaded[name], value, rtol=1e-6, atol=1e-6)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -342,6 +343,33 @@ def test_lazy_tensors_are_written_as_they_resolve(tmp_path: Path) -> None:
     load(again, tmp_path / "out")
     assert torch.equal(again.state_dict()["layers.1.attention.wq.weight"], weight * 2)
     assert torch.equal(again.state_dict()["layers.0.attention.wq.weight"], state["layers.0.attention.wq.weight"])
+
+
+def test_tensors_of_every_kind_are_exact_and_every_file_says_what_it_is(tmp_path: Path) -> None:
+    """Without dims, of integers, of bits, empty: torch's consolidation makes 0.0 of some and fails on others."""
+    tensors: StateDict = {
+        "scale": torch.tensor(2.5),
+        "half": torch.tensor(-0.5, dtype=torch.bfloat16),
+        "steps": torch.tensor(2**40),
+        "mask": torch.tensor([True, False]),
+        "codes": torch.arange(6, dtype=torch.uint8).view(2, 3),
+        "empty": torch.empty(0, 3),
+        "weight": torch.randn(4, 4),
+    }
+    config = {"architectures": ["Own"], "model_type": "own", "tie_word_embeddings": True}
+    groups = StateDictTransforms().to_file(tensors, None, None)
+    options: dict[str, Any] = {"config": config, "assets": None, "max_shard_bytes": 16}
+    export_huggingface(tmp_path / "out", groups, coordinator=Coordinator.current(), **options)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    found: dict[str, torch.Tensor] = {}
+    for path in files:
+        with safe_open(path, "pt") as file:
+            assert file.metadata()["format"] == "pt"
+        found |= load_file(path)
+    assert len(files) > 1 and found.keys() == tensors.keys()
+    for key, value in tensors.items():
+        assert isinstance(value, torch.Tensor)
+        assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
 
 
 # exports that must not happen

@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Phi3ForCausalLM, Qwen3ForCausalLM
 
 from converters import from_tables
+from converters.stack import stack_adapters
 from tests.interop.folders import assert_same_bytes
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.errors import KeyMapError, LoadMismatchError
@@ -67,8 +69,8 @@ def write_adapter(base: Any, folder: Path, targets: list[str], **settings: Any) 
 
 
 @torch.no_grad()
-def randomise(model: nn.Module, part: str) -> None:
-    torch.manual_seed(2)
+def randomise(model: nn.Module, part: str, seed: int = 2) -> None:
+    torch.manual_seed(seed)
     for name, parameter in model.named_parameters():
         if part in name:
             parameter.add_(torch.randn(parameter.shape) * 0.1)
@@ -85,17 +87,19 @@ def gap(one: Any, other: Any) -> float:
     return float((logits(one) - logits(other)).abs().max())
 
 
-def adapted(model: Any, folder: Path, *sources: Path, **lora: Any) -> CheckpointManager:
+EXPORTS = (ExportConfig("peft"), ExportConfig("hf"))
+
+
+def adapted(
+    model: Any, folder: Path, *sources: Path, exports: tuple[ExportConfig, ...] = EXPORTS, **lora: Any
+) -> CheckpointManager:
     """Return the manager of a model with adapters; its last step exports them, merged and apart."""
     converters = from_tables([{"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": PARTS, **lora}])
     converters.convert(model)
     if dist.is_initialized():
         for layer in model.layers.children():
             fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    config = CheckpointConfig(
-        initial_load=tuple(InitialLoadConfig(str(path)) for path in sources),
-        export=(ExportConfig("peft"), ExportConfig("hf")),
-    )
+    config = CheckpointConfig(initial_load=tuple(InitialLoadConfig(str(path)) for path in sources), export=exports)
     transforms = StateDictTransforms(model.key_map(), model.hf_config())
     return CheckpointManager(
         config, model_parts=[model], model_converters=converters, sd_transforms=transforms, base_folder=folder
@@ -187,6 +191,46 @@ def test_what_one_pair_cannot_be_is_refused(tmp_path: Path) -> None:
     for lora, sources, kind, fault in cases:
         with pytest.raises(kind, match=fault):
             adapted(phi3(), tmp_path / "run", tmp_path / "base", *sources, **lora).load()
+
+
+def test_other_scales_of_parts_matter_to_peft_alone(tmp_path: Path) -> None:
+    """A run that reads and writes no adapter folder needs no name for its pairs: it trains, resumes and is merged."""
+    phi3_base(tmp_path / "base")
+    scales = {"alpha_pattern": {"wk": 2.0}}
+    model = phi3()
+    exports = (ExportConfig("hf"),)
+    with adapted(model, tmp_path / "run", tmp_path / "base", exports=exports, **scales) as manager:
+        assert len(manager.load().report.initialised) == 2 * 2 * len(PARTS)
+        randomise(model, "lora_")
+        manager.save(1, last_step=True)
+    assert gap(AutoModelForCausalLM.from_pretrained(tmp_path / "run/exports/step-1"), model) <= 1e-5
+
+
+def test_a_stack_of_block_diagonal_pairs_is_one(tmp_path: Path) -> None:
+    """Two exports of ours, stacked: what both add, in PEFT, and here with their ranks added part by part."""
+    base = phi3_base(tmp_path / "base")
+    folders, added = [], []
+    for i, ranks in enumerate(({"wk": 2}, {"wq": 3, "w1": 2})):
+        scaled = {name: 2.0 * rank for name, rank in ranks.items()}  # a scale of 2, as the others have
+        model, lora = phi3(), {"rank_pattern": ranks, "alpha_pattern": scaled}
+        with adapted(model, tmp_path / f"run{i}", tmp_path / "base", **lora) as manager:
+            manager.load()
+            randomise(model, "lora_", seed=i)
+            manager.save(1, last_step=True)
+        folders.append(tmp_path / f"run{i}/exports/step-1-peft")
+        merged = load_file(tmp_path / f"run{i}/exports/step-1/model.safetensors")
+        added.append({key: value - base.state_dict()[key] for key, value in merged.items() if "_proj" in key})
+    stack_adapters(folders, tmp_path / "stack")
+    both = phi3()
+    ranks = {"wq": 7, "wk": 6, "w1": 6}
+    lora = {"rank": 8, "alpha": 16.0, "rank_pattern": ranks, "alpha_pattern": {n: 2.0 * r for n, r in ranks.items()}}
+    with adapted(both, tmp_path / "both", tmp_path / "base", tmp_path / "stack", **lora) as manager:
+        assert not manager.load().report.initialised
+        manager.save(1, last_step=True)
+    merged = load_file(tmp_path / "both/exports/step-1/model.safetensors")
+    for key, value in added[0].items():
+        torch.testing.assert_close(merged[key], base.state_dict()[key] + value + added[1][key], rtol=0, atol=1e-5)
+    assert gap(PeftModel.from_pretrained(base, str(tmp_path / "stack")).eval(), both) <= 1e-5
 
 
 def test_transformers_own_fused_matrix_has_one_pair(tmp_path: Path) -> None:

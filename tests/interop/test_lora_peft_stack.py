@@ -100,6 +100,9 @@ def test_what_does_not_add_up_is_refused(tmp_path: Path) -> None:
         stack_adapters([plain, dora], out)
     with pytest.raises(ConverterError, match=r"lm_head\.weight was trained in full by two"):
         stack_adapters(heads, out)
+    none = [write_adapter(base, tmp_path / f"none{i}", r=2, lora_alpha=0, target_modules=["q_proj"]) for i in range(2)]
+    with pytest.raises(ConverterError, match="every pair is scaled by 0"):
+        stack_adapters(none, out)
     with pytest.raises(ConverterError, match="name two or more"):
         stack_adapters([plain], out)
     with pytest.raises(BaseMismatchError, match="trained on different bases"):

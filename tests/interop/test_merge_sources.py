@@ -166,10 +166,12 @@ def test_what_cannot_be_merged_is_refused_with_the_base_untouched(tmp_path: Path
     lone = changed("lone", lambda t: {k: v for k, v in t.items() if "0.mlp.down_proj.lora_B" not in k})
     dora = write_adapter(base, tmp_path / "dora", use_dora=True)
     short = changed("short", lambda t: {k: v[:16] if "magnitude" in k else v for k, v in t.items()}, dora)
+    unscaled = write_adapter(base, tmp_path / "unscaled", lora_alpha=0)
     words = write_adapter(base, tmp_path / "words", target_modules=["embed_tokens"])
     for where, adapter, kind, fault in [
         (base, short, LoadMismatchError, r"q_proj\.lora_magnitude_vector: expected \[64\], found \[16\]"),
         (base, zero, LoadMismatchError, "none of its 6 pairs has any effect"),
+        (base, unscaled, LoadMismatchError, "none of its 6 pairs has any effect: A, B or the scale is zero"),
         (base, strange, LoadMismatchError, r"2 that the model does not have: .*mlp\.down\.lora_A"),
         (
             base,

@@ -296,7 +296,11 @@ def reconfigure(folder: Path, **fields: Any) -> None:
         (lambda f: reconfigure(f, peft_type="PROMPT_TUNING"), NotACheckpointError, "PROMPT_TUNING"),
         (lambda f: (f / "adapter_config.json").write_text("{"), CorruptCheckpointError, "not JSON"),
         (lambda f: reconfigure(f, r=16), CorruptCheckpointError, "expected 16 in dim 0"),
-        (lambda f: reconfigure(f, rank_pattern={"q_proj": "four"}), CorruptCheckpointError, "expected a number"),
+        (lambda f: reconfigure(f, rank_pattern={"q_proj": "four"}), CorruptCheckpointError, "expected a positive numb"),
+        (lambda f: reconfigure(f, rank_pattern={"q_proj": 0}), CorruptCheckpointError, "expected a positive number"),
+        (lambda f: reconfigure(f, r=0), CorruptCheckpointError, "r is 0, expected a positive integer"),
+        (lambda f: reconfigure(f, lora_alpha="16"), CorruptCheckpointError, "lora_alpha is '16', expected a number"),
+        (lambda f: reconfigure(f, lora_alpha=float("nan")), CorruptCheckpointError, "NaN|lora_alpha is nan"),
         (lambda f: rewrite(f, lambda t: t.pop(KEY.format("B"))), CorruptCheckpointError, "has no partner"),
         (
             lambda f: rewrite(f, lambda t: t.update({"model.x.lora_A.weight": torch.zeros(4, 4)})),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -173,6 +173,29 @@ def test_transforms_are_undone_last_first() -> None:
     assert converters.state_dict_transform({"x": torch.tensor(1.0)}, last_step=True)["x"] == 20.0
 
 
+class _Hooked(Probe):
+    """Notes when its hook runs."""
+
+    def post_optimizer_hook(self, model_parts: Sequence[nn.Module]) -> None:
+        for part in model_parts:
+            part.get_parameter("up.weight").detach().mul_(self.factor).add_(self.addend)
+
+
+class _OtherHooked(_Hooked):
+    @property
+    def kind(self) -> str:
+        return "other"
+
+
+def test_hooks_run_after_the_optimizer_in_order() -> None:
+    """Every converter's hook gets all model parts, the first converter's first."""
+    parts = [model(), model()]
+    for part in parts:
+        nn.init.ones_(part.get_parameter("up.weight"))
+    ModelConverters([_Hooked(factor=10.0), _OtherHooked(addend=1.0)]).post_optimizer_hook(parts)
+    assert all(bool((part.get_parameter("up.weight") == 11.0).all()) for part in parts)
+
+
 class _Table:
     def __init__(self, name: str) -> None:
         self.name = name
@@ -217,7 +240,9 @@ def test_no_converters_change_nothing() -> None:
     m = model()
     none.convert(m)
     assert not none and none.describe() == [] and none.state_dict_adapter() is None
-    assert list(none.state_dict_transform(m.state_dict(), last_step=True)) == list(model().state_dict())
+    given = m.state_dict()
+    made = none.state_dict_transform(given, last_step=True)
+    assert list(made) == list(model().state_dict()) and made is not given
 
 
 def test_tables_become_converters_in_their_order() -> None:

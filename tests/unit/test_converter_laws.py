@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from converters import ModelConverters, from_tables
+from converters import LoRAConfig, LoRAConverter, ModelConverters, from_tables
 from titan_ckpt.models import qwen3
 from titan_ckpt.testing import ConverterTests
 
-_LORA = {"kind": "lora", "rank": 4, "target_modules": ["wq", "wk", "wv", "wo", "w1", "w2", "w3"]}
+_LORA: dict[str, Any] = {"kind": "lora", "rank": 4, "target_modules": ["wq", "wk", "wv", "wo", "w1", "w2", "w3"]}
 _FLOAT8 = {"kind": "float8", "emulate": True}
 _INT4 = {"kind": "qat", "scheme": "int4_weight_only"}
 
@@ -33,8 +33,12 @@ class TestLoRA(_TableTests):
     tables: ClassVar = [_LORA]
 
 
-class TestDoRA(_TableTests):
-    tables: ClassVar = [{**_LORA, "use_dora": True, "use_rslora": True, "dropout": 0.1}]
+class TestDoRA(ConverterTests):
+    """By itself: a container would keep laws that its converter breaks."""
+
+    def make_converter(self) -> LoRAConverter:
+        targets = tuple(_LORA["target_modules"])
+        return LoRAConverter(LoRAConfig(targets, rank=4, use_dora=True, use_rslora=True, dropout=0.1))
 
 
 class TestLoRAPatternsEmbeddingsAndTrainedModules(_TableTests):

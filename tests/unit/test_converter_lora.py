@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -16,6 +18,7 @@ from converters import LoRAConfig, LoRAConverter, ModelConverters, build, from_t
 from titan_ckpt.errors import ConverterError, ExportError, KeyMapError
 from titan_ckpt.keymap import KeyMap, KeyRule, PermuteRotary, Split, Unstack
 from titan_ckpt.model_wrapper import ModelWrapper
+from titan_ckpt.models import qwen3_moe
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
 from titan_ckpt.tensors import LazyTensor, blocks_of
 from titan_ckpt.types import StateDict
@@ -89,6 +92,25 @@ def test_initial_values_depend_on_name_and_seed_alone() -> None:
     assert not tensors[0]["layers.0.attention.wq.lora_b.weight"].any()
 
 
+def test_experts_start_alike_and_without_effect() -> None:
+    """What was in memory is overwritten: A of a stack has its initial values, B is zero."""
+    model = qwen3_moe.Qwen3Moe(replace(qwen3_moe.FLAVORS["debug-1m"], num_layers=2))
+    converters = converted(model, "experts.w2")
+    owned = ModelWrapper([model], converters).owned_state_dict()
+    before = resolved(owned)
+    with torch.no_grad():
+        for value in owned.values():
+            assert isinstance(value, torch.Tensor)
+            value.fill_(7.0)
+    converters.initialize([model])
+    after = resolved(owned)
+    assert all(torch.equal(value, before[fqn]) for fqn, value in after.items())
+    assert {fqn.rpartition(".")[2]: bool(value.any()) for fqn, value in after.items()} == {
+        "lora_a": True,
+        "lora_b": False,
+    }
+
+
 @pytest.mark.parametrize(
     ("targets", "adapted"),
     [
@@ -152,6 +174,18 @@ def test_merged_export_is_the_ideal_rounding(settings: dict[str, Any], dtype: to
         assert bool((error <= half_step * (1.001 if dtype == torch.bfloat16 else 1) + 3e-7).all())
 
 
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_a_bias_is_neither_scaled_nor_lost(use_dora: bool) -> None:
+    """An adapter changes the weight; DoRA's lengths are those of weight rows, whatever is added after the product."""
+    model = nn.ModuleDict({"up": nn.Linear(8, 6)})
+    converters = converted(model, "up", use_dora=use_dora)
+    randomise(model, converters)
+    weight = resolved(ModelWrapper([model], converters).state_dict("export"))["up.weight"]
+    x = torch.randn(5, 8)
+    up: Any = model["up"]
+    torch.testing.assert_close(up(x), F.linear(x, weight, up.bias))
+
+
 def test_merged_model_computes_what_the_adapted_one_does() -> None:
     """Adapters on every kind of module, with patterns and DoRA off, merge into the same logits."""
     model = llama()
@@ -208,14 +242,15 @@ def test_an_adapter_without_effect_is_not_exported() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_broken_values_are_named_and_not_exported(value: float) -> None:
-    """NaN or infinity in an adapter names its tensor."""
+@pytest.mark.parametrize("name", ["layers.1.attention.wv.lora_a.weight", "norm.trained.weight"])
+def test_broken_values_are_named_and_not_exported(value: float, name: str) -> None:
+    """NaN or infinity in an adapter, or in a module that is trained in full, names its tensor."""
     model = llama()
-    converters = converted(model)
+    converters = converted(model, modules_to_save=("norm",))
     randomise(model, converters)
     with torch.no_grad():
-        model.get_parameter("layers.1.attention.wv.lora_a.weight")[0, 0] = value
-    with pytest.raises(ExportError, match=r"1 adapter tensor\(s\) .* layers\.1\.attention\.wv\.lora_a\.weight"):
+        model.get_parameter(name).view(-1)[0] = value
+    with pytest.raises(ExportError, match=rf"1 adapter tensor\(s\) .* {re.escape(name)}"):
         ModelWrapper([model], converters).state_dict("export")
 
 

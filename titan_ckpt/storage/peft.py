@@ -57,6 +57,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "base_model_name_or_path": None,
     "revision": None,
 }
+_NUMBERS = {"rank_pattern": "positive number", "alpha_pattern": "number"}
 _LISTED = 8
 
 
@@ -206,15 +207,15 @@ def _config_faults(config: Mapping[str, Any]) -> Iterator[str]:
     if config["peft_type"] != "LORA":
         yield f"peft_type is {config['peft_type']!r}, expected 'LORA'"
     for name in ("r", "lora_alpha"):
-        if type(config.get(name)) not in ((int,) if name == "r" else (int, float)):
-            yield f"{name} is {config.get(name)!r}, expected a number: PEFT takes 8 where it is left out"
+        if name not in config:
+            yield f"{name} is left out, and PEFT would take 8"
     if not config.get("target_modules"):
         yield "target_modules is empty: PEFT would adapt nothing"
     yield from _pattern_faults(config)
 
 
 def _pattern_faults(config: Mapping[str, Any]) -> Iterator[str]:
-    for name in ("rank_pattern", "alpha_pattern"):
+    for name in _NUMBERS:
         patterns = config.get(name) or {}
         if not isinstance(patterns, dict):
             yield f"{name} is {patterns!r:.80}, expected a map from module names to numbers"
@@ -224,10 +225,13 @@ def _pattern_faults(config: Mapping[str, Any]) -> Iterator[str]:
                 re.compile(pattern)
             except re.error as error:
                 yield f"{name} has {pattern!r}, which is no regular expression: {error}"
-            if type(value) not in (int, float):
-                yield f"{name} has {value!r:.80} for {pattern!r}, expected a number"
-    if "r" in config and type(config["r"]) is not int:
-        yield f"r is {config['r']!r:.80}, expected an integer"
+            if type(value) not in (int, float) or not math.isfinite(value) or (name == "rank_pattern" and value < 1):
+                yield f"{name} has {value!r:.80} for {pattern!r}, expected a {_NUMBERS[name]}"
+    if "r" in config and not (type(config["r"]) is int and config["r"] > 0):
+        yield f"r is {config['r']!r:.80}, expected a positive integer"
+    alpha = config.get("lora_alpha", 8)
+    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+        yield f"lora_alpha is {alpha!r:.80}, expected a number"
 
 
 def _check_values(reader: TensorReader) -> None:

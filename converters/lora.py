@@ -29,7 +29,7 @@ from converters.lora_peft import PeftAdapter
 from converters.lora_sites import Site, copy_misfits, find_sites, leaf_modules, tied_modules, unused_patterns
 from converters.protocol import ModelConverter, Stage
 from converters.qat import quantised_forward
-from converters.targets import select
+from converters.targets import in_lines, select
 from titan_ckpt.errors import ConverterError, ExportError
 from titan_ckpt.model_wrapper import clean_fqn
 from titan_ckpt.tensors import info_of
@@ -66,7 +66,7 @@ class LoRAConverter(ModelConverter):
         problems = [problem for site in chosen for problem in site.misfits(self.config)]
         problems += [*copy_misfits(copied, adapted, tied), *unused_patterns(self.config, adapted)]
         if problems:
-            raise ConverterError(f"LoRA: {len(problems)} problem(s)\n  " + "\n  ".join(problems))
+            raise ConverterError(f"LoRA: {len(problems)} problem(s){in_lines(problems)}")
         if shared := [fqn for fqn in adapted if fqn in tied]:
             logger.warning("LoRA: %s shares its weight with another module: it cannot be merged", ", ".join(shared))
         model.requires_grad_(False)

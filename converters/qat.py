@@ -17,7 +17,7 @@ from torch import nn
 
 from converters.protocol import ModelConverter, Stage
 from converters.qat_export import TorchaoQuantiser
-from converters.targets import replaceable_linears
+from converters.targets import in_lines, replaceable_linears
 from titan_ckpt.config import PositiveInt, validate
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.model_wrapper import clean_fqn
@@ -102,7 +102,7 @@ class QATConverter(ModelConverter):
         if self.config.embeddings:
             chosen |= {clean_fqn(n): m for n, m in model.named_modules() if type(m) is nn.Embedding}
         if problems := [p for fqn, module in chosen.items() for p in _misfits(fqn, module, self.config.group)]:
-            raise ConverterError(f"QAT {self.config.scheme}: {len(problems)} problem(s)\n  " + "\n  ".join(problems))
+            raise ConverterError(f"QAT {self.config.scheme}: {len(problems)} problem(s){in_lines(problems)}")
         trainable = {clean_fqn(name): p.requires_grad for name, p in model.named_parameters()}
         prepare = TorchaoQAT(_torchao_config(self.config), step="prepare")
         quantize_(model, prepare, filter_fn=lambda module, name: clean_fqn(name) in chosen)

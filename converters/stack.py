@@ -83,12 +83,8 @@ class _Folder:
 
     def blocks_of(self, module: str) -> Sequence[int]:
         """Return the ranks of the blocks that a module's pair consists of; nothing for one that is whole."""
-        recorded = self.config.get(PARTS)
-        found = recorded.get(module.removeprefix(PREFIX)) if isinstance(recorded, dict) else None
-        whole = self.tensors[module + self.modules[module]].shape[0]
-        if not isinstance(found, list) or any(type(rank) is not int for rank in found):
-            return ()
-        return found if sum(found) == whole else ()
+        found: Sequence[int] = (self.config.get(PARTS) or {}).get(module.removeprefix(PREFIX), ())
+        return found if sum(found) == self.tensors[module + self.modules[module]].shape[0] else ()
 
 
 def _read(folder: Path) -> _Folder:

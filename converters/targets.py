@@ -17,6 +17,7 @@ from titan_ckpt.model_wrapper import clean_fqn
 
 _WILD = frozenset("*?[")
 _LISTED = 8
+_LINES = 12
 
 
 def matches(fqn: str, target: str) -> bool:
@@ -37,6 +38,12 @@ def select(fqns: Sequence[str], targets: Iterable[str], what: str) -> list[str]:
         lines = "\n  ".join(f"{target!r} matches no {what}{_near(target, fqns)}" for target in unmatched)
         raise ConverterError(f"{len(unmatched)} name(s) match nothing in this model\n  {lines}")
     return [fqn for fqn in fqns if any(matches(fqn, target) for target in targets)]
+
+
+def in_lines(problems: Sequence[str]) -> str:
+    """Return problems one below the other; of many alike, as a deep model has them, the first."""
+    more = [f"and {len(problems) - _LINES} more"] if len(problems) > _LINES else []
+    return "".join(f"\n  {line}" for line in [*problems[:_LINES], *more])
 
 
 def _near(target: str, fqns: Sequence[str]) -> str:
@@ -71,7 +78,7 @@ def replaceable_linears(model: nn.Module, excluded: Sequence[str] | None) -> dic
         elif isinstance(module.weight, DTensor):
             problems.append(f"{fqn}: is sharded already; convert the model first, then parallelise it")
     if problems:
-        raise ConverterError(f"{len(problems)} module(s) cannot be exchanged\n  " + "\n  ".join(problems))
+        raise ConverterError(f"{len(problems)} module(s) cannot be exchanged{in_lines(problems)}")
     if not chosen:
         raise ConverterError(f"no linear module to exchange: the model has {len(linears)}, all excluded")
     return chosen

@@ -208,6 +208,8 @@ def _check_adapter_config(
         raise LoadMismatchError(
             f"{source.path}: its adapter_config.json and this run's converter disagree; nothing was loaded\n  "
             + "\n  ".join(problems[:_LISTED])
+            + ("" if len(problems) <= _LISTED else f"\n  and {len(problems) - _LISTED} more")
+            + "\n  Give the [[converters]] table the adapter's rank, alpha and kind, or take another adapter"
         )
 
 
@@ -296,9 +298,11 @@ def _verdict(
     missing = [fqn for fqn in absent if fqn not in kept]
     if missing:
         where = ", ".join(str(one.source.path) for one in opened)
-        problems.append(f"{where}: {len(missing)} missing: {_listed(missing)}")
+        alone = ". Name the base of this adapter before it" if all(one.source.adapter for one in opened) else ""
+        problems.append(f"{where}: {len(missing)} missing: {_listed(missing)}{alone}")
     if twice:
-        problems.append(f"{len(twice)} in two sources: {_listed(twice)}. Name each weight's source once")
+        both = ", or merge all adapters but one into the base (merge = true)" if has_adapter else ""
+        problems.append(f"{len(twice)} in two sources: {_listed(twice)}. Name each weight's source once{both}")
     report = LoadReport(tuple(loaded), tuple(missing), tuple(unexpected), tuple(mismatched), tuple(initialised), cast)
     if problems:
         raise LoadMismatchError(

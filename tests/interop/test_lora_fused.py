@@ -196,7 +196,7 @@ def test_what_one_pair_cannot_be_is_refused(tmp_path: Path) -> None:
 def test_other_scales_of_parts_matter_to_peft_alone(tmp_path: Path) -> None:
     """A run that reads and writes no adapter folder needs no name for its pairs: it trains, resumes and is merged."""
     phi3_base(tmp_path / "base")
-    scales = {"alpha_pattern": {"wk": 2.0}}
+    scales: dict[str, Any] = {"alpha_pattern": {"wk": 2.0}}
     model = phi3()
     exports = (ExportConfig("hf"),)
     with adapted(model, tmp_path / "run", tmp_path / "base", exports=exports, **scales) as manager:
@@ -212,7 +212,8 @@ def test_a_stack_of_block_diagonal_pairs_is_one(tmp_path: Path) -> None:
     folders, added = [], []
     for i, ranks in enumerate(({"wk": 2}, {"wq": 3, "w1": 2})):
         scaled = {name: 2.0 * rank for name, rank in ranks.items()}  # a scale of 2, as the others have
-        model, lora = phi3(), {"rank_pattern": ranks, "alpha_pattern": scaled}
+        model = phi3()
+        lora: dict[str, Any] = {"rank_pattern": ranks, "alpha_pattern": scaled}
         with adapted(model, tmp_path / f"run{i}", tmp_path / "base", **lora) as manager:
             manager.load()
             randomise(model, "lora_", seed=i)
@@ -237,7 +238,7 @@ def test_transformers_own_fused_matrix_has_one_pair(tmp_path: Path) -> None:
     """Trained under its own names, Phi-3's qkv_proj is adapted as PEFT adapts it: there and back, the same files."""
     tuned = write_adapter(phi3_base(tmp_path / "base"), tmp_path / "adapter", FUSED)
     model: Any = hf.build(tmp_path / "base").eval()
-    lora = {"target_modules": FUSED}
+    lora: dict[str, Any] = {"target_modules": FUSED}
     with adapted(model, tmp_path / "run", tmp_path / "base", tmp_path / "adapter", **lora) as manager:
         manager.load()
         manager.save(1, last_step=True)

@@ -298,6 +298,16 @@ def reconfigure(folder: Path, **fields: Any) -> None:
         (lambda f: reconfigure(f, r=16), CorruptCheckpointError, "expected 16 in dim 0"),
         (lambda f: reconfigure(f, rank_pattern={"q_proj": "four"}), CorruptCheckpointError, "expected a positive numb"),
         (lambda f: reconfigure(f, rank_pattern={"q_proj": 0}), CorruptCheckpointError, "expected a positive number"),
+        (
+            lambda f: (f / "titan_ckpt.json").write_text('{"titan_ckpt_base": "x"}'),
+            CorruptCheckpointError,
+            "base is 'x'",
+        ),
+        (
+            lambda f: (f / "titan_ckpt.json").write_text('{"titan_ckpt_parts": {"q": ["a"]}}'),
+            CorruptCheckpointError,
+            "expected what an export writes",
+        ),
         (lambda f: reconfigure(f, r=0), CorruptCheckpointError, "r is 0, expected a positive integer"),
         (lambda f: reconfigure(f, lora_alpha="16"), CorruptCheckpointError, "lora_alpha is '16', expected a number"),
         (lambda f: reconfigure(f, lora_alpha=float("nan")), CorruptCheckpointError, "NaN|lora_alpha is nan"),

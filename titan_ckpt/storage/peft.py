@@ -58,6 +58,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "revision": None,
 }
 _NUMBERS = {"rank_pattern": "positive number", "alpha_pattern": "number"}
+_AGAIN = "Save the adapter again, or take another"
 _LISTED = 8
 
 
@@ -82,7 +83,7 @@ class PeftReader(TensorReader):
         self._files = SafetensorsFiles([read_header(path / WEIGHTS)])
         self._tensors = {key: entry.info for key, entry in self._files.entries.items()}
         if faults := check_adapter(self._tensors, self._config):
-            raise CorruptCheckpointError(f"{path / WEIGHTS}: {_listed(faults)}", str(path / WEIGHTS))
+            raise CorruptCheckpointError(f"{path / WEIGHTS}: {_listed(faults)}. {_AGAIN}", str(path / WEIGHTS))
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -93,7 +94,8 @@ class PeftReader(TensorReader):
         self._files.read(requests)
         bad = {r.key for r in requests if r.into.dtype in CASTABLE and not bool(torch.isfinite(r.into).all())}
         if bad:
-            raise CorruptCheckpointError(f"{self.path / WEIGHTS}: not finite: {_listed(sorted(bad))}", str(self.path))
+            file = self.path / WEIGHTS
+            raise CorruptCheckpointError(f"{file}: not finite: {_listed(sorted(bad))}. {_AGAIN}", str(self.path))
 
     def metadata(self) -> dict[str, Any]:
         """Return adapter_config.json, and this package's record if there is one."""
@@ -198,8 +200,25 @@ def _read_adapter_config(path: Path) -> dict[str, Any]:
     if config.get("peft_type") != "LORA":
         raise NotACheckpointError(f"{file}: peft_type is {config.get('peft_type')!r}; only LORA adapters can be read")
     if faults := list(_pattern_faults(config)):
-        raise CorruptCheckpointError(f"{file}: {_listed(faults)}", str(file))
-    return config | read_config(path / RECORD)
+        raise CorruptCheckpointError(f"{file}: {_listed(faults)}. {_AGAIN}", str(file))
+    own = read_config(path / RECORD)
+    if faults := [f"{name} is {value!r:.80}" for name, value in own.items() if not _is_record(value)]:
+        raise CorruptCheckpointError(
+            f"{path / RECORD}: {_listed(faults)}, expected what an export writes. Without the file the adapter opens, "
+            "with less known of it",
+            str(path / RECORD),
+        )
+    return config | own
+
+
+def _is_record(value: object) -> bool:
+    """Say whether this is the identity of a base, or ranks of parts by module."""
+    if not isinstance(value, dict):
+        return False
+    ranks = all(isinstance(v, list) and all(type(rank) is int for rank in v) for v in value.values())
+    return ranks or (
+        isinstance(value.get("digest"), str) and all(v is None or isinstance(v, str) for v in value.values())
+    )
 
 
 def _config_faults(config: Mapping[str, Any]) -> Iterator[str]:

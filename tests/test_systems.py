@@ -27,7 +27,7 @@ def test_every_test_that_the_table_names_exists() -> None:
             tests = _functions(ROOT / path)
             if not tests or (test and test not in tests and not (test.endswith("_") and test in "".join(tests))):
                 missing.append(f"{row[1]}: {path}::{test}")
-            if row[1] in ROWS and not (test or path).startswith(f"test_{row[1].lower()}_"):
+            if row[1] in ROWS and row[1][0] != "T" and not (test or path).startswith(f"test_{row[1].lower()}_"):
                 missing.append(f"{row[1]}: {path}::{test} is not named after it")
     assert missing == []
     assert ROWS - rows == set(), "rows without a test"

@@ -51,7 +51,8 @@ print(resident("VmHWM") - before - WIDTH * WIDTH * DTYPE.itemsize)
 def test_a_merge_takes_the_memory_of_one_tensor(dtype: str, kind: str) -> None:
     """The peak while a model is merged and dropped is one weight above it, and 4 MiB for float32 values of parts."""
     command = [sys.executable, "-c", PROGRAM, dtype, kind]
-    at_once = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed is given back, and counts when it is used
+    # what is freed is given back to the system, and counts when it is used again
+    at_once = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=at_once)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 4 << 20, done.stdout

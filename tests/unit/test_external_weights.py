@@ -110,6 +110,8 @@ def test_c1_one_setting_selects_what_is_saved_and_loaded(tmp_path: Path) -> None
     assert {name.split(".")[0] for name in load_file(step / "rank-00000.safetensors")} == {"model"}
     assert json.loads((step / "state.json").read_text()).keys() == {"step", "states"}
     assert json.loads((step / "rank-00000.json").read_text()).keys() == {"layout"}
+    Run(tmp_path / "one", ("model",)).save()
+    assert json.loads((tmp_path / "one" / "checkpoints" / "step-2" / "state.json").read_text()).keys() == {"step"}
     whole = Run(tmp_path / "all", None)
     whole.loader = Counter(7)
     whole.save()

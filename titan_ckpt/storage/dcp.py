@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
@@ -281,40 +281,59 @@ def write_dcp(folder: Path, tensors: StateDict, coordinator: Coordinator) -> Non
     own file. 3 Rank 0 writes the metadata. All files are synced; publishing the folder is the caller's.
     Raises: OSError; PeerError.
     """
-    places: list[Json] = []
-    error: BaseException | None = None
-    data_file = f"__{coordinator.rank}_0.distcp"
     alone = coordinator.world_size == 1  # then nothing is asked of lazy tensors before they are written
     held: Json = {} if alone else {name: _offsets(value) for name, value in tensors.items()}
-    owner: dict[tuple[str, tuple[int, ...]], int] = {}
-    tables: list[Any] = coordinator.gather("dcp-chunks", held)
+    writers = _writers(coordinator.gather("dcp-chunks", held))
+    own = {name: {c for c, rank in chunks.items() if rank == coordinator.rank} for name, chunks in writers.items()}
+    places, error = _write_chunks(folder / f"__{coordinator.rank}_0.distcp", tensors, None if alone else own)
+    infos: Json = {
+        n: [list(info_of(v).shape), str(info_of(v).dtype).removeprefix("torch.")] for n, v in tensors.items()
+    }
+    gathered: list[Any] = coordinator.gather("dcp-places", {"places": places, "infos": infos}, error)
+    try:
+        if coordinator.rank == 0:
+            _write_metadata(folder, gathered)
+    except Exception as e:
+        error = e
+    coordinator.barrier("dcp-metadata", error)
+
+
+def _writers(tables: list[Any]) -> dict[str, dict[tuple[int, ...], int]]:
+    """Return, for each tensor's chunks, who writes them: of the ranks that hold one the lowest."""
+    writers: dict[str, dict[tuple[int, ...], int]] = {}
     for rank, table in enumerate(tables):
-        for name, offsets in table.items():
-            for o in offsets:
-                owner.setdefault((name, tuple(o)), rank)
+        for name, chunks in table.items():
+            for offsets in chunks:
+                writers.setdefault(name, {}).setdefault(tuple(offsets), rank)
+    return writers
+
+
+def _write_chunks(
+    path: Path, tensors: StateDict, own: Mapping[str, Collection[tuple[int, ...]]] | None
+) -> tuple[list[Json], BaseException | None]:
+    """Write the chunks of this rank's own, or all, to a new file, synced; return where each is, and what went wrong.
+
+    After an error too, what other ranks cannot resolve without this one is resolved.
+    """
+    places: list[Json] = []
+    error: BaseException | None = None
     fd = -1
     try:
-        fd = posix.open_exclusive(folder / data_file)
+        fd = posix.open_exclusive(path)
     except Exception as e:
         error = e
     file = _Appender(fd)
     for name, value in tensors.items():
         if error is not None and not (isinstance(value, LazyTensor) and value.collective):
-            continue  # only what other ranks cannot resolve without this one
+            continue
         try:
             for block in blocks_of(value):
-                if error is None and owner.get((name, block.chunk.offsets), coordinator.rank) == coordinator.rank:
+                if error is None and (own is None or block.chunk.offsets in own.get(name, ())):
                     start = file.position
                     progress.advance(block.data.nbytes)
                     torch.save(_alone(block.data), cast(IO[bytes], file))
-                    where: list[Json] = [
-                        [*block.chunk.offsets],
-                        [*block.chunk.sizes],
-                        data_file,
-                        start,
-                        file.position - start,
-                    ]
-                    places.append([name, *where])
+                    chunk: list[Json] = [[*block.chunk.offsets], [*block.chunk.sizes]]
+                    places.append([name, *chunk, path.name, start, file.position - start])
         except Exception as e:
             error = error or e
     try:
@@ -326,16 +345,7 @@ def write_dcp(folder: Path, tensors: StateDict, coordinator: Coordinator) -> Non
                 posix.close(fd)
     except Exception as e:
         error = error or e
-    infos: Json = {
-        n: [list(info_of(v).shape), str(info_of(v).dtype).removeprefix("torch.")] for n, v in tensors.items()
-    }
-    gathered: list[Any] = coordinator.gather("dcp-places", {"places": places, "infos": infos}, error)
-    try:
-        if coordinator.rank == 0:
-            _write_metadata(folder, gathered)
-    except Exception as e:
-        error = e
-    coordinator.barrier("dcp-metadata", error)
+    return places, error
 
 
 def _offsets(value: torch.Tensor | LazyTensor) -> list[Json]:

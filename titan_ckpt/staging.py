@@ -16,7 +16,7 @@ import torch
 
 from titan_ckpt.storage.engine import IO_BYTES, num_copy_workers, run_workers
 from titan_ckpt.storage.memory import ALIGNMENT, Buffer, SharedBuffer, round_up
-from titan_ckpt.storage.segments import Segments
+from titan_ckpt.storage.segments import Places, Segments
 
 
 class StagingHandle:
@@ -82,9 +82,9 @@ class Arena:
     def _touch(self, start: int) -> None:
         self.buffer.tensor[start : min(start + IO_BYTES, self.num_bytes)].zero_()
 
-    def stage(self, starts: Sequence[int], tensors: Sequence[torch.Tensor]) -> StagingHandle:
+    def stage(self, places: Places, tensors: Sequence[torch.Tensor]) -> StagingHandle:
         """Begin copying the tensors; they must not change before `wait` on the handle returns."""
-        return StagingHandle(Segments(starts, tensors), self)
+        return StagingHandle(Segments(places, tensors), self)
 
     def copy_from_host(self, segments: Segments) -> None:
         """Copy all segments with several threads."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from titan_ckpt.storage import segments
 from titan_ckpt.storage.memory import Buffer
-from titan_ckpt.storage.segments import Segments
+from titan_ckpt.storage.segments import Places, Segments
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -28,20 +28,21 @@ def some_tensors() -> list[torch.Tensor]:
         base[::2, 1::3],
         base.view(37, 7, 3).permute(2, 0, 1),
         torch.tensor(4.0),
+        *base[:9, :6].view(9, 2, 3),
+        *torch.complex(base, base).conj().imag[:6, :2],
+        *torch.arange(5.0),
         base.expand(3, 37, 21),
         torch.empty(0),
         base.bfloat16().t(),
         torch.arange(11, dtype=torch.uint8),
+        *[torch.full((3,), i, dtype=torch.uint8) for i in range(8)],
         base.t() > 0,
     ]
 
 
 def laid_out(tensors: Sequence[torch.Tensor]) -> tuple[Segments, bytes]:
-    starts, position = [], 0
-    for tensor in tensors:
-        starts.append(position)
-        position += tensor.nbytes
-    return Segments(starts, tensors), b"".join(map(raw, tensors))
+    places = Places.of([(tensor.dtype, tensor.shape) for tensor in tensors])
+    return Segments(places, tensors), b"".join(map(raw, tensors))
 
 
 @given(st.data())
@@ -85,18 +86,14 @@ def test_a_device_is_staged_through_pinned_memory() -> None:
 
     tensors = [t.cuda() for t in some_tensors()] + [torch.randn(3, 1 << 20).cuda()]
     tensors = sorted(tensors, key=lambda t: -t.dtype.itemsize)
-    starts, position = [], 0
-    for tensor in tensors:
-        starts.append(position)
-        position += tensor.nbytes
     expected = b"".join(raw(t.cpu()) for t in tensors)
-    arena = Arena(position, pinned=True)
+    arena = Arena(len(expected), pinned=True)
     try:
-        handle = arena.stage(starts, tensors)
+        handle = arena.stage(Places.of([(t.dtype, t.shape) for t in tensors]), tensors)
         handle.wait()
         for tensor in tensors:
             tensor.zero_()
         handle.finish()
-        assert bytes(arena.buffer.view[:position]) == expected
+        assert bytes(arena.buffer.view[: len(expected)]) == expected
     finally:
         arena.close()

@@ -25,7 +25,7 @@ from titan_ckpt.storage.engine import bounce_buffer, collector_held
 from titan_ckpt.storage.memory import round_up
 from titan_ckpt.storage.native_header import STORED_DTYPES, Layout, lay_out
 from titan_ckpt.storage.rank_file_writer import write_rank_file
-from titan_ckpt.storage.segments import Segments
+from titan_ckpt.storage.segments import Places, Segments
 from titan_ckpt.storage.writer_process import WriterProcess
 from titan_ckpt.tensors import Block, LazyTensor, info_of
 
@@ -41,7 +41,12 @@ class _Plan:
 
     shares: tuple[Share, ...]
     layout: Layout
-    starts: tuple[int, ...]
+    places: Places
+    names: tuple[str, ...]
+    parts: Mapping[int, tuple[slice, ...]]
+    """Which shares are parts of their local tensor."""
+    sharded: bool
+    """Whether any tensor is a DTensor."""
     replicas: Mapping[tuple[int, ...], tuple[str, ...]]
 
 
@@ -94,7 +99,15 @@ class NativeWriter:
             elsewhere = {fqn: info for fqn, info in division.tensors.items() if fqn not in here}
         chunks = [(s.fqn, s.info, s.chunk) for s in shares]
         layout = lay_out(chunks, coordinator.rank, coordinator.world_size, elsewhere)
-        self._plan = _Plan(shares, layout, tuple(entry.start for entry in layout.entries), division.replicas)
+        self._plan = _Plan(
+            shares,
+            layout,
+            Places.of([(s.info.dtype, s.chunk.sizes) for s in shares]),
+            tuple(share.fqn for share in shares),
+            {i: share.index for i, share in enumerate(shares) if share.index is not None},
+            any(isinstance(value, DTensor) for value in tensors.values()),
+            division.replicas,
+        )
         self._key = [(fqn, v.shape, v.dtype, _layout(v)) for fqn, v in tensors.items()]
         self._file_name = self._file_name or rank_file_name(coordinator.rank)
 
@@ -119,7 +132,7 @@ class NativeWriter:
         Raises: OSError; the file is then incomplete and the attempt must be abandoned.
         """
         plan = self._planned
-        segments = Segments(plan.starts, _bind(plan, tensors))
+        segments = Segments(plan.places, _bind(plan, tensors))
 
         @contextmanager
         def pieces(start: int, stop: int) -> Iterator[memoryview]:
@@ -150,7 +163,7 @@ class NativeWriter:
         self.allocate(tensors)
         assert self._arena is not None
         plan = self._planned
-        return self._arena.stage(plan.starts, _bind(plan, tensors))
+        return self._arena.stage(plan.places, _bind(plan, tensors))
 
     def staged(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, LazyTensor]:
         """Return what the arena holds of the planned tensors: every rank its own chunks of each, and no replica.
@@ -160,7 +173,7 @@ class NativeWriter:
         assert self._arena is not None, "begin_staging() comes first"
         plan, memory = self._planned, self._arena.buffer.tensor
         blocks: dict[str, list[Block]] = {fqn: [] for fqn in tensors}
-        for share, start in zip(plan.shares, plan.starts, strict=True):
+        for share, start in zip(plan.shares, plan.places.starts, strict=True):
             stored = memory[start : start + share.chunk.numel * share.info.dtype.itemsize]
             data = stored.view(share.info.dtype).view(share.chunk.sizes)
             blocks[share.fqn].append(Block(share.chunk, data))
@@ -202,11 +215,11 @@ class NativeWriter:
 
 def _bind(plan: _Plan, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Find the live memory of every planned entry."""
-    bound = []
-    for share in plan.shares:
-        value = tensors[share.fqn]
-        local = _local(value)
-        bound.append(local if share.index is None else local[share.index])
+    bound = [tensors[name] for name in plan.names]
+    if plan.sharded:
+        bound = [_local(value) for value in bound]
+    for i, index in plan.parts.items():
+        bound[i] = bound[i][index]
     return bound
 
 

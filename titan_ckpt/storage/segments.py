@@ -7,6 +7,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, groupby
+from math import prod
+from operator import itemgetter
+from typing import Self
 
 import torch
 
@@ -18,34 +23,87 @@ _PACK_BYTES = 16 << 20
 """What a pack may take on the device."""
 
 
+_MIN_PACK = 4
+"""So many small neighbours of one kind are copied together."""
+_LARGEST_IN_PACK = 64 << 10
+"""Bytes. From here on a copy of its own costs less than it moves."""
+_PACKABLE = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+}  # fmt: skip
+"""Dtypes that torch.stack copies bit for bit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where tensors lie that are laid end to end, in bytes; kept between saves.
+
+    `packs`: [first, last) of small neighbours of one dtype and shape, which can be copied in one call.
+    """
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    packs: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> Self:
+        """Lay out tensors of these dtypes and shapes."""
+        sizes = [dtype.itemsize * prod(shape) for dtype, shape in kinds]
+        packs, first = [], 0
+        for (dtype, _), group in groupby(kinds):
+            last = first + sum(1 for _ in group)
+            if last - first >= _MIN_PACK and dtype in _PACKABLE and 0 < sizes[first] < _LARGEST_IN_PACK:
+                packs.append((first, last))
+            first = last
+        return cls(tuple(accumulate(sizes[:-1], initial=0)) if sizes else (), tuple(sizes), tuple(packs))
+
+
 class Segments:
-    """Tensors laid end to end: `starts[i]` is where tensor i begins, in bytes. Keeps the tensors alive.
+    """Tensors laid end to end. Keeps them alive.
 
     Holds addresses, so it is only good until the tensors' memory is moved or freed: make it anew for every save.
     """
 
-    def __init__(self, starts: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        self._starts: list[int] = []
-        self._sizes: list[int] = []
-        self._addresses: list[int] = []
-        self._tensors: list[torch.Tensor] = []
-        self.has_device_tensors = False
-        for start, tensor in zip(starts, tensors, strict=True):
-            size = tensor.nbytes
-            if size:
-                plain = is_plain_memory(tensor)
-                self._starts.append(start)
-                self._sizes.append(size)
-                self._addresses.append(tensor.data_ptr() if plain else 0)
-                self._tensors.append(tensor)
-                if not plain and tensor.device.type != "cpu":
-                    self.has_device_tensors = True
+    def __init__(self, places: Places, tensors: Sequence[torch.Tensor]) -> None:
+        self._starts, self._sizes, self._tensors = places.starts, places.sizes, tensors
+        on_host = [tensor.is_cpu for tensor in tensors]
+        self.has_device_tensors = not all(on_host)
+        self._packs = [pack for pack in places.packs if all(on_host[slice(*pack)])]
+        self._addresses = [0] * len(tensors)
+        alone, position = [], 0
+        for first, last in (*self._packs, (len(tensors), 0)):
+            alone.append(range(position, first))
+            position = last
+        for i in chain.from_iterable(alone):
+            if is_plain_memory(tensors[i]):
+                self._addresses[i] = tensors[i].data_ptr()
 
     def fill(self, start: int, stop: int, target: Buffer, at: int = 0) -> None:
         """Copy bytes [start, stop) of the run to byte `at` of the target. Threads may fill different parts."""
+        first = max(0, bisect_right(self._starts, start) - 1)
+        last = bisect_left(self._starts, stop)
+        for a, b in self._packs[bisect_left(self._packs, first, key=itemgetter(1)) :]:
+            if a >= last:
+                break
+            self._fill_each(first, a, start, stop, target, at)
+            first = self._fill_pack(max(a, first), min(b, last), start, stop, target, at)
+        self._fill_each(first, last, start, stop, target, at)
+
+    @torch.no_grad()
+    def _fill_pack(self, first: int, last: int, start: int, stop: int, target: Buffer, at: int) -> int:
+        """Copy those of a pack that lie wholly within the range together, the others alone; return `last`."""
+        begin = first if self._starts[first] >= start else first + 1
+        end = last if self._end(last - 1) <= stop else last - 1
+        if end > begin:
+            tensors = list(self._tensors[begin:end])
+            out = target.tensor[at + self._starts[begin] - start : at + self._end(end - 1) - start]
+            torch.stack(tensors, out=out.view(tensors[0].dtype).view(end - begin, *tensors[0].shape))
+        self._fill_each(first, begin, start, stop, target, at)
+        self._fill_each(max(begin, end), last, start, stop, target, at)
+        return last
+
+    def _fill_each(self, first: int, last: int, start: int, stop: int, target: Buffer, at: int) -> None:
         starts, sizes, addresses = self._starts, self._sizes, self._addresses
-        first = max(0, bisect_right(starts, start) - 1)
-        last = bisect_left(starts, stop)
         base = target.address + at - start
         for i in range(first, last):
             low, address = starts[i], addresses[i]
@@ -70,8 +128,10 @@ class Segments:
         """
         packed: list[int] = []
         for i, tensor in enumerate(self._tensors):
+            if not self._sizes[i]:
+                continue
             small = not tensor.is_cpu and self._sizes[i] < _PACKED_BYTES
-            if packed and not (small and self._starts[i] == self._end(packed[-1]) and self._packs(packed, i)):
+            if packed and not (small and self._starts[i] == self._end(packed[-1]) and self._fits(packed, i)):
                 self._enqueue_packed(packed, target)
                 packed = []
             if small:
@@ -87,7 +147,7 @@ class Segments:
     def _end(self, i: int) -> int:
         return self._starts[i] + self._sizes[i]
 
-    def _packs(self, packed: list[int], i: int) -> bool:
+    def _fits(self, packed: list[int], i: int) -> bool:
         same_device = self._tensors[packed[0]].device == self._tensors[i].device
         return same_device and self._end(i) - self._starts[packed[0]] <= _PACK_BYTES
 

@@ -24,7 +24,7 @@ from titan_ckpt.config import Component
 from titan_ckpt.data_position import DataRank, restorer
 from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError, SaveError, StateEncodingError
 from titan_ckpt.model_wrapper import ModelWrapper, without_memory
-from titan_ckpt.nested_tensors import give_tensors, names_of, take_tensors
+from titan_ckpt.nested_tensors import MAX_DEPTH, give_tensors, names_of, take_tensors
 from titan_ckpt.optimizer_state import PREFIX as OPTIMIZER
 from titan_ckpt.optimizer_state import OptimizerState
 from titan_ckpt.ownership import describe
@@ -220,11 +220,9 @@ class RunState:
 
         Asks no dataloader and no user state: that may move generators, and they are small or like the model.
         """
-        tensors = dict(model)
-        if (optimizer := self.optimizer) is not None:
-            tensors |= optimizer.split()[0]
-        total = sum(block.data.nbytes for value in tensors.values() for block in blocks_of(value))
+        total = sum(block.data.nbytes for value in model.values() for block in blocks_of(value))
         for one in self.optimizers:
+            total += sum(_local_bytes(state) for state in one.state.values())
             for group in one.param_groups:
                 fresh = [p for p in group["params"] if p not in one.state]
                 total += sum(8 * block.data.numel() for p in fresh for block in blocks_of(p))
@@ -348,3 +346,13 @@ def _room_for(info: TensorInfo, live: torch.Tensor | None) -> torch.Tensor:
     if isinstance(live, DTensor) and tuple(live.shape) == info.shape:
         return torch.empty_like(live, dtype=info.dtype)
     return torch.empty(info.shape, dtype=info.dtype)
+
+
+def _local_bytes(value: Any, depth: int = 0) -> int:
+    """Return the bytes of the tensors in an optimizer's state, of sharded ones those of this rank."""
+    if isinstance(value, torch.Tensor):
+        return (value._local_tensor if isinstance(value, DTensor) else value).nbytes  # noqa: SLF001 - as blocks_of
+    if depth == MAX_DEPTH:
+        return 0
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return sum(_local_bytes(item, depth + 1) for item in items)

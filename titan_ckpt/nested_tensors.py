@@ -19,7 +19,7 @@ from titan_ckpt.types import StateDict
 PLACEHOLDER = "$tensor_file"
 _DICTS = (dict, OrderedDict, defaultdict)
 _LISTS = (list, tuple, deque)
-_MAX_DEPTH = 100
+MAX_DEPTH = 100
 """Deeper than any state that typed JSON takes: what contains itself is left for it to refuse by name."""
 
 
@@ -37,13 +37,13 @@ def take_tensors(value: Any, path: str, into: StateDict, depth: int = 0) -> Any:
             path += "'"
         into[path] = value.detach()
         return {PLACEHOLDER: path}
-    if depth < _MAX_DEPTH and kind in _DICTS:
+    if depth < MAX_DEPTH and kind in _DICTS:
         if PLACEHOLDER in value:
             raise StateEncodingError(f"{path}: {PLACEHOLDER!r} cannot be a key of a state; rename it", path)
         taken = copy.copy(value)
         taken.update({k: take_tensors(v, f"{path}.{k}", into, depth + 1) for k, v in value.items()})
         return taken
-    if depth < _MAX_DEPTH and kind in _LISTS:
+    if depth < MAX_DEPTH and kind in _LISTS:
         items = (take_tensors(v, f"{path}.{i}", into, depth + 1) for i, v in enumerate(value))
         return deque(items, value.maxlen) if isinstance(value, deque) else kind(items)
     return value

@@ -1,0 +1,97 @@
+"""Are these the same weights? Logical digests answer alike for every format and sharding of one checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from tests.distributed.layouts import LAYOUTS, zeroed
+from tests.distributed.test_hf_parallel import columns, export, fsdp, model, single
+from titan_ckpt.digest import logical_digests
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.keymap import KeyMap
+from titan_ckpt.storage import open_reader
+from titan_ckpt.storage.base import TensorReader
+from titan_ckpt.storage.native import NativeReader, NativeWriter
+from titan_ckpt.tensors import blocks_of
+from titan_ckpt.testing import distributed
+from titan_ckpt.transforms import StateDictTransforms
+from titan_ckpt.types import StateDict
+
+
+def save_native(folder: Path, state: StateDict) -> None:
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    writer = NativeWriter()
+    writer.plan(state, Coordinator.current(60.0))
+    writer.write(folder, state)
+    dist.barrier()
+
+
+def digests_in(reader: TensorReader, state: StateDict, names: KeyMap | None = None) -> dict[str, str]:
+    """Read all of a checkpoint into these tensors, whatever they held, and digest them on all ranks together."""
+    with reader:
+        plan = (StateDictTransforms(names) if names else StateDictTransforms()).from_file(
+            state, reader.tensors, None, cast=False
+        )
+        assert plan.report.ok and set(plan.report.loaded) == set(state)
+        for value in state.values():
+            for block in blocks_of(value):
+                block.data.zero_()
+        reader.read(plan.requests)
+    return logical_digests(state, Coordinator.current(60.0))
+
+
+def one_model_in_every_format(root: Path) -> None:
+    layouts: list[Callable[[], StateDict]] = [fsdp, columns, single]
+    expected = logical_digests(single(), Coordinator(0, 1, None, "", 60.0))
+    for saved, loaded in zip(layouts, [*layouts[1:], layouts[0]], strict=True):
+        state = saved()
+        assert logical_digests(state, Coordinator.current(60.0)) == expected, saved.__name__
+        native, torchs, hf = (root / f"{saved.__name__}-{kind}" for kind in ("native", "dcp", "hf"))
+        save_native(native, state)
+        dcp.save(dict(state), checkpoint_id=torchs)
+        export(state, hf, Coordinator.current(60.0))
+        assert digests_in(NativeReader(native), loaded()) == expected, (native, loaded.__name__)
+        assert digests_in(open_reader(torchs, "dcp"), loaded()) == expected, (torchs, loaded.__name__)
+        assert digests_in(open_reader(hf, "hf"), loaded(), model().key_map()) == expected, (hf, loaded.__name__)
+
+    state = fsdp()  # one element of one tensor on one rank: that tensor's digest changes, in every format
+    changed = next(fqn for fqn in state if "wq" in fqn)
+    block = next(iter(blocks_of(state[changed])))
+    if dist.get_rank() == 1:
+        block.data[-1, -1] += 1
+    save_native(root / "changed-native", state)
+    dcp.save(dict(state), checkpoint_id=root / "changed-dcp")
+    export(state, root / "changed-hf", Coordinator.current(60.0))
+    found = [
+        digests_in(NativeReader(root / "changed-native"), columns()),
+        digests_in(open_reader(root / "changed-dcp", "dcp"), columns()),
+        digests_in(open_reader(root / "changed-hf", "hf"), columns(), model().key_map()),
+    ]
+    assert found[0] == found[1] == found[2]
+    assert [fqn for fqn in expected if found[0][fqn] != expected[fqn]] == [changed]
+
+
+def every_dtype_in_native_and_dcp(root: Path) -> None:
+    names = [*LAYOUTS]
+    first: dict[str, str] | None = None
+    for saved, loaded in zip(names, [*names[1:], names[0]], strict=True):
+        state = LAYOUTS[saved]()
+        save_native(root / f"kinds-{saved}-native", state)
+        dcp.save(dict(state), checkpoint_id=root / f"kinds-{saved}-dcp")
+        native = digests_in(NativeReader(root / f"kinds-{saved}-native"), zeroed(LAYOUTS[loaded]()))
+        torchs = digests_in(open_reader(root / f"kinds-{saved}-dcp", "dcp"), zeroed(LAYOUTS[loaded]()))
+        first = first or native
+        assert native == torchs == first, (saved, loaded)
+
+
+@distributed(nproc=2)
+def test_native_dcp_and_hugging_face_forms_have_the_same_digests(tmp_path: Path) -> None:
+    """A model in rows, columns and whole, read back in another layout; 8- and 16-bit, bool, complex, 0-d and empty."""
+    one_model_in_every_format(tmp_path)
+    every_dtype_in_native_and_dcp(tmp_path)

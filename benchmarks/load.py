@@ -39,6 +39,7 @@ from titan_ckpt.storage.base import ReadRequest
 from titan_ckpt.storage.engine import collector_held
 from titan_ckpt.storage.memory import Buffer
 from titan_ckpt.storage.native import NativeReader, NativeWriter
+from titan_ckpt.storage.shared_check import check_together
 from titan_ckpt.tensors import blocks_of
 
 OURS, DCP = "titan_ckpt", "dcp.load"
@@ -126,6 +127,7 @@ def _folder_of(case: str) -> str:
 def _cases(folder: Path, state: StateDict) -> dict[str, Case]:
     path = folder / "files" / f"{rank()}.safetensors"
     pickled = folder / "files" / f"{rank()}.pt"
+    coordinator = Coordinator.current()
     buffers = raw.make_buffers()
     copied = Buffer.allocate(local_bytes(state))
     copied.tensor.fill_(1)
@@ -141,8 +143,8 @@ def _cases(folder: Path, state: StateDict) -> dict[str, Case]:
 
     own_file = folder / "native" / f"rank-{rank():05d}.safetensors"
     return {
-        OURS: lambda: _load(folder / "native", state, verify=True),
-        UNVERIFIED: lambda: _load(folder / "native", state, verify=False),
+        OURS: lambda: _load(folder / "native", state, coordinator, verify=True),
+        UNVERIFIED: lambda: _load(folder / "native", state, coordinator, verify=False),
         DCP: lambda: dcp.load(dict(state), checkpoint_id=folder / "dcp"),
         "torch.load + copy_": lambda: copy_from(torch.load(pickled)),
         "torch.load(mmap) + copy_": lambda: copy_from(torch.load(pickled, mmap=True)),
@@ -153,9 +155,12 @@ def _cases(folder: Path, state: StateDict) -> dict[str, Case]:
     }
 
 
-def _load(folder: Path, state: StateDict, verify: bool) -> None:
+def _load(folder: Path, state: StateDict, coordinator: Coordinator, verify: bool) -> None:
+    """Load as the manager does: verified by all ranks together, then read."""
     with collector_held(), NativeReader(folder, verify=verify) as reader:
-        reader.read([ReadRequest(fqn, b.chunk, b.data) for fqn, tensor in state.items() for b in blocks_of(tensor)])
+        requests = [ReadRequest(fqn, b.chunk, b.data) for fqn, tensor in state.items() for b in blocks_of(tensor)]
+        check_together([(reader, requests)], coordinator)
+        reader.read(requests)
 
 
 def _ends(tensor: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,7 @@ from titan_ckpt.distributed import Coordinator
 from titan_ckpt.storage.base import ReadRequest
 from titan_ckpt.storage.engine import IO_BYTES, collector_held
 from titan_ckpt.storage.native import NativeReader, NativeWriter
+from titan_ckpt.storage.shared_check import check_together
 from titan_ckpt.tensors import blocks_of
 
 OURS, DCP = "titan_ckpt", "dcp"
@@ -130,8 +131,9 @@ def _load(options: Options, state: StateDict, folder: Path) -> dict[str, float |
     dcp.save(dict(state), checkpoint_id=folder / "dcp")
     clean_folder(folder / "native")
     clean_folder(folder / "files")
+    coordinator = Coordinator.current()
     writer = NativeWriter()
-    writer.plan(state, Coordinator.current())
+    writer.plan(state, coordinator)
     writer.write(folder / "native", state)
     path = folder / "files" / f"{rank()}.safetensors"
     safetensors.torch.save_file({fqn: local(tensor) for fqn, tensor in state.items()}, path)
@@ -141,7 +143,9 @@ def _load(options: Options, state: StateDict, folder: Path) -> dict[str, float |
 
     def ours() -> None:
         with collector_held(), NativeReader(folder / "native") as reader:
-            reader.read([ReadRequest(fqn, b.chunk, b.data) for fqn, tensor in state.items() for b in blocks_of(tensor)])
+            requests = [ReadRequest(fqn, b.chunk, b.data) for fqn, tensor in state.items() for b in blocks_of(tensor)]
+            check_together([(reader, requests)], coordinator)
+            reader.read(requests)
 
     def safetensors_load() -> None:
         source = safetensors.torch.load_file(path)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -47,6 +48,8 @@ class Coordinator:
         self._clones = itertools.count()
         self._stale: list[str] = []
         self._stuck: PeerError | None = None
+        self._host: Coordinator | None = None
+        self._ranks: Sequence[int] = range(world_size)
 
     @staticmethod
     def current(timeout_seconds: float = 1800.0) -> Coordinator:
@@ -64,6 +67,20 @@ class Coordinator:
         store = None if self._store is None else self._store.clone()
         prefix = f"{self._prefix}/line-{next(self._clones)}"
         return Coordinator(self.rank, self.world_size, store, prefix, self.timeout_seconds)
+
+    def on_host(self) -> Coordinator:
+        """Return a line between the ranks that run under one kernel with this one, numbered from 0. Collective; kept.
+
+        It serves the same thread as this one.
+        """
+        if self._host is None:
+            hosts = self.gather("hosts", _kernel() or f"rank {self.rank}")
+            ranks = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+            store = self._store if len(ranks) > 1 else None
+            prefix = f"{self._prefix}/host-of-{ranks[0]}"
+            self._host = Coordinator(ranks.index(self.rank), len(ranks), store, prefix, self.timeout_seconds)
+            self._host._ranks = ranks  # noqa: SLF001 - how its messages name them
+        return self._host
 
     def close(self, timeout_seconds: float = 10.0) -> None:
         """Keep rank 0, which may serve the store, until all have read what it said last. Collective; never raises."""
@@ -113,8 +130,9 @@ class Coordinator:
         if error is not None:
             raise error
         if verdict.failures:
-            lines = "".join(f"\n  rank {rank} {cause}" for rank, cause in verdict.failures)
-            raise PeerError(f"{tag}: stopped on all ranks because{lines}", [rank for rank, _ in verdict.failures])
+            failures = [(self._ranks[rank], cause) for rank, cause in verdict.failures]
+            lines = "".join(f"\n  rank {rank} {cause}" for rank, cause in failures)
+            raise PeerError(f"{tag}: stopped on all ranks because{lines}", [rank for rank, _ in failures])
         return verdict.values
 
     def first_post(self, key: str, text: str | None) -> str | None:
@@ -247,6 +265,14 @@ class _Exchange:
             stale[:] = [self._verdict]
         else:
             stale += [*self._posts, self._verdict]
+
+
+def _kernel() -> str:
+    """Name the running kernel among all of a job's, for ranks in containers too; nothing where it has no name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _grace(bound: float) -> float:

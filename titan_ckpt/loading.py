@@ -54,10 +54,10 @@ class PreparedLoad:
     _opened: Sequence[_Opened]
     _stack: ExitStack
 
-    def check(self) -> None:
-        """Verify what `read` will take, as far as memory holds it. Raises: CorruptCheckpointError; OSError."""
-        for one in self._opened:
-            one.reader.check(one.plan.requests)
+    @property
+    def parts(self) -> list[tuple[TensorReader, Sequence[ReadRequest]]]:
+        """Return what `read` will take, to be verified first."""
+        return [(one.reader, one.plan.requests) for one in self._opened]
 
     def read(self) -> None:
         """Fill the model's live tensors with this rank's slices. Raises: CorruptCheckpointError; OSError."""

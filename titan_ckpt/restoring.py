@@ -27,6 +27,7 @@ from titan_ckpt.manifest import Manifest
 from titan_ckpt.plan import LoadPlan, ResumeStep
 from titan_ckpt.resume import ResumeState
 from titan_ckpt.storage import detect_format
+from titan_ckpt.storage.shared_check import check_together
 from titan_ckpt.transforms import StateDictTransforms
 from titan_ckpt.types import Format, LoadReport
 
@@ -145,12 +146,12 @@ class Restorer:
         return prepare_load(load_plan.sources, self._model, self._transforms, self._coordinator, require_owned=resuming)
 
     def _read(self, prepared: PreparedLoad, state: ResumeState | None = None) -> None:
-        """1 Every rank verifies what memory holds of its files. 2 When all have, live tensors are filled.
+        """1 The ranks verify what memory holds of their files. 2 When all have, live tensors are filled.
 
         3 Adapters that become part of the base are added to it, if it is the one they know.
         """
         parts: list[PreparedLoad | ResumeState] = [prepared] if state is None else [prepared, state]
-        self._together("load-check", lambda: [part.check() for part in parts])
+        check_together([one for part in parts for one in part.parts], self._coordinator)
         self._together("load-read", lambda: [part.read() for part in parts])
         if prepared.merges:
             if bases := prepared.adapter_bases(merged=True):

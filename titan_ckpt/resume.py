@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -87,9 +88,10 @@ class ResumeState:
             raise
         return cls(run, rank, tensors, reader, plan.requests), [*strangers]
 
-    def check(self) -> None:
-        """Verify what `read` will take, as far as memory holds it. Raises: CorruptCheckpointError; OSError."""
-        self._reader.check(self._requests)
+    @property
+    def parts(self) -> list[tuple[TensorReader, Sequence[ReadRequest]]]:
+        """Return what `read` will take, to be verified first."""
+        return [(self._reader, self._requests)]
 
     def read(self) -> None:
         """Fill the destinations. Raises: CorruptCheckpointError; OSError."""

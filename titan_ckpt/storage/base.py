@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from titan_ckpt.manifest import FileRecord as FileRecord  # of this seam too: what a writer reports
+from titan_ckpt.storage.transfers import BlockReader
 from titan_ckpt.tensors import Chunk, TensorInfo
 
 
@@ -53,6 +54,13 @@ class TensorReader(ABC):
         A format without digests has nothing to hold against. Raises: as `read`.
         """
         return
+
+    def plan(self, requests: Sequence[ReadRequest]) -> Sequence[BlockReader]:
+        """Prepare a `read` of these requests; return what ranks of one host may verify for each other before it.
+
+        A format that returns nothing is asked to `check` on every rank. Raises: as `read`.
+        """
+        return ()
 
     def metadata(self) -> dict[str, Any]:
         """Return what the format says beside the tensors (hf: config.json, peft: adapter_config.json)."""

@@ -7,7 +7,6 @@ which leave the page cache full of bytes nobody reads again.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import functools
@@ -25,6 +24,7 @@ import torch
 from titan_ckpt import posix
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.storage.memory import ALIGNMENT, Buffer, round_up
+from titan_ckpt.storage.page_cache import Witness, cached_bytes
 
 IO_BYTES = 4 << 20
 """Bytes of one read or write; also of each worker's bounce buffer."""
@@ -269,10 +269,23 @@ class FileReader:
                 self._direct_fd = self._fd
         return self._direct_fd
 
+    def cached_bytes(self, offset: int, num_bytes: int) -> int:
+        """Return how many of these bytes are in the page cache, in whole pages; 0 where the kernel cannot tell."""
+        return cached_bytes(self._fd, offset, num_bytes)
+
     def is_cached(self, offset: int, num_bytes: int) -> bool:
-        """Say whether (nearly) all of these bytes are in the page cache; False where the kernel cannot tell."""
-        pages = _cached_pages(self._fd, offset, num_bytes)
-        return pages * ALIGNMENT >= 0.95 * num_bytes
+        """Say whether (nearly) all of these bytes are in the page cache."""
+        return self.cached_bytes(offset, num_bytes) >= 0.95 * num_bytes
+
+    def witness(self) -> Witness | None:
+        """Begin to watch the file for changes, where that is possible."""
+        return Witness.of(self._fd)
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Name the file among all that this host can see."""
+        status = os.fstat(self._fd)
+        return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
 
     def close(self) -> None:
         """Close the file; idempotent."""
@@ -282,17 +295,3 @@ class FileReader:
 
 
 _MAX_VIEWS = 1024
-_CACHESTAT = 451
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-def _cached_pages(fd: int, offset: int, num_bytes: int) -> int:
-    """Count pages in the page cache. Source: cachestat(2), Linux 6.5."""
-    area = (ctypes.c_uint64 * 2)(offset, num_bytes)
-    counts = (ctypes.c_uint64 * 5)()
-    failed = _libc().syscall(_CACHESTAT, fd, ctypes.byref(area), ctypes.byref(counts), 0)
-    return 0 if failed else int(counts[0])

@@ -6,6 +6,7 @@ Owns the index over the files of one folder. Knows neither how a folder became a
 from __future__ import annotations
 
 import errno
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -46,12 +47,12 @@ class _Planned:
 
 
 class NativeReader(TensorReader):
-    """Reads the ranks' files of one folder. Headers are opened when needed: this rank's own first, then rank 0's."""
+    """Reads the ranks' files of one folder, each opened when it is needed: this rank's own first."""
 
     format = "native"
 
     def __init__(self, path: Path, verify: bool = True, files: Sequence[FileRecord] | None = None) -> None:
-        """Open this rank's file and rank 0's.
+        """Open this rank's file, or rank 0's where this rank has none.
 
         `files`: what was committed, whose sizes and digests must agree; by default what the folder's manifest says. A
         folder without a manifest (an attempt, a lone rank's file) is read for what it is.
@@ -65,19 +66,22 @@ class NativeReader(TensorReader):
             raise CheckpointNotFoundError(f"{self.path}: no such folder")
         committed = _committed_files(self.path) if files is None else files
         self._records = None if committed is None else {record.name: record for record in committed}
-        with collector_held():
-            first = self._open(0)
-            self._world_size = first.header.world_size
-            ready = dist.is_available() and dist.is_initialized()
-            rank, world_size = (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
-            self._own = self._open(rank) if rank < self._world_size else first
-            here = rank * self._world_size / world_size
-            self._by_distance = sorted(range(self._world_size), key=lambda r: abs(r - here))
-            self._tensors = {**first.header.infos(), **first.header.elsewhere}
+        ready = dist.is_available() and dist.is_initialized()
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
+        # what was saved in this run's layout is in one file, and a large header takes long to read
+        name = rank_file_name(rank)
+        has_own = (self.path / name).exists() if self._records is None else name in self._records
+        self._own = self._open(rank if has_own else 0)
+        self._world_size = self._own.header.world_size
+        here = rank * self._world_size / world_size
+        self._by_distance = sorted(range(self._world_size), key=lambda r: abs(r - here))
 
-    @property
+    @functools.cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
+        """Return every tensor of the checkpoint; rank 0's file names them all. Raises: CorruptCheckpointError."""
+        first = self._open(0).header
+        with collector_held():
+            return {**first.infos(), **first.elsewhere}
 
     def _open(self, rank: int) -> _Source:
         """Open and check one rank's file, once."""
@@ -125,15 +129,25 @@ class NativeReader(TensorReader):
                 header.path,
             )
 
+    def plan(self, requests: Sequence[ReadRequest]) -> Sequence[BlockReader]:
+        """Find the blocks of every request; watch those in the page cache until `read` is done. Raises: OSError."""
+        with collector_held():
+            self._drop_plan()
+            self._planned = self._plan(requests)
+            for reader in self._planned.readers:
+                reader.prepare()
+        return self._planned.readers
+
     def check(self, requests: Sequence[ReadRequest]) -> None:
         """Verify the blocks that hold the requests, of files that are in the page cache, and fill nothing.
 
         What is not there is verified while it is read; twice would take the disk twice. Raises: as `read`.
         """
+        cached = [reader for reader in self.plan(requests) if reader.to_check]
         with collector_held():
-            self._planned = self._plan(requests)
-            if self._verify:
-                execute([reader for reader in self._planned.readers if reader.is_cached], check_only=True)
+            execute(cached, check_only=True)
+        for reader in cached:
+            reader.trust()
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Fill every request's memory with exactly the blocks that hold it, verified; `check` comes first.
@@ -144,11 +158,18 @@ class NativeReader(TensorReader):
         if self._planned is None or self._planned.requests is not requests:
             self.check(requests)
         assert self._planned is not None
-        planned, self._planned = self._planned, None
         with collector_held(), torch.no_grad():
-            execute(planned.readers)
-            for target, values in planned.arranged:
-                target.copy_(values.view(target.shape))
+            try:
+                execute(self._planned.readers)
+                for target, values in self._planned.arranged:
+                    target.copy_(values.view(target.shape))
+            finally:
+                self._drop_plan()
+
+    def _drop_plan(self) -> None:
+        planned, self._planned = self._planned, None
+        for reader in planned.readers if planned is not None else ():
+            reader.close()
 
     def _plan(self, requests: Sequence[ReadRequest]) -> _Planned:
         own: list[Transfer] = []
@@ -177,7 +198,7 @@ class NativeReader(TensorReader):
 
         With sharding along rows, as FSDP does it, the files of a few neighbours have all; the others are not opened.
         """
-        if fqn not in self._tensors:
+        if fqn not in self.tensors:
             raise KeyError(f"{self.path}: holds no tensor {fqn}")
         if not chunk.numel:
             return []
@@ -204,20 +225,23 @@ class NativeReader(TensorReader):
             entries = [source.header.entry(i) for i in range(len(source.header.names))]
             scratch = torch.empty(0)
             everything = [_transfer(e, e.chunk, scratch) for e in entries if e.nbytes]
-            execute([BlockReader(source.file, source.header, everything, True)], check_only=True)
+            reader = BlockReader(source.file, source.header, everything, True)
+            reader.to_check = reader.windows
+            execute([reader], check_only=True)
             for e in entries:
-                if self._tensors.get(e.fqn) != e.info:
+                if self.tensors.get(e.fqn) != e.info:
                     raise CorruptCheckpointError(
                         f"{source.header.path}: holds {e.fqn} as {e.info}, rank 0's file says "
-                        f"{self._tensors.get(e.fqn)}. Copy the folder again from where it is whole",
+                        f"{self.tensors.get(e.fqn)}. Copy the folder again from where it is whole",
                         source.header.path,
                     )
                 if e.chunk.numel:
                     whole[e.fqn].append(e.chunk)
         for fqn, chunks in whole.items():
-            _check_cover(fqn, Chunk.whole(self._tensors[fqn].shape), chunks, str(self.path))
+            _check_cover(fqn, Chunk.whole(self.tensors[fqn].shape), chunks, str(self.path))
 
     def close(self) -> None:
+        self._drop_plan()
         sources, self._sources = self._sources, {}
         for source in sources.values():
             source.file.close()

@@ -6,7 +6,8 @@ Owns the choice between the page cache and direct reads, and the scatter into te
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from math import prod
 
@@ -26,13 +27,32 @@ from titan_ckpt.storage.engine import (
 )
 from titan_ckpt.storage.memory import Buffer, bytes_at, is_plain_memory, move_bytes
 from titan_ckpt.storage.native_header import RankFile
+from titan_ckpt.storage.page_cache import Witness
 from titan_ckpt.tensors import Chunk, Shape
 
 Window = tuple[int, int]
 """Bytes [start, stop) of the data section; start is a multiple of the block size."""
 
+BlockRun = tuple[int, int]
+"""Blocks [first, last) of a file's data section."""
+
+_MOST_MISSING = 0.25
+"""Share of the wanted bytes that may be missing where the page cache is still the quicker way."""
 MIN_DIRECT_BYTES = 256 << 10
 """Tensors are read without a bounce buffer where a window has that many bytes of each on average."""
+
+
+def runs_of(blocks: Iterable[int]) -> Iterator[BlockRun]:
+    """Join ascending numbers of blocks to runs."""
+    first = last = -1
+    for index in blocks:
+        if index != last:
+            if last > first:
+                yield first, last
+            first = index
+        last = index + 1
+    if last > first:
+        yield first, last
 
 
 class Transfer:
@@ -49,16 +69,19 @@ class Transfer:
     ) -> None:
         """`box`: in the stored array's own coordinates; None is all of it."""
         self.fqn, self.start, self.sizes, self.dtype, self.box, self.into = fqn, start, sizes, dtype, box, into
-        numel = prod(sizes) if box is None else box.numel
-        low, high = (0, numel) if box is None else element_span(sizes, box)
         itemsize = dtype.itemsize
-        self.first, self.stop = start + low * itemsize, start + high * itemsize
-        as_it_is = into.dtype is dtype and high - low == numel and is_plain_memory(into)
-        self.address = into.data_ptr() if as_it_is else 0
+        if box is None:
+            self.first, self.stop = start, start + prod(sizes) * itemsize
+            is_run = True
+        else:
+            low, high = element_span(sizes, box)
+            self.first, self.stop = start + low * itemsize, start + high * itemsize
+            is_run = high - low == box.numel
+        self.address = into.data_ptr() if is_run and into.dtype is dtype and is_plain_memory(into) else 0
 
 
 def execute(readers: Sequence[BlockReader], check_only: bool = False) -> None:
-    """Do all transfers of all files; or, `check_only`, verify the blocks that hold them and fill nothing.
+    """Do all transfers of all files; or, `check_only`, verify each file's `to_check` and fill nothing.
 
     Raises: CorruptCheckpointError naming every damaged block, its tensors, and the tensors overwritten so far.
     """
@@ -68,17 +91,21 @@ def execute(readers: Sequence[BlockReader], check_only: bool = False) -> None:
         reader, window = item
         progress.advance(window[1] - window[0])
         try:
-            reader.read_window(window, check_only)
+            if check_only:
+                reader.check_window(window)
+            else:
+                reader.read_window(window)
         except (EOFError, OSError) as error:
             unreadable.append(reader.path)
             raise CorruptCheckpointError(f"{reader.path}: cannot be read as its header says ({error})") from error
 
     num_workers = num_copy_workers() if all(reader.is_cached for reader in readers) else NUM_WORKERS
-    total = sum(stop - start for reader in readers for start, stop in reader.windows)
+    todo = [(reader, window) for reader in readers for window in (reader.to_check if check_only else reader.windows)]
+    total = sum(stop - start for _, (start, stop) in todo)
     cause: CorruptCheckpointError | None = None
     try:
         with progress.shown("verifying" if check_only else "loading", total):
-            run_workers(((reader, window) for reader in readers for window in reader.windows), read, num_workers)
+            run_workers(todo, read, num_workers)
     except CorruptCheckpointError as error:
         cause = error
     bad = [reader for reader in readers if reader.bad]
@@ -109,12 +136,19 @@ class BlockReader:
         self._transfers = sorted(transfers, key=lambda t: t.first)
         self._firsts = [t.first for t in self._transfers]
         self._reach = list(accumulate((t.stop for t in self._transfers), max))
-        self.windows = list(self._windows())
-        self.is_cached = all(file.is_cached(header.data_start + a, b - a) for a, b in self.windows)
+        self.block_runs = list(self._wanted())
+        self.windows = list(self._windows(self.block_runs))
+        self._holes = self._missing()
+        total = sum(stop - start for start, stop in self.windows)
+        self.is_cached = sum(self._holes.values()) <= _MOST_MISSING * total
+        self.to_check = self.windows if verify and self.is_cached else []
+        """What this rank verifies before anything is filled; shared_check.py divides it among the ranks of a host."""
+        self._witness: Witness | None = None
+        self._checked = False
 
-    def _windows(self) -> Iterator[Window]:
-        """Yield the pieces to read: runs of the blocks that are wanted, each of at most IO_BYTES."""
-        block, end = self._header.block_bytes, self._header.data_bytes
+    def _wanted(self) -> Iterator[BlockRun]:
+        """Return runs of the blocks that hold anything wanted."""
+        block = self._header.block_bytes
         wanted: set[int] = set()
         for t in self._transfers:
             itemsize = t.dtype.itemsize
@@ -123,40 +157,102 @@ class BlockReader:
                 continue
             for low, high in spans(t.sizes, t.box or Chunk.whole(t.sizes), block // itemsize):
                 wanted.update(range((t.start + low * itemsize) // block, -(-(t.start + high * itemsize) // block)))
-        start = stop = -1
-        for index in sorted(wanted):
-            a, b = index * block, min((index + 1) * block, end)
-            if a == stop and b - start <= IO_BYTES:
-                stop = b
-                continue
-            if stop > 0:
-                yield start, stop
-            start, stop = a, b
-        if stop > 0:
-            yield start, stop
+        return runs_of(sorted(wanted))
 
-    def read_window(self, window: Window, check_only: bool) -> None:
-        """Read one window, verify its blocks, and fill what it holds of every target.
+    def _windows(self, runs: Iterable[BlockRun]) -> Iterator[Window]:
+        """Yield the pieces to read: each of at most IO_BYTES, or one block."""
+        block, end = self._header.block_bytes, self._header.data_bytes
+        step = max(1, IO_BYTES // block)
+        for first, last in runs:
+            for index in range(first, last, step):
+                yield index * block, min(min(index + step, last) * block, end)
+
+    def _missing(self) -> dict[Window, int]:
+        """Return the windows that are not wholly in the page cache, with the bytes each lacks."""
+        base = self._header.data_start
+        lacking = {(a, b): b - a - self._file.cached_bytes(base + a, b - a) for a, b in self.windows}
+        return {window: lacks for window, lacks in lacking.items() if lacks > 0}
+
+    @property
+    def identity(self) -> str:
+        """Name the file among all that this host can see."""
+        return self._file.identity
+
+    def prepare(self) -> None:
+        """Bring what the page cache lacks of a cached file into it, and begin to watch that it stays as it is."""
+        if not self.to_check:
+            return
+        with bounce_buffer() as bounce, suppress(EOFError, OSError):  # which the check will name
+            for start, stop in self._holes:
+                self._file.read_into([bounce.view[: stop - start]], self._header.data_start + start)
+        self._witness = self._file.witness()
+
+    def divide(self, runs: Iterable[BlockRun]) -> None:
+        """Leave all but these blocks to other ranks."""
+        self.to_check = list(self._windows(runs))
+
+    def check_window(self, window: Window) -> None:
+        """Verify the blocks of a window."""
+        start, stop = window
+        with bounce_buffer() as bounce:
+            if not self.is_cached:
+                self._read_around_cache(window, bounce)
+                return
+            for at in range(start, stop, self._header.block_bytes):
+                # each at the buffer's begin, which the processor's own cache holds
+                block = bounce.view[: min(self._header.block_bytes, stop - at)]
+                self._read_verified([block], at)
+
+    def trust(self) -> None:
+        """Take all blocks for verified, by this rank or others, as long as the witness holds."""
+        self._checked = True
+
+    def read_window(self, window: Window) -> None:
+        """Read one window, verify its blocks unless they cannot have changed since, and fill what it holds of targets.
 
         Cached bytes go straight into targets that take all of them, so there a wrong block is found after the fact.
         """
-        start, stop = window
         here = self._within(window)
-        views = self._tiling(here, window) if self.is_cached and not check_only else None
+        if self._is_trusted():
+            self.filled.append(window)
+            self._copy(here, window)
+            if self._is_trusted():
+                return
+        start, stop = window
+        views = self._tiling(here, window) if self.is_cached else None
         if views is not None:
             self.filled.append(window)
             self._read_verified(views, start)
             return
         with bounce_buffer() as bounce:
-            views = [bounce.view[: stop - start]]
             if self.is_cached:
-                good = self._read_verified(views, start)
+                good = self._read_verified([bounce.view[: stop - start]], start)
             else:
-                self._file.read_aligned(bounce.view, self._header.data_start + start, stop - start)
-                good = not [i for i, block in self._blocks(views, start) if not self._verified(i, block)]
-            if good and not check_only:
+                good = self._read_around_cache(window, bounce)
+            if good:
                 self.filled.append(window)
                 _scatter(here, window, bounce)
+
+    def _is_trusted(self) -> bool:
+        """Say whether every block is what it was when it was verified; without digests there is nothing to compare."""
+        if not self._verify:
+            return self.is_cached
+        return self._checked and self._witness is not None and self._witness.holds()
+
+    def _copy(self, here: list[Transfer], window: Window) -> None:
+        """Fill targets from the page cache, verifying nothing."""
+        offset, num_bytes = self._header.data_start + window[0], window[1] - window[0]
+        if (views := self._tiling(here, window)) is not None:
+            self._file.read_into(views, offset)
+            return
+        with bounce_buffer() as bounce:
+            self._file.read_into([bounce.view[:num_bytes]], offset)
+            _scatter(here, window, bounce)
+
+    def close(self) -> None:
+        """End the watch; idempotent."""
+        if self._witness is not None:
+            self._witness.close()
 
     def _read_verified(self, views: Sequence[memoryview], start: int) -> bool:
         """Fill the views through the page cache, block by block, each hashed while it is in the processor's own."""
@@ -165,6 +261,12 @@ class BlockReader:
             self._file.read_into(block, self._header.data_start + index * self._header.block_bytes)
             good &= self._verified(index, block)
         return good
+
+    def _read_around_cache(self, window: Window, bounce: Buffer) -> bool:
+        start, stop = window
+        self._file.read_aligned(bounce.view, self._header.data_start + start, stop - start)
+        blocks = self._blocks([bounce.view[: stop - start]], start)
+        return not [i for i, block in blocks if not self._verified(i, block)]
 
     def _within(self, window: Window) -> list[Transfer]:
         start, stop = window
@@ -207,10 +309,14 @@ class BlockReader:
         """Compare a block's digest; note it if it is another."""
         if not self._verify:
             return True
-        state = xxhash.xxh3_128()
-        for view in block:
-            state.update(view)
-        if state.hexdigest() == self._header.block_digest(index):
+        if len(block) == 1:
+            digest = xxhash.xxh3_128_hexdigest(block[0])
+        else:
+            state = xxhash.xxh3_128()
+            for view in block:
+                state.update(view)
+            digest = state.hexdigest()
+        if digest == self._header.block_digest(index):
             return True
         self.bad.append(index)
         return False

@@ -25,7 +25,8 @@ from titan_ckpt.storage.base import ReadRequest, TensorReader
 from titan_ckpt.storage.engine import FileReader, collector_held
 from titan_ckpt.storage.native_header import Entry, RankFile, header_bytes, parse_header
 from titan_ckpt.storage.native_writer import rank_file_name
-from titan_ckpt.storage.transfers import BlockReader, Transfer, execute
+from titan_ckpt.storage.scatter import Transfer
+from titan_ckpt.storage.transfers import BlockReader, execute
 from titan_ckpt.tensors import Chunk, TensorInfo
 
 

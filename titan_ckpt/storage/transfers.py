@@ -1,6 +1,6 @@
 """Moving parts of one rank's file into memory: only the blocks that hold them, each verified as it comes.
 
-Owns the choice between the page cache and direct reads, and the scatter into tensors. Decides nothing about names.
+Owns the choice between the page cache and direct reads, and what is verified when. Decides nothing about names.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
-from math import prod
 
-import torch
 import xxhash
 
 from titan_ckpt import progress
 from titan_ckpt.errors import CorruptCheckpointError
-from titan_ckpt.storage.box import boxes_of_range, element_span, spans
+from titan_ckpt.storage.box import spans
 from titan_ckpt.storage.engine import (
     IO_BYTES,
     NUM_WORKERS,
@@ -25,13 +23,11 @@ from titan_ckpt.storage.engine import (
     num_copy_workers,
     run_workers,
 )
-from titan_ckpt.storage.memory import Buffer, bytes_at, is_plain_memory, move_bytes
+from titan_ckpt.storage.memory import Buffer, bytes_at
 from titan_ckpt.storage.native_header import RankFile
 from titan_ckpt.storage.page_cache import Witness
-from titan_ckpt.tensors import Chunk, Shape
-
-Window = tuple[int, int]
-"""Bytes [start, stop) of the data section; start is a multiple of the block size."""
+from titan_ckpt.storage.scatter import Transfer, Window, scatter
+from titan_ckpt.tensors import Chunk
 
 BlockRun = tuple[int, int]
 """Blocks [first, last) of a file's data section."""
@@ -53,31 +49,6 @@ def runs_of(blocks: Iterable[int]) -> Iterator[BlockRun]:
         last = index + 1
     if last > first:
         yield first, last
-
-
-class Transfer:
-    """Fill `into` with a box of an array of `sizes` that is stored from byte `start` of the data section on.
-
-    `into.shape` is the box's. `first` and `stop`: the bytes of the data section that the box spans. `address`: where
-    they go as they are, if the box and its target are both one run of memory; else 0.
-    """
-
-    __slots__ = ("address", "box", "dtype", "first", "fqn", "into", "sizes", "start", "stop")
-
-    def __init__(
-        self, fqn: str, start: int, sizes: Shape, dtype: torch.dtype, box: Chunk | None, into: torch.Tensor
-    ) -> None:
-        """`box`: in the stored array's own coordinates; None is all of it."""
-        self.fqn, self.start, self.sizes, self.dtype, self.box, self.into = fqn, start, sizes, dtype, box, into
-        itemsize = dtype.itemsize
-        if box is None:
-            self.first, self.stop = start, start + prod(sizes) * itemsize
-            is_run = True
-        else:
-            low, high = element_span(sizes, box)
-            self.first, self.stop = start + low * itemsize, start + high * itemsize
-            is_run = high - low == box.numel
-        self.address = into.data_ptr() if is_run and into.dtype is dtype and is_plain_memory(into) else 0
 
 
 def execute(readers: Sequence[BlockReader], check_only: bool = False) -> None:
@@ -231,7 +202,7 @@ class BlockReader:
                 good = self._read_around_cache(window, bounce)
             if good:
                 self.filled.append(window)
-                _scatter(here, window, bounce)
+                scatter(here, window, bounce)
 
     def _is_trusted(self) -> bool:
         """Say whether every block is what it was when it was verified; without digests there is nothing to compare."""
@@ -247,7 +218,7 @@ class BlockReader:
             return
         with bounce_buffer() as bounce:
             self._file.read_into([bounce.view[:num_bytes]], offset)
-            _scatter(here, window, bounce)
+            scatter(here, window, bounce)
 
     def close(self) -> None:
         """End the watch; idempotent."""
@@ -335,37 +306,6 @@ class BlockReader:
     def names(self, windows: Sequence[Window]) -> list[str]:
         """Return the fqns whose wanted bytes lie in any of the windows."""
         return list({t.fqn: None for window in windows for t in self._within(window)})
-
-
-def _scatter(transfers: Sequence[Transfer], window: Window, bounce: Buffer) -> None:
-    """Copy from the bounce buffer, which holds the window, into each target what the window has of it."""
-    start, stop = window
-    base = bounce.address - start
-    for t in transfers:
-        if not t.address:
-            _scatter_box(t, window, bounce)
-        elif t.first >= start and t.stop <= stop:
-            move_bytes(t.address, base + t.first, t.stop - t.first)
-        else:
-            begin, end = max(start, t.first), min(stop, t.stop)
-            move_bytes(t.address + begin - t.first, base + begin, end - begin)
-
-
-@torch.no_grad()
-def _scatter_box(t: Transfer, window: Window, bounce: Buffer) -> None:
-    """Copy, arranging and casting, what the window holds of a box; elements never straddle a window."""
-    start, stop = window
-    itemsize = t.dtype.itemsize
-    low = (max(start, t.first) - t.start) // itemsize
-    high = (min(stop, t.stop) - t.start) // itemsize
-    wanted = t.box or Chunk.whole(t.sizes)
-    for box in boxes_of_range(t.sizes, low, high):
-        part = box.intersect(wanted)
-        if part is None:
-            continue
-        at = t.start + element_span(t.sizes, box)[0] * itemsize - start
-        source = bounce.tensor[at : at + box.numel * itemsize].view(t.dtype).view(box.sizes)
-        t.into[part.within(wanted)].copy_(source[part.within(box)])
 
 
 def _listed(names: Sequence[str], limit: int = 12) -> str:

@@ -1,0 +1,44 @@
+"""Scattering windows of a file into tensors, against the same boxes taken by torch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_ckpt.storage.memory import Buffer
+from titan_ckpt.storage.scatter import Transfer, scatter
+from titan_ckpt.tensors import Chunk
+
+
+@given(st.data())
+def test_any_box_comes_out_of_any_windows(data: st.DataObject) -> None:
+    """Of arrays of 0 to 4 dims behind other bytes, into plain, strided and cast memory, nothing beside it."""
+    dtype = data.draw(st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]))
+    sizes = tuple(data.draw(st.lists(st.integers(1, 7), max_size=4)))
+    offsets = tuple(data.draw(st.integers(0, n - 1)) for n in sizes)
+    box = Chunk(offsets, tuple(data.draw(st.integers(1, n - o)) for n, o in zip(sizes, offsets, strict=True)))
+    start = data.draw(st.integers(0, 3)) * dtype.itemsize
+    numel = int(torch.Size(sizes).numel())
+    section = torch.randint(0, 100, (start // dtype.itemsize + numel + 5,)).to(dtype)
+    kind = data.draw(st.sampled_from(["plain", "strided", "cast"]))
+    beside = torch.full((*box.sizes, 2), 101, dtype=torch.float64 if kind == "cast" else dtype)
+    into = beside[..., 0] if kind != "plain" else beside[..., 0].contiguous()
+    whole = box.sizes == sizes and data.draw(st.booleans())
+    transfer = Transfer("x", start, sizes, dtype, None if whole else box, into)
+    if kind == "plain" and len(sizes) == 2 and transfer.stop - transfer.first > box.numel * dtype.itemsize:
+        assert transfer.rows is not None  # the quick way is taken
+    cuts = data.draw(st.sets(st.integers(1, len(section) - 1), max_size=6))
+    edges = [cut * dtype.itemsize for cut in (0, *sorted(cuts), len(section))]
+    for window in pairwise(edges):
+        if window[1] <= transfer.first or window[0] >= transfer.stop:
+            continue
+        bounce = Buffer.allocate(window[1] - window[0])
+        bounce.tensor.copy_(section.view(torch.uint8)[slice(*window)])
+        scatter([transfer], window, bounce)
+    values = section[start // dtype.itemsize :][:numel].view(sizes)
+    expected = values[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+    assert torch.equal(into, expected.to(into.dtype))
+    assert bool((beside[..., 1] == 101).all())

@@ -118,6 +118,7 @@ def managers_of_replicas(root: Path) -> None:
                 for parameter in model.parameters():
                     parameter.fill_(step)
             manager.save(step)
+            manager.wait()
         for rank in range(2):  # each holds half of what both load
             path = next(root.rglob(f"step-2/rank-{rank:05d}.safetensors"))
             if dist.get_rank() == 0:

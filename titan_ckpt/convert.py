@@ -5,18 +5,19 @@ Owns the turning of a reader's tensors into lazy native ones. Tables, formats an
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, assert_never
+from typing import Any, Literal, get_args
 
 import torch
 
 from titan_ckpt import posix
 from titan_ckpt.components import MODEL
 from titan_ckpt.distributed import Coordinator
-from titan_ckpt.errors import KeyMapError, NotACheckpointError
+from titan_ckpt.errors import ExportError, KeyMapError, NotACheckpointError
 from titan_ckpt.keymap import KeyGroup, KeyMap
 from titan_ckpt.loading import OTHER_COMPONENTS
 from titan_ckpt.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
@@ -29,13 +30,14 @@ from titan_ckpt.storage.staged_folder import StagedFolder, write_file
 from titan_ckpt.tensors import Block, Chunk, LazyTensor, Shape, TensorInfo, cast
 from titan_ckpt.transforms import CASTABLE, StateDictTransforms
 
+Format = Literal["hf", "native", "dcp"]
 _BLOCK_BYTES = 64 << 20
 
 
 def convert(
     source: str | Path,
     target: str | Path,
-    to: Literal["hf", "native", "dcp"],
+    to: Format,
     *,
     key_map: KeyMap | None = None,
     hf_config: Mapping[str, Any] | None = None,
@@ -48,31 +50,38 @@ def convert(
     `key_map`: the model's table; needed on the way to or from Hugging Face unless names are the same there.
     `hf_config`: config.json of a Hugging Face target. `dtype`: what floating tensors become. Training state stays
     behind. Memory: blocks of 64 MiB and the I/O buffers.
-    Raises: NotACheckpointError for an adapter; KeyMapError; CorruptCheckpointError; ExportError; OSError. Nothing is
-    left under `target` then.
+    Raises: NotACheckpointError for an adapter; KeyMapError; CorruptCheckpointError; ExportError. Nothing is left under
+    `target` then.
     """
     source, target = Path(source), Path(target)
+    problems = [] if to in get_args(Format) else [f"to: {to!r} is not one of {', '.join(get_args(Format))}"]
+    if dtype not in (None, *CASTABLE):
+        problems.append(f"dtype: {dtype} takes scales, so values cannot be cast to it; take a float of 16 bits or more")
+    if max_shard_bytes <= 0:
+        problems.append(f"max_shard_bytes: {max_shard_bytes} is no size")
+    if os.path.lexists(target):
+        problems.append(f"{target} is there already; remove it or choose another folder")
+    if problems:
+        raise ExportError(f"{source} cannot be converted: {'; '.join(problems)}")
     transforms = StateDictTransforms(key_map or KeyMap(identity=True), hf_config)
     with open_reader(source) as reader:
         tensors: dict[str, Any] = native_tensors(reader, transforms.key_map)
-        coordinator = Coordinator.current()
-        match to:
-            case "hf":
-                groups = transforms.to_file(tensors, None, dtype)
+        try:
+            if to == "hf":
                 export_huggingface(
                     target,
-                    groups,
+                    transforms.to_file(tensors, None, dtype),
                     config=dict(hf_config or {}),
                     assets=None if assets is None else Path(assets),
                     max_shard_bytes=max_shard_bytes,
-                    coordinator=coordinator,
+                    coordinator=Coordinator.current(),
                 )
-            case "dcp":
-                export_dcp(target, _cast_all(tensors, dtype), coordinator)
-            case "native":
+            elif to == "dcp":
+                export_dcp(target, _cast_all(tensors, dtype), Coordinator.current())
+            else:
                 _write_native(target, _cast_all(tensors, dtype))
-            case _:
-                assert_never(to)
+        except OSError as error:
+            raise ExportError(f"{source} could not be converted to {target}: {error}") from error
 
 
 def native_tensors(reader: TensorReader, key_map: KeyMap) -> dict[str, LazyTensor]:

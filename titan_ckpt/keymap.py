@@ -245,6 +245,29 @@ class Chain(TensorOp):
                 yield Piece(start + part.file_index, part.chunk, part.view)
 
 
+@dataclass(frozen=True)
+class Tie(TensorOp):
+    """Several names of one tensor (embeddings and output matrix), which the file has once.
+
+    A table applies it to each name by itself, so a model may hold any of them, as one tensor or as copies on several
+    pipeline stages: a load fills each from the file's tensor; an export puts each at the same place, so that its proof
+    fails if they differ. The file's key leads back to the first name.
+    """
+
+    num_native: int = 2
+
+    def file_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        if differing := [list(shape) for shape in shapes if shape != shapes[0]]:
+            raise KeyMapError(f"tied tensors differ in shape: {list(shapes[0])} and {differing[0]}")
+        return [shapes[0]]
+
+    def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        return [shapes[0]] * self.num_native
+
+    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
+        yield Piece(0, chunk, block)
+
+
 IDENTITY = Identity()
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
@@ -316,14 +339,19 @@ class KeyMap:
         """Say whether a file key is one that a load passes by."""
         return any(_compile(pattern).fullmatch(key) for pattern in self.ignored)
 
+    def ties(self, key: str) -> bool:
+        """Say whether several native names may stand for this file key."""
+        return any(isinstance(rule.op, Tie) and pattern.fullmatch(key) for _, pattern, rule in self._file)
+
     def _group(self, name: str, table: _Rows, what: str) -> KeyGroup:
-        for _, pattern, rule in table:
+        for text, pattern, rule in table:
             if match := pattern.fullmatch(name):
                 values = match.groupdict()
+                native, op = rule.native, rule.op
+                if isinstance(op, Tie):
+                    native, op = ((text,) if text in native else native[:1]), IDENTITY
                 return KeyGroup(
-                    tuple(p.format(**values) for p in rule.native),
-                    tuple(p.format(**values) for p in rule.file),
-                    rule.op,
+                    tuple(p.format(**values) for p in native), tuple(p.format(**values) for p in rule.file), op
                 )
         if self.identity:
             return KeyGroup((name,), (name,), IDENTITY)

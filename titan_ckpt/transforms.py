@@ -150,7 +150,7 @@ class StateDictTransforms:
                 made.append(_file_group(group, [tensors[fqn] for fqn in group.fqns], dtype))
             except KeyMapError as error:
                 problems.append(f"{', '.join(group.fqns)}: {error}")
-        problems += _made_twice(made)
+        problems += _made_twice(made, self.key_map)
         if problems:
             raise KeyMapError(f"{len(problems)} problem(s) with file names\n  " + "\n  ".join(problems), unknown)
         return made
@@ -300,12 +300,13 @@ def _file_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted in CASTABLE and own in CASTABLE else own
 
 
-def _made_twice(groups: Sequence[FileGroup]) -> list[str]:
+def _made_twice(groups: Sequence[FileGroup], key_map: KeyMap) -> list[str]:
     makers: dict[str, list[str]] = {}
     for group in groups:
         for key in group.infos:
             makers.setdefault(key, []).append(", ".join(group.fqns))
-    return [f"{key} would be made from {' and from '.join(fqns)}" for key, fqns in makers.items() if len(fqns) > 1]
+    twice = {key: fqns for key, fqns in makers.items() if len(fqns) > 1 and not key_map.ties(key)}
+    return [f"{key} would be made from {' and from '.join(fqns)}" for key, fqns in twice.items()]
 
 
 def _name(dtype: torch.dtype) -> str:

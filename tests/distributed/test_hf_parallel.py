@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import mmap
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -19,12 +22,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
+from tests.faults.shim import FailAt, intercepted
+from titan_ckpt import posix
 from titan_ckpt.digest import logical_digests
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import ExportError, PeerError
+from titan_ckpt.keymap import KeyMap, KeyRule, PermuteRotary
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
-from titan_ckpt.storage import open_reader
+from titan_ckpt.storage import assembly, export_writer, open_reader
 from titan_ckpt.storage.huggingface_export import export_huggingface
+from titan_ckpt.storage.memory import Buffer
 from titan_ckpt.tensors import Block, Chunk, LazyTensor, blocks_of, info_of
 from titan_ckpt.testing import distributed
 from titan_ckpt.transforms import StateDictTransforms
@@ -340,11 +347,95 @@ def bytes_read() -> int:
     return int(lines["rchar"])
 
 
+def lasting_columns() -> StateDict:
+    """Tensors that take many rounds of rows to put together, with heads that are mixed in memory; by columns."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(dist.get_rank())
+    local = [torch.randn(rows, 512) for rows in (3 * 1500, 4101)]
+    return {f"w{i}.weight": DTensor.from_local(part, mesh, [Shard(1)], run_check=False) for i, part in enumerate(local)}
+
+
+def export_columns(state: StateDict, folder: Path, coordinator: Coordinator) -> None:
+    table = KeyMap((KeyRule.of("w0.weight", "q.weight", PermuteRotary(3)), KeyRule.of("w1.weight", "w1.weight")))
+    groups = StateDictTransforms(table).to_file(state, None, None)
+    export_huggingface(
+        folder, groups, config={"model_type": "x", "architectures": ["X"]}, assets=None, max_shard_bytes=10_000_000,
+        coordinator=coordinator,
+    )  # fmt: skip
+
+
+@distributed(nproc=2)
+def test_columns_are_put_together_or_written_through_mappings(tmp_path: Path) -> None:
+    """Ranks that can open each other's memory, and ranks of which one cannot, write what one rank writes."""
+    state = lasting_columns()
+    whole = {fqn: value.full_tensor() for fqn, value in state.items() if isinstance(value, DTensor)}
+    mapped, true_map = [], posix.map_shared
+
+    def counted(fd: int, offset: int, num_bytes: int) -> mmap.mmap:
+        mapped.append(num_bytes)
+        return true_map(fd, offset, num_bytes)
+
+    def refused(pid: int, fd: int) -> Buffer:
+        raise PermissionError(f"process {pid} is another user's")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(posix, "map_shared", counted)
+        export_columns(state, tmp_path / "together", Coordinator.current(60.0))
+        assert not mapped
+        if dist.get_rank() == 1:
+            patch.setattr(assembly, "_open", refused)
+        export_columns(state, tmp_path / "mapped", Coordinator.current(60.0))
+        assert mapped
+    if dist.get_rank() == 0:
+        export_columns(dict(whole), tmp_path / "one", Coordinator(0, 1, None, "", 60.0))
+        assert contents(tmp_path / "together") == contents(tmp_path / "mapped") == contents(tmp_path / "one")
+
+
+@distributed(nproc=2)
+def test_columns_that_land_in_the_wrong_place_are_found(tmp_path: Path) -> None:
+    """Two ranks that wrote into each other's columns made rows that are whole, and not what each of them gave."""
+
+    def mirrored(whole: torch.Tensor, box: Chunk, rows: Chunk) -> torch.Tensor:
+        columns = box.offsets[1]
+        return whole[:, 512 - columns : 1024 - columns]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_writer, "_part_of", mirrored)
+        with pytest.raises(ExportError) as caught:
+            export_columns(lasting_columns(), tmp_path / "out", Coordinator.current(60.0))
+    assert "read back differ from what was written" in str(caught.value)
+    dist.barrier()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_full_disk_while_columns_are_put_together(tmp_path: Path, failing: int) -> None:
+    """The rank that waits for the other's part is let go, and both know who failed."""
+    full_disk_for_columns(tmp_path, failing)
+
+
+@distributed(nproc=2)
+def full_disk_for_columns(tmp_path: Path, failing: int) -> None:
+    full = FailAt(ordinal=5, errno=errno.ENOSPC, lasting=True, named="pwrite_all")
+    state = lasting_columns()
+    started = time.monotonic()
+    with (
+        intercepted(full) if dist.get_rank() == failing else contextlib.nullcontext(),
+        pytest.raises(ExportError, match="No space left") as caught,
+    ):
+        export_columns(state, tmp_path / "out", Coordinator.current(60.0))
+    assert time.monotonic() - started < 30
+    if dist.get_rank() != failing:
+        assert f"rank {failing} failed: OSError" in str(caught.value)
+    dist.barrier()
+    assert list(tmp_path.iterdir()) == []
+
+
 @distributed(nproc=2)
 def test_an_export_needs_little_memory(tmp_path: Path) -> None:
     """Rows and columns of 48 MiB tensors are cast and written with less than 64 MiB on top of what is there."""
     mesh = init_device_mesh("cpu", (2,))
-    for dim in (0, 1):
+    for dim, fsync in ((0, False), (1, False), (0, True), (1, True)):
         shape = [4096, 3072]
         shape[dim] //= 2
         state = {
@@ -354,8 +445,8 @@ def test_an_export_needs_little_memory(tmp_path: Path) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
         before = status("VmRSS")
         export_huggingface(
-            tmp_path / str(dim), groups, config={"model_type": "x", "architectures": ["X"]}, assets=None,
-            max_shard_bytes=10**9, coordinator=Coordinator.current(60.0), fsync=False,
+            tmp_path / f"{dim}-{fsync}", groups, config={"model_type": "x", "architectures": ["X"]}, assets=None,
+            max_shard_bytes=10**9, coordinator=Coordinator.current(60.0), fsync=fsync,
         )  # fmt: skip
         assert status("VmHWM") - before < 64 << 20
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -15,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, SaveConfig
 from titan_ckpt.convert import convert
-from titan_ckpt.errors import KeyMapError, NotACheckpointError
+from titan_ckpt.errors import CorruptCheckpointError, ExportError, KeyMapError, NotACheckpointError
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
 
 
@@ -102,6 +103,39 @@ def test_unknown_keys_are_listed_and_nothing_stays(tmp_path: Path, base: Path) -
     with pytest.raises(KeyMapError, match=r"lm_head\.weight"):
         convert(base, tmp_path / "native", "native", key_map=table)
     assert not (tmp_path / "native").exists()
+
+
+def test_what_cannot_be_asked_for_is_one_error(tmp_path: Path, base: Path) -> None:
+    """A format, dtype, size and target that make no sense, all at once; and a target that cannot be written."""
+    wrong: Any = {"to": "gguf", "dtype": torch.int8, "max_shard_bytes": 0}
+    with pytest.raises(
+        ExportError, match=r"(?s)'gguf' is not one of hf.*int8 takes scales.*is no size.*is there already"
+    ):
+        convert(base, base, **wrong)
+    (tmp_path / "file").write_text("")
+    for to in ("hf", "native", "dcp"):
+        asked: Any = to
+        table = model_of(base).key_map()
+        with pytest.raises(ExportError, match="exists"):
+            convert(base, tmp_path / "file" / "out", asked, key_map=table, assets=base)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "file"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_source_that_is_no_file_is_one_error(tmp_path: Path, name: str) -> None:
+    """A pipe is not waited for, and a link into nothing is a download that is not complete."""
+    (tmp_path / "source").mkdir()
+    if name == "config.json":
+        save_file({"a": torch.zeros(2)}, tmp_path / "source" / "model.safetensors")
+    os.mkfifo(tmp_path / "source" / name)
+    with pytest.raises(CorruptCheckpointError, match=f"{name}: .*no.* regular file|{name}: cannot be read"):
+        convert(tmp_path / "source", tmp_path / "out", "native")
+    (tmp_path / "source" / name).unlink()
+    (tmp_path / "source" / "model.safetensors").unlink(missing_ok=True)
+    (tmp_path / "source" / "model.safetensors").symlink_to("nowhere")
+    with pytest.raises(CorruptCheckpointError, match="Is the download complete"):
+        convert(tmp_path / "source", tmp_path / "out", "native")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_is_not_a_model(tmp_path: Path) -> None:

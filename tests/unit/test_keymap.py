@@ -17,11 +17,13 @@ from titan_ckpt.keymap import (
     Chain,
     Concat,
     Identity,
+    KeyGroup,
     KeyMap,
     KeyRule,
     PermuteRotary,
     Split,
     TensorOp,
+    Tie,
     Transpose,
     Unstack,
 )
@@ -279,3 +281,20 @@ def test_a_rule_with_the_wrong_number_of_names_is_refused() -> None:
 def test_braces_in_a_name_are_kept() -> None:
     """A segment's text is carried over as it is."""
     assert table().group_of_fqn("layers.0.ffn.a+b.weight").keys == ("model.layers.0.mlp.a+b.weight",)
+
+
+def test_tied_names_share_a_file_tensor_and_each_goes_its_own_way() -> None:
+    """Every name leads to the one key, the key to the first name; shapes that differ are refused."""
+    table = KeyMap((KeyRule.of(("{part}.in", "{part}.out"), "model.{part}.embed", Tie(2)),))
+    for name in ("a.in", "a.out"):
+        assert table.group_of_fqn(name) == KeyGroup((name,), ("model.a.embed",), IDENTITY)
+    assert table.group_of_key("model.a.embed").fqns == ("a.in",)
+    assert table.ties("model.a.embed")
+    assert not table.ties("model.a.other")
+    (native,) = numbered([(4, 3)])
+    assert Tie(2).native_shapes(Tie(2).file_shapes([(4, 3), (4, 3)])) == [(4, 3), (4, 3)]
+    for index in (0, 1):
+        (piece,) = Tie(2).pieces(index, [(4, 3), (4, 3)], Chunk((1, 0), (2, 3)), native[1:3])
+        assert (piece.chunk, piece.view.data_ptr()) == (Chunk((1, 0), (2, 3)), native[1:3].data_ptr())
+    with pytest.raises(KeyMapError, match=r"tied tensors differ in shape: \[4, 3\] and \[4, 2\]"):
+        Tie(2).file_shapes([(4, 3), (4, 2)])

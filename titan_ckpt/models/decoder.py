@@ -14,11 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from titan_ckpt.keymap import KeyRule, Tie
 from titan_ckpt.models.config import DecoderConfig
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.layers import INIT_STD, ExactBuffers, RMSNorm, TransformerBlock
 
 ConfigT = TypeVar("ConfigT", bound=DecoderConfig)
+
+
+def embedding_rules(tied: bool) -> tuple[KeyRule, ...]:
+    """Return the rows of a decoder's table for its embeddings and its output matrix, as Hugging Face names them."""
+    embeddings, output = "tok_embeddings.weight", "output.weight"
+    if tied:
+        return (KeyRule.of((embeddings, output), "model.embed_tokens.weight", Tie(2)),)
+    return KeyRule.of(embeddings, "model.embed_tokens.weight"), KeyRule.of(output, "lm_head.weight")
 
 
 class Decoder(ExactBuffers, LanguageModel, Generic[ConfigT]):

@@ -17,7 +17,7 @@ import torch
 
 from titan_ckpt.keymap import KeyMap, KeyRule, PermuteRotary
 from titan_ckpt.models.config import DecoderConfig, check_config, read_shape, rotary
-from titan_ckpt.models.decoder import Decoder
+from titan_ckpt.models.decoder import Decoder, embedding_rules
 from titan_ckpt.models.layers import (
     Attention,
     FeedForward,
@@ -140,7 +140,7 @@ class Llama3(Decoder[Llama3Config]):
         q, k = PermuteRotary(self.config.num_heads), PermuteRotary(self.config.num_kv_heads)
         block, hf = "layers.{i}", "model.layers.{i}"
         return KeyMap((
-            KeyRule.of("tok_embeddings.weight",               "model.embed_tokens.weight"),
+            *embedding_rules(self.config.tie_embeddings),
             KeyRule.of(f"{block}.attention.wq.weight",        f"{hf}.self_attn.q_proj.weight", q),
             KeyRule.of(f"{block}.attention.wk.weight",        f"{hf}.self_attn.k_proj.weight", k),
             KeyRule.of(f"{block}.attention.wv.weight",        f"{hf}.self_attn.v_proj.weight"),
@@ -151,5 +151,4 @@ class Llama3(Decoder[Llama3Config]):
             KeyRule.of(f"{block}.attention_norm.weight",      f"{hf}.input_layernorm.weight"),
             KeyRule.of(f"{block}.ffn_norm.weight",            f"{hf}.post_attention_layernorm.weight"),
             KeyRule.of("norm.weight",                         "model.norm.weight"),
-            KeyRule.of("output.weight",                       "lm_head.weight"),
         ), ignored=("model.layers.{i}.self_attn.rotary_emb.inv_freq",))  # fmt: skip

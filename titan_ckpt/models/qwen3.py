@@ -17,7 +17,7 @@ import torch
 
 from titan_ckpt.keymap import KeyMap, KeyRule
 from titan_ckpt.models.config import DecoderConfig, check_config, read_shape
-from titan_ckpt.models.decoder import Decoder
+from titan_ckpt.models.decoder import Decoder, embedding_rules
 from titan_ckpt.models.layers import (
     Attention,
     FeedForward,
@@ -94,7 +94,6 @@ def _block(config: Qwen3Config) -> TransformerBlock:
 BLOCK, HF_BLOCK = "layers.{i}", "model.layers.{i}"
 
 RULES = (
-    KeyRule.of("tok_embeddings.weight",                 "model.embed_tokens.weight"),
     KeyRule.of(f"{BLOCK}.attention.wq.weight",          f"{HF_BLOCK}.self_attn.q_proj.weight"),
     KeyRule.of(f"{BLOCK}.attention.wk.weight",          f"{HF_BLOCK}.self_attn.k_proj.weight"),
     KeyRule.of(f"{BLOCK}.attention.wv.weight",          f"{HF_BLOCK}.self_attn.v_proj.weight"),
@@ -107,9 +106,8 @@ RULES = (
     KeyRule.of(f"{BLOCK}.attention_norm.weight",        f"{HF_BLOCK}.input_layernorm.weight"),
     KeyRule.of(f"{BLOCK}.ffn_norm.weight",              f"{HF_BLOCK}.post_attention_layernorm.weight"),
     KeyRule.of("norm.weight",                           "model.norm.weight"),
-    KeyRule.of("output.weight",                         "lm_head.weight"),
 )  # fmt: skip
-"""The table between these names and Hugging Face's."""
+"""The table between these names and Hugging Face's, without embeddings and output."""
 
 
 class Qwen3(Decoder[Qwen3Config]):
@@ -120,4 +118,4 @@ class Qwen3(Decoder[Qwen3Config]):
 
     def key_map(self) -> KeyMap:
         """Return the table between these names and Hugging Face's."""
-        return KeyMap(RULES)
+        return KeyMap((*embedding_rules(self.config.tie_embeddings), *RULES))

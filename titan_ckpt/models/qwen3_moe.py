@@ -19,7 +19,7 @@ from torch import nn
 
 from titan_ckpt.keymap import KeyMap, KeyRule, Unstack
 from titan_ckpt.models.config import DecoderConfig, check_config, read_shape
-from titan_ckpt.models.decoder import Decoder
+from titan_ckpt.models.decoder import Decoder, embedding_rules
 from titan_ckpt.models.layers import INIT_STD, ExactBuffers, FeedForward, SubLayer, TransformerBlock, local_tensor
 from titan_ckpt.models.qwen3 import BLOCK, FIXED, HF_BLOCK, RULES, make_attention, rotary_table
 
@@ -241,6 +241,7 @@ class Qwen3Moe(Decoder[Qwen3MoeConfig]):
 
         experts = f"{BLOCK}.feed_forward.experts"
         return KeyMap((
+            *embedding_rules(self.config.tie_embeddings),
             *RULES,
             KeyRule.of(f"{BLOCK}.feed_forward.router.weight",   f"{HF_BLOCK}.mlp.gate.weight"),
             KeyRule.of(f"{experts}.w1",                         per_expert("gate_proj"), Unstack(num)),

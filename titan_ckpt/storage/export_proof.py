@@ -9,7 +9,7 @@ the disk is what limits them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from titan_ckpt.errors import ExportError
 from titan_ckpt.storage.base import ReadRequest, TensorReader
 from titan_ckpt.storage.box import boxes_of_range
 from titan_ckpt.storage.engine import IO_BYTES, NUM_WORKERS, bounce_buffer, collector_held, run_workers
-from titan_ckpt.storage.memory import ALIGNMENT, Buffer
+from titan_ckpt.storage.memory import ALIGNMENT, Buffer, bytes_at
 from titan_ckpt.tensors import Chunk, TensorInfo
 
 
@@ -34,6 +34,8 @@ class Written:
     """Byte of the file where the region begins, if it is one run of it: reads are aligned by it."""
     blocks: list[tuple[int, bytes]] = field(default_factory=list)
     """(Number of bytes, digest) of each."""
+    parts: tuple[tuple[Chunk, bytes], ...] = ()
+    """Of one block that several ranks put together: the box of each, and the digest of what it gave."""
 
     def add(self, num_bytes: int) -> int:
         """Make room for the digest of the next block, and return its number."""
@@ -60,9 +62,10 @@ def digest(data: memoryview) -> bytes:
 
 
 @collector_held()
-def prove(regions: Sequence[Written], reader: TensorReader) -> None:
+def prove(regions: Sequence[Written], reader: TensorReader, sources: Mapping[str, Sequence[str]]) -> None:
     """Read every region as any reader would, and compare it with what was written.
 
+    `sources`: key -> native names that were written there, of which several are tied and must hold the same.
     Raises: ExportError naming each tensor that differs.
     """
     wrong: dict[str, set[Chunk]] = {}
@@ -71,13 +74,27 @@ def prove(regions: Sequence[Written], reader: TensorReader) -> None:
         with bounce_buffer() as buffer:
             reader.read([request for block in batch for request in _requests(block, buffer)])
             for block in batch:
-                if digest(buffer.view[block.at : block.at + block.num_bytes]) != block.digest:
+                if not _is_as_written(block, buffer):
                     wrong.setdefault(block.written.key, set()).add(block.written.chunk)
 
     run_workers(_batches(regions), compare, NUM_WORKERS)
     if wrong:
         number = sum(map(len, wrong.values()))
-        raise ExportError(f"{number} region(s) read back differ from what was written, of {', '.join(wrong)}")
+        names = (
+            f"{key} (tied, and not equal: {', '.join(sources[key])})" if len(sources.get(key, ())) > 1 else key
+            for key in wrong
+        )
+        raise ExportError(f"{number} region(s) read back differ from what was written, of {', '.join(names)}")
+
+
+def _is_as_written(block: _Block, buffer: Buffer) -> bool:
+    stop = block.at + block.num_bytes
+    written = block.written
+    if not written.parts:
+        return digest(buffer.view[block.at : stop]) == block.digest
+    values = buffer.tensor[block.at : stop].view(written.info.dtype).view(written.chunk.sizes)
+    parts = ((values[box.within(written.chunk)].contiguous(), expected) for box, expected in written.parts)
+    return all(digest(bytes_at(part.data_ptr(), part.nbytes)) == expected for part, expected in parts)
 
 
 def _batches(regions: Sequence[Written]) -> Iterator[list[_Block]]:

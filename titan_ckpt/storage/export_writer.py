@@ -3,14 +3,16 @@
 Owns the way from views of memory into shared files, and the memory of what was written. Knows no folder's other files
 and talks to no rank.
 
-A slice that is one run of the file is cut in blocks, which several threads cast and write; a strided one (a shard of
-columns) is copied through a mapping of the file, which measured twice as fast as a write per row. Every byte is
-digested on its way, from memory rather than from the file, so re-reading the file proves it.
+A slice that is one run of the file is cut in blocks, which several threads cast and write. Strided ones (shards of
+columns) are put together with those of the machine's other ranks (assembly.py). Where that cannot be, and for values
+that are computed when they are written, they are copied through a mapping of the file, which measured twice as fast as
+a write per row. Every byte is digested on its way, from memory rather than from the file, so re-reading the file proves
+it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,17 +21,18 @@ from typing import Self
 import torch
 
 from titan_ckpt import posix, progress
+from titan_ckpt.storage.assembly import Assembly, GaveUp, Rows
 from titan_ckpt.storage.base import TensorReader
 from titan_ckpt.storage.box import element_span, is_run
 from titan_ckpt.storage.engine import NUM_WORKERS, bounce_buffer, run_workers
 from titan_ckpt.storage.export_plan import ExportPlan
-from titan_ckpt.storage.export_proof import Written, prove
+from titan_ckpt.storage.export_proof import Written, digest, prove
 from titan_ckpt.storage.memory import ALIGNMENT, bytes_at, is_plain_memory
 from titan_ckpt.storage.regions import mapped_boxes, windows
 from titan_ckpt.storage.safetensors_file import Layout
 from titan_ckpt.storage.safetensors_reader import RUN_BYTES
 from titan_ckpt.storage.shared_file import SharedFile
-from titan_ckpt.tensors import Block, LazyTensor
+from titan_ckpt.tensors import Block, Chunk, LazyTensor, blocks_of
 from titan_ckpt.transforms import FileGroup, FilePiece
 
 _QUEUED_BYTES = 256 << 20
@@ -49,6 +52,19 @@ class _Block:
     number: int
 
 
+Place = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""File key, where a region begins, and its sizes but for the number of its rows: no two regions have the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """What this rank and others put together."""
+
+    assembly: Assembly
+    rows: Sequence[Rows]
+    pieces: Mapping[Place, FilePiece]
+
+
 class ExportWriter:
     """Writes this rank's slices into files that were created before. A context manager; leaving it closes the files."""
 
@@ -60,17 +76,41 @@ class ExportWriter:
         self._files: dict[str, SharedFile] = {}
         self._written: list[Written] = []
         self._queue: list[FilePiece] = []
+        self._done: set[Place] = set()
+        self._sources: dict[str, list[str]] = {}
         self.undivided: dict[str, list[list[tuple[int, ...]]]] = {}
         """key -> [offsets, sizes] of each part written, where the plan does not know that the parts make up a whole."""
 
-    def write(self, groups: Iterable[FileGroup]) -> None:
+    def strided(self, groups: Iterable[FileGroup]) -> dict[Place, FilePiece]:
+        """Return what this rank writes of live tensors that is no run of its file."""
+        live = ((g, i, value) for g in groups if not g.quantised for i, value in enumerate(g.values))
+        found = {}
+        for group, index, value in live:
+            if isinstance(value, LazyTensor) or not self._direct:
+                continue
+            for block in blocks_of(value):
+                for piece in group.cut_shares(index, block, self._plan.shares_of(group.fqns[index])):
+                    if not is_run(self._plan.infos[piece.key].shape, piece.chunk):
+                        found[piece.key, piece.chunk.offsets, piece.chunk.sizes[1:]] = piece
+        return found
+
+    def write(self, groups: Iterable[FileGroup], together: Together | None = None) -> None:
         """Resolve the groups one tensor at a time, on this thread, and write what is this rank's to write.
 
+        `together`: what is put together with other ranks' parts; that comes first.
         A group that takes part in collectives is resolved even after an error, so that other ranks do not wait in
-        vain. Raises: the first error.
+        vain. Raises: the first error, but for another rank's.
         """
         error: Exception | None = None
+        if together is not None:
+            try:
+                self._write_together(together)
+            except Exception as caught:
+                together.assembly.give_up()
+                error = caught
         for group in groups:
+            for key in group.infos:
+                self._sources.setdefault(key, []).append(", ".join(group.fqns))
             if not group.collective and (error is not None or not self._plan.writes(group)):
                 continue
             try:
@@ -79,6 +119,8 @@ class ExportWriter:
                         self._add(group, index, block)
             except Exception as caught:
                 error = error or caught
+        if isinstance(error, GaveUp):
+            return
         if error is not None:
             raise error
         self._write_queued()
@@ -92,7 +134,7 @@ class ExportWriter:
 
     def prove(self, reader: TensorReader) -> None:
         """Compare every region this rank wrote with what is read back. Raises: ExportError naming what differs."""
-        prove(self._written, reader)
+        prove(self._written, reader, self._sources)
 
     def _add(self, group: FileGroup, index: int, block: Block) -> None:
         """Queue what of a block is this rank's to write; a lazy tensor's values are written before the next are made.
@@ -100,6 +142,8 @@ class ExportWriter:
         A live tensor's values need no memory while they wait.
         """
         for piece in group.cut_shares(index, block, self._plan.shares_of(group.fqns[index])):
+            if (piece.key, piece.chunk.offsets, piece.chunk.sizes[1:]) in self._done:
+                continue
             self._queue.append(piece)
             if not self._plan.is_divided(group):
                 chunks = self.undivided.setdefault(piece.key, [])
@@ -107,6 +151,34 @@ class ExportWriter:
         is_lazy = isinstance(group.values[index], LazyTensor)
         if is_lazy or sum(piece.view.nbytes for piece in self._queue) >= _QUEUED_BYTES:
             self._write_queued()
+
+    def _write_together(self, together: Together) -> None:
+        """Put this rank's parts where they become whole rows, and write those that are this rank's to write."""
+        assembly, pieces = together.assembly, together.pieces
+        mine = [rows for rows in together.rows if any(rank == assembly.rank for rank, _ in rows.parts)]
+        for rows in mine:
+            self._file(rows.key)
+            self._done |= {_place(rows, box) for rank, box in rows.parts if rank == assembly.rank}
+
+        def write(rows: Rows) -> None:
+            entry = self._plan.layouts[self._plan.file_of[rows.key]].entries[rows.key]
+            dtype = entry.info.dtype
+            offset = entry.start + element_span(entry.info.shape, rows.chunk)[0] * dtype.itemsize
+            first, num_bytes = offset % ALIGNMENT, rows.chunk.numel * dtype.itemsize
+            slot = assembly.slot(rows)
+            whole = slot.tensor[first : first + num_bytes].view(dtype).view(rows.chunk.sizes)
+            for number, (rank, box) in enumerate(rows.parts):
+                if rank == assembly.rank:
+                    piece = pieces[_place(rows, box)]
+                    assembly.put(rows, number, _put(piece, box, _part_of(whole, box, rows.chunk)))
+            if rows.writer == assembly.rank:
+                parts = assembly.complete(rows)
+                self._files[self._plan.file_of[rows.key]].write(slot.view[first : first + num_bytes], offset)
+                assembly.written(rows)
+                progress.advance(num_bytes)
+                self._written.append(Written(rows.key, rows.chunk, entry.info, offset, [(num_bytes, b"")], parts))
+
+        run_workers(mine, write)
 
     def _write_queued(self) -> None:
         queue, self._queue = self._queue, []
@@ -159,6 +231,29 @@ class ExportWriter:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _place(rows: Rows, box: Chunk) -> Place:
+    return rows.key, (rows.first, *box.offsets[1:]), box.sizes[1:]
+
+
+def _part_of(whole: torch.Tensor, box: Chunk, rows: Chunk) -> torch.Tensor:
+    return whole[box.within(rows)]
+
+
+def _put(piece: FilePiece, box: Chunk, target: torch.Tensor) -> bytes:
+    """Cast some rows of a piece into the target, and return their digest."""
+    start = box.offsets[0] - piece.chunk.offsets[0]
+    stop = start + box.sizes[0]
+    step = piece.chunk.sizes[0] // len(piece.view)  # a view may have a row per head
+    values = piece.view[start // step : -(-stop // step)]
+    if start % step or stop % step:
+        values = values.reshape(-1, *box.sizes[1:])[start % step :][: box.sizes[0]]
+    with bounce_buffer() as bounce:
+        data = bounce.tensor[: target.nbytes].view(target.dtype)
+        data.view(values.shape).copy_(values)
+        target.copy_(data.view(box.sizes))
+        return digest(bounce.view[: target.nbytes])
 
 
 def create_file(path: Path, layout: Layout) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from titan_ckpt import strict_json
+from titan_ckpt import posix, strict_json
 from titan_ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -109,11 +109,9 @@ def read_config(path: Path) -> dict[str, Any]:
     Lenient where transformers is (`Infinity` occurs in published configs). Raises: CorruptCheckpointError.
     """
     try:
-        data = path.read_bytes()
+        data = _read_json_file(path)
     except FileNotFoundError:
         return {}
-    if len(data) > MAX_JSON_BYTES:
-        raise CorruptCheckpointError(f"{path}: {len(data)} bytes are too many for a config", str(path))
     try:
         config = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -121,6 +119,16 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CorruptCheckpointError(f"{path}: expected a JSON object, found {type(config).__name__}", str(path))
     return config
+
+
+def _read_json_file(path: Path) -> bytes:
+    """Read a small file, also through a download cache's link. Raises: FileNotFoundError; CorruptCheckpointError."""
+    try:
+        return posix.read_whole(path.resolve(), MAX_JSON_BYTES)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CorruptCheckpointError(f"{path}: cannot be read: {error.strerror}", str(path)) from error
 
 
 def is_huggingface(path: Path) -> bool:
@@ -160,6 +168,7 @@ def _shards(folder: Path) -> list[Path]:
         raise NotACheckpointError(f"{folder}: no {WEIGHTS}, no {INDEX} and no other .safetensors file{hint}")
     numbered = [match for file in files if (match := _SHARD.fullmatch(file.name))]
     if not numbered:
+        _require(folder, [file.name for file in files], "listed there")
         return files
     series = {(match["stem"], int(match["count"])) for match in numbered}
     if len(series) > 1:
@@ -174,7 +183,7 @@ def _shards(folder: Path) -> list[Path]:
 def _indexed(folder: Path) -> list[SafetensorsHeader]:
     """Return the headers of the files that the index names, after comparing it with them key by key."""
     path = folder / INDEX
-    index = strict_json.parse(path.read_bytes(), MAX_JSON_BYTES, str(path))
+    index = strict_json.parse(_read_json_file(path), MAX_JSON_BYTES, str(path))
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptCheckpointError(f"{path}: no weight_map that names a file for each tensor", str(path))

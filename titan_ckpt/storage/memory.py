@@ -49,6 +49,12 @@ class Buffer:
         tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=max(num_bytes, 1))[:num_bytes]
         return Buffer(memoryview(mapping)[:num_bytes], tensor, tensor.data_ptr() if num_bytes else 0)
 
+    def part(self, start: int, num_bytes: int) -> Buffer:
+        """Return some bytes of it, from an aligned one on."""
+        return Buffer(
+            self.view[start : start + num_bytes], self.tensor[start : start + num_bytes], self.address + start
+        )
+
     def pin(self) -> bool:
         """Lock the pages for the copy engines of CUDA devices; say whether that worked.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -83,8 +84,12 @@ def read_header(path: Path) -> SafetensorsHeader:
 
     Raises: CorruptCheckpointError naming the file and the cause; OSError.
     """
-    with path.open("rb") as file:
-        num_bytes = os.fstat(file.fileno()).st_size
+    # a pipe by that name would be waited for without end
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise _corrupt(path, "no regular file")
+        num_bytes = status.st_size
         prefix = file.read(8)
         if len(prefix) < 8:
             raise _corrupt(path, f"{num_bytes} bytes are too few for a safetensors file; it is cut short")

@@ -17,15 +17,18 @@ from typing import Any, cast
 from titan_ckpt import posix, progress
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import ExportError
+from titan_ckpt.storage.assembly import Assembly, Boxes, whole_rows
 from titan_ckpt.storage.base import TensorReader
 from titan_ckpt.storage.engine import meanwhile
 from titan_ckpt.storage.export_plan import ExportPlan, MakeHeader, PackFiles, coverage_faults, plan_export
-from titan_ckpt.storage.export_writer import ExportWriter, create_file
+from titan_ckpt.storage.export_writer import ExportWriter, Place, Together, create_file
 from titan_ckpt.storage.staged_folder import StagedFolder, copy_file, write_file
-from titan_ckpt.tensors import TensorInfo
-from titan_ckpt.transforms import FileGroup
+from titan_ckpt.tensors import Chunk, TensorInfo
+from titan_ckpt.transforms import FileGroup, FilePiece
 
 logger = logging.getLogger(__name__)
+
+_THROUGH_MAPPINGS = "shards of columns are written through mappings of the files, which is slower"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,24 +117,65 @@ class _Export:
         """Write everything into the staging folder and prove it."""
         rank, world_size = self.coordinator.rank, self.coordinator.world_size
         mine = list(plan.layouts)[rank::world_size]
-        self._together("export/create", lambda: self._create(path, plan, mine))
         share = 2 * plan.num_bytes // world_size  # written, and read back
-        writing = ExportWriter(path, plan, direct=self.fsync)
-        with progress.shown(f"exporting {self.folder.name}", share), writing as writer:
-            self._together("export/write", lambda: self._write(path, plan, companions, writer))
+        with (
+            progress.shown(f"exporting {self.folder.name}", share),
+            ExportWriter(path, plan, direct=self.fsync) as writer,
+        ):
+            with contextlib.ExitStack() as stack:
+                pieces = writer.strided(self.groups) if world_size > 1 else {}
+                offer = self._offer(stack, pieces)
+                address = offer and offer.address
+                addresses = self._together("export/create", lambda: self._create(path, plan, mine), address)
+                together = self._meet(plan, offer, addresses, pieces)
+                self._together("export/write", lambda: self._write(path, plan, companions, writer, together))
             parts = self.coordinator.gather("export/parts", cast("Any", writer.undivided))
             if faults := coverage_faults(plan.infos, cast("Any", parts)):
                 raise ExportError(f"{len(faults)} tensor(s) are not whole: {'; '.join(faults)}")
             self._together("export/prove", lambda: self._prove(path, plan, writer))
+
+    def _offer(self, stack: contextlib.ExitStack, pieces: Mapping[Place, FilePiece]) -> Assembly | None:
+        boxes: dict[str, list[Chunk]] = {}
+        for piece in pieces.values():
+            boxes.setdefault(piece.key, []).append(piece.chunk)
+        try:
+            timeout = self.coordinator.timeout_seconds
+            return stack.enter_context(Assembly(self.coordinator.rank, boxes, timeout)) if boxes else None
+        except OSError as error:
+            logger.info("%s: %s", _THROUGH_MAPPINGS, error)
+            return None
+
+    def _meet(
+        self, plan: ExportPlan, offer: Assembly | None, addresses: Sequence[Any], pieces: Mapping[Place, FilePiece]
+    ) -> Together | None:
+        """Agree on whether ranks put rows together, and on which. Collective."""
+        if sum(address is not None for address in addresses) < 2:
+            return None
+        tables: Mapping[int, Boxes] | None = {}
+        try:
+            tables = {} if offer is None else offer.connect(addresses)
+        except (OSError, ValueError) as error:
+            logger.info("%s: %s", _THROUGH_MAPPINGS, error)
+            tables = None
+        if not all(self.coordinator.gather("export/meet", tables is not None)) or not tables or offer is None:
+            return None
+        shapes = {key: (info.shape, info.dtype.itemsize) for key, info in plan.infos.items()}
+        in_order = [key for layout in plan.layouts.values() for key in layout.entries]
+        return Together(offer, list(whole_rows(tables, shapes, in_order)), pieces)
 
     def _create(self, path: Path, plan: ExportPlan, names: Sequence[str]) -> None:
         for name in names:
             create_file(path / name, plan.layouts[name])
 
     def _write(
-        self, path: Path, plan: ExportPlan, companions: Mapping[str, bytes | Path], writer: ExportWriter
+        self,
+        path: Path,
+        plan: ExportPlan,
+        companions: Mapping[str, bytes | Path],
+        writer: ExportWriter,
+        together: Together | None,
     ) -> None:
-        writer.write(self._in_turn(plan))
+        writer.write(self._in_turn(plan), together)
         for name, content in companions.items():
             if (path / name).parent != path and not (path / name).parent.exists():
                 posix.mkdir((path / name).parent)
@@ -159,13 +203,14 @@ class _Export:
             self.layout.check(reader)
         writer.close()
 
-    def _together(self, tag: str, step: Callable[[], None]) -> None:
+    def _together(self, tag: str, step: Callable[[], None], value: Any = None) -> list[Any]:
+        """Take a step on every rank; return each rank's value. Raises: as `Coordinator.gather`."""
         error: Exception | None = None
         try:
             step()
         except Exception as caught:
             error = caught
-        self.coordinator.barrier(tag, error)
+        return cast("list[Any]", self.coordinator.gather(tag, value, error))
 
 
 def compare_infos(expected: Mapping[str, TensorInfo], found: Mapping[str, TensorInfo]) -> list[str]:

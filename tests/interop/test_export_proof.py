@@ -1,0 +1,91 @@
+"""No tensor escapes the proof: of every kind of model and of every form of export each one is compared."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from converters import from_tables
+from tests.interop.test_models_hf import CONFIGS
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, StateDictTransforms
+from titan_ckpt.errors import ExportError
+from titan_ckpt.models import hf, llama3, qwen3, qwen3_moe
+from titan_ckpt.storage import huggingface_export
+from titan_ckpt.storage.huggingface import HuggingFaceReader
+from titan_ckpt.storage.safetensors_file import read_header
+
+INT4 = {"kind": "qat", "scheme": "int4_weight_only", "group_size": 16}
+
+
+def of_transformers(name: str) -> nn.Module:
+    model = hf.build(CONFIGS[name])
+    model.init_weights()
+    return model
+
+
+def initialised(model: Any) -> nn.Module:
+    model.init_weights()
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama3": lambda: initialised(llama3.Llama3(llama3.FLAVORS["debug-0.5m"])),
+    "qwen3": lambda: initialised(qwen3.Qwen3(qwen3.FLAVORS["debug-0.5m"])),
+    "qwen3_moe": lambda: initialised(qwen3_moe.Qwen3Moe(qwen3_moe.FLAVORS["debug-1m"])),
+    **{f"hf {name}": lambda name=name: of_transformers(name) for name in ("llama_tied", "gpt2", "mixtral", "gpt_oss")},
+}
+EXPORTS: dict[str, tuple[ExportConfig, list[dict[str, Any]]]] = {
+    "plain": (ExportConfig("hf"), []),
+    "bfloat16": (ExportConfig("hf", dtype="bfloat16"), []),
+    "int4": (ExportConfig("hf", quantised=True), [INT4]),
+    "float8": (ExportConfig("hf", quantised=True, dtype="bfloat16"), [{"kind": "float8", "emulate": True}]),
+}
+CASES = [
+    *((model, "plain") for model in MODELS),
+    ("hf mixtral", "bfloat16"),
+    ("llama3", "bfloat16"),
+    ("hf llama_tied", "int4"),
+    ("llama3", "int4"),
+    ("llama3", "float8"),
+]
+
+
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_a_flipped_bit_in_any_tensor_is_found(
+    name: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last byte of every stored tensor is damaged before the files are read again: the error names every one."""
+    export, tables = EXPORTS[form]
+    model: Any = MODELS[name]()
+    converters = from_tables(tables)
+    converters.convert(model)
+    damaged: list[str] = []
+
+    def open_damaged(path: Path, **how: Any) -> HuggingFaceReader:
+        for file in path.glob("*.safetensors") if not damaged else ():
+            data = bytearray(file.read_bytes())
+            for key, entry in read_header(file).entries.items():
+                data[entry.start + entry.info.nbytes - 1] ^= 1
+                damaged.append(key)
+            file.write_bytes(data)
+        return HuggingFaceReader(path, **how)
+
+    monkeypatch.setattr(huggingface_export, "HuggingFaceReader", open_damaged)
+    manager = CheckpointManager(
+        CheckpointConfig(export=(export,)),
+        model_parts=[model],
+        sd_transforms=StateDictTransforms(model.key_map(), model.hf_config()),
+        model_converters=converters,
+        base_folder=tmp_path,
+    )
+    with manager, pytest.raises(ExportError, match="read back differ from what was written, of ") as caught:
+        manager.save(1, last_step=True)
+    found = re.split("written, of ", str(caught.value))[1].split(", ")
+    assert len(damaged) > 10
+    assert sorted(found) == sorted(damaged)
+    assert list((tmp_path / "exports").iterdir()) == []

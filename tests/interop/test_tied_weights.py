@@ -1,0 +1,69 @@
+"""Embeddings and output matrix under a table that ties them: once in the file, in every place in memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.interop.folders import export, load, tensors
+from titan_ckpt.convert import convert
+from titan_ckpt.errors import ExportError
+from titan_ckpt.models.llama3 import FLAVORS, Llama3
+
+TIED = replace(FLAVORS["debug-0.5m"], vocab_size=96, num_layers=1, max_seq_len=16)
+
+
+def with_copies(seed: int) -> Llama3:
+    """The tied architecture, as stages hold it: an output matrix in memory of its own."""
+    torch.manual_seed(seed)
+    model = Llama3(replace(TIED, tie_embeddings=False))
+    model.init_weights()
+    assert model.output is not None and model.tok_embeddings is not None
+    model.output.weight.data.copy_(model.tok_embeddings.weight)
+    return model
+
+
+def test_copies_become_one_file_tensor_and_are_both_filled_from_it(tmp_path: Path) -> None:
+    """An export has no lm_head, and opens in a model with one tensor, in one with an alias, and in one with two."""
+    table, config = Llama3(TIED).key_map(), Llama3(TIED).hf_config()
+    truth = with_copies(1)
+    export(truth, table, config, tmp_path / "out")
+    assert "lm_head.weight" not in tensors(tmp_path / "out")
+    assert truth.tok_embeddings is not None
+    one, alias, two = Llama3(TIED), with_copies(2), with_copies(3)
+    assert alias.output is not None and alias.tok_embeddings is not None
+    alias.output.weight = alias.tok_embeddings.weight
+    for model in (one, alias, two):
+        load(model, table, tmp_path / "out")
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, truth.state_dict()[name]), name
+    assert alias.output.weight is alias.tok_embeddings.weight
+    export(alias, table, config, tmp_path / "again")
+    assert tensors(tmp_path / "again").keys() == tensors(tmp_path / "out").keys()
+
+
+def test_copies_that_have_come_apart_are_not_exported(tmp_path: Path) -> None:
+    """One value of difference is found by the proof, which names both; nothing is published."""
+    model = with_copies(1)
+    assert model.output is not None
+    model.output.weight.data[-1, -1] += 1
+    tied = r"model\.embed_tokens\.weight \(tied, and not equal: tok_embeddings\.weight, output\.weight\)"
+    with pytest.raises(ExportError, match=tied):
+        export(model, Llama3(TIED).key_map(), Llama3(TIED).hf_config(), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_converted_folder_has_the_first_name_alone(tmp_path: Path) -> None:
+    """Offline, a tied file tensor becomes one native one, as a save of the model has it, and goes back."""
+    model = Llama3(TIED)
+    model.init_weights()
+    table, config = model.key_map(), model.hf_config()
+    export(model, table, config, tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "native", "native", key_map=table)
+    convert(tmp_path / "native", tmp_path / "back", "hf", key_map=table, hf_config=config)
+    before, after = tensors(tmp_path / "hf"), tensors(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 from converters import from_tables
 from tests.interop.test_models_hf import CONFIGS
@@ -22,22 +22,11 @@ from titan_ckpt.storage.safetensors_file import read_header
 INT4 = {"kind": "qat", "scheme": "int4_weight_only", "group_size": 16}
 
 
-def of_transformers(name: str) -> nn.Module:
-    model = hf.build(CONFIGS[name])
-    model.init_weights()
-    return model
-
-
-def initialised(model: Any) -> nn.Module:
-    model.init_weights()
-    return model
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama3": lambda: initialised(llama3.Llama3(llama3.FLAVORS["debug-0.5m"])),
-    "qwen3": lambda: initialised(qwen3.Qwen3(qwen3.FLAVORS["debug-0.5m"])),
-    "qwen3_moe": lambda: initialised(qwen3_moe.Qwen3Moe(qwen3_moe.FLAVORS["debug-1m"])),
-    **{f"hf {name}": lambda name=name: of_transformers(name) for name in ("llama_tied", "gpt2", "mixtral", "gpt_oss")},
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama3": lambda: llama3.Llama3(llama3.FLAVORS["debug-0.5m"]),
+    "qwen3": lambda: qwen3.Qwen3(qwen3.FLAVORS["debug-0.5m"]),
+    "qwen3_moe": lambda: qwen3_moe.Qwen3Moe(qwen3_moe.FLAVORS["debug-1m"]),
+    **{f"hf {name}": partial(hf.build, CONFIGS[name]) for name in ("llama_tied", "gpt2", "mixtral", "gpt_oss")},
 }
 EXPORTS: dict[str, tuple[ExportConfig, list[dict[str, Any]]]] = {
     "plain": (ExportConfig("hf"), []),
@@ -61,7 +50,8 @@ def test_a_flipped_bit_in_any_tensor_is_found(
 ) -> None:
     """The last byte of every stored tensor is damaged before the files are read again: the error names every one."""
     export, tables = EXPORTS[form]
-    model: Any = MODELS[name]()
+    model = MODELS[name]()
+    model.init_weights()
     converters = from_tables(tables)
     converters.convert(model)
     damaged: list[str] = []

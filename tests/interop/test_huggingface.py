@@ -392,6 +392,10 @@ def test_an_existing_folder_is_never_written_into(tmp_path: Path) -> None:
         ({"config": {"model_type": "llama"}}, "architectures"),
         ({"assets": Path("not-there")}, "assets folder not-there is not there"),
         ({"config": CONFIGS["tied"].to_hf()}, "tie_word_embeddings = true and the export has a lm_head"),
+        (
+            {"config": CONFIGS["untied"].to_hf() | {"vocab_size": 7, "num_hidden_layers": 3}},
+            r"vocab_size = 7 and hidden_size = \d+, and .*num_hidden_layers = 3, and there are 2: is it another",
+        ),
     ],
 )
 def test_an_export_that_would_mislead_is_refused(tmp_path: Path, changes: dict[str, Any], cause: str) -> None:

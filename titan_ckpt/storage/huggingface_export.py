@@ -7,6 +7,7 @@ Source: transformers, `modeling_utils.py` save_pretrained; huggingface_hub, `ser
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from titan_ckpt.errors import ExportError
 from titan_ckpt.quantising import WeightQuantiser, check_quantised, quantised
 from titan_ckpt.storage.base import TensorReader
 from titan_ckpt.storage.export_plan import ExportPlan, pack_as, pack_model_files
-from titan_ckpt.storage.huggingface import CONFIG, INDEX, HuggingFaceReader, read_config
+from titan_ckpt.storage.huggingface import CONFIG, INDEX, TIED, HuggingFaceReader, read_config
 from titan_ckpt.storage.staged_export import ExportSummary, FolderFormat, export_folder
 from titan_ckpt.tensors import TensorInfo
 from titan_ckpt.transforms import CASTABLE, FileGroup
@@ -47,6 +48,7 @@ _COPIED = (
 _FROM_BASE = ("auto_map", "bos_token_id", "eos_token_id", "pad_token_id")
 """What config.json takes from the base's where the model itself does not say: it goes with the copied files."""
 _LISTED = 8
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _OUTPUT = "lm_head.weight"
 _OUTPUTS = (_OUTPUT, "embed_out.weight", "head.weight", "decoder.weight", "output_projection.weight")
 """What the output matrix is called: almost always the first; in GPT-NeoX, RWKV, ModernBERT and BioGPT the others."""
@@ -105,6 +107,7 @@ def export_huggingface(
         if quantiser is not None:
             made["quantization_config"] = quantiser.config(plan.infos, plan.quantised)
         _check_tied(made, {*plan.infos, *plan.quantised})
+        _check_shape(made, plan)
         files[CONFIG] = _json(made)
         if GENERATION_CONFIG not in files:
             files[GENERATION_CONFIG] = _json(_generation_config(made))
@@ -198,6 +201,20 @@ def _check_tied(config: Mapping[str, Any], keys: Collection[str]) -> None:
         raise ExportError(wrong.format("true", "a", _OUTPUT))
     if tied is False and causal and not any(key in keys for key in _OUTPUTS):
         raise ExportError(wrong.format("false", "no", _OUTPUT))
+
+
+def _check_shape(config: Mapping[str, Any], plan: ExportPlan) -> None:
+    """Raise where config.json describes a model of another size: transformers would make up or drop weights."""
+    faults = []
+    wanted = tuple(config.get(name) for name in ("vocab_size", "hidden_size"))
+    embeddings = plan.infos.get(TIED[1])
+    if embeddings is not None and None not in wanted and embeddings.shape != wanted:
+        faults.append(f"vocab_size = {wanted[0]} and hidden_size = {wanted[1]}, and {TIED[1]} is {embeddings}")
+    layers = {match[1] for key in (*plan.infos, *plan.quantised) if (match := _LAYER.match(key))}
+    if layers and config.get("num_hidden_layers") not in (None, len(layers)):
+        faults.append(f"num_hidden_layers = {config['num_hidden_layers']}, and there are {len(layers)}")
+    if faults:
+        raise ExportError(f"config says {'; '.join(faults)}: is it another model's?")
 
 
 def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -416,19 +416,21 @@ def test_a_full_disk_while_columns_are_put_together(tmp_path: Path, failing: int
 
 @distributed(nproc=2)
 def full_disk_for_columns(tmp_path: Path, failing: int) -> None:
-    full = FailAt(ordinal=5, errno=errno.ENOSPC, lasting=True, named="pwrite_all")
     state = lasting_columns()
-    started = time.monotonic()
-    with (
-        intercepted(full) if dist.get_rank() == failing else contextlib.nullcontext(),
-        pytest.raises(ExportError, match="No space left") as caught,
-    ):
-        export_columns(state, tmp_path / "out", Coordinator.current(60.0))
-    assert time.monotonic() - started < 30
-    if dist.get_rank() != failing:
-        assert f"rank {failing} failed: OSError" in str(caught.value)
-    dist.barrier()
-    assert list(tmp_path.iterdir()) == []
+    for ordinal, lasting in ((5, True), (4, False), (6, False), (9, False)):
+        full = FailAt(ordinal=ordinal, errno=errno.ENOSPC, lasting=lasting, named="pwrite_all")
+        started = time.monotonic()
+        with (
+            intercepted(full) if dist.get_rank() == failing else contextlib.nullcontext(),
+            pytest.raises(ExportError, match="No space left") as caught,
+        ):
+            export_columns(state, tmp_path / "out", Coordinator.current(60.0))
+        assert time.monotonic() - started < 30
+        if dist.get_rank() != failing:
+            assert f"rank {failing} failed: OSError" in str(caught.value)
+        dist.barrier()
+        assert list(tmp_path.iterdir()) == []
+        dist.barrier()
 
 
 @distributed(nproc=2)

@@ -78,6 +78,8 @@ class ExportWriter:
         self._queue: list[FilePiece] = []
         self._done: set[Place] = set()
         self._sources: dict[str, list[str]] = {}
+        self.gave_up = False
+        """Whether `write` ended early because another rank had failed, which says so itself."""
         self.undivided: dict[str, list[list[tuple[int, ...]]]] = {}
         """key -> [offsets, sizes] of each part written, where the plan does not know that the parts make up a whole."""
 
@@ -105,6 +107,8 @@ class ExportWriter:
         if together is not None:
             try:
                 self._write_together(together)
+            except GaveUp as caught:
+                error = caught
             except Exception as caught:
                 together.assembly.give_up()
                 error = caught
@@ -119,7 +123,8 @@ class ExportWriter:
                         self._add(group, index, block)
             except Exception as caught:
                 error = error or caught
-        if isinstance(error, GaveUp):
+        self.gave_up = isinstance(error, GaveUp)
+        if self.gave_up:
             return
         if error is not None:
             raise error
@@ -178,7 +183,24 @@ class ExportWriter:
                 progress.advance(num_bytes)
                 self._written.append(Written(rows.key, rows.chunk, entry.info, offset, [(num_bytes, b"")], parts))
 
-        run_workers(mine, write)
+        failures: list[BaseException] = []
+
+        def write_or_give_up(rows: Rows) -> None:
+            try:
+                write(rows)
+            except GaveUp:
+                raise
+            except BaseException as error:  # now, for this rank's other threads wait for these rows too
+                failures.append(error)
+                assembly.give_up()
+                raise
+
+        try:
+            run_workers(mine, write_or_give_up)
+        except GaveUp:
+            if failures:
+                raise failures[0] from None
+            raise
 
     def _write_queued(self) -> None:
         queue, self._queue = self._queue, []

@@ -129,6 +129,8 @@ class _Export:
                 addresses = self._together("export/create", lambda: self._create(path, plan, mine), address)
                 together = self._meet(plan, offer, addresses, pieces)
                 self._together("export/write", lambda: self._write(path, plan, companions, writer, together))
+                if writer.gave_up:
+                    raise ExportError("another rank gave up, and did not say why")
             parts = self.coordinator.gather("export/parts", cast("Any", writer.undivided))
             if faults := coverage_faults(plan.infos, cast("Any", parts)):
                 raise ExportError(f"{len(faults)} tensor(s) are not whole: {'; '.join(faults)}")

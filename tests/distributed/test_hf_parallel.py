@@ -27,7 +27,7 @@ from titan_ckpt import posix
 from titan_ckpt.digest import logical_digests
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import ExportError, PeerError
-from titan_ckpt.keymap import KeyMap, KeyRule, PermuteRotary
+from titan_ckpt.keymap import KeyMap, KeyRule, PermuteRotary, Tie
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.storage import assembly, export_writer, open_reader
 from titan_ckpt.storage.huggingface_export import export_huggingface
@@ -393,7 +393,7 @@ def test_columns_are_put_together_or_written_through_mappings(tmp_path: Path) ->
 
 @distributed(nproc=2)
 def test_columns_that_land_in_the_wrong_place_are_found(tmp_path: Path) -> None:
-    """Two ranks that wrote into each other's columns made rows that are whole, and not what each of them gave."""
+    """Rows whose columns are exchanged are whole, and not what each rank gave; tied copies that differ are no one's."""
 
     def mirrored(whole: torch.Tensor, box: Chunk, rows: Chunk) -> torch.Tensor:
         columns = box.offsets[1]
@@ -404,6 +404,17 @@ def test_columns_that_land_in_the_wrong_place_are_found(tmp_path: Path) -> None:
         with pytest.raises(ExportError) as caught:
             export_columns(lasting_columns(), tmp_path / "out", Coordinator.current(60.0))
     assert "read back differ from what was written" in str(caught.value)
+    mesh = init_device_mesh("cpu", (2,))
+    copies: dict[str, Any] = {
+        name: DTensor.from_local(torch.ones(100, 50), mesh, [Shard(1)], run_check=False) for name in ("a", "b")
+    }
+    copies["b"]._local_tensor[3, 4] += dist.get_rank()
+    groups = StateDictTransforms(KeyMap((KeyRule.of(("a", "b"), "x", Tie(2)),))).to_file(copies, None, None)
+    with pytest.raises(ExportError, match=r"of x \(tied, and not equal: a, b\)"):
+        export_huggingface(
+            tmp_path / "out", groups, config={"model_type": "x", "architectures": ["X"]}, assets=None,
+            max_shard_bytes=10**9, coordinator=Coordinator.current(60.0),
+        )  # fmt: skip
     dist.barrier()
     assert list(tmp_path.iterdir()) == []
 

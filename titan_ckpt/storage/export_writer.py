@@ -12,6 +12,7 @@ it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,17 +84,21 @@ class ExportWriter:
         self.undivided: dict[str, list[list[tuple[int, ...]]]] = {}
         """key -> [offsets, sizes] of each part written, where the plan does not know that the parts make up a whole."""
 
-    def strided(self, groups: Iterable[FileGroup]) -> dict[Place, FilePiece]:
-        """Return what this rank writes of live tensors that is no run of its file."""
-        live = ((g, i, value) for g in groups if not g.quantised for i, value in enumerate(g.values))
-        found = {}
-        for group, index, value in live:
-            if isinstance(value, LazyTensor) or not self._direct:
+    def strided(self, groups: Sequence[FileGroup]) -> dict[Place, FilePiece]:
+        """Return what this rank writes of live tensors that is no run of its file; of tied ones nothing."""
+        found: dict[Place, FilePiece] = {}
+        if not self._direct:
+            return found
+        makers = Counter(key for group in groups for key in group.infos)
+        for group in groups:
+            if group.quantised or any(makers[key] > 1 for key in group.infos):
                 continue
-            for block in blocks_of(value):
-                for piece in group.cut_shares(index, block, self._plan.shares_of(group.fqns[index])):
-                    if not is_run(self._plan.infos[piece.key].shape, piece.chunk):
-                        found[piece.key, piece.chunk.offsets, piece.chunk.sizes[1:]] = piece
+            for index, value in enumerate(group.values):
+                shares = self._plan.shares_of(group.fqns[index])
+                for block in blocks_of(value) if isinstance(value, torch.Tensor) else ():
+                    for piece in group.cut_shares(index, block, shares):
+                        if not is_run(self._plan.infos[piece.key].shape, piece.chunk):
+                            found[piece.key, piece.chunk.offsets, piece.chunk.sizes[1:]] = piece
         return found
 
     def write(self, groups: Iterable[FileGroup], together: Together | None = None) -> None:
@@ -159,48 +164,49 @@ class ExportWriter:
 
     def _write_together(self, together: Together) -> None:
         """Put this rank's parts where they become whole rows, and write those that are this rank's to write."""
-        assembly, pieces = together.assembly, together.pieces
-        mine = [rows for rows in together.rows if any(rank == assembly.rank for rank, _ in rows.parts)]
+        me = together.assembly.rank
+        mine = [rows for rows in together.rows if any(rank == me for rank, _ in rows.parts)]
         for rows in mine:
             self._file(rows.key)
-            self._done |= {_place(rows, box) for rank, box in rows.parts if rank == assembly.rank}
-
-        def write(rows: Rows) -> None:
-            entry = self._plan.layouts[self._plan.file_of[rows.key]].entries[rows.key]
-            dtype = entry.info.dtype
-            offset = entry.start + element_span(entry.info.shape, rows.chunk)[0] * dtype.itemsize
-            first, num_bytes = offset % ALIGNMENT, rows.chunk.numel * dtype.itemsize
-            slot = assembly.slot(rows)
-            whole = slot.tensor[first : first + num_bytes].view(dtype).view(rows.chunk.sizes)
-            for number, (rank, box) in enumerate(rows.parts):
-                if rank == assembly.rank:
-                    piece = pieces[_place(rows, box)]
-                    assembly.put(rows, number, _put(piece, box, _part_of(whole, box, rows.chunk)))
-            if rows.writer == assembly.rank:
-                parts = assembly.complete(rows)
-                self._files[self._plan.file_of[rows.key]].write(slot.view[first : first + num_bytes], offset)
-                assembly.written(rows)
-                progress.advance(num_bytes)
-                self._written.append(Written(rows.key, rows.chunk, entry.info, offset, [(num_bytes, b"")], parts))
-
+            self._done |= {_place(rows, box) for rank, box in rows.parts if rank == me}
         failures: list[BaseException] = []
 
-        def write_or_give_up(rows: Rows) -> None:
+        def write(rows: Rows) -> None:
             try:
-                write(rows)
+                self._write_rows(rows, together)
             except GaveUp:
                 raise
             except BaseException as error:  # now, for this rank's other threads wait for these rows too
                 failures.append(error)
-                assembly.give_up()
+                together.assembly.give_up()
                 raise
 
         try:
-            run_workers(mine, write_or_give_up)
+            run_workers(mine, write)
         except GaveUp:
             if failures:
                 raise failures[0] from None
             raise
+
+    def _write_rows(self, rows: Rows, together: Together) -> None:
+        """Put this rank's parts into the rows' slot; where they are its own to write, wait for the others' parts."""
+        name, assembly = self._plan.file_of[rows.key], together.assembly
+        entry = self._plan.layouts[name].entries[rows.key]
+        dtype = entry.info.dtype
+        offset = entry.start + element_span(entry.info.shape, rows.chunk)[0] * dtype.itemsize
+        first, num_bytes = offset % ALIGNMENT, rows.chunk.numel * dtype.itemsize
+        slot = assembly.slot(rows)
+        whole = slot.tensor[first : first + num_bytes].view(dtype).view(rows.chunk.sizes)
+        for number, (rank, box) in enumerate(rows.parts):
+            if rank == assembly.rank:
+                piece = together.pieces[_place(rows, box)]
+                assembly.put(rows, number, _put(piece, box, _part_of(whole, box, rows.chunk)))
+        if rows.writer == assembly.rank:
+            parts = assembly.complete(rows)
+            self._files[name].write(slot.view[first : first + num_bytes], offset)
+            assembly.written(rows)
+            progress.advance(num_bytes)
+            self._written.append(Written(rows.key, rows.chunk, entry.info, offset, [(num_bytes, b"")], parts))
 
     def _write_queued(self) -> None:
         queue, self._queue = self._queue, []

@@ -20,7 +20,8 @@ from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.keymap import PermuteRotary
 from titan_ckpt.storage import regions
 from titan_ckpt.storage.base import ReadRequest
-from titan_ckpt.storage.engine import IO_BYTES
+from titan_ckpt.storage.engine import IO_BYTES, FileReader
+from titan_ckpt.storage.memory import Buffer
 from titan_ckpt.storage.safetensors_file import read_header
 from titan_ckpt.storage.safetensors_reader import SafetensorsFiles
 from titan_ckpt.tensors import Chunk
@@ -100,6 +101,30 @@ def test_a_tensor_larger_than_every_buffer(tmp_path: Path, cold: bool) -> None:
     assert torch.equal(strided, value)
     assert torch.equal(columns, value[:, 2:5].long())
     assert torch.equal(small, torch.arange(990.0, 1000.0))
+
+
+def test_neighbours_in_file_and_memory_are_one_direct_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boxes that make up a run, into memory aligned as the file is, need no copy; edges come through the page cache."""
+    value = torch.randint(0, 100, (301, 1000), dtype=torch.int32)
+    path = tmp_path / "a.safetensors"
+    save_file({"x": value}, path)
+    start = read_header(path).entries["x"].start + 4 * 500
+    buffer = Buffer.allocate(2 << 20)
+    boxes = [Chunk((0, 500), (1, 500)), Chunk((1, 0), (299, 1000)), Chunk((300, 0), (1, 7))]
+    requests, at = [], start % 4096
+    for box in boxes:
+        requests.append(ReadRequest("x", box, buffer.tensor[at : at + 4 * box.numel].view(torch.int32)))
+        at += 4 * box.numel
+    reads: list[int] = []
+    true = FileReader.read_blocks
+    monkeypatch.setattr(
+        FileReader, "read_blocks", lambda self, view, at: (reads.append(len(view)), true(self, view, at))
+    )
+    drop_from_cache(path)
+    with opened(path) as files:
+        files.read(requests)
+    assert reads == [at - start % 4096]
+    assert torch.equal(torch.cat([r.into.view(-1) for r in requests]), value.view(-1)[500 : 300 * 1000 + 7])
 
 
 def test_columns_of_permuted_heads_in_small_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

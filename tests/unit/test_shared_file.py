@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.shim import Counter, intercepted
 from titan_ckpt.storage.memory import ALIGNMENT, Buffer
 from titan_ckpt.storage.shared_file import SharedFile
 
@@ -36,6 +37,28 @@ def test_every_byte_lands_where_it_belongs(tmp_path: Path, direct: bool, first: 
         writer.close()
         writer.close()
     assert path.read_bytes()[first:] == expected[first:]
+
+
+def test_small_neighbours_are_written_at_once_and_none_is_kept_for_long(tmp_path: Path) -> None:
+    """A thousand tensors of some bytes are one write when they are flushed; a MiB of them does not wait for that."""
+    (tmp_path / "file").write_bytes(bytes(3 << 20))
+    data = random.Random(1).randbytes(3 << 20)
+    file = SharedFile(tmp_path / "file", direct=True)
+    calls = Counter()
+    with intercepted(calls):
+        for start in range(8, 8 + 1000 * 24, 24):
+            file.write(memoryview(data[start : start + 24]), start)
+        assert calls.names == []
+        file.flush()
+        file.flush()
+        assert calls.names == ["pwrite_all"]
+        for start in range(1 << 20, 3 << 20, 2048):
+            file.write(memoryview(data[start : start + 2048]), start)
+        assert calls.names == ["pwrite_all"] * 3
+    file.close()
+    found = (tmp_path / "file").read_bytes()
+    assert found[8 : 8 + 24_000] == data[8 : 8 + 24_000]
+    assert found[1 << 20 :] == data[1 << 20 :]
 
 
 def test_a_link_is_not_written_through(tmp_path: Path) -> None:

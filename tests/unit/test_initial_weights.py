@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from tests.tiny_run import losses, settings
 from titan_ckpt.errors import LoadMismatchError
+from titan_ckpt.model_wrapper import ModelWrapper
 from titan_ckpt.training.trainer import Trainer
 
 
@@ -37,6 +39,11 @@ class Recomputing(Trainer):
 
 def test_d6_wrapper_segments_are_not_part_of_a_name(tmp_path: Path, base: Path) -> None:
     """A model with wrapped blocks loads a plain folder, saves plain names, and trains as the plain model does."""
+    compiled: Any = torch.compile(nn.Linear(2, 2), backend="eager")
+    wrapped = nn.ModuleDict({"compiled": compiled, "recomputed": checkpoint_wrapper(nn.Linear(2, 2))})
+    assert [*ModelWrapper([wrapped]).state_dict()] == [
+        "compiled.weight", "compiled.bias", "recomputed.weight", "recomputed.bias"
+    ]  # fmt: skip
     load = {"save": {"interval": 2}, "initial_load": [{"path": str(base)}]}
     Trainer(settings(tmp_path / "plain", checkpoint=load)).run()
     Recomputing(settings(tmp_path / "wrapped", checkpoint=load)).run()

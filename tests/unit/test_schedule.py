@@ -40,10 +40,22 @@ def test_d5_wsd_is_stable_until_its_decay() -> None:
     assert [factor(i) for i in range(10)] == [1.0] * 9 + [0.5]
 
 
-def test_d5_cosine_is_half_way_down_at_the_middle() -> None:
-    """Half of the fall is behind in the middle of the steps after warm-up."""
+def test_d5_linear_falls_in_a_straight_line() -> None:
+    """Every step takes the same part of the peak away."""
+    factor = rate_factor(ScheduleConfig("linear", warmup_ratio=0.0, min_ratio=0.0), 8)
+    assert [factor(i) for i in range(8)] == pytest.approx([1 - i / 8 for i in range(8)])
+
+
+def test_d5_cosine_falls_along_half_a_cosine() -> None:
+    """Slowly at both ends, half way down in the middle of the steps after warm-up."""
     factor = rate_factor(ScheduleConfig("cosine", warmup_ratio=0.0, min_ratio=0.0), 10)
-    assert factor(5) == pytest.approx(0.5)
+    assert [factor(i) for i in (0, 1, 5, 9)] == pytest.approx([1.0, 0.97552826, 0.5, 0.02447174])
+
+
+def test_d5_constant_stays_at_the_peak() -> None:
+    """To the last step, whatever the floor is."""
+    factor = rate_factor(ScheduleConfig("constant", warmup_ratio=0.0, min_ratio=0.1), 10)
+    assert {factor(i) for i in range(10)} == {1.0}
 
 
 def test_a_run_that_is_all_warm_up_has_a_course() -> None:

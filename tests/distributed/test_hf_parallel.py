@@ -421,13 +421,14 @@ def test_columns_that_land_in_the_wrong_place_are_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_full_disk_while_columns_are_put_together(tmp_path: Path, failing: int) -> None:
-    """The rank that waits for the other's part is let go, and both know who failed."""
+    """Whoever waits for the other's part, or for a slot that stays taken, is let go, and both know who failed."""
     full_disk_for_columns(tmp_path, failing)
 
 
 @distributed(nproc=2)
 def full_disk_for_columns(tmp_path: Path, failing: int) -> None:
     state = lasting_columns()
+    assembly.NUM_SLOTS = 2
     for ordinal, lasting in ((5, True), (4, False), (6, False), (9, False)):
         full = FailAt(ordinal=ordinal, errno=errno.ENOSPC, lasting=lasting, named="pwrite_all")
         started = time.monotonic()

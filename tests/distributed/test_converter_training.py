@@ -24,7 +24,7 @@ from titan_ckpt import (
     SaveConfig,
     StateDictTransforms,
 )
-from titan_ckpt.errors import ExportError
+from titan_ckpt.errors import ConverterError, ExportError
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
 from titan_ckpt.storage import open_reader
 from titan_ckpt.storage.base import ReadRequest
@@ -232,8 +232,16 @@ def gather_float8_alone() -> None:
         converters.post_optimizer_hook([model])
         losses.append(loss.item())
     assert losses == sorted(losses, reverse=True)
+    sharded = TwoLayers()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    for table in ({**LORA, "target_modules": ["up"]}, {"kind": "qat", "scheme": "int8_weight_only"}):
+        with pytest.raises(ConverterError, match="up: is sharded already; convert the model first"):
+            from_tables([table]).convert(sharded)
 
 
 def test_float8_weights_are_gathered_by_gloo() -> None:
-    """A group that holds nothing but float8 weights is gathered as bytes, since gloo has no float8 collectives."""
+    """A group of nothing but float8 weights is gathered as bytes, since gloo has no float8 collectives.
+
+    What is sharded before it is converted is refused.
+    """
     gather_float8_alone()

@@ -21,6 +21,7 @@ from titan_ckpt.model_wrapper import ModelWrapper
 from titan_ckpt.models import qwen3_moe
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
 from titan_ckpt.tensors import LazyTensor, blocks_of
+from titan_ckpt.transforms import StateDictTransforms
 from titan_ckpt.types import StateDict
 
 TINY = Llama3Config(
@@ -402,6 +403,40 @@ def test_peft_config_says_everything() -> None:
         "inference_mode": True, "rank_pattern": {"model.layers.0.self_attn.q_proj": 2},
         "alpha_pattern": {first: 3.5, second: 3.5}, "modules_to_save": None,
     }  # fmt: skip
+
+
+def test_what_a_peft_config_leaves_out_is_pefts_default() -> None:
+    """A rank and an alpha that are not there are 8, for PEFT and here."""
+    model = llama()
+    for settings, lines in (({"rank": 8, "alpha": 8.0}, 0), ({"rank": 8, "alpha": 4.0}, 2), ({"alpha": 4.0}, 2)):
+        adapter = converted(llama(), "wq", **settings).state_dict_adapter()
+        assert adapter is not None
+        assert len(adapter.misfits(model.key_map(), {"peft_type": "LORA", "target_modules": ["q_proj"]})) == lines
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(3, 6, 4))
+
+
+def test_factors_change_places_where_the_file_has_experts_transposed() -> None:
+    """(B A)^T is A^T B^T: what is A here is B in files of the transposed weight, and the other way round."""
+    converters = converted(model := nn.ModuleDict({"experts": Experts()}), "experts.down", rank=2)
+    files = [f"experts.{i}.down.weight" for i in range(3)]
+    table = KeyMap((KeyRule.of("experts.down", files, Unstack(3, transpose=True)),))
+    adapter = converters.state_dict_adapter()
+    assert adapter is not None
+    randomise(model, converters)
+    tensors = ModelWrapper([model], converters).owned_state_dict()
+    pieces = {
+        p.key: p.view for group in StateDictTransforms(table).to_file(tensors, converters, None) for p in group.pieces()
+    }
+    merged = resolved(ModelWrapper([model], converters).state_dict("export"))["experts.down"]
+    names = (f"base_model.model.experts.1.down.lora_{factor}.weight" for factor in "BA")
+    left, right = (pieces[name].reshape(-1, 2) if "_B" in name else pieces[name].reshape(2, -1) for name in names)
+    delta = (left @ right) * 8.0
+    torch.testing.assert_close(model.get_parameter("experts.down")[1].t() + delta, merged[1].t())
 
 
 def test_peft_targets_are_full_names_where_a_short_one_means_more() -> None:

@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 
 from converters import from_tables
+from tests.converter_sets import SETS
 from tests.interop.folders import assert_same_bytes
 from titan_ckpt.config import from_dict
 from titan_ckpt.training.callbacks import Callback, StepMetrics
@@ -21,36 +22,26 @@ from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.reporting import read_metrics
 from titan_ckpt.training.trainer import Trainer
 
-LORA: dict[str, Any] = {"kind": "lora", "rank": 4, "target_modules": ["wq", "wk", "wv", "wo", "w1", "w2", "w3"]}
-INT4: dict[str, Any] = {"kind": "qat", "scheme": "int4_weight_only"}
-FLOAT8: dict[str, Any] = {"kind": "float8", "recipe": "rowwise", "emulate": True}
-SETS: dict[str, list[dict[str, Any]]] = {
-    "lora": [LORA],
-    "qat": [INT4],
-    "float8": [FLOAT8],
-    "qat_lora": [INT4, LORA],
-    "float8_lora": [FLOAT8, LORA],
-}
-STEPS = 24
+STEPS = 16
 
 
 class Slow(Callback):
-    """Takes its time after step 10, so that the run is not over when it is killed."""
+    """Takes its time after step 5, so that the run is not over when it is killed."""
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        if metrics.step > 10:
+        if metrics.step > 5:
             time.sleep(0.3)
 
 
 def run_config(folder: Path, base: Path | None, cache: Path) -> RunConfig:
-    """Return a run of 24 steps on the built-in text over a base from a folder, or the two steps that make one."""
+    """Return a run of 16 steps on the built-in text over a base from a folder, or the two steps that make one."""
     raw: dict[str, Any] = {
         "output_folder": str(folder),
         "model": {"flavor": "debug-0.5m"} if base is None else {"folder": str(base)},
         "data": {"sequence_length": 32, "cache_folder": str(cache)},
         "training": {"steps": STEPS if base is not None else 2, "batch_size": 4, "max_grad_norm": 1.0, "device": "cpu"},
         "optimizer": {"lr": 1e-2},
-        "checkpoint": {"save": {"interval": 8, "async_mode": "thread"}, "export": [{"format": "hf"}]},
+        "checkpoint": {"save": {"interval": 4, "async_mode": "thread"}, "export": [{"format": "hf"}]},
     }
     if base is not None:
         raw["data"]["tokenizer"] = {"folder": str(base)}
@@ -81,7 +72,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("name", SETS)
 def test_the_loss_falls_and_a_killed_run_goes_on(name: str, base: tuple[Path, Path], tmp_path: Path) -> None:
-    """Killed with -9 once step 8 is committed, the resumed run has the losses and the export of the other, bit for bit.
+    """Killed with -9 once step 4 is committed, the resumed run has the losses and the export of the other, bit for bit.
 
     Interval saves of adapters hold adapters alone.
     """
@@ -89,12 +80,12 @@ def test_the_loss_falls_and_a_killed_run_goes_on(name: str, base: tuple[Path, Pa
     torch.set_num_threads(1)
     try:
         whole = train(name, tmp_path / "whole", *base)
-        assert sum(whole[-6:]) < sum(whole[:6])
+        assert sum(whole[-4:]) < sum(whole[:4])
         server = multiprocessing.get_context("forkserver")  # its processes come from one that runs no threads
         server.set_forkserver_preload([__name__, "torchao.float8", "torchao.quantization.qat"])
         process = server.Process(target=train_slowly, args=(name, tmp_path / "run", *base))
         process.start()
-        committed = tmp_path / "run/checkpoints/step-8/MANIFEST.json"
+        committed = tmp_path / "run/checkpoints/step-4/MANIFEST.json"
         deadline = time.monotonic() + 100
         while not committed.exists() and process.is_alive() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -106,6 +97,6 @@ def test_the_loss_falls_and_a_killed_run_goes_on(name: str, base: tuple[Path, Pa
     finally:
         torch.set_num_threads(threads)
     assert_same_bytes(*(tmp_path / run / f"exports/step-{STEPS}" for run in ("whole", "run")))
-    with safe_open(tmp_path / "run/checkpoints/step-16/rank-00000.safetensors", "pt") as file:
+    with safe_open(tmp_path / "run/checkpoints/step-8/rank-00000.safetensors", "pt") as file:
         saved = {key for key in file.keys() if key.startswith("model.")}  # noqa: SIM118  # not a mapping
     assert all("lora_" in key for key in saved) == ("lora" in name) and saved

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from converters import from_tables
+from tests.converter_sets import FLOAT8, INT4, LORA
 from titan_ckpt import (
     CheckpointConfig,
     CheckpointManager,
@@ -34,10 +35,7 @@ from titan_ckpt.testing import distributed
 TINY = Llama3Config(
     dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_dim=128, vocab_size=96, max_seq_len=32
 )
-LORA = {"kind": "lora", "rank": 4, "target_modules": ["wq", "wk", "wv", "wo", "w1", "w2", "w3"]}
 DORA = {**LORA, "use_dora": True, "dropout": 0.1, "modules_to_save": ["norm"]}
-INT4 = {"kind": "qat", "scheme": "int4_weight_only"}
-FLOAT8 = {"kind": "float8", "emulate": True}
 GATHERED = {**FLOAT8, "fsdp_all_gather": True}
 SETS: dict[str, list[dict[str, Any]]] = {
     "lora": [LORA],

@@ -230,6 +230,8 @@ def gather_float8_alone() -> None:
         converters.post_optimizer_hook([model])
         losses.append(loss.item())
     assert losses == sorted(losses, reverse=True)
+    up: Any = model.up.weight
+    assert up._local_tensor._precomputed_scale is not None, "one reduction for all scales, after every step"
     sharded = TwoLayers()
     fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
     for table in ({**LORA, "target_modules": ["up"]}, {"kind": "qat", "scheme": "int8_weight_only"}):

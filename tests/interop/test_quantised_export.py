@@ -121,6 +121,8 @@ def test_transformers_computes_what_training_computed(name: str, tmp_path: Path)
     train(model)
     folder = export(model, converters, tmp_path, max_shard_bytes=20_000)
     assert len(list(folder.glob("*.safetensors"))) > 1
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert settings["include_input_output_embeddings"] == ("embeddings" in name or "head" in name)
     with torch.no_grad():
         expected = model(TOKENS)
         assert torch.equal(reload(folder)(TOKENS).logits, expected)
@@ -151,6 +153,16 @@ def test_the_folder_is_what_transformers_would_save(tmp_path: Path) -> None:
             found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a mapping
     assert found.keys() == tensors.keys()
     assert all(torch.equal(value, tensors[key]) and value.dtype == tensors[key].dtype for key, value in found.items())
+
+
+def test_the_head_of_a_tied_model_is_not_taken_for_a_quantised_one(tmp_path: Path) -> None:
+    """It is in no file, and a module all the same, so the folder has to name it."""
+    model = llama(tie_word_embeddings=True)
+    folder = export(model, convert(model, INT4), tmp_path)
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert settings["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
+    with torch.no_grad():
+        assert torch.equal(reload(folder)(TOKENS).logits, model(TOKENS))
 
 
 def test_our_reader_gives_back_what_training_computed_with(tmp_path: Path) -> None:

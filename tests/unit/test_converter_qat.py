@@ -124,6 +124,30 @@ def test_schemes_for_gpus_say_what_they_need(scheme: str, monkeypatch: pytest.Mo
     assert not any("Fake" in type(m).__name__ for m in model.modules())
 
 
+def test_float8_schemes_train_with_exact_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that has the units, every fake quantiser to float8 is one that passes gradients through."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    model = llama()
+    convert(model, {"kind": "qat", "scheme": "float8_dynamic_act_float8_weight"})
+    module: Any = model.get_submodule("layers.0.attention.wq")
+    assert isinstance(module.weight_fake_quantizer, StraightThrough)
+    assert isinstance(module.activation_fake_quantizer, StraightThrough)
+
+
+def test_groups_have_the_size_that_was_asked_for() -> None:
+    """A smaller group has more scales: other values are rounded to."""
+    weights = []
+    for group_size in (16, 32):
+        model = nn.ModuleDict({"a": nn.Linear(64, 8, bias=False)})
+        nn.init.normal_(model.get_parameter("a.weight"), generator=torch.Generator().manual_seed(0))
+        convert(model, {"kind": "qat", "scheme": "int4_weight_only", "group_size": group_size})
+        module: Any = model.get_submodule("a")
+        weights.append(module.weight_fake_quantizer(module.weight))
+        assert all(len(row.unique()) <= 16 for row in weights[-1].view(-1, group_size))
+    assert any(len(row.unique()) > 16 for row in weights[0].view(-1, 32))
+
+
 def test_groups_that_do_not_divide_are_listed() -> None:
     """Every module whose inputs do not divide into groups is named at once."""
     model = nn.ModuleDict({"a": nn.Linear(40, 8), "b": nn.Linear(64, 8), "c": nn.Linear(8, 8)})

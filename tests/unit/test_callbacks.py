@@ -29,6 +29,7 @@ from titan_ckpt.testing import distributed
 from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue, StepMetrics, monitors
 from titan_ckpt.training.callbacks.evaluation import Evaluation
 from titan_ckpt.training.data import IGNORED, Batch, PackedDataset, collate
+from titan_ckpt.training.loss import num_predicted
 from titan_ckpt.training.trainer import Trainer
 
 EVERYTHING: dict[str, dict[str, Any]] = {
@@ -320,6 +321,15 @@ def evaluated(folder: Path, batch_size: int, interval: int) -> Any:
     )
 
 
+class OneByOne(Callback):
+    """Demands the mean over the tokens of seven sequences, each measured by itself: none to fill a batch."""
+
+    def on_evaluate(self, trainer: Trainer, step: int, values: Mapping[str, float]) -> None:
+        alone = [trainer.collate([trainer.held_out().sequence(number)]) for number in range(7)]
+        loss = sum(float(trainer.measure_loss(batch)) for batch in alone) / sum(map(num_predicted, alone))
+        assert values["eval/loss"] == pytest.approx(loss, abs=1e-5)
+
+
 class Shards(Callback):
     """Demands that an evaluation leaves parameters as it found them: shards."""
 
@@ -366,7 +376,7 @@ def test_d2_monitors_are_of_all_ranks(tmp_path: Path) -> None:
 def test_d2_evaluation_weights_every_token_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
     """Two ranks and one find the same held-out loss; evaluating more often changes no later loss and no save."""
     evaluate_on_two_ranks(tmp_path)
-    UnevenLabels(evaluated(tmp_path / "one", 4, 1)).run()
+    UnevenLabels(evaluated(tmp_path / "one", 4, 1), callbacks=[OneByOne()]).run()
     one, two = ([row["eval/loss"] for row in rows(tmp_path / name)] for name in ("one", "two-1"))
     assert one == pytest.approx(two, abs=2e-5)
     assert losses(tmp_path / "two-1") == losses(tmp_path / "two-2")

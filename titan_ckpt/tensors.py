@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import add, le, sub
 from typing import NamedTuple
 
 import torch
@@ -36,13 +37,11 @@ class Chunk:
 
     def intersect(self, other: Chunk) -> Chunk | None:
         """Return the box both cover, in global coordinates, or None if it is empty."""
-        starts = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
-        ends = tuple(
-            min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        )
-        if any(e <= s for s, e in zip(starts, ends, strict=True)):
+        starts = tuple(map(max, self.offsets, other.offsets))
+        ends = tuple(map(min, map(add, self.offsets, self.sizes), map(add, other.offsets, other.sizes)))
+        if any(map(le, ends, starts)):
             return None
-        return Chunk(starts, tuple(e - s for s, e in zip(starts, ends, strict=True)))
+        return Chunk(starts, tuple(map(sub, ends, starts)))
 
     def within(self, outer: Chunk) -> tuple[slice, ...]:
         """Return the index of this box inside a block that holds `outer`."""

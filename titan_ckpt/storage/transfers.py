@@ -32,6 +32,8 @@ from titan_ckpt.tensors import Chunk
 BlockRun = tuple[int, int]
 """Blocks [first, last) of a file's data section."""
 
+_SAMPLED = 8
+"""One window of so many is looked at to see whether a file is in the page cache."""
 _MOST_MISSING = 0.25
 """Share of the wanted bytes that may be missing where the page cache is still the quicker way."""
 MIN_DIRECT_BYTES = 256 << 10
@@ -109,9 +111,7 @@ class BlockReader:
         self._reach = list(accumulate((t.stop for t in self._transfers), max))
         self.block_runs = list(self._wanted())
         self.windows = list(self._windows(self.block_runs))
-        self._holes = self._missing()
-        total = sum(stop - start for start, stop in self.windows)
-        self.is_cached = sum(self._holes.values()) <= _MOST_MISSING * total
+        self._holes, self.is_cached = self._survey()
         self.to_check = self.windows if verify and self.is_cached else []
         """What this rank verifies before anything is filled; shared_check.py divides it among the ranks of a host."""
         self._witness: Witness | None = None
@@ -138,10 +138,21 @@ class BlockReader:
             for index in range(first, last, step):
                 yield index * block, min(min(index + step, last) * block, end)
 
-    def _missing(self) -> dict[Window, int]:
-        """Return the windows that are not wholly in the page cache, with the bytes each lacks."""
+    def _survey(self) -> tuple[list[Window], bool]:
+        """Return the windows that are not wholly in the page cache, and whether so few bytes are missing that it pays.
+
+        Every page that is there costs a look, so all windows are looked at only if some of them lack anything.
+        """
+        if not self._missing(self.windows[::_SAMPLED]):
+            return [], True
+        missing = self._missing(self.windows)
+        total = sum(stop - start for start, stop in self.windows)
+        return list(missing), sum(missing.values()) <= _MOST_MISSING * total
+
+    def _missing(self, windows: Sequence[Window]) -> dict[Window, int]:
+        """Return those of the windows that the page cache lacks anything of, with the bytes it lacks."""
         base = self._header.data_start
-        lacking = {(a, b): b - a - self._file.cached_bytes(base + a, b - a) for a, b in self.windows}
+        lacking = {(a, b): b - a - self._file.cached_bytes(base + a, b - a) for a, b in windows}
         return {window: lacks for window, lacks in lacking.items() if lacks > 0}
 
     @property

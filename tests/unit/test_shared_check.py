@@ -179,6 +179,19 @@ def test_a_file_changed_just_now_is_not_trusted(tmp_path: Path, monkeypatch: pyt
         assert Witness.of(file.fileno()) is None
 
 
+@pytest.mark.parametrize("sectors", [0, 8])
+def test_a_disk_that_never_counts_is_no_witness(sectors: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As some drivers do not, however often it is read."""
+    (tmp_path / "stat").write_text(f"  {sectors // 8}  0  {sectors}  0  5  0  40  1  0  2  2\n")
+    monkeypatch.setattr(page_cache, "_device", lambda _: tmp_path)
+    with (tmp_path / "stat").open("rb") as file:
+        witness = Witness.of(file.fileno())
+        assert (witness is not None) == (sectors > 0)
+        if witness is not None:
+            assert witness.holds()
+            witness.close()
+
+
 @given(st.lists(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), max_size=4), min_size=1, max_size=5))
 def test_every_block_is_verified_by_exactly_one_rank_that_needs_it(ranks: list[list[tuple[int, int]]]) -> None:
     """Whatever each needs, of this file or another; those that need the same share it about equally."""

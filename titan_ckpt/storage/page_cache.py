@@ -52,15 +52,19 @@ class Witness:
 
     @classmethod
     def of(cls, fd: int) -> Self | None:
-        """Begin to watch an open file; None where nothing could be told: on no local disk, or changed just now."""
+        """Begin to watch an open file; None where nothing could be told: on no disk here that counts, changed just now."""
         status = os.fstat(fd)
         device = _device(status.st_dev)
         if device is None or time.time() - max(status.st_mtime, status.st_ctime) < _SETTLED_SECONDS:
             return None
         try:
-            return cls(fd, os.open(device / "stat", os.O_RDONLY | os.O_CLOEXEC))
+            witness = cls(fd, os.open(device / "stat", os.O_RDONLY | os.O_CLOEXEC))
         except OSError:
             return None
+        if witness._before[-1] == b"0":  # some drivers never count, and a mounted disk has been read
+            witness.close()
+            return None
+        return witness
 
     def holds(self) -> bool:
         """Say whether nothing was written to the file, and nothing at all read from its disk, since the watch began."""

@@ -52,7 +52,7 @@ class Witness:
 
     @classmethod
     def of(cls, fd: int) -> Self | None:
-        """Begin to watch an open file; None where nothing could be told: on no disk here that counts, changed just now."""
+        """Begin to watch an open file; None where nothing can be told: on no disk that counts, changed just now."""
         status = os.fstat(fd)
         device = _device(status.st_dev)
         if device is None or time.time() - max(status.st_mtime, status.st_ctime) < _SETTLED_SECONDS:

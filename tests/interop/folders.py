@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +70,26 @@ class Recorder(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def open_strictly(auto: Any, folder: Path) -> Any:
-    """Open a folder with transformers; any warning, of Python's or of its logger, and any odd key is an error."""
+@contextmanager
+def without_a_word(*loggers: str) -> Iterator[None]:
+    """Make any warning an error, Python's and those that the named loggers get."""
     recorder = Recorder()
-    logging.getLogger("transformers").addHandler(recorder)
+    for name in loggers:
+        logging.getLogger(name).addHandler(recorder)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            opened: Any = auto.from_pretrained(folder, output_loading_info=True, dtype="auto")
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # PEFT's own
+            yield
     finally:
-        logging.getLogger("transformers").removeHandler(recorder)
-    model, info = opened
+        for name in loggers:
+            logging.getLogger(name).removeHandler(recorder)
     assert recorder.messages == []
+
+
+def open_strictly(auto: Any, folder: Path) -> Any:
+    """Open a folder with transformers; any warning, of Python's or of its logger, and any odd key is an error."""
+    with without_a_word("transformers"):
+        model, info = auto.from_pretrained(folder, output_loading_info=True, dtype="auto")
     assert not any(info.values()), info
     return model.eval()

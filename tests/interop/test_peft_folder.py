@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +17,7 @@ from transformers import LlamaForCausalLM
 from converters.container import ModelConverters
 from converters.lora import LoRAConverter
 from converters.lora_config import LoRAConfig
+from tests.interop.folders import without_a_word
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError, ExportError, NotACheckpointError
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
@@ -88,29 +87,10 @@ def export_adapter(
     export_peft(folder, made, config=config_of(model, converters) | config, coordinator=Coordinator.current())
 
 
-class Recorder(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def open_with_peft(base: Path, adapter: Path) -> Any:
     """Open base and adapter with transformers and PEFT; any warning is an error."""
-    recorder = Recorder()
-    for name in ("transformers", "peft"):
-        logging.getLogger(name).addHandler(recorder)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            opened: Any = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), adapter)
-    finally:
-        for name in ("transformers", "peft"):
-            logging.getLogger(name).removeHandler(recorder)
-    assert recorder.messages == []
+    with without_a_word("transformers", "peft"):
+        opened: Any = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), adapter)
     return opened.eval()
 
 

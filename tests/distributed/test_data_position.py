@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,13 @@ class Position:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.value = state_dict["value"]
+
+
+class Divisible(Position):
+    """One that gets what every old data-parallel rank stored."""
+
+    def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
+        self.old = [state["value"] for state in state_dicts]
 
 
 def packed(dp_rank: int, dp_world_size: int, batch_size: int) -> Any:
@@ -129,6 +136,10 @@ def test_d4_a_position_follows_its_data_rank_and_none_is_guessed(
     refused = pytest.raises(LoadMismatchError, match=r"of 2 data-parallel ranks, this run has 1, and Position cannot")
     with manager(tmp_path, Position(0, 1)) as m, refused:
         m.load()
+    loader = Divisible(0, 1)
+    with manager(tmp_path, loader) as m:
+        m.load()
+    assert loader.old == [100, 101], "those of all old ranks, in their order"
     config = CheckpointConfig(resume=ResumeConfig(exclude=("dataloader",)))
     with (
         CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=tmp_path) as m,

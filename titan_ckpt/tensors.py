@@ -113,11 +113,10 @@ def blocks_of(value: torch.Tensor | LazyTensor) -> Iterable[Block]:
         return [Block(Chunk.whole(value.shape), value.detach() if value.requires_grad else value)]
     local = value._local_tensor  # noqa: SLF001 - to_local() may copy, and to detach a DTensor takes 50 us
     local = local.detach() if local.requires_grad else local
-    return [
-        Block(chunk, local if chunk.sizes == local.shape else local[index])
-        for chunk, index in local_chunks(value)
-        if chunk.numel
-    ]
+    chunks = local_chunks(value)
+    if len(chunks) == 1 and chunks[0][0].sizes == local.shape:  # as nearly all have it, and they come by the 10,000
+        return [Block(chunks[0][0], local)] if local.numel() else []
+    return [Block(chunk, local[index]) for chunk, index in chunks if chunk.numel]
 
 
 def fill(target: torch.Tensor, values: torch.Tensor) -> None:
@@ -158,10 +157,11 @@ def cast(value: torch.Tensor | LazyTensor, dtype: torch.dtype) -> LazyTensor:
 
 def local_chunks(value: DTensor) -> Sequence[tuple[Chunk, tuple[slice, ...]]]:
     """Return (global chunk, index into the local tensor) for each contiguous run of rows this rank holds."""
-    coordinate = value.device_mesh.get_coordinate()
+    spec = value._spec  # noqa: SLF001 - the properties of a DTensor look this up one by one
+    coordinate = spec.mesh.get_coordinate()
     if coordinate is None:
         return ()
-    return _chunks_at(value.shape, value.placements, value.device_mesh.shape, tuple(coordinate))
+    return _chunks_at(value.shape, spec.placements, spec.mesh.shape, tuple(coordinate))
 
 
 @functools.lru_cache(maxsize=4096)

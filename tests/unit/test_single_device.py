@@ -122,6 +122,7 @@ def test_e1_an_init_for_one_device_initialises_a_sharded_model() -> None:
         assert same(initialised(model), expected) == []
     after = {fqn: value for fqn, _, value in named_tensors(model)}
     assert after["head.weight"] is after["embedding.weight"] and after["inner.shared"] is after["running"]
+    assert all(isinstance(value, DTensor) for value in after.values()), "buffers too"
 
     fsdp: Any = Model(scale_shape=(1,))  # FSDP2 refuses a parameter without a dim
     expected = expected_of(Model(scale_shape=(1,)))

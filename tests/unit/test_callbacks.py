@@ -8,6 +8,9 @@ import importlib.util
 import io
 import json
 import logging
+import os
+import signal
+import time
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -467,3 +470,26 @@ def test_d2_a_progress_bar_is_on_a_terminal_only(
     Trainer(settings(tmp_path)).run()
     assert ("3/3" in output.getvalue() and "training" in output.getvalue()) is terminal
     assert terminal or output.getvalue() == ""
+
+
+class StoppedInEvaluation(Trainer):
+    """Gets a signal while it measures step 2, and goes on until it is noticed."""
+
+    def measure_loss(self, batch: Batch) -> torch.Tensor:
+        if self.state.step == 2 and self.guard.stopped is None and not self.guard._posted:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not self.guard._board._due:
+                time.sleep(0.01)
+        return super().measure_loss(batch)
+
+
+def test_a_step_that_is_saved_because_its_evaluation_was_stopped_has_its_line(tmp_path: Path) -> None:
+    """What a resume goes on from is in metrics.jsonl, without the loss that was not measured."""
+    tables: dict[str, Any] = {
+        "data": {"held_out": 0.1}, "evaluation": {"interval": 1, "max_sequences": 4},
+        "checkpoint": {"save": {"interval": 100}}, "training": {"steps": 4, "batch_size": 2, "device": "cpu"},
+    }  # fmt: skip
+    StoppedInEvaluation(settings(tmp_path, **tables)).run()
+    assert [("step" in row, "eval/loss" in row) for row in rows(tmp_path)] == [(True, True), (True, False)]
+    Trainer(settings(tmp_path, **tables)).run()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]

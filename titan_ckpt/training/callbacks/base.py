@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from titan_ckpt.run_guard import StopRun
+
 if TYPE_CHECKING:
     from titan_ckpt.restoring import LoadResult
     from titan_ckpt.training.trainer import Trainer
@@ -140,7 +142,12 @@ class Callbacks(Callback):
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         for callback in self:
-            callback.on_step_end(trainer, metrics)
+            try:
+                callback.on_step_end(trainer, metrics)
+            except StopRun:
+                if callback is self.evaluation and self.logging is not None:  # the step is whole, and will be saved
+                    self.logging.on_step_end(trainer, metrics)
+                raise
 
     def on_evaluate(self, trainer: Trainer, step: int, values: Mapping[str, float]) -> None:
         for callback in self:

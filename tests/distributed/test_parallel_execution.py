@@ -11,7 +11,7 @@ import pytest
 from tests.distributed.trainer_layouts import LAYOUTS, built, next_step, settings, write_shapes
 from titan_ckpt.testing import distributed
 
-COMPILED = ("gpipe", "context", "experts")
+COMPILED = ("1f1b", "interleaved", "context", "experts")
 IN_BFLOAT16 = ("fsdp", "tensor", "gpipe", "experts")
 """FSDP2 computes in bfloat16 by itself; without it autocast does, over weights in float32."""
 

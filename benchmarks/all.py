@@ -19,6 +19,7 @@ RUNS = (
     ("many_tensors", 2),
     ("hf_export", 2),
     ("hf_load", 2),
+    ("replicas", 2),
     ("scale", 1),
 )
 

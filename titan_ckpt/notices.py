@@ -167,18 +167,17 @@ class NoticeBoard:
         """1 Hold this rank's ticks. 2 Exchange how many every rank has made. 3 Let them go on: the next one counts."""
         with self._changed:
             self._held = notice.kind != "roll call"
-            mine: Json = [self._ticks, round(time.monotonic() - self._last_tick)]
+            mine: Json = self._ticks
         try:
-            of_ranks: list[Any] = self._line.gather(
+            ticks: list[Any] = self._line.gather(
                 f"{notice.kind} after {notice.reason}", mine, timeout_seconds=self._answer_seconds
             )
         except PeerError as error:
             if not self._closing:
                 self._fail(error, ends=notice.kind == "roll call")
             return
-        ticks = [ticks for ticks, _ in of_ranks]
         if notice.kind == "roll call":
-            self._report(ticks, max(age for _, age in of_ranks))
+            self._report(notice.reason, ticks)
             return
         with self._changed:
             self._due.append((max(ticks) + 1, notice))
@@ -192,12 +191,12 @@ class NoticeBoard:
                 self._last_tick = time.monotonic()  # ask again after as long
             self.post("roll call", f"no progress for {silent:.0f} s")
 
-    def _report(self, ticks: list[int], age: int) -> None:
+    def _report(self, reason: str, ticks: list[int]) -> None:
         behind = [rank for rank, number in enumerate(ticks) if number == min(ticks)]
         if self._line.rank == 0:
             logger.warning(
-                "no progress for %s s; every process answers. Furthest behind: rank %s",
-                age,
+                "%s; every process answers. Furthest behind: rank %s",
+                reason,
                 ", ".join(map(str, behind[:16])) if len(behind) < len(ticks) else "none",
             )
 

@@ -450,8 +450,8 @@ def test_a_failing_write_fails_the_save(tmp_path: Path, monkeypatch: pytest.Monk
     assert not [thread for thread in threading.enumerate() if "titan_ckpt-io" in thread.name]
 
 
-def test_a_process_of_its_own_writes_the_same_file(tmp_path: Path) -> None:
-    """From shared memory, save after save, also after the tensors' shapes have changed."""
+def test_a_process_of_its_own_writes_the_same_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """From shared memory, save after save, also after the tensors' shapes have changed, and without a word."""
     tensors = every_kind()
     (tmp_path / "here").mkdir()
     expected = save(tmp_path / "here", tensors)
@@ -473,6 +473,7 @@ def test_a_process_of_its_own_writes_the_same_file(tmp_path: Path) -> None:
         assert_same(load(tmp_path / "other", other), other)
     finally:
         writer.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_a_killed_writer_process_fails_one_save_only(tmp_path: Path) -> None:

@@ -25,6 +25,9 @@ from titan_ckpt.storage.rank_file_writer import write_rank_file
 _OF_THE_TRAINER = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 """What asks the trainer to end is its to answer: it may finish the save in flight, which needs its writer."""
 
+_MAIN = f"from {__name__} import main; main()"
+"""Not `-m`, which would warn that the package has imported the module before."""
+
 
 class WriterProcess:
     """The trainer's end. The process is started here and may take seconds to come up; nothing waits before a write."""
@@ -40,7 +43,7 @@ class WriterProcess:
     @staticmethod
     def _start(shared: SharedBuffer) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", __name__, str(shared.fd), str(len(shared.buffer.view))],
+            [sys.executable, "-c", _MAIN, str(shared.fd), str(len(shared.buffer.view))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -119,7 +122,3 @@ def main() -> None:
     """Map the trainer's arena and serve, with signals that ask the trainer to end blocked since before the start."""
     fd, size = int(sys.argv[1]), int(sys.argv[2])
     serve(Buffer.of(mmap.mmap(fd, size), size))
-
-
-if __name__ == "__main__":
-    main()

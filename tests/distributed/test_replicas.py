@@ -24,7 +24,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.wide = nn.Linear(1024, 5003, bias=False)
-        self.flat = nn.Parameter(torch.randn(2, 90_000))  # fewer rows than ranks
+        self.flat = nn.Parameter(torch.randn(2, 600_000))  # fewer rows than ranks
         self.odd = nn.Linear(7, 3)
         self.register_buffer("mean", torch.zeros(4))
 

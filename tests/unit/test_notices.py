@@ -14,9 +14,8 @@ def test_ranks_that_are_apart_act_at_the_same_tick() -> None:
     """Rank 0 is five ticks ahead when rank 1 notices something: both are told at the sixth, the first none has made."""
 
     def body(line: Coordinator) -> Any:
-        board = NoticeBoard(
-            line, answer_seconds=20.0, hang_seconds=None, on_signal=lambda _: None, on_idle=lambda: None
-        )
+        own = line.background()
+        board = NoticeBoard(own, answer_seconds=20, hang_seconds=None, on_signal=lambda _: None, on_idle=lambda: None)
         ticks = 0
         for _ in range(5 if line.rank == 0 else 1):
             assert board.tick() is None

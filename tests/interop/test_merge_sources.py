@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,18 @@ def test_a_run_trains_an_adapter_over_a_merged_base(tmp_path: Path) -> None:
     exported = tmp_path / "run/exports/step-1-peft"
     with pytest.raises(BaseMismatchError, match="step-1-peft was trained on another base"):
         load(base, tmp_path / "other", exported)
+    other = shutil.copytree(exported, tmp_path / "other-adapter")
+    for given, fault in (
+        ([exported], "Name the base of this adapter"),
+        ([base, exported, other], "or merge all adapters but one"),
+    ):
+        hooks = from_tables([LORA])
+        hooks.convert(fresh := Llama3(SHAPE))
+        with (
+            manager_of(fresh, tmp_path / "f", given, 0, hooks) as manager,
+            pytest.raises(LoadMismatchError, match=fault),
+        ):
+            manager.load()
 
 
 def test_what_cannot_be_merged_is_refused_with_the_base_untouched(tmp_path: Path) -> None:
@@ -200,6 +213,12 @@ def test_dora_is_merged_as_peft_merges_it(tmp_path: Path) -> None:
     ours = load(base, tmp_path / "run", adapter)
     assert gap(ours, theirs) <= 1e-5 < 1e-3 < gap(ours, open_base(base))
     load_on_shards(base, tmp_path / "shards", [adapter], {k: v.clone() for k, v in ours.state_dict().items()})
+    lengths = tmp_path / "lengths"  # A without B: what acts is DoRA's lengths
+    shutil.copytree(adapter, lengths)
+    file = lengths / "adapter_model.safetensors"
+    save_file({k: v * ("lora_B" not in k) for k, v in load_file(file).items()}, file, {"format": "pt"})
+    scaled = PeftModel.from_pretrained(open_base(base), str(lengths)).merge_and_unload()
+    assert gap(load(base, tmp_path / "l", lengths), scaled) <= 1e-5 < 1e-3 < gap(scaled, open_base(base))
     open_base(base).bfloat16().save_pretrained(tmp_path / "half")
     exact = PeftModel.from_pretrained(open_base(tmp_path / "half").double(), str(adapter)).merge_and_unload()
     ideal = exact.state_dict()["model.layers.0.mlp.down_proj.weight"]

@@ -132,6 +132,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, mode: Any) ->
     with first.manager(tmp_path / "halves", save=SaveConfig(interval=3, async_mode=mode)) as manager:
         first.train(manager, 6, stop=3)
     second = Run(seed=5)
+    random.seed(5), np.random.seed(5)  # noqa: NPY002
     with second.manager(tmp_path / "halves", save=SaveConfig(interval=3, async_mode=mode)) as manager:
         second.train(manager, 6)
     assert first.losses + second.losses == whole.losses

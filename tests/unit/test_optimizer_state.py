@@ -94,6 +94,10 @@ def test_a_parameter_that_was_never_stepped_has_no_state() -> None:
     target.apply(target.destinations({k: info_of(v) for k, v in tensors.items()})[0], groups)
     assert model[0].weight in fresh.state
     assert model[1].weight not in fresh.state
+    model(torch.randn(3, 4)).sum().backward()
+    fresh.step()
+    target.apply(target.destinations({k: info_of(v) for k, v in tensors.items()})[0], groups)
+    assert model[1].weight not in fresh.state, "what a rollback undoes is gone"
 
 
 def test_state_of_a_parameter_that_is_not_trained_here_is_named() -> None:

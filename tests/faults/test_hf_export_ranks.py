@@ -19,7 +19,7 @@ from titan_ckpt.distributed import Coordinator
 from titan_ckpt.storage.huggingface_export import export_huggingface
 from titan_ckpt.transforms import StateDictTransforms
 
-BOUND = 2.0
+BOUND = 5.0
 """For a silent rank."""
 HEALTHY = 60.0
 """Where no rank is silent."""

@@ -21,7 +21,7 @@ from titan_ckpt.directory import CheckpointDirectory
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.manifest import FileRecord
 
-BOUND = 3.0
+BOUND = 6.0
 """For a silent rank. Many worlds run at once on few cores, so a shorter one would take a slow rank for a silent one."""
 HEALTHY = 60.0
 """Where no rank is silent."""

@@ -326,7 +326,7 @@ class Named:
 
 
 def test_another_set_of_converters_is_named(tmp_path: Path) -> None:
-    """A step saved with one converter is not resumed with another."""
+    """A step saved with one converter is not resumed with another, nor one saved with none with one."""
     config = CheckpointConfig(save=SaveConfig(interval=1))
     hooks = Named("float8")
     with CheckpointManager(
@@ -336,6 +336,15 @@ def test_another_set_of_converters_is_named(tmp_path: Path) -> None:
     with (
         CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=tmp_path) as manager,
         pytest.raises(ConverterError, match=r"float8.*this run has none"),
+    ):
+        manager.load()
+    with CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=tmp_path / "plain") as manager:
+        manager.save(1)
+    with (
+        CheckpointManager(
+            config, model_parts=[nn.Linear(2, 2)], model_converters=hooks, base_folder=tmp_path / "plain"
+        ) as manager,
+        pytest.raises(ConverterError, match="float8"),
     ):
         manager.load()
 

@@ -14,7 +14,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from converters import from_tables
@@ -27,7 +28,9 @@ from titan_ckpt import (
     StateDictTransforms,
 )
 from titan_ckpt.errors import BaseMismatchError, CorruptCheckpointError, LoadMismatchError
+from titan_ckpt.merging import prepare_merge
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
+from titan_ckpt.storage.peft import PeftReader
 from titan_ckpt.testing import distributed
 
 SHAPE = Llama3Config(
@@ -179,10 +182,12 @@ def test_what_cannot_be_merged_is_refused_with_the_base_untouched(tmp_path: Path
     lone = changed("lone", lambda t: {k: v for k, v in t.items() if "0.mlp.down_proj.lora_B" not in k})
     dora = write_adapter(base, tmp_path / "dora", use_dora=True)
     short = changed("short", lambda t: {k: v[:16] if "magnitude" in k else v for k, v in t.items()}, dora)
+    sized = write_adapter(base, tmp_path / "sized", use_dora=True, target_modules=["embed_tokens"])
     unscaled = write_adapter(base, tmp_path / "unscaled", lora_alpha=0)
     words = write_adapter(base, tmp_path / "words", target_modules=["embed_tokens"])
     for where, adapter, kind, fault in [
         (base, short, LoadMismatchError, r"q_proj\.lora_magnitude_vector: expected \[64\], found \[16\]"),
+        (base, sized, LoadMismatchError, r"embed_tokens\.lora_embedding_A: use_dora of embeddings scales columns"),
         (base, zero, LoadMismatchError, "none of its 6 pairs has any effect"),
         (base, unscaled, LoadMismatchError, "none of its 6 pairs has any effect: A, B or the scale is zero"),
         (base, strange, LoadMismatchError, r"2 that the model does not have: .*mlp\.down\.lora_A"),
@@ -203,6 +208,20 @@ def test_what_cannot_be_merged_is_refused_with_the_base_untouched(tmp_path: Path
         with manager_of(model, tmp_path / "run", [where, adapter], 1) as manager, pytest.raises(kind, match=fault):
             manager.load()
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), fault
+
+
+def test_dora_over_cut_rows_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    """A rank that has some columns of a weight cannot know how long its rows are."""
+    base = write_base(tmp_path / "base")
+    adapter = write_adapter(base, tmp_path / "dora", use_dora=True, target_modules=["down_proj"])
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())  # a mesh needs one; nothing is sent
+    try:
+        weight = distribute_tensor(torch.zeros(64, 128), init_device_mesh("cpu", (2,)), [Shard(1)])
+        state: dict[str, Any] = {f"layers.{i}.feed_forward.w2.weight": weight for i in range(2)}
+        with PeftReader(adapter) as reader, pytest.raises(LoadMismatchError, match=r"1\.mlp.*whole rows.*are cut"):
+            prepare_merge(reader, state, (), Llama3(SHAPE).key_map())
+    finally:
+        dist.destroy_process_group()
 
 
 def test_dora_is_merged_as_peft_merges_it(tmp_path: Path) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from titan_ckpt.errors import ConverterError, KeyMapError
-from titan_ckpt.keymap import Concat, KeyMap, KeyRule, PermuteRotary, Unstack
+from titan_ckpt.keymap import Concat, Identity, KeyMap, KeyRule, PermuteRotary, Unstack
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
-from titan_ckpt.tensors import Block, Chunk, LazyTensor, TensorInfo
+from titan_ckpt.tensors import Block, Chunk, LazyTensor, Shape, TensorInfo
 from titan_ckpt.transforms import FileGroup, ReadPlan, StateDictTransforms
 from titan_ckpt.types import LoadReport, Mismatch, StateDict, StateDictAdapter
 
@@ -186,6 +186,23 @@ def test_one_file_tensor_has_one_dtype() -> None:
         StateDictTransforms(TABLE).to_file(mixed, None, None)
     (group,) = StateDictTransforms(TABLE).to_file(mixed, None, torch.float16)
     assert [info.dtype for info in group.infos.values()] == [torch.float16]
+
+
+class Lossy(Identity):
+    """An operation whose shapes do not lead back."""
+
+    def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        return [(shape[0] + 1, *shape[1:]) for shape in shapes]
+
+
+def test_an_operation_that_does_not_lead_back_is_refused_both_ways() -> None:
+    """An export that no load could read, or a load that fills something else, is not begun."""
+    table = StateDictTransforms(KeyMap((KeyRule.of("a", "b", Lossy()),)))
+    with pytest.raises(KeyMapError, match=r"\(3, 2\).* do not fit .*Lossy"):
+        table.to_file({"a": torch.zeros(3, 2)}, None, None)
+    report = table.from_file({"a": torch.zeros(3, 2)}, infos_of({"b": torch.zeros(2, 2)}), None, cast=False).report
+    (mismatch,) = report.mismatched
+    assert "do not fit" in mismatch.found
 
 
 def test_two_tensors_for_one_key_are_refused() -> None:

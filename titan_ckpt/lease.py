@@ -13,13 +13,14 @@ import json
 import logging
 import os
 import socket
+import stat
 import threading
 import uuid
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from titan_ckpt import posix
-from titan_ckpt.errors import CommitConflictError
+from titan_ckpt.errors import CommitConflictError, PreflightError
 
 LEASE_NAME = ".lease"
 
@@ -71,13 +72,17 @@ class Lease:
 
     @staticmethod
     def acquire(folder: Path) -> Lease:
-        """Take the folder over, unless its holder is alive. Raises: CommitConflictError naming it; OSError."""
+        """Take the folder over, unless its holder is alive.
+
+        Raises: CommitConflictError naming it; PreflightError; OSError.
+        """
         path = folder / LEASE_NAME
         with _held_guard:
             with contextlib.suppress(FileNotFoundError):
                 status = os.stat(path)
                 if _held.get((status.st_dev, status.st_ino)) == os.getpid():
                     raise CommitConflictError(f"{folder}: this process already writes here through another object")
+            _require_file(path)
             fd = posix.open_or_create(path)
             try:
                 lease = Lease(path, fd, Holder.current())
@@ -135,6 +140,12 @@ class Lease:
         posix.pwrite_all(self._fd, record, 0)
         posix.truncate(self._fd, len(record))
         posix.fsync(self._fd)
+
+
+def _require_file(path: Path) -> None:
+    """Raises: PreflightError where a link, a folder or a pipe has the name."""
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        raise PreflightError(f"{path}: must be a regular file, found something else of that name. Move it away")
 
 
 def _read(fd: int) -> Holder | None:

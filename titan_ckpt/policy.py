@@ -73,7 +73,7 @@ def _first_of_each_span(ascending: Sequence[int], keep: KeepConfig, facts: Mappi
         return kept
     begin = -math.inf
     for step in ascending:
-        if facts[step].unix_seconds - begin >= keep.every_hours * 3600:
+        if abs(facts[step].unix_seconds - begin) >= keep.every_hours * 3600:  # also where a clock was put back
             kept.add(step)
             begin = facts[step].unix_seconds
     return kept

@@ -153,4 +153,5 @@ def _is_valid(path: Path, step: int) -> bool:
 def _looks_like_a_checkpoint(path: Path) -> bool:
     if _LOOKS_LIKE_A_STEP.fullmatch(path.name):
         return True
-    return any((path / name).exists() for name in (MANIFEST_NAME, ".metadata"))
+    # os.path: a folder that we may not look into, such as lost+found at the root of a disk, is none of ours
+    return any(os.path.exists(path / name) for name in (MANIFEST_NAME, ".metadata"))

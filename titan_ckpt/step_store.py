@@ -226,17 +226,20 @@ class StepStore:
 
     def _make_own_folder(self, name: str) -> None:
         path = self.root / name
-        posix.make_folders(path)
+        if not os.path.lexists(path):
+            posix.make_folders(path)
         if not posix.is_real_folder(path) or path.stat().st_dev != self.root.stat().st_dev:
             raise PreflightError(
-                f"{path}: must be a folder of its own on the file system of {self.root}, not a link or a mount"
+                f"{path}: must be a folder of its own on the file system of {self.root}, not a file, a link or a "
+                "mount. Move it away"
             )
 
     def _leave_abandoned_branch(self) -> None:
-        step, self._rolled_back_to = self._rolled_back_to, None
+        step = self._rolled_back_to
         if step is not None:
             for name in trash.set_aside(self.root, step):
                 logger.warning("%s: set aside as %s: this run went back to step %d", self.root, name, step)
+        self._rolled_back_to = None  # not before: what could not be renamed now is tried again by the next save
 
     def _refuse_conflict(self, step: int, replace: bool) -> None:
         path = self.step_path(step)

@@ -30,6 +30,7 @@ MAX_INLINE_BYTES = 16 * 2**20
 """Of one tensor, array, bytes object or integer; larger things are tensors and belong in a rank file."""
 
 _MAX_LISTED = 50
+_MAX_KEY_TEXT = 200
 _PLAIN_INT_BITS = 63
 _PLATFORM_DTYPES = ("f16", "c32")
 _NUMPY_SCALARS = frozenset(np.sctypeDict.values()) - {np.str_, np.bytes_}
@@ -146,8 +147,9 @@ class _Encoder:
 
     def _pairs(self, values: Mapping[Any, Any], path: str, depth: int) -> list[Json]:
         return [
-            [self.encode(key, f"{path}.key({key!r})", depth), self.encode(item, f"{path}[{key!r}]", depth)]
+            [self.encode(key, f"{path}.key({name})", depth), self.encode(item, f"{path}[{name}]", depth)]
             for key, item in values.items()
+            for name in [_shown(key)]
         ]
 
     def _int(self, value: int, path: str) -> Json:
@@ -165,6 +167,10 @@ class _Encoder:
             return self._refuse(path, f"{len(value)} bytes, at most {MAX_INLINE_BYTES} are kept in JSON")
         if kind in (datetime.datetime, datetime.time) and type(value.tzinfo) not in (type(None), datetime.timezone):
             return self._refuse(path, f"a {kind.__name__} with time zone {value.tzinfo!r}; use datetime.timezone")
+        if isinstance(value, pathlib.PurePath) and not _is_unicode(str(value)):
+            return self._refuse(path, f"the path {value!r}, whose bytes are no UTF-8")
+        if kind is range and any(abs(end).bit_length() > _PLAIN_INT_BITS for end in (value.start, value.stop)):
+            return self._refuse(path, "a range beyond 64 bits")
         return {tag: to_json(value)}
 
     def _numpy(self, value: Any, path: str) -> Json:
@@ -208,6 +214,15 @@ _ATOMS: dict[type, tuple[str, Callable[[Any], Json]]] = {
     type(pathlib.Path()): ("$path", str),
     pathlib.PurePosixPath: ("$posixpath", str),
 }
+
+
+def _shown(key: Any) -> str:
+    """Return a key as paths name it, cut short: long keys would be repeated in the path of all that is in them."""
+    try:
+        text = repr(key)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"a {type(key).__name__}"
+    return text if len(text) <= _MAX_KEY_TEXT else f"{text[:_MAX_KEY_TEXT]}..."
 
 
 def _is_unicode(value: str) -> bool:

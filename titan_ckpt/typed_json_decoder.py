@@ -148,8 +148,10 @@ def _array_of(payload: Json, path: str, depth: int) -> Any:
 
 def _scalar_of(payload: Json, path: str, depth: int) -> Any:
     name, data = as_list(payload, 2)
-    raw = from_base64(data)
-    (value,) = np.frombuffer(raw, _numpy_dtype(name))
+    dtype, raw = _numpy_dtype(name), from_base64(data)
+    if dtype.kind in "SU":
+        raise ValueError(f"dtype {name!r:.80}")  # those are $numpy.str and $numpy.bytes
+    (value,) = np.frombuffer(raw, dtype)
     return value
 
 
@@ -158,7 +160,9 @@ def _path_of(payload: Json, path: str, depth: int) -> pathlib.Path:
 
 
 def _float_of(payload: Json, path: str, depth: int) -> float:
-    return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[as_str(payload)]
+    if as_str(payload) not in ("nan", "inf", "-inf"):
+        raise ValueError(f"{payload!r:.80} is no such number")
+    return float(as_str(payload))  # a new object each time: NaN is equal to itself as a key only where it is the same
 
 
 def _datetime_of(payload: Json, path: str, depth: int) -> datetime.datetime:
@@ -219,7 +223,7 @@ _DECODERS: dict[str, Callable[[Json, str, int], Any]] = {
     "$posixpath": lambda payload, path, depth: pathlib.PurePosixPath(as_str(payload)),
     "$numpy": _array_of,
     "$numpy.scalar": _scalar_of,
-    "$numpy.str": lambda payload, path, depth: np.str_(as_str(_decode(payload, path, depth + 1))),
+    "$numpy.str": lambda payload, path, depth: np.str_(as_str(_decode(payload, path, depth))),
     "$numpy.bytes": lambda payload, path, depth: np.bytes_(from_base64(payload)),
     "$tensor": _tensor_of,
     "$torch.dtype": _dtype_of,

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import time
@@ -327,6 +328,31 @@ def test_a_rollback_sets_newer_steps_aside(tmp_path: Path) -> None:
     directory.close()
 
 
+def test_a_rollback_that_was_interrupted_by_an_error_is_finished_by_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One failed rename among several fails that save alone; the branch is not taken for another run's."""
+    for step in (10, 20, 30):
+        save(tmp_path, step, step, keep=None)
+    directory = open_directory(tmp_path)
+    directory.resume_from(10)
+    rename = posix.rename_noreplace
+
+    def fail(source: Any, target: Any) -> None:
+        if Path(source).name == "step-20":
+            raise OSError(errno.EIO, "no luck")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(posix, "rename_noreplace", fail)
+        with pytest.raises(SaveError, match="no luck"):
+            commit_step(directory, 15)
+    assert directory.steps() == [10, 20]
+    commit_step(directory, 15)
+    assert directory.steps() == [10, 15]
+    directory.close()
+
+
 # retention
 
 
@@ -576,6 +602,39 @@ def test_a_torn_lease_file_is_no_obstacle(tmp_path: Path) -> None:
         directory = open_directory(tmp_path)
         directory.clean()
         directory.close()
+
+
+@pytest.mark.parametrize("name", [LEASE_NAME, ".staging", ".trash"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder or file"])
+def test_what_has_the_name_of_something_of_ours_is_named_with_what_to_do(tmp_path: Path, name: str, kind: str) -> None:
+    """A link, a pipe, a folder in place of the lease or a file in place of a folder: one typed error, nothing hangs."""
+    path = tmp_path / name
+    if kind == "link":
+        path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif name == LEASE_NAME:
+        path.mkdir()
+    else:
+        path.write_text("")
+    with pytest.raises(PreflightError, match=rf"{re.escape(str(path))}: must be .* Move it away"):
+        open_directory(tmp_path).preflight(1)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_folder_that_may_not_be_looked_into_is_none_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lost+found of a disk that is mounted as the checkpoint folder belongs to root."""
+    save(tmp_path, 1, 1)
+    (tmp_path / "lost+found").mkdir()
+    stat = os.stat
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if "lost+found/" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert open_directory(tmp_path).steps() == [1]
 
 
 def test_staging_must_be_a_folder_here(tmp_path: Path) -> None:

@@ -141,6 +141,13 @@ def test_removing_the_expired_settles_it_with_facts_too(
     assert expired_steps(sorted(remaining), keep, protected, facts) == []
 
 
+def test_a_clock_that_was_put_back_or_forward_does_not_end_the_spans() -> None:
+    """A first step dated years ahead, or a clock put back by more than a span, begins a new span."""
+    hours = [1e6, 0.0, 1.0, 5.0, 1.5]
+    facts = {step: StepFacts(hour * 3600, {}) for step, hour in enumerate(hours)} | {9: StepFacts(7e3, {})}
+    assert expired_steps(list(facts), KeepConfig(every_hours=3.0), frozenset(), facts) == [2]
+
+
 def test_a_tie_goes_to_the_newer_step() -> None:
     """Of two steps with the same loss the newer one is the best."""
     facts = {step: StepFacts(float(step), {"loss": 1.0}) for step in (1, 2)} | {3: StepFacts(3.0, {"loss": 9.0})}

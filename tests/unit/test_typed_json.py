@@ -162,6 +162,8 @@ def test_any_value_comes_back_with_its_types_and_bits(value: Any) -> None:
         {},
         set(),
         pytest.param(frozenset({1, "a"}), id="frozenset of two"),  # its repr changes with the hash seed
+        pytest.param({math.nan: 1, float("nan"): 2}, id="two keys that are NaN"),
+        pytest.param({math.nan, float("nan")}, id="a set of two NaN"),
         b"",
         b"\x00\xff",
         bytearray(b"ab"),
@@ -319,6 +321,10 @@ def test_all_offenders_are_listed_with_their_paths() -> None:
         "type": int,
         "grad": torch.ones(1, requires_grad=True),
         "long": np.longdouble(1),
+        "path": pathlib.Path("not-utf8-\udcff"),
+        "range": range(10**5000),
+        "number": {10**5000: object()},
+        "key": {"k" * 1000 + "\ud800": object()},
     }
     with pytest.raises(StateEncodingError) as caught:
         dumps(value, "trainer")
@@ -340,9 +346,13 @@ def test_all_offenders_are_listed_with_their_paths() -> None:
         "trainer['type']",
         "trainer['grad']",
         "trainer['long']",
+        "trainer['path']",
+        "trainer['range']",
+        "trainer['number'][a int]",
+        f"trainer['key']['{'k' * 199}...]",
     ):
         assert path in message, path
-    assert "16 value(s)" in message and "'ok'" not in message
+    assert "20 value(s)" in message and "'ok'" not in message
     assert caught.value.path == "trainer['fn']"
 
 
@@ -361,6 +371,10 @@ def test_what_is_too_large_or_too_deep_is_refused() -> None:
     with pytest.raises(StateEncodingError, match="nested deeper"):
         encode(deep)
     assert_round_trip(deep[0])
+    text: Any = np.str_("x")
+    for _ in range(64):
+        text = [text]
+    assert_round_trip(text)
     for levels in (200, 100_000):
         with pytest.raises(CorruptCheckpointError):
             loads(b"[" * levels + b"]" * levels)
@@ -380,6 +394,7 @@ def test_what_is_too_large_or_too_deep_is_refused() -> None:
         '{"$int": "12"}',
         '{"$int": 5}',
         '{"$float": "1"}',
+        '{"$numpy.scalar": ["<U1", "AAARAA=="]}',
         '{"$set": [1, 1]}',
         '{"$set": [[1]]}',
         '{"$dict": [[1, 2], [1, 3]]}',

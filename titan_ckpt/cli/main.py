@@ -59,8 +59,9 @@ def _policy(text: str) -> KeepConfig:
 
 def _resumed_from(manifests: Mapping[int, Manifest]) -> set[int]:
     """Return the step that the run which saved last went on from; that run does not delete it."""
-    last = max(manifests.values(), key=lambda m: m.created_unix_seconds, default=None)
-    return {last.resumed_from["step"]} if last is not None and last.resumed_from else set()
+    last = max(manifests.values(), key=lambda m: m.step, default=None)  # no run saves below a step: clocks may jump
+    step = last.resumed_from.get("step") if last is not None and last.resumed_from else None
+    return {step} if isinstance(step, int) else set()
 
 
 @dataclass(frozen=True)

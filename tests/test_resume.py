@@ -210,15 +210,21 @@ def test_fifty_and_fifty_steps_with_a_kill_between_equal_a_hundred(
 def test_sigterm_saves_the_step_under_way_and_the_run_goes_on_from_there(
     tmp_path: Path, cache: Path, whole_run: Callable[[int, str, str], Path], num_ranks: int
 ) -> None:
-    """A run told to stop exits well with a checkpoint of its last step, though none was due, and resumes exactly."""
+    """Asked for a save, a run saves and goes on; told to stop, it saves its last step, and resumes exactly."""
     config = write_config(tmp_path, cache, "disabled", "")
     metrics = tmp_path / "metrics.jsonl"
+    (tmp_path / "save-request").touch()
     run = start(config, num_ranks)
     run.wait_for(metrics, 7)
+    while not (tmp_path / "save-answer.json").exists():
+        assert all(rank.poll() is None for rank in run.ranks), "a request ends no run"
+        time.sleep(0.002)
+    asked = json.loads((tmp_path / "save-answer.json").read_text())["step"]
+    run.wait_for(metrics, asked + 1)
     run.ranks[-1].terminate()  # one is enough: it tells the others
     run.finish()
     stopped = rows(metrics)[-1]["step"]
-    assert 7 <= stopped < HALF
-    assert (tmp_path / "checkpoints" / f"step-{stopped}").is_dir()
+    assert max(7, asked + 1) <= stopped < HALF
+    assert {path.name for path in (tmp_path / "checkpoints").glob("step-*")} == {f"step-{asked}", f"step-{stopped}"}
     start(config, num_ranks).finish()
     assert course(metrics) == course(whole_run(num_ranks, "disabled", "") / "metrics.jsonl")

@@ -153,12 +153,15 @@ def test_a_request_a_time_limit_and_a_second_signal(tmp_path: Path, whole: dict[
         assert job.ranks[0].poll() is None
         job.ranks[0].terminate()
         assert job.codes() == [128 + signal.SIGTERM]
-    with running(tmp_path / "closing", slow=0.01, closing=1) as job:
+    short = {"stop": {"grace_seconds": 0.1}}
+    with running(tmp_path / "closing", slow=0.01, closing=1, checkpoint=short) as job:
         job.wait_for("step 2 ")
         job.ranks[0].terminate()
         job.wait_for("closing")
         job.ranks[0].terminate()  # passed on late, while the program closes
         assert job.codes() == [0], job.text()
+        assert job.steps() == [], "no save is begun that the grace is too short for"
+        assert "no last save: " in job.text()
 
 
 def test_an_exception_saves_the_last_whole_step_and_never_a_half_one(tmp_path: Path, whole: dict[int, str]) -> None:

@@ -177,19 +177,26 @@ def test_saving_among_the_steps_of_a_run_that_was_not_loaded_is_refused(tmp_path
     assert steps_in(tmp_path) == ["step-10"]
 
 
-def test_a_busy_save_is_skipped_where_that_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """if_busy = "skip": the step is left out, the one in flight and the next are saved."""
-    with manager(tmp_path, "thread", if_busy="skip") as m:
+@pytest.mark.parametrize("if_busy", ["wait", "skip"])
+def test_a_save_that_is_due_meanwhile_waits_or_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, if_busy: str
+) -> None:
+    """if_busy = "skip": the step is left out, the one in flight and the next are saved; the log says which it was."""
+    with manager(tmp_path, "thread", if_busy=if_busy) as m:
         assert m._saver is not None
         go_on = threading.Event()
         write = m._saver._writer.write_staged
         monkeypatch.setattr(m._saver._writer, "write_staged", lambda folder: (go_on.wait(20), write(folder))[1])
         assert m.save(1)
-        assert not m.save(2)
+        if if_busy == "wait":
+            threading.Timer(0.2, go_on.set).start()
+        assert m.save(2) is (if_busy == "wait")
         go_on.set()
         m.wait()
         assert m.save(3)
-    assert steps_in(tmp_path) == ["step-1", "step-3"]
+    assert steps_in(tmp_path) == ["step-1", *(["step-2"] if if_busy == "wait" else []), "step-3"]
+    said = {"wait": "training waits", "skip": "not saved"}[if_busy]
+    assert [f"step 2 is due and {said}" in line for line in caplog.messages].count(True) == 1, caplog.messages
 
 
 def test_the_last_step_waits_for_the_save_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

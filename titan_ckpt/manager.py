@@ -209,6 +209,8 @@ class CheckpointManager:
         if busy and skippable and self.config.save.if_busy == "skip":
             logger.warning("step %d is due and not saved: the save before it is still being written", step)
             return False
+        if busy and skippable:
+            logger.warning("step %d is due and training waits: the save before it is still being written", step)
         failed: ExportError | None = None
         try:
             self.wait()

@@ -191,7 +191,13 @@ def _object(value: Json) -> dict[str, Any]:
 
 
 def _converters(value: Json) -> list[dict[str, Any]]:
-    return [_object(item) for item in as_list(value)]
+    return [_described(_object(item)) for item in as_list(value)]
+
+
+def _described(converter: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(converter.get("kind"), str):
+        raise ValueError(f"a converter without a kind: {converter!r:.80}")
+    return converter
 
 
 def _object_or_none(value: Json) -> dict[str, Any] | None:

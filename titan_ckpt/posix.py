@@ -181,10 +181,10 @@ def read_whole(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     Raises: OSError, with EFBIG if it is larger and EINVAL if it is no regular file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not _is_regular(os.fstat(fd)):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     with os.fdopen(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not _is_regular(status):
-            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", os.fspath(path))

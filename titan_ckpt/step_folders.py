@@ -6,6 +6,7 @@ Owns the names of everything in a checkpoint folder. Only a whole-name match is 
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -127,6 +128,14 @@ def read_manifest_bytes(path: Path) -> bytes:
     except FileNotFoundError:
         raise CorruptCheckpointError(
             f"{path}: no {MANIFEST_NAME}: not a checkpoint of this format, or not a whole one", str(path)
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EFBIG, errno.ELOOP):
+            raise  # what may be different the next time
+        raise CorruptCheckpointError(
+            f"{path / MANIFEST_NAME}: not a manifest, which is a regular file of at most {MAX_BYTES} bytes: "
+            f"{error.strerror}. Take another checkpoint",
+            str(path / MANIFEST_NAME),
         ) from None
 
 

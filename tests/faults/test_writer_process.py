@@ -16,6 +16,8 @@ import pytest
 from tests.faults.power import read_tree
 from tests.faults.scenarios import SOAK, quick_folder
 from tests.faults.writers import ManagerWriter
+from titan_ckpt.storage.memory import SharedBuffer
+from titan_ckpt.storage.writer_process import WriterProcess
 
 HOOK = Path(__file__).parent / "in_writer_process"
 KILLS = [{"kind": "KillAt", "ordinal": at, "moment": moment} for at in range(7) for moment in ("before", "after")]
@@ -75,6 +77,29 @@ def test_a_writer_process_that_outlives_its_trainer_commits_nothing(monkeypatch:
         assert ManagerWriter("disabled").load(root) == (30, 3)
         ManagerWriter("disabled").run(root, [(40, 4)], lambda _: None)
         assert os.listdir(root / ".staging") == os.listdir(root / ".trash") == []
+
+
+def test_a_writer_process_ends_with_its_trainer_though_a_fork_holds_its_line() -> None:
+    """The trainer is killed; a process that it forked, as data loaders do, has inherited all of its descriptors."""
+    read, write = os.pipe()
+    trainer = os.fork()
+    if trainer == 0:
+        writer = WriterProcess(SharedBuffer.allocate(4096))
+        fork = os.fork()
+        if fork:
+            os.write(write, json.dumps([writer._process.pid, fork]).encode())
+        time.sleep(200)  # longer than await_end waits
+        os._exit(0)
+    os.close(write)
+    pids = json.loads(os.read(read, 100))
+    os.close(read)
+    os.kill(trainer, signal.SIGKILL)
+    os.waitpid(trainer, 0)
+    try:
+        await_end(pids[0])
+        assert state_of(pids[1]) == "S"
+    finally:
+        os.kill(pids[1], signal.SIGKILL)
 
 
 def stopped_child_of(pid: int) -> int:

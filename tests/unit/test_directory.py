@@ -88,6 +88,12 @@ def remove(path: Path) -> Path:
     return path
 
 
+def remove_file(path: Path) -> Path:
+    """Delete a file and return its path."""
+    path.unlink()
+    return path
+
+
 # commit
 
 
@@ -235,6 +241,10 @@ def test_only_whole_names_are_steps(tmp_path: Path) -> None:
     [
         (lambda p: (p / MANIFEST_NAME).unlink(), "no MANIFEST.json"),
         (lambda p: (p / MANIFEST_NAME).write_bytes(b""), "no seal"),
+        (lambda p: link(p / MANIFEST_NAME), "not a manifest, which is a regular file"),
+        (lambda p: remove_file(p / MANIFEST_NAME).mkdir(), "not a manifest, which is a regular file"),
+        (lambda p: os.mkfifo(remove_file(p / MANIFEST_NAME)), "not a manifest, which is a regular file"),
+        (lambda p: os.truncate(p / MANIFEST_NAME, 1 << 40), "not a manifest, which is a regular file"),
         (lambda p: (p / "state.json").unlink(), "state.json: No such file"),
         (lambda p: os.truncate(p / "state.json", 3), "state.json: 3 bytes"),
         (lambda p: os.truncate(p / "state.json", 3000), "state.json: 3000 bytes"),

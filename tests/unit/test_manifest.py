@@ -105,6 +105,7 @@ def test_every_truncation_and_extension_is_noticed() -> None:
         ("components", "model"),
         ("converters", [1]),
         ("converters", {}),
+        ("converters", [{"rank": 8}]),
         ("base", []),
         ("base", {"x": "y" * 1_000_001}),
         ("resumed_from", 5),

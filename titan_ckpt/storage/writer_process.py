@@ -3,7 +3,7 @@
 Owns both ends of the line to it. The arena is shared memory, so no tensor is sent: a request names a file and how its
 bytes are laid out, the answer is the file's digest or the error. The process commits nothing: that stays with the
 trainer, so one that outlives its trainer, or is killed, leaves an attempt that nobody commits. It ends when its line
-does.
+does, or its trainer: what the trainer has forked, such as dataloader workers, holds the line open and may live on.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import select
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -27,6 +29,10 @@ _OF_THE_TRAINER = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1,
 
 _MAIN = f"from {__name__} import main; main()"
 """Not `-m`, which would warn that the package has imported the module before."""
+
+
+_LOOK_SECONDS = 1.0
+"""How long a writer may live on after its trainer, where its line does not end."""
 
 
 class WriterProcess:
@@ -43,7 +49,7 @@ class WriterProcess:
     @staticmethod
     def _start(shared: SharedBuffer) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-c", _MAIN, str(shared.fd), str(len(shared.buffer.view))],
+            [sys.executable, "-c", _MAIN, str(shared.fd), str(len(shared.buffer.view)), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -97,9 +103,9 @@ def _cause(code: int) -> str:
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
-def serve(shared: Buffer) -> None:
-    """Answer requests from standard input until it ends."""
-    for line in sys.stdin:
+def serve(shared: Buffer, trainer: int) -> None:
+    """Answer requests from standard input until it ends, or the process `trainer` does."""
+    for line in _requests(trainer):
         request = json.loads(line)
         header_at, start = request["header_at"], request["data_start"]
         template = bytes(shared.view[header_at : header_at + start])
@@ -118,7 +124,17 @@ def serve(shared: Buffer) -> None:
         sys.stdout.flush()
 
 
+def _requests(trainer: int) -> Iterator[str]:
+    """Yield lines of standard input, which come one at a time: the next one follows the answer."""
+    while os.getppid() == trainer:
+        if select.select([sys.stdin], [], [], _LOOK_SECONDS)[0]:
+            line = sys.stdin.readline()
+            if not line:
+                return
+            yield line
+
+
 def main() -> None:
     """Map the trainer's arena and serve, with signals that ask the trainer to end blocked since before the start."""
-    fd, size = int(sys.argv[1]), int(sys.argv[2])
-    serve(Buffer.of(mmap.mmap(fd, size), size))
+    fd, size, trainer = map(int, sys.argv[1:4])
+    serve(Buffer.of(mmap.mmap(fd, size), size), trainer)

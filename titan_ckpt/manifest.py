@@ -196,7 +196,7 @@ def _converters(value: Json) -> list[dict[str, Any]]:
 
 def _described(converter: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(converter.get("kind"), str):
-        raise ValueError(f"a converter without a kind: {converter!r:.80}")
+        raise TypeError(f"a converter without a kind: {converter!r:.80}")
     return converter
 
 

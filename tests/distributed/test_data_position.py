@@ -83,8 +83,14 @@ def test_d4_the_data_goes_on_at_any_data_parallel_size(tmp_path: Path) -> None:
     """4 data ranks, then 2 of two peers each, then 1 process: the sequences come as if one process had read them."""
     go_on_with_peers(tmp_path)
     loader = packed(0, 1, 6)
+    seed(5)
     with manager(tmp_path, loader) as m:
         assert m.load().step == 2
+    after_two = drawn()
+    seed(5)
+    with manager(tmp_path, packed(0, 1, 6), step=1) as m:
+        m.load()
+    assert drawn() != after_two, "generators are derived from the step too"
     alone = iter(packed(0, 1, 1))
     for _ in range(4 * 2 * 3 + 2 * 3 * 3):  # ranks x batch x steps
         next(alone)
@@ -112,6 +118,8 @@ def go_on_with_peers(folder: Path) -> None:
         m.save(2)
     first = drawn()
     assert first != went_on
+    seed(rank // 2 + 10)
+    assert all(a != b for a, b in zip(first, drawn(), strict=True)), "no generator starts where the process did"
     generators = together(first)
     assert generators[0] == generators[1] != generators[2] == generators[3], "peers stay alike, others differ"
     seed(rank // 2 + 10)

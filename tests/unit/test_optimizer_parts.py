@@ -43,7 +43,7 @@ class Run:
             SGD([self.second.layer.weight], lr=0.2, momentum=0.9),
             AdamW(self.second.norm.parameters(), lr=0.3, amsgrad=True),
         ]
-        schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5 + i / 10) for i, o in enumerate(self.optimizers)]
+        schedulers = [torch.optim.lr_scheduler.StepLR(o, 3, 0.5 + i / 10) for i, o in enumerate(self.optimizers)]
         self.schedulers = schedulers
         self.manager = CheckpointManager(
             CheckpointConfig(save=SaveConfig(interval=1)),

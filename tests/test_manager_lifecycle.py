@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file
 from torch import nn
 
@@ -25,7 +27,7 @@ from titan_ckpt.errors import (
     LoadMismatchError,
     StateEncodingError,
 )
-from titan_ckpt.manifest import Manifest
+from titan_ckpt.manifest import FileRecord, Manifest
 
 MODES = pytest.mark.parametrize("mode", ["disabled", "thread"])
 
@@ -175,6 +177,40 @@ def test_saving_among_the_steps_of_a_run_that_was_not_loaded_is_refused(tmp_path
     with manager(tmp_path) as m, pytest.raises(CommitConflictError, match=r"load\(\) was never called, and step 10"):
         m.save(1)
     assert steps_in(tmp_path) == ["step-10"]
+
+
+def test_a_state_file_of_another_shape_is_typed_though_its_digest_holds(tmp_path: Path) -> None:
+    """What another program wrote and sealed: the file is named, the step before is taken, nothing is touched."""
+    model = nn.Linear(2, 2)
+    with manager(tmp_path, "disabled", model, optimizers=[torch.optim.SGD(model.parameters(), 0.1)]) as m:
+        m.save(1)
+        m.save(2)
+    step = tmp_path / "checkpoints" / "step-2"
+    committed = Manifest.from_bytes((step / "MANIFEST.json").read_bytes())
+    for name, text in [
+        ("state.json", "[]"),
+        ("state.json", '{"step": 2, "optimizer": 1}'),
+        ("state.json", '{"step": 2, "optimizer": ["x"]}'),
+        ("state.json", '{"step": 2, "optimizer": [[1]]}'),
+        ("state.json", '{"step": 2, "lr_scheduler": {}}'),
+        ("state.json", '{"step": 2, "states": []}'),
+        ("rank-00000.json", "null"),
+        ("rank-00000.json", '{"rng": 1}'),
+        ("rank-00000.json", '{"rng": {"python": 1}}'),
+    ]:
+        before = (step / name).read_bytes()
+        (step / name).write_text(text)
+        sealed = FileRecord(name, len(text), xxhash.xxh3_128_hexdigest(text.encode()))
+        files = tuple(sealed if record.name == name else record for record in committed.files)
+        (step / "MANIFEST.json").write_bytes(dataclasses.replace(committed, files=files).to_bytes())
+        fresh = nn.Linear(2, 2)
+        weight = fresh.weight.detach().clone()
+        with manager(tmp_path, "disabled", fresh, optimizers=[torch.optim.SGD(fresh.parameters(), 0.1)]) as m:
+            with pytest.raises(CorruptCheckpointError, match=rf"step-2/{name}: not the state of a run"):
+                m.load(2)
+            assert torch.equal(fresh.weight, weight)
+            assert m.load().step == 1
+        (step / name).write_bytes(before)
 
 
 @pytest.mark.parametrize("if_busy", ["wait", "skip"])

@@ -24,6 +24,11 @@ from titan_ckpt.strict_json import Json
 from titan_ckpt.transforms import StateDictTransforms
 from titan_ckpt.types import StateDict
 
+_TYPES: dict[str, type] = {
+    "step": int, "model": dict, "optimizer": list, "lr_scheduler": list, "states": dict, "rng": dict,
+}  # fmt: skip
+_GENERATORS = frozenset({"python", "numpy", "torch"})
+
 
 @dataclass(frozen=True, slots=True)
 class ResumeState:
@@ -175,5 +180,28 @@ def _read_state(path: Path, name: str, manifest: Manifest) -> dict[str, Any]:
         raise CorruptCheckpointError(
             f"{path / name}: its bytes are not those that were committed. Take another checkpoint", str(path / name)
         )
-    state: dict[str, Any] = typed_json.loads(data, str(path / name))
+    state = typed_json.loads(data, str(path / name))
+    if wrong := _misshapen(state):
+        raise CorruptCheckpointError(
+            f"{path / name}: not the state of a run: {', '.join(wrong)}. Take another checkpoint", str(path / name)
+        )
+    assert isinstance(state, dict)
     return state
+
+
+def _misshapen(state: Any) -> list[str]:
+    """Return what of a state file is not of the type that runs write: a foreign writer's digests may well hold."""
+    if not isinstance(state, dict):
+        return [f"a {type(state).__name__}, expected an object"]
+    found = [(name, state[name], kind) for name, kind in _TYPES.items() if name in state]
+    if isinstance(optimizers := state.get("optimizer"), list):
+        found += [(f"optimizer[{index}]", groups, list) for index, groups in enumerate(optimizers)]
+        found += [("a parameter group", g, dict) for groups in optimizers if isinstance(groups, list) for g in groups]
+    wrong = [
+        f"{name} is a {type(value).__name__}, not a {kind.__name__}"
+        for name, value, kind in found
+        if not isinstance(value, kind)
+    ]
+    if isinstance(rng := state.get("rng"), dict) and (missing := _GENERATORS - rng.keys()):
+        wrong.append(f"rng without {', '.join(sorted(missing))}")
+    return wrong

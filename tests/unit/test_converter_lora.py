@@ -133,10 +133,11 @@ def test_targets_are_names_suffixes_and_patterns(targets: tuple[str, ...], adapt
 def test_unmatched_targets_are_listed_with_near_misses() -> None:
     """Every name that means nothing is answered with what was probably meant."""
     with pytest.raises(ConverterError) as caught:
-        converted(llama(), "wq", "wkk", "atention.wv", "q_proj", "layers.9.*")
-    assert "4 name(s) match nothing" in str(caught.value)
+        converted(llama(), "wq", "wkk", "atention.wv", "q_proj", "layers.9.*", "q")
+    assert "5 name(s) match nothing" in str(caught.value)
     assert "'wkk' matches no weight to adapt. Did you mean wk" in str(caught.value)
     assert "Did you mean attention.wv" in str(caught.value)
+    assert "'q' matches no weight" in str(caught.value)  # the end of a name, but no whole part of it
     assert "'q_proj' matches no weight to adapt. There are: tok_embeddings, wq, wk" in str(caught.value)
 
 

@@ -15,13 +15,16 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel
 from transformers import AutoModelForCausalLM, Phi3ForCausalLM, Qwen3ForCausalLM
 
 from converters import from_tables
+from converters.lora_layers import LoRALinear
+from converters.parallel import ConvertedParallel
 from converters.stack import stack_adapters
 from tests.interop.folders import assert_same_bytes
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
-from titan_ckpt.errors import KeyMapError, LoadMismatchError
+from titan_ckpt.errors import ConverterError, KeyMapError, LoadMismatchError
 from titan_ckpt.keymap import KeyMap, KeyRule, Split
 from titan_ckpt.models import hf
 from titan_ckpt.models.layers import Attention, rotate_halves
@@ -294,3 +297,13 @@ def test_a_matrix_that_is_fused_here_alone_has_a_pair_per_part(lora: dict[str, A
     assert gap(model, tuned) <= 1e-5
     assert gap(AutoModelForCausalLM.from_pretrained(tmp_path / "run/exports/step-1"), model) <= 1e-5
     assert_same_bytes(tmp_path / "run/exports/step-1-peft", tmp_path / "adapter")
+
+
+def test_a_cut_across_the_parts_of_a_fused_weight_is_refused() -> None:
+    """Tensor parallelism would give a rank some parts of the adapter whole and others not at all."""
+    model = FusedQwen3(Qwen3Config(**{**SHAPE, "tie_embeddings": False}))
+    from_tables([{"kind": "lora", "target_modules": ["wqkv"], "rank": 2}]).convert(model)
+    (fused, *_) = [m for m in model.modules() if isinstance(m, LoRALinear) and m.adapter.rows]
+    mesh: Any = None  # refused before it is looked at
+    with pytest.raises(ConverterError, match="cut across the parts"):
+        ConvertedParallel(ColwiseParallel())._apply(fused, mesh)

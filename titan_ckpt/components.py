@@ -29,6 +29,7 @@ from titan_ckpt.optimizer_state import PREFIX as OPTIMIZER
 from titan_ckpt.optimizer_state import OptimizerState
 from titan_ckpt.ownership import describe
 from titan_ckpt.rng import RandomState
+from titan_ckpt.storage.engine import collector_held
 from titan_ckpt.tensors import TensorInfo, blocks_of
 from titan_ckpt.types import StateDict, Stateful
 
@@ -215,12 +216,13 @@ class RunState:
         tensors = now.tensors | {n: value for n, value in mark.counters.tensors.items() if n in now.tensors}
         return Snapshot(tensors, now.run | mark.counters.run, mark.counters.rank, now.components, now.volatile)
 
+    @collector_held()
     def expected_bytes(self, model: StateDict) -> int:
         """Estimate this rank's bytes in a save, counting two float32 moments for parameters not yet stepped.
 
         Asks no dataloader and no user state: that may move generators, and they are small or like the model.
         """
-        total = sum(block.data.nbytes for value in model.values() for block in blocks_of(value))
+        total = _local_bytes(model)
         for one in self.optimizers:
             total += sum(_local_bytes(state) for state in one.state.values())
             for group in one.param_groups:
@@ -233,14 +235,15 @@ class RunState:
 
         Raises: LoadMismatchError listing what this run has and the checkpoint lacks, or what cannot be carried over.
         """
-        steps = self._restorers(run, rank, {}, exclude)
+        optimizer = self.optimizer
+        steps = self._restorers(optimizer, run, rank, {}, exclude)
         lacking = [name for name, restore in steps.items() if restore is None and name not in exclude]
         if lacking:
             raise LoadMismatchError(
                 f"the checkpoint has no state for: {', '.join(lacking)}. It was saved by a run without them, or by "
                 f"another number of ranks; to start afresh with them: checkpoint.resume.exclude = {json.dumps(lacking)}"
             )
-        if (optimizer := self.optimizer) is not None and "optimizer" not in exclude:
+        if optimizer is not None and "optimizer" not in exclude:
             optimizer.match(run["optimizer"])
         absent = [name for name in self.model.extra_state_names() if name not in run.get("model", {})]
         if absent and "model" not in exclude:
@@ -274,21 +277,26 @@ class RunState:
                 out |= {key: _room_for(available[key], live.get(key)) for key in wanted}
         return out, strangers
 
+    @collector_held()
     def apply(self, run: dict[str, Any], rank: RankState, tensors: StateDict, exclude: frozenset[str]) -> None:
         """Give everything that was read back to its owner, after `check`; the random generators last."""
         if "model" not in exclude:
             self.model.load_extra_state(run.get("model", {}))
-        for name, restore in self._restorers(run, rank, tensors, exclude).items():
+        for name, restore in self._restorers(self.optimizer, run, rank, tensors, exclude).items():
             if name not in exclude:
                 assert restore is not None, "check() comes first"
                 restore()
 
     def _restorers(
-        self, run: dict[str, Any], rank: RankState, tensors: StateDict, exclude: frozenset[str]
+        self,
+        optimizer: OptimizerState | None,
+        run: dict[str, Any],
+        rank: RankState,
+        tensors: StateDict,
+        exclude: frozenset[str],
     ) -> dict[str, Callable[[], None] | None]:
         """Return, for each component this run has, how to restore it, or None where the checkpoint lacks it."""
         out: dict[str, Callable[[], None] | None] = {}
-        optimizer = self.optimizer
         if optimizer is not None:
             own = {k: v for k, v in tensors.items() if k.startswith(OPTIMIZER)}
             out["optimizer"] = (lambda: optimizer.apply(own, run["optimizer"])) if "optimizer" in run else None

@@ -22,7 +22,9 @@ from titan_ckpt.plan import LoadSource
 from titan_ckpt.quantising import QuantisesWeights
 from titan_ckpt.storage import open_reader
 from titan_ckpt.storage.base import ReadRequest, TensorReader
+from titan_ckpt.storage.engine import collector_held
 from titan_ckpt.storage.huggingface import TIED
+from titan_ckpt.storage.native import NativeReader
 from titan_ckpt.tensors import TensorInfo
 from titan_ckpt.transforms import ReadPlan, StateDictTransforms
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
@@ -59,6 +61,11 @@ class PreparedLoad:
         """Return what `read` will take, to be verified first."""
         return [(one.reader, one.plan.requests) for one in self._opened]
 
+    def reader_of(self, path: Path) -> NativeReader | None:
+        """Return the reader of a step of this package's own format, if the step is among the sources."""
+        readers = [one.reader for one in self._opened if one.source.path == path]
+        return next((reader for reader in readers if isinstance(reader, NativeReader)), None)
+
     def read(self) -> None:
         """Fill the model's live tensors with this rank's slices. Raises: CorruptCheckpointError; OSError."""
         for one in self._opened:
@@ -91,6 +98,7 @@ class PreparedLoad:
         self._stack.close()
 
 
+@collector_held()
 def prepare_load(
     sources: Sequence[LoadSource],
     wrapper: ModelWrapper,

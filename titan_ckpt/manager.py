@@ -136,7 +136,7 @@ class CheckpointManager:
     def _preflight(self) -> None:
         """Find out before step 1 whether saves will work: lease, permissions, space for what they will take."""
         if self._saver is not None:
-            self._directory.preflight(self._run.expected_bytes(self._model_to_save()))
+            self._directory.preflight(self._expected_bytes())
 
     # save
 
@@ -305,7 +305,14 @@ class CheckpointManager:
         """Estimate from begin to commit: the longest of the last saves; before there are any, 100 MB/s and 5 s more."""
         if self._saver is None:
             return 0.0
-        return self._saver.longest_seconds or 5.0 + self._run.expected_bytes(self._model_to_save()) / 1e8
+        return self._saver.longest_seconds or 5.0 + self._expected_bytes() / 1e8
+
+    def _expected_bytes(self) -> int:
+        """Estimate this rank's part of a save."""
+        model = {} if self.config.external else self._model.memory()
+        return self._run.expected_bytes(
+            {n: v for n, v in model.items() if not self._adapter_only or self._model.owns(n)}
+        )
 
     @property
     def in_flight(self) -> SaveHandle | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ _EXTRA_STATE = "_extra_state"
 
 def clean_fqn(name: str) -> str:
     """Drop the segments that activation checkpointing, torch.compile and FSDP put into parameter names."""
+    if not any(segment in name for segment in _WRAPPER_SEGMENTS):
+        return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS)
 
 
@@ -38,9 +40,7 @@ class ModelWrapper:
     @property
     def tied(self) -> dict[str, str]:
         """Return alias -> the fqn that is saved for it."""
-        first: dict[int, str] = {}
-        owners = {fqn: first.setdefault(id(value), fqn) for fqn, value in self._live().items()}
-        return {fqn: owner for fqn, owner in owners.items() if owner != fqn}
+        return _aliases(self._live())
 
     def state_dict(self, mode: StateDictMode = "full", last_step: bool = False) -> StateDict:
         """Return fqn -> tensor, in the order of the modules; tied aliases appear once, under their first name.
@@ -49,7 +49,7 @@ class ModelWrapper:
         after the converters' last-step transforms; its values may be lazy. Collective where a converter's transform is.
         """
         live = self._live()
-        tensors = {fqn: value for fqn, value in self._entries() if not _is_extra(fqn)}
+        tensors = {fqn: value for fqn, value in self._entries(_aliases(live)) if not _is_extra(fqn)}
         if strange := [fqn for fqn, value in tensors.items() if not _is_live(value, live.get(fqn))]:
             raise StateEncodingError(
                 f"state_dict() of the model holds {len(strange)} values that are no parameter or buffer of it, so that "
@@ -65,6 +65,8 @@ class ModelWrapper:
 
     def owned_state_dict(self) -> StateDict:
         """Return the converter-owned part of `full`: what an adapter-only checkpoint holds."""
+        if self.hooks is None:
+            return {}
         return {fqn: value for fqn, value in self.state_dict("full").items() if self.owns(fqn)}
 
     def owns(self, fqn: str) -> bool:
@@ -73,7 +75,7 @@ class ModelWrapper:
 
     def extra_state(self) -> dict[str, Any]:
         """Return what modules keep beside tensors (`get_extra_state`), by fqn."""
-        return {fqn: value for fqn, value in self._entries() if _is_extra(fqn)}
+        return {fqn: module.get_extra_state() for fqn, module in self._modules_with_extra_state()}
 
     def extra_state_names(self) -> list[str]:
         """Return the fqns of `extra_state`, without asking for the state itself."""
@@ -88,10 +90,8 @@ class ModelWrapper:
     def parameter_names(self) -> dict[nn.Parameter, str]:
         """Return each live parameter's fqn (its first name, when tied)."""
         names: dict[nn.Parameter, str] = {}
-        for part in self.parts:
-            _reshard(part)
-            for name, parameter in part.named_parameters():
-                names.setdefault(parameter, clean_fqn(name))
+        for fqn, value in self._live(("_parameters",)).items():
+            names.setdefault(cast("nn.Parameter", value), fqn)
         return names
 
     def buffers(self) -> StateDict:
@@ -104,13 +104,20 @@ class ModelWrapper:
             if value is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001
         }
 
-    def _live(self) -> StateDict:
-        """Return every parameter and buffer by fqn, aliases included."""
+    def memory(self) -> StateDict:
+        """Return every parameter and persistent buffer once, by fqn, as it is; asks no converter."""
+        return {fqn: parameter for parameter, fqn in self.parameter_names().items()} | self.buffers()
+
+    def _live(self, kinds: Sequence[str] = ("_parameters", "_buffers")) -> StateDict:
+        """Return every parameter and buffer by fqn, aliases included; FSDP2 modules hold their shards from here on."""
         live: StateDict = {}
         for part in self.parts:
-            _reshard(part)
-            named = [*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)]
-            live.update({clean_fqn(name): value for name, value in named})
+            for prefix, module in _named_modules(part):
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # after a forward without a backward it holds gathered parameters
+                for kind in kinds:
+                    own = module.__dict__[kind]  # to go by named_parameters takes several times as long
+                    live.update({clean_fqn(prefix + name): value for name, value in own.items() if value is not None})
         return live
 
     def _modules_with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
@@ -119,9 +126,8 @@ class ModelWrapper:
                 if type(module).get_extra_state is not nn.Module.get_extra_state:
                     yield clean_fqn(f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE), module
 
-    def _entries(self) -> Iterator[tuple[str, Any]]:
+    def _entries(self, tied: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
         seen: set[str] = set()
-        tied = self.tied
         for part in self.parts:
             for name, value in part.state_dict().items():
                 fqn = clean_fqn(name)
@@ -161,8 +167,18 @@ def _unwrapped(part: nn.Module) -> nn.Module:
             return part
 
 
-def _reshard(part: nn.Module) -> None:
-    """Make FSDP2 modules hold their shards: after a forward without a backward they hold gathered parameters."""
-    for module in part.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+def _aliases(live: StateDict) -> dict[str, str]:
+    """Return, for each further name of a tensor, its first one."""
+    first: dict[int, str] = {}
+    owners = {fqn: first.setdefault(id(value), fqn) for fqn, value in live.items()}
+    return {fqn: owner for fqn, owner in owners.items() if owner != fqn}
+
+
+def _named_modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (prefix of its tensors' names, module) in the order of `named_modules`, aliases included."""
+    todo = [("", part)]
+    while todo:
+        prefix, module = todo.pop()
+        yield prefix, module
+        children = reversed(module._modules.items())  # noqa: SLF001
+        todo += [(f"{prefix}{name}.", child) for name, child in children if child is not None]

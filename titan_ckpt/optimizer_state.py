@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from titan_ckpt import typed_json
 from titan_ckpt.errors import LoadMismatchError
 from titan_ckpt.nested_tensors import give_tensors, names_of, take_tensors
-from titan_ckpt.tensors import TensorInfo, info_of
+from titan_ckpt.tensors import TensorInfo, info_of, plain
 from titan_ckpt.types import StateDict
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class OptimizerState:
                 if isinstance(value, (dict, list, tuple)):
                     own.setdefault(fqn, {})[name] = take_tensors(value, f"{PREFIX}{fqn}.{name}", tensors)
                 elif isinstance(value, torch.Tensor) and (value.dim() or isinstance(value, DTensor)):
-                    tensors[f"{PREFIX}{fqn}.{name}"] = value.detach()
+                    tensors[f"{PREFIX}{fqn}.{name}"] = plain(value)
                 else:
                     scalars.setdefault(name, {})[fqn] = value
         shared = {}
@@ -96,7 +96,7 @@ class OptimizerState:
                 continue
             for fqn, value in values.items():
                 if isinstance(value, torch.Tensor):
-                    tensors[f"{PREFIX}{fqn}.{name}"] = value.detach()
+                    tensors[f"{PREFIX}{fqn}.{name}"] = plain(value)
                 else:
                     own.setdefault(fqn, {})[name] = value
         hyperparameters = {k: _frozen(v) for k, v in group.items() if k not in _NOT_STORED}
@@ -124,7 +124,7 @@ class OptimizerState:
             optimizer, parameter = self._owners[fqn]
             live = optimizer.state.get(parameter, {}).get(name)
             if isinstance(live, torch.Tensor) and info_of(live) == info:
-                out[key] = live.detach()
+                out[key] = plain(live)
             elif not info.shape and (parameter.dim() or name == "step"):
                 out[key] = torch.empty((), dtype=info.dtype)
             elif info.shape == tuple(parameter.shape):

@@ -68,19 +68,20 @@ def divide(tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> Div
     posts its list. 3. Every rank computes its own shares. 4. All compare the sum of their bytes with the tensors'.
     Raises: StateEncodingError (on all ranks as PeerError) if ranks disagree about a tensor.
     """
-    lists = _exchange(describe(tensors), coordinator)
+    mine = describe(tensors)
+    lists = _exchange(mine, coordinator)
     error: Exception | None = None
     division = Division((), {}, {})
     try:
         holders = _merge(lists)
         sharing = _Sharing(coordinator.rank, holders)
-        shares = sharing.shares(tensors)
+        shares = sharing.shares(tensors, mine["kind_of"])
         replicas = {ranks: tuple(sorted(names)) for ranks, names in sharing.replicated.items()}
         division = Division(tuple(shares), {fqn: h.info for fqn, h in holders.items()}, replicas)
     except (StateEncodingError, TypeError) as caught:
         error = caught
-    mine = sum(s.chunk.numel * s.info.dtype.itemsize for s in division.shares)
-    total = sum(cast("list[int]", coordinator.gather("plan/bytes", mine, error)))
+    num_bytes = sum(s.chunk.numel * s.info.dtype.itemsize for s in division.shares)
+    total = sum(cast("list[int]", coordinator.gather("plan/bytes", num_bytes, error)))
     expected = sum(info.nbytes for info in division.tensors.values())
     if total != expected:
         raise StateEncodingError(
@@ -191,21 +192,32 @@ class _Sharing:
         self._at: dict[tuple[Any, ...], _Replicas] = {}
         self.replicated: dict[tuple[int, ...], list[str]] = {}
 
-    def shares(self, tensors: Mapping[str, torch.Tensor]) -> list[Share]:
-        """Return this rank's shares in the order of its state dict."""
-        found = {fqn: self._alone(fqn, value) for fqn, value in tensors.items()}
-        for fqn in sorted(fqn for fqn, shares in found.items() if shares is None):
+    def shares(self, tensors: Mapping[str, torch.Tensor], kind_of: Sequence[int]) -> list[Share]:
+        """Return this rank's shares in the order of its state dict; `kind_of`: of each tensor, as `describe` says."""
+        found: dict[str, list[Share]] = {}
+        divided = []
+        alone: dict[tuple[int, int], list[tuple[Chunk, Index | None]] | None] = {}
+        for (fqn, value), kind in zip(tensors.items(), kind_of, strict=True):
+            holders = self._holders[fqn]
+            key = kind, id(holders)  # tensors of a kind share their holders, and all that follows from both
+            if key not in alone:
+                alone[key] = self._alone(value, holders)
+            if (chunks := alone[key]) is None:
+                divided.append(fqn)
+            found[fqn] = [Share(fqn, holders.info, chunk, index) for chunk, index in chunks or ()]
+        for fqn in sorted(divided):
             found[fqn] = list(self._shares_of(fqn, tensors[fqn]))
-        return [share for shares in found.values() for share in shares or ()]
+        return [share for shares in found.values() for share in shares]
 
-    def _alone(self, fqn: str, value: torch.Tensor) -> list[Share] | None:
-        """Return all that this rank holds of a tensor if no other rank holds any of it; else None."""
-        holders = self._holders[fqn]
-        if holders.ranks != (self._rank,) or not value.numel():
+    def _alone(self, value: torch.Tensor, holders: _Holders) -> list[tuple[Chunk, Index | None]] | None:
+        """Return what this rank holds of a tensor if no other rank holds any of that; else None."""
+        if self._rank not in holders.ranks or not value.numel():
             return None
-        return [Share(fqn, holders.info, chunk, index) for chunk, index in _chunks_of(value)]
+        chunks = _chunks_of(value)
+        return chunks if not chunks or len(self._replicas_of(value, holders).ranks) == 1 else None
 
     def _shares_of(self, fqn: str, value: torch.Tensor) -> Iterator[Share]:
+        """Yield this rank's part of what several ranks hold alike."""
         holders = self._holders[fqn]
         if self._rank not in holders.ranks:
             return
@@ -213,16 +225,9 @@ class _Sharing:
             if self._rank == min(holders.ranks):
                 yield Share(fqn, holders.info, Chunk.whole(value.shape), None)
             return
-        chunks = _chunks_of(value)
-        if not chunks:
-            return
         replicas = self._replicas_of(value, holders)
-        if len(replicas.ranks) > 1:
-            self.replicated.setdefault(replicas.ranks, []).append(fqn)
-        for chunk, index in chunks:
-            if len(replicas.ranks) == 1:
-                yield Share(fqn, holders.info, chunk, index)
-                continue
+        self.replicated.setdefault(replicas.ranks, []).append(fqn)
+        for chunk, index in _chunks_of(value):
             nbytes = chunk.numel * value.dtype.itemsize
             dim = _dim_to_cut(chunk, min(len(replicas.ranks), nbytes // MIN_PART_BYTES))
             writers = replicas.hand_out(nbytes, chunk.sizes[dim] if chunk.sizes else 1)

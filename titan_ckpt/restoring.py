@@ -127,8 +127,8 @@ class Restorer:
         hooks = self._model.hooks
         check_converters(manifest.converters, hooks.describe() if hooks else [], manifest.step)
         with self._prepare(load_plan, resuming=True) as prepared:
-            state = ResumeState.open(path, manifest, self._run, load_plan.exclude, self._coordinator)
-            with state:
+            opened = prepared.reader_of(path)
+            with ResumeState.open(path, manifest, self._run, load_plan.exclude, self._coordinator, opened) as state:
                 self._read(prepared, state)
             report = self._complete(load_plan, prepared)
             base = self._identify_base(load_plan, prepared, manifest)

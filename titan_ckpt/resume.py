@@ -19,9 +19,10 @@ from titan_ckpt.manifest import Manifest
 from titan_ckpt.optimizer_state import misfit
 from titan_ckpt.saving import RUN_STATE, rank_state_name, with_rank_parts
 from titan_ckpt.storage.base import ReadRequest, TensorReader
+from titan_ckpt.storage.engine import collector_held
 from titan_ckpt.storage.native import NativeReader
 from titan_ckpt.strict_json import Json
-from titan_ckpt.transforms import StateDictTransforms
+from titan_ckpt.tensors import blocks_of
 from titan_ckpt.types import StateDict
 
 _TYPES: dict[str, type] = {
@@ -41,11 +42,19 @@ class ResumeState:
     _requests: list[ReadRequest]
 
     @classmethod
+    @collector_held()
     def open(
-        cls, path: Path, manifest: Manifest, run_state: RunState, exclude: frozenset[str], coordinator: Coordinator
+        cls,
+        path: Path,
+        manifest: Manifest,
+        run_state: RunState,
+        exclude: frozenset[str],
+        coordinator: Coordinator,
+        opened: NativeReader | None = None,
     ) -> Self:
         """Read the JSON and plan the tensors; all ranks succeed or all raise. Collective.
 
+        `opened`: a reader of the same step, which outlives this: no header is read twice.
         Raises: CorruptCheckpointError naming the file; LoadMismatchError for what the checkpoint lacks, and where the
         optimizer does not fit.
         """
@@ -54,7 +63,10 @@ class ResumeState:
         made: Self | None = None
         strangers: list[Json] = []
         try:
-            made, strangers = cls._open(path, manifest, run_state, exclude, run, rank)
+            run_state.check(run, rank, exclude)
+            files = [f for f in manifest.files if f.name.endswith(".safetensors")]
+            reader = NativeReader(path, files=files) if opened is None else opened.another()
+            made, strangers = cls._plan(reader, run_state, exclude, run, rank)
         except Exception as e:
             error = e
         try:
@@ -71,27 +83,18 @@ class ResumeState:
         return made
 
     @classmethod
-    def _open(
-        cls,
-        path: Path,
-        manifest: Manifest,
-        run_state: RunState,
-        exclude: frozenset[str],
-        run: dict[str, Any],
-        rank: RankState,
+    def _plan(
+        cls, reader: NativeReader, run_state: RunState, exclude: frozenset[str], run: dict[str, Any], rank: RankState
     ) -> tuple[Self, list[Json]]:
         """Return this rank's state, and the optimizer's tensors that are for no parameter of this rank."""
-        run_state.check(run, rank, exclude)
-        reader = NativeReader(path, files=[f for f in manifest.files if f.name.endswith(".safetensors")])
         try:
             available = {key: info for key, info in reader.tensors.items() if not key.startswith(MODEL)}
             tensors, strangers = run_state.destinations(available, run, exclude)
-            plan = StateDictTransforms().from_file(tensors, available, None, cast=False)
-            assert not plan.report.missing and not plan.report.mismatched, "destinations follow what is available"
+            requests = [ReadRequest(key, b.chunk, b.data) for key, value in tensors.items() for b in blocks_of(value)]
         except BaseException:
             reader.close()
             raise
-        return cls(run, rank, tensors, reader, plan.requests), [*strangers]
+        return cls(run, rank, tensors, reader, requests), [*strangers]
 
     @property
     def parts(self) -> list[tuple[TensorReader, Sequence[ReadRequest]]]:

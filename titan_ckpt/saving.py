@@ -28,6 +28,7 @@ from titan_ckpt.manifest import FileRecord, Kind, Manifest
 from titan_ckpt.optimizer_state import merge_groups
 from titan_ckpt.replicas import check_replicas
 from titan_ckpt.staging import StagingHandle
+from titan_ckpt.storage.engine import collector_held
 from titan_ckpt.storage.native import NativeWriter
 from titan_ckpt.storage.staged_folder import write_file
 from titan_ckpt.strict_json import Json
@@ -156,6 +157,7 @@ class Saver:
         """Say whether there is a copy of this step, which is no older than the live tensors if they are of it."""
         return self._staged is not None and self._staged[0] == step
 
+    @collector_held()
     def save(self, request: SaveRequest, take: Callable[[], Snapshot]) -> SaveHandle:
         """Start a save and return its handle; with async_mode "disabled" it has ended. Collective.
 

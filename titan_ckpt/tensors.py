@@ -13,6 +13,7 @@ from operator import add, le, sub
 from typing import NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -102,6 +103,11 @@ def info_of(value: torch.Tensor | LazyTensor) -> TensorInfo:
     return value.info if isinstance(value, LazyTensor) else TensorInfo(tuple(value.shape), value.dtype)
 
 
+def plain(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor apart from autograd's graph; the same object where it is already, for DTensors detach slowly."""
+    return value.detach() if value.requires_grad else value
+
+
 def blocks_of(value: torch.Tensor | LazyTensor) -> Iterable[Block]:
     """Return the chunks of the tensor that this rank holds, replicas included; of a live one as views of its memory.
 
@@ -110,12 +116,11 @@ def blocks_of(value: torch.Tensor | LazyTensor) -> Iterable[Block]:
     if isinstance(value, LazyTensor):
         return value.blocks()
     if not isinstance(value, DTensor):
-        return [Block(Chunk.whole(value.shape), value.detach() if value.requires_grad else value)]
-    local = value._local_tensor  # noqa: SLF001 - to_local() may copy, and to detach a DTensor takes 50 us
-    local = local.detach() if local.requires_grad else local
+        return [Block(Chunk.whole(value.shape), plain(value))]
+    local = plain(value._local_tensor)  # noqa: SLF001 - to_local() may copy, and to detach a DTensor takes 9 us
     chunks = local_chunks(value)
-    if len(chunks) == 1 and chunks[0][0].sizes == local.shape:  # as nearly all have it, and they come by the 10,000
-        return [Block(chunks[0][0], local)] if local.numel() else []
+    if len(chunks) == 1 and (chunk := chunks[0][0]).sizes == local.shape:  # nearly all, and they come by the 10,000
+        return [] if 0 in chunk.sizes else [Block(chunk, local)]
     return [Block(chunk, local[index]) for chunk, index in chunks if chunk.numel]
 
 
@@ -158,15 +163,19 @@ def cast(value: torch.Tensor | LazyTensor, dtype: torch.dtype) -> LazyTensor:
 def local_chunks(value: DTensor) -> Sequence[tuple[Chunk, tuple[slice, ...]]]:
     """Return (global chunk, index into the local tensor) for each contiguous run of rows this rank holds."""
     spec = value._spec  # noqa: SLF001 - the properties of a DTensor look this up one by one
-    coordinate = spec.mesh.get_coordinate()
-    if coordinate is None:
-        return ()
-    return _chunks_at(value.shape, spec.placements, spec.mesh.shape, tuple(coordinate))
+    return _chunks_at(value.shape, spec.placements, *_place_in(spec.mesh))
+
+
+@functools.lru_cache(maxsize=64)
+def _place_in(mesh: DeviceMesh) -> tuple[Shape, Shape | None]:
+    """Return the shape of a mesh and where this rank is in it, None for outside."""
+    coordinate = mesh.get_coordinate()
+    return tuple(mesh.shape), None if coordinate is None else tuple(coordinate)
 
 
 @functools.lru_cache(maxsize=4096)
 def _chunks_at(
-    shape: Shape, placements: tuple[Placement, ...], mesh_shape: Shape, coordinate: Shape
+    shape: Shape, placements: tuple[Placement, ...], mesh_shape: Shape, coordinate: Shape | None
 ) -> tuple[tuple[Chunk, tuple[slice, ...]], ...]:
     """Work out the chunks at one place of a mesh.
 
@@ -174,6 +183,8 @@ def _chunks_at(
     [start, stop) in global coordinates; Shard takes a prefix-balanced piece of the list, _StridedShard first cuts
     what is there in `split_factor` pieces and takes its share of each. One run per dim is the ordinary case.
     """
+    if coordinate is None:
+        return ()
     runs: list[list[tuple[int, int]]] = [[(0, n)] for n in shape]
     for placement, size, here in zip(placements, mesh_shape, coordinate, strict=True):
         if isinstance(placement, Replicate):

@@ -377,12 +377,12 @@ def _check_rows(rows: list[Any], names: list[str], sizes: list[list[int]], dtype
     if not chunks:
         return names
     fqns = list(names)
-    for i in chunks:
+    lengths = [len(rows[i]) if type(rows[i]) is list else 0 for i in chunks]
+    _require(set(lengths) <= {2, 3, 4}, "a chunk row")
+    for i in (i for i, length in zip(chunks, lengths, strict=True) if length > 2):
         row = rows[i]
-        _require(type(row) is list and 2 <= len(row) <= 4, "a chunk row")
-        if len(row) > 2:
-            _require(type(row[2]) is str, "a name")
-            fqns[i] = row[2]
+        _require(type(row[2]) is str, "a name")
+        fqns[i] = row[2]
         if len(row) > 3:
             carrier, count = _CARRIERS[_CARRIED[row[3]]]
             _require(carrier == dtypes[i] and sizes[i][-1:] == [count], "an odd carrier")

@@ -5,6 +5,7 @@ Owns the index over the files of one folder. Knows neither how a folder became a
 
 from __future__ import annotations
 
+import copy
 import errno
 import functools
 from collections.abc import Mapping, Sequence
@@ -63,6 +64,7 @@ class NativeReader(TensorReader):
         self._verify = verify
         self._sources: dict[int, _Source] = {}
         self._planned: _Planned | None = None
+        self._borrows = False
         if not self.path.is_dir():
             raise CheckpointNotFoundError(f"{self.path}: no such folder")
         committed = _committed_files(self.path) if files is None else files
@@ -76,6 +78,12 @@ class NativeReader(TensorReader):
         self._world_size = self._own.header.world_size
         here = rank * self._world_size / world_size
         self._by_distance = sorted(range(self._world_size), key=lambda r: abs(r - here))
+
+    def another(self) -> NativeReader:
+        """Return a second reader of the files that this one opens, for requests of its own; this one closes them."""
+        other = copy.copy(self)
+        other._planned, other._borrows = None, True  # noqa: SLF001
+        return other
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -243,6 +251,8 @@ class NativeReader(TensorReader):
 
     def close(self) -> None:
         self._drop_plan()
+        if self._borrows:
+            return
         sources, self._sources = self._sources, {}
         for source in sources.values():
             source.file.close()

@@ -121,10 +121,15 @@ class BlockReader:
         """Return runs of the blocks that hold anything wanted."""
         block = self._header.block_bytes
         wanted: set[int] = set()
+        begin = end = 0
         for t in self._transfers:
+            if begin <= t.first and t.stop <= end:  # of many small ones a block holds thousands
+                continue
             itemsize = t.dtype.itemsize
             if t.stop - t.first <= 2 * block or t.address:
-                wanted.update(range(t.first // block, -(-t.stop // block)))
+                first, last = t.first // block, -(-t.stop // block)
+                begin, end = first * block, last * block
+                wanted.update(range(first, last))
                 continue
             for low, high in spans(t.sizes, t.box or Chunk.whole(t.sizes), block // itemsize):
                 wanted.update(range((t.start + low * itemsize) // block, -(-(t.start + high * itemsize) // block)))

@@ -10,7 +10,8 @@ import contextlib
 import itertools
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +31,17 @@ FAILURES = (Exception, CheckpointException)
 """What a rank tells the others of when code that is not ours raises it: torch's own derives from BaseException."""
 
 _instances = itertools.count()
+_bound = ContextVar("titan_ckpt bound", default=1800.0)
+
+
+@contextlib.contextmanager
+def bounded(timeout_seconds: float) -> Iterator[None]:
+    """Bound the lines that code called from here makes for itself, such as a converter's."""
+    token = _bound.set(timeout_seconds)
+    try:
+        yield
+    finally:
+        _bound.reset(token)
 
 
 class Coordinator:
@@ -52,8 +64,12 @@ class Coordinator:
         self._ranks: Sequence[int] = range(world_size)
 
     @staticmethod
-    def current(timeout_seconds: float = 1800.0) -> Coordinator:
-        """Build from the default process group, or for one rank where there is none. Collective."""
+    def current(timeout_seconds: float | None = None) -> Coordinator:
+        """Build from the default process group, or for one rank where there is none. Collective.
+
+        `timeout_seconds`: left out, it is what `bounded` says, or half an hour.
+        """
+        timeout_seconds = _bound.get() if timeout_seconds is None else timeout_seconds
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return Coordinator(0, 1, None, "", timeout_seconds)
         # A clone has its own connection: a long wait here must not block others who use the default store.
@@ -86,6 +102,7 @@ class Coordinator:
         """Keep rank 0, which may serve the store, until all have read what it said last. Collective; never raises."""
         if self._store is None or self._stuck is not None:
             return
+        timeout_seconds = min(timeout_seconds, self.timeout_seconds)
         exchange = _Exchange(self._store, f"{self._prefix}/{next(self._sequence)}", self.rank, self.world_size)
         with contextlib.suppress(PeerError):
             self._run(lambda: exchange.part(timeout_seconds, self._stale), "close", timeout_seconds)

@@ -17,8 +17,8 @@ import torch
 from titan_ckpt import policy, posix
 from titan_ckpt.components import MODEL
 from titan_ckpt.config import ExportConfig, InitialLoadConfig
-from titan_ckpt.distributed import Coordinator
-from titan_ckpt.errors import ConverterError, ExportError
+from titan_ckpt.distributed import Coordinator, bounded
+from titan_ckpt.errors import CheckpointError, ConverterError, ExportError
 from titan_ckpt.loading import BASE_RECORD
 from titan_ckpt.model_wrapper import ModelWrapper
 from titan_ckpt.quantising import QuantisesWeights, WeightQuantiser, quantised
@@ -148,7 +148,7 @@ class Exporter:
         try:
             write = self._planned(config, step, base, self._tensors(config))
         except Exception as e:
-            error = e
+            error = _typed(e, step)
         self._coordinator.barrier("export-plan", error)
         assert write is not None
         write(self._coordinator)
@@ -180,7 +180,7 @@ class Exporter:
                 for config, values in zip(configs, tensors, strict=True)
             ]
         except Exception as e:
-            error = e
+            error = _typed(e, step)
         everywhere: list[Any] = self._coordinator.gather("export-freeze", can_wait, error)
         writes: list[_Write] = []
         now: list[ExportConfig] = []
@@ -193,7 +193,7 @@ class Exporter:
                 else:
                     now.append(config)
         except Exception as e:
-            error = e
+            error = _typed(e, step)
         self._coordinator.barrier("export-stage", error)
         for config in now:
             logger.info("export of step %d as %s is made at once: its values cannot be staged", step, config.format)
@@ -207,7 +207,10 @@ class Exporter:
         return StagedTensors({n: live[n] for n in live if n.startswith(MODEL)}, staged, constant)
 
     def _tensors(self, config: ExportConfig) -> StateDict:
-        return self._model.owned_state_dict() if config.format == "peft" else self._model.state_dict("export")
+        if config.format == "peft":
+            return self._model.owned_state_dict()
+        with bounded(self._coordinator.timeout_seconds):  # a converter may ask the other ranks
+            return self._model.state_dict("export")
 
     def _planned(self, config: ExportConfig, step: int, base: dict[str, Any] | None, tensors: StateDict) -> _Write:
         """Decide how the tensors are exported, and return what writes them."""
@@ -293,6 +296,15 @@ def _write_all(writes: Sequence[_Write], coordinator: Coordinator) -> None:
             first = first or error
     if first is not None:
         raise first
+
+
+def _typed(error: Exception, step: int) -> CheckpointError:
+    """Return the error itself, or what says that a collective of the training framework has failed."""
+    if isinstance(error, CheckpointError):
+        return error
+    made = ExportError(f"export of step {step} could not be prepared, nothing was published: {error}")
+    made.__cause__ = error
+    return made
 
 
 def _dtype(config: ExportConfig, came_from: Base | None) -> FileDtype:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch.distributed import TCPStore
 
 from titan_ckpt.distributed import Coordinator
@@ -37,6 +39,8 @@ class Ranks:
             if pid == 0:
                 code = 1
                 try:
+                    gc.freeze()  # a collection would copy every page of the parent's objects
+                    torch.set_num_threads(1)  # makes anew the pool that a fork breaks, which two threads cannot at once
                     if rank == (0 if rank_0_serves else -1):
                         store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), False)
                         os.write(host_write, f"{store.port:06d}".encode() * world)

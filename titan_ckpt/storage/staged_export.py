@@ -74,20 +74,23 @@ def export_folder(
     try:
         plan = work.run()
     except Exception as error:
-        raise ExportError(f"export to {folder} failed, nothing was published: {error}") from error
+        became = "it is proved, and may be published all the same" if work.is_proved else "nothing was published"
+        raise ExportError(f"export to {folder} failed, {became}: {error}") from error
     seconds = time.perf_counter() - started
     summary = ExportSummary(folder, tuple(plan.layouts), len(plan.infos), plan.num_bytes, seconds)
     logger.info("exported %d tensors, %d bytes, to %s in %.2f s", summary.num_tensors, plan.num_bytes, folder, seconds)
     return summary
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Export:
     folder: Path
     groups: Sequence[FileGroup]
     layout: FolderFormat
     coordinator: Coordinator
     fsync: bool
+    is_proved: bool = False
+    """From then on another rank may fall silent when rank 0 has published."""
 
     def run(self) -> ExportPlan:
         """Take all steps; leaves no staging folder behind when it raises."""
@@ -105,6 +108,7 @@ class _Export:
         try:
             path = str(self.coordinator.broadcast("export/begin", path, error))
             self._fill(Path(path), plan, companions)
+            self.is_proved = True
             self._together("export/publish", lambda: staged.publish(self.fsync) if staged is not None else None)
         except BaseException:
             if staged is not None:

@@ -1,0 +1,123 @@
+"""Exports that two forked ranks make together, to be killed in: rows, columns, merged and staged weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch._dynamo  # DTensor imports it at its first use: a second in every fork
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from converters import from_tables
+from tests.faults.test_hf_export import CONFIG
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig, StateDictTransforms
+from titan_ckpt.config import InitialLoadConfig
+from titan_ckpt.distributed import Coordinator
+from titan_ckpt.models.llama3 import Llama3
+from titan_ckpt.storage.huggingface_export import export_huggingface
+
+ALONE = Coordinator(0, 1, None, "", 60.0)
+_LORA = {"kind": "lora", "rank": 2, "target_modules": ["wq", "wo"]}
+_WHOLE = {f"w{i}": torch.arange(1000 * 70).float().view(1000, 70) + i for i in range(3)} | {"norm": torch.ones(70)}
+
+
+def prepare(root: Path) -> None:
+    """Make what an export only reads: a Hugging Face folder with a tokenizer, as root/base."""
+    torch.manual_seed(1)
+    model = Llama3(CONFIG)
+    model.init_weights()
+    groups = StateDictTransforms(model.key_map()).to_file(dict(model.state_dict()), None, None)
+    export_huggingface(
+        root / "base", groups, config=model.hf_config(), assets=None, max_shard_bytes=10**9, coordinator=ALONE
+    )
+    (root / "base" / "tokenizer.json").write_text("{}")
+
+
+def _group(line: Coordinator) -> None:
+    """Join the ranks in a process group, which goes with its process."""
+    if line.world_size > 1:
+        store: Any = line._store
+        store = dist.PrefixStore("group", store)
+        timeout = timedelta(seconds=line.timeout_seconds)
+        dist.init_process_group("gloo", rank=line.rank, world_size=line.world_size, store=store, timeout=timeout)
+
+
+def _shards(dim: Literal[0, 1], root: Path, line: Coordinator) -> Callable[[], None]:
+    """Export three matrices, of which each rank has a half of the rows or columns, and a vector that both have."""
+    state: dict[str, Any] = dict(_WHOLE)
+    if line.world_size > 1:
+        mesh = init_device_mesh("cpu", (line.world_size,))
+        for name in ("w0", "w1", "w2"):
+            part = _WHOLE[name].chunk(line.world_size, dim)[line.rank].contiguous()
+            state[name] = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
+    groups = StateDictTransforms().to_file(state, None, None)
+    config = {"model_type": "x", "architectures": ["X"]}
+
+    def export() -> None:
+        export_huggingface(
+            root / "exports" / "step-1", groups, config=config, assets=root / "base", max_shard_bytes=600_000,
+            coordinator=line,
+        )  # fmt: skip
+
+    return export
+
+
+def _run(mode: Literal["disabled", "thread"], root: Path, line: Coordinator) -> Callable[[], None]:
+    """Save a step of a LoRA model, with an export of its merged weights: at once, or of what the save has staged."""
+    torch.manual_seed(0)
+    model = Llama3(CONFIG)
+    model.init_weights()
+    converters = from_tables([_LORA])
+    converters.convert(model)
+    if line.world_size > 1:
+        for layer in model.layers.values():
+            fully_shard(layer, mesh=init_device_mesh("cpu", (line.world_size,)))
+    config = CheckpointConfig(
+        save=SaveConfig(interval=1, async_mode=mode, timeout_seconds=line.timeout_seconds),
+        initial_load=(InitialLoadConfig(str(root / "base")),),
+        export=(ExportConfig("hf", interval=1),),
+    )
+    transforms = StateDictTransforms(model.key_map(), model.hf_config())
+    manager = CheckpointManager(
+        config, model_parts=[model], sd_transforms=transforms, model_converters=converters, base_folder=root
+    )
+    step = manager.load().step
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora" in name:
+                (value.to_local() if isinstance(value, DTensor) else value).fill_(0.01)
+
+    def save() -> None:
+        assert manager._saver is not None
+        manager._coordinator.timeout_seconds = manager._saver._coordinator.timeout_seconds = line.timeout_seconds
+        with manager:
+            manager.save(step + 1)
+
+    return save
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way to export. `make` prepares it on a rank and returns what is to be killed in."""
+
+    name: str
+    make: Callable[[Path, Coordinator], Callable[[], None]]
+
+    def on_rank(self, root: Path, line: Coordinator) -> Callable[[], None]:
+        _group(line)
+        return self.make(root, line)
+
+
+KINDS = (
+    Kind("rows", lambda root, line: _shards(0, root, line)),
+    Kind("columns", lambda root, line: _shards(1, root, line)),
+    Kind("merged", lambda root, line: _run("disabled", root, line)),
+    Kind("staged", lambda root, line: _run("thread", root, line)),
+)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -152,8 +153,8 @@ def lora_run(
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     config = CheckpointConfig(
         save=SaveConfig(interval=1, async_mode=mode, include_base=include_base, timeout_seconds=60),
-        initial_load=(InitialLoadConfig(str(base)),),
-        export=(ExportConfig("hf", interval=1), other),
+        initial_load=(InitialLoadConfig(str(base), cast=True),),
+        export=(ExportConfig("hf", interval=1, dtype="original"), other),
     )
     transforms = StateDictTransforms(model.key_map(), model.hf_config())
     objects: dict[str, Any] = {"model_parts": [model], "optimizers": [optimizer], "model_converters": converters}
@@ -173,12 +174,18 @@ INT4 = ExportConfig("hf", interval=1, quantised=True)
 def same_in_the_background(
     root: Path, tables: Sequence[dict[str, Any]], include_base: bool = False, other: ExportConfig = PEFT
 ) -> None:
-    """Compare all exports of a run that makes them at once with those of runs that make them in the background."""
+    """Compare all exports of a run that makes them at once with those of runs that make them in the background.
+
+    The base has norms in float32 and the rest in bfloat16, and so has an export of it.
+    """
     coordinator = Coordinator.current(60.0)
     model = Llama3(CONFIG)
     torch.manual_seed(1)
     model.init_weights()
-    groups = StateDictTransforms(model.key_map()).to_file(dict(model.state_dict()), None, None)
+    transforms = StateDictTransforms(model.key_map())
+    keys = [key for group in transforms.to_file(dict(model.state_dict()), None, None) for key in group.infos]
+    dtypes = {key: torch.float32 if "norm" in key else torch.bfloat16 for key in keys}
+    groups = transforms.to_file(dict(model.state_dict()), None, dtypes)
     export_huggingface(
         root / "base", groups, config=model.hf_config(), assets=None, max_shard_bytes=10**9, coordinator=coordinator
     )
@@ -191,6 +198,8 @@ def same_in_the_background(
     assert expected.keys() == found.keys()
     assert [name for name in found if found[name] != expected[name]] == []
     assert found["step-1/model.safetensors"] != found["step-2/model.safetensors"]
+    stored = load(found["step-1/model.safetensors"])
+    assert {key: value.dtype for key, value in stored.items()} == dtypes
 
 
 def test_merged_adapters_are_exported_in_the_background(tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from tests.interop.folders import open_strictly
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.errors import ConfigError, ExportError, LoadMismatchError
-from titan_ckpt.models.llama3 import FLAVORS, Llama3
+from titan_ckpt.models.llama3 import FLAVORS, Llama3, Llama3Config
 
 CONFIG = replace(FLAVORS["debug-0.5m"], vocab_size=160, num_layers=2, max_seq_len=64, tie_embeddings=False)
 
@@ -31,9 +32,9 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def run(base: Path, folder: Path, export: ExportConfig) -> Path:
+def run(base: Path, folder: Path, export: ExportConfig, shape: Llama3Config = CONFIG) -> Path:
     """Load a base into a float32 model, and export it after a last step that changed nothing."""
-    model = Llama3(CONFIG)
+    model = Llama3(shape)
     config = CheckpointConfig(initial_load=(InitialLoadConfig(str(base), cast=True),), export=(export,))
     transforms = StateDictTransforms(model.key_map(), model.hf_config())
     with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=folder) as manager:
@@ -63,6 +64,28 @@ def test_original_dtypes_are_one_option_and_files_by_size_another(tmp_path: Path
     assert {v.dtype for k, v in original.items() if "norm" not in k} == {torch.bfloat16}
     own = run(base, tmp_path / "b", ExportConfig("hf", file_layout="base"))
     assert {v.dtype for file in own.glob("*.safetensors") for v in load_file(file).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("wide", ["norm", "embed_tokens"])
+def test_an_export_with_the_bases_dtypes_opens_as_the_base_does(tmp_path: Path, wide: str) -> None:
+    """Weights in bfloat16 and some in float32, be they most bytes: the same dtype in config.json, the same logits."""
+    config = replace(CONFIG, vocab_size=3000)
+    model: Any = LlamaForCausalLM(LlamaConfig.from_dict(config.to_hf())).bfloat16()
+    for name, parameter in model.named_parameters():
+        if wide in name:
+            parameter.data = parameter.data.float() + torch.rand(parameter.shape) / 3
+    model.save_pretrained(tmp_path / "base")
+    path = tmp_path / "base" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "bfloat16"}))
+    out = run(tmp_path / "base", tmp_path, ExportConfig("hf", dtype="original"), config)
+    there, here = load_file(tmp_path / "base" / "model.safetensors"), load_file(out / "model.safetensors")
+    assert {key: value.dtype for key, value in here.items()} == {key: value.dtype for key, value in there.items()}
+    assert len({value.dtype for value in here.values()}) == 2
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    tokens = torch.arange(40).view(2, 20) * 3
+    with torch.no_grad():
+        base, exported = (open_strictly(AutoModelForCausalLM, path)(tokens).logits for path in (tmp_path / "base", out))
+    assert torch.equal(base, exported)
 
 
 def test_keys_and_shapes_must_be_the_bases(tmp_path: Path, base: Path) -> None:

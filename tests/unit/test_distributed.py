@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.faults.forked_ranks import Ranks, outcome, run
-from titan_ckpt.distributed import Coordinator
+from titan_ckpt.distributed import Coordinator, bounded
 
 
 def test_every_rank_gets_every_value_in_order_of_ranks() -> None:
@@ -34,6 +34,14 @@ def test_one_process_needs_no_store() -> None:
     with pytest.raises(OSError, match="disk"):
         line.barrier("x", OSError("disk"))
     line.close()
+
+
+def test_lines_of_code_called_by_a_run_are_bounded_as_the_run_is() -> None:
+    """A converter that asks the other ranks does not wait longer for a dead one than the run itself."""
+    with bounded(3.0):
+        assert Coordinator.current().timeout_seconds == 3.0
+        assert Coordinator.current(5.0).timeout_seconds == 5.0
+    assert Coordinator.current().timeout_seconds == 1800.0
 
 
 def test_an_error_on_one_rank_is_raised_on_all_and_named() -> None:

@@ -62,13 +62,16 @@ class Base:
     tensors: Mapping[str, TensorInfo]
     """As a load sees them: dequantised, without what models compute themselves."""
     file_of: Mapping[str, str]
+    dtype: str | None
+    """What its config.json says."""
 
     @staticmethod
     def read(path: Path, ignores: Callable[[str], bool]) -> Base:
         """Read its headers, without the keys that `ignores` tells. Raises: as HuggingFaceReader."""
         with HuggingFaceReader(path) as reader:
             tensors = {key: info for key, info in reader.tensors.items() if not ignores(key)}
-            return Base(path, tensors, reader.file_of)
+            config = reader.metadata()
+            return Base(path, tensors, reader.file_of, config.get("dtype") or config.get("torch_dtype"))
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -103,7 +106,8 @@ def export_huggingface(
             _compare(plan.infos, base)
         files: dict[str, bytes | Path] = dict(_assets(assets))
         beside = read_config(assets / CONFIG) if assets is not None else {}
-        made = _config(config, beside, plan.infos)
+        made = _config(config, beside)
+        made["dtype"] = _dtype(plan.infos, base)
         if quantiser is not None:
             made["quantization_config"] = quantiser.config(plan.infos, plan.quantised)
         _check_tied(made, {*plan.infos, *plan.quantised})
@@ -165,8 +169,8 @@ def _assets(folder: Path | None) -> Iterator[tuple[str, Path]]:
                 yield str(path.relative_to(folder)), path
 
 
-def _config(config: Mapping[str, Any], base: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    """Return the config.json of these weights: the model's own, with the dtype that they have, not quantised."""
+def _config(config: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of these weights but for their dtype: the model's own, not quantised."""
     made = dict(config) if config else dict(base)
     if not made.get("model_type"):
         raise ExportError("no config.json can be written: give the model's Hugging Face config, or an assets folder")
@@ -179,17 +183,18 @@ def _config(config: Mapping[str, Any], base: Mapping[str, Any], infos: Mapping[s
             made[name] = base[name]
     for name in ("quantization_config", "compression_config", "torch_dtype"):
         made.pop(name, None)
-    made["dtype"] = str(_main_dtype(infos)).removeprefix("torch.")
     return made
 
 
-def _main_dtype(infos: Mapping[str, TensorInfo]) -> torch.dtype:
-    """Return the floating dtype that most bytes have."""
+def _dtype(infos: Mapping[str, TensorInfo], base: Base | None) -> str:
+    """Return the base's dtype where all tensors have theirs of there; else the floating dtype that most bytes have."""
+    if base is not None and base.dtype and all(info == base.tensors.get(key) for key, info in infos.items()):
+        return base.dtype
     num_bytes: dict[torch.dtype, int] = {}
     for info in infos.values():
         if info.dtype in CASTABLE:
             num_bytes[info.dtype] = num_bytes.get(info.dtype, 0) + info.nbytes
-    return max(num_bytes, key=num_bytes.__getitem__, default=torch.float32)
+    return str(max(num_bytes, key=num_bytes.__getitem__, default=torch.float32)).removeprefix("torch.")
 
 
 def _check_tied(config: Mapping[str, Any], keys: Collection[str]) -> None:

@@ -25,7 +25,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.common import parse
 from titan_ckpt import ownership
 from titan_ckpt.manifest import FileRecord, Manifest
-from titan_ckpt.storage.native_header import lay_out, parse_header
+from titan_ckpt.storage.native_header import parse_header
+from titan_ckpt.storage.native_layout import lay_out
 
 Shapes = dict[str, tuple[tuple[int, ...], list[Placement]]]
 

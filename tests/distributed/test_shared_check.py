@@ -14,7 +14,7 @@ from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError, PeerError
 from titan_ckpt.storage.base import ReadRequest
 from titan_ckpt.storage.native import NativeReader, NativeWriter
-from titan_ckpt.storage.native_header import BLOCK_BYTES
+from titan_ckpt.storage.native_layout import BLOCK_BYTES
 from titan_ckpt.storage.shared_check import check_together
 from titan_ckpt.storage.transfers import BlockReader
 from titan_ckpt.tensors import Chunk

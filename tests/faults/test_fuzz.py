@@ -26,7 +26,8 @@ from tests.faults.scenarios import SOAK
 from tests.unit.test_manifest import example, seal
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.manifest import Manifest
-from titan_ckpt.storage.native_header import lay_out, parse_header
+from titan_ckpt.storage.native_header import parse_header
+from titan_ckpt.storage.native_layout import lay_out
 from titan_ckpt.tensors import Chunk, TensorInfo
 from titan_ckpt.typed_json import decode, dumps, encode, loads
 
@@ -53,6 +54,8 @@ HOSTILE: list[Any] = [
     ),
     *([], {}, [[]], [2**62, 2**62], [0, 2**62], {"$set": [[]]}, {"$type": "os.system"}, {"__reduce__": ["os.system"]}),
 ]
+INNER = ("titan_ckpt.kinds", "titan_ckpt.kind_of", "titan_ckpt.fqns", "titan_ckpt.elsewhere")
+"""Texts of a rank file's metadata that are JSON again."""
 
 
 def fuzz_text(original: bytes, read: Callable[[bytes], object]) -> int:
@@ -139,8 +142,8 @@ def test_headers_of_rank_files() -> None:
     layout = lay_out(chunks, 0, 2, {"other": info})
     header, _ = layout.seal(["0" * 32] * layout.num_blocks)
     document = json.loads(header[8:])
-    for key in ("chunks", "elsewhere"):
-        document["__metadata__"][f"titan_ckpt.{key}"] = json.loads(document["__metadata__"][f"titan_ckpt.{key}"])
+    for key in INNER:
+        document["__metadata__"][key] = json.loads(document["__metadata__"][key])
 
     def read(document: Any) -> None:
         raw = sealed_header(document)
@@ -162,7 +165,7 @@ def sealed_header(document: Any) -> bytes:
     document = copy.deepcopy(document)
     metadata = document.get("__metadata__") if isinstance(document, dict) else None
     if isinstance(metadata, dict):
-        for key in ("titan_ckpt.chunks", "titan_ckpt.elsewhere"):
+        for key in INNER:
             if key in metadata and not isinstance(metadata[key], str):
                 metadata[key] = json.dumps(metadata[key])
         metadata["titan_ckpt.digest"] = "0" * 32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import random
 import struct
@@ -29,7 +30,7 @@ ODD: tuple[Any, ...] = (
     *([], [0], [[]], {}, {"a": 1}, [0, 0], [1, 2], [[2, 3], [0, 0]], [[2, 3], [0, 0], "a"], [10**12, 10**12]),
     *([[2, 3], [0, 0], "a", "complex128"], '{"a":["float32",[1]]}'),
 )
-INNER = ("titan_ckpt.chunks", "titan_ckpt.elsewhere")
+INNER = ("titan_ckpt.kinds", "titan_ckpt.kind_of", "titan_ckpt.fqns", "titan_ckpt.elsewhere")
 """Texts of the metadata that are JSON again."""
 
 
@@ -75,7 +76,7 @@ def changed(header: dict[str, Any], choose: random.Random) -> Any:
         elif type(node[last]) is int and choose.random() < 0.5:
             node[last] += choose.choice((-1, 1, 4, 4096, -4096))
         else:
-            node[last] = choose.choice(ODD)
+            node[last] = copy.deepcopy(choose.choice(ODD))
     metadata = opened.get("__metadata__")
     for key in INNER if isinstance(metadata, dict) else ():
         if key in metadata and choose.random() < 0.95:
@@ -97,10 +98,11 @@ def sample(folder: Path) -> tuple[dict[str, Any], bytes]:
     content = (folder / FILE).read_bytes()
     start = header_bytes(content[:8], len(content), FILE)
     header = json.loads(content[8:start])
-    header["__metadata__"]["titan_ckpt.chunks"] = json.dumps(
-        [[[5], [0], "b", "complex128"], [[3], [0], "d"] if header["d"]["shape"] else 0, [[4, 3], [2, 0]], 0]
-    )
-    header["__metadata__"]["titan_ckpt.elsewhere"] = json.dumps({"other": ["bfloat16", [4, 4]]})
+    metadata = header["__metadata__"]
+    metadata["titan_ckpt.kinds"] = json.dumps([[[5], [0], "complex128"], [[4, 3], [2, 0]]])
+    metadata["titan_ckpt.kind_of"] = json.dumps([1, 0, 2, 0])
+    metadata["titan_ckpt.fqns"] = json.dumps({"c": "other name"})
+    metadata["titan_ckpt.elsewhere"] = json.dumps({"other": ["bfloat16", [4, 4]]})
     return header, content[start:]
 
 

@@ -29,7 +29,8 @@ from titan_ckpt.errors import (
 from titan_ckpt.manifest import FileRecord, Manifest
 from titan_ckpt.storage.base import ReadRequest
 from titan_ckpt.storage.native import NativeReader, NativeWriter
-from titan_ckpt.storage.native_header import BLOCK_BYTES, STORED_DTYPES, header_bytes
+from titan_ckpt.storage.native_header import header_bytes
+from titan_ckpt.storage.native_layout import BLOCK_BYTES, STORED_DTYPES
 from titan_ckpt.tensors import Chunk
 
 Tensors = dict[str, torch.Tensor]

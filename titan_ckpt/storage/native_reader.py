@@ -24,7 +24,8 @@ from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, N
 from titan_ckpt.manifest import MANIFEST_NAME, MAX_BYTES, FileRecord, Manifest
 from titan_ckpt.storage.base import ReadRequest, TensorReader
 from titan_ckpt.storage.engine import FileReader, collector_held
-from titan_ckpt.storage.native_header import Entry, RankFile, header_bytes, parse_header
+from titan_ckpt.storage.native_header import RankFile, header_bytes, parse_header
+from titan_ckpt.storage.native_layout import Entry
 from titan_ckpt.storage.native_writer import rank_file_name
 from titan_ckpt.storage.scatter import Transfer
 from titan_ckpt.storage.transfers import BlockReader, execute

@@ -14,7 +14,7 @@ import xxhash
 from titan_ckpt.storage.base import FileRecord
 from titan_ckpt.storage.engine import IO_BYTES, FileWriter, bounce_buffer
 from titan_ckpt.storage.memory import Buffer, round_up
-from titan_ckpt.storage.native_header import BLOCK_BYTES, Layout, lay_out
+from titan_ckpt.storage.native_layout import BLOCK_BYTES, Layout, lay_out
 from titan_ckpt.storage.native_writer import rank_file_name
 from titan_ckpt.tensors import Chunk, LazyTensor, blocks_of, info_of
 

@@ -23,7 +23,7 @@ from titan_ckpt.ownership import Share, divide
 from titan_ckpt.staging import Arena, StagingHandle
 from titan_ckpt.storage.engine import bounce_buffer, collector_held
 from titan_ckpt.storage.memory import round_up
-from titan_ckpt.storage.native_header import STORED_DTYPES, Layout, lay_out
+from titan_ckpt.storage.native_layout import STORED_DTYPES, Layout, lay_out
 from titan_ckpt.storage.rank_file_writer import write_rank_file
 from titan_ckpt.storage.segments import Places, Segments
 from titan_ckpt.storage.writer_process import WriterProcess

@@ -13,7 +13,7 @@ import xxhash
 
 from titan_ckpt.storage.engine import IO_BYTES, FileWriter, run_workers
 from titan_ckpt.storage.memory import Buffer
-from titan_ckpt.storage.native_header import BLOCK_BYTES, Layout
+from titan_ckpt.storage.native_layout import BLOCK_BYTES, Layout
 
 Pieces = Callable[[int, int], AbstractContextManager[memoryview]]
 """(start, stop) -> those bytes of the data section, in aligned memory and padded to its multiple."""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from titan_ckpt.errors import SaveError
 from titan_ckpt.storage.memory import Buffer, SharedBuffer, round_up
-from titan_ckpt.storage.native_header import Layout
+from titan_ckpt.storage.native_layout import Layout
 from titan_ckpt.storage.rank_file_writer import write_rank_file
 
 _OF_THE_TRAINER = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}

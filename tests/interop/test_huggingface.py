@@ -405,6 +405,17 @@ def test_an_export_that_would_mislead_is_refused(tmp_path: Path, changes: dict[s
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_tensor_with_the_containers_own_name_is_refused(tmp_path: Path) -> None:
+    """A header has one place for __metadata__."""
+    groups = StateDictTransforms().to_file({"__metadata__": torch.ones(2)}, None, None)
+    with pytest.raises(ExportError, match="keeps the name __metadata__ to itself"):
+        export_huggingface(
+            tmp_path / "out", groups, config={"model_type": "x", "architectures": ["X"]}, assets=None,
+            max_shard_bytes=1000, coordinator=Coordinator.current(),
+        )  # fmt: skip
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_untied_model_without_its_output_is_refused(tmp_path: Path) -> None:
     """transformers would make one up."""
     state = {k: v for k, v in native().state_dict().items() if k != "output.weight"}
@@ -583,6 +594,19 @@ def test_a_broken_config_is_one_clear_error(sharded: Path, config: str) -> None:
     (sharded / "config.json").write_text(config)
     with pytest.raises(CorruptCheckpointError, match=r"config\.json"):
         open_reader(sharded)
+
+
+def test_files_that_are_none_are_one_clear_error(tmp_path: Path) -> None:
+    """Weights that are a folder, and a config.json that is a link to itself."""
+    theirs().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors: no regular file"):
+        open_reader(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").symlink_to("config.json")
+    with pytest.raises(CorruptCheckpointError, match=r"config\.json: cannot be read"):
+        open_reader(tmp_path)
 
 
 @pytest.mark.parametrize("where", ["top", "text_config"])

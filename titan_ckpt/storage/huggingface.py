@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -124,7 +125,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def _read_json_file(path: Path) -> bytes:
     """Read a small file, also through a download cache's link. Raises: FileNotFoundError; CorruptCheckpointError."""
     try:
-        return posix.read_whole(path.resolve(), MAX_JSON_BYTES)
+        return posix.read_whole(os.path.realpath(path), MAX_JSON_BYTES)
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -85,10 +85,12 @@ def read_header(path: Path) -> SafetensorsHeader:
     Raises: CorruptCheckpointError naming the file and the cause; OSError.
     """
     # a pipe by that name would be waited for without end
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise _corrupt(path, "no regular file")
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise _corrupt(path, "no regular file")
+    with os.fdopen(fd, "rb") as file:
         num_bytes = status.st_size
         prefix = file.read(8)
         if len(prefix) < 8:
@@ -122,6 +124,8 @@ def lay_out(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> Lay
     Raises: ValueError for a dtype that the format has no name for.
     """
     ranks = {dtype: i for i, dtype in enumerate(DTYPES.values())}
+    if "__metadata__" in infos:
+        raise ValueError("safetensors keeps the name __metadata__ to itself: no tensor can have it")
     unknown = [f"{key}: {info.dtype}" for key, info in infos.items() if info.dtype not in ranks]
     if unknown:
         raise ValueError(f"safetensors has no name for the dtype of {', '.join(unknown)}")

@@ -10,7 +10,9 @@ so that a later export can tell what a killed one left behind from what is being
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,8 +21,11 @@ from pathlib import Path
 from titan_ckpt import posix
 from titan_ckpt.storage.engine import IO_BYTES
 
+logger = logging.getLogger(__name__)
+
 _PREFIX = ".staging-"
 _LOCK = ".lock"
+_LOCK_NAME = re.compile(re.escape(_PREFIX) + "[0-9a-f]{32}" + re.escape(_LOCK))
 _live: set[str] = set()
 """Names that this process holds: POSIX locks do not tell a process from itself."""
 
@@ -43,16 +48,24 @@ class StagedFolder:
             raise FileExistsError(f"{target} is there already; remove it or choose another folder")
         _make_folders(target.parent)
         _sweep(target.parent)
-        path = target.parent / f"{_PREFIX}{uuid.uuid4().hex}"
-        staged = StagedFolder(target, path, posix.open_exclusive(_lock_of(path)))
-        _live.add(path.name)
-        posix.lock(staged.lock_fd)
+        staged = StagedFolder._claim(target)
         try:
-            posix.mkdir(path)
+            posix.mkdir(staged.path)
         except BaseException:
-            staged._release()
+            staged.release()
             raise
         return staged
+
+    @staticmethod
+    def _claim(target: Path) -> StagedFolder:
+        """Take a name beside the target, and its lock. Raises: OSError."""
+        while True:
+            path = target.parent / f"{_PREFIX}{uuid.uuid4().hex}"
+            staged = StagedFolder(target, path, posix.open_exclusive(_lock_of(path)))
+            _live.add(path.name)
+            if posix.lock(staged.lock_fd) is not False and _lock_of(path).exists():
+                return staged
+            staged.release()  # before it was locked, another process's sweep took it for a dead one's
 
     def publish(self, fsync: bool) -> None:
         """Give the folder its name. Raises: FileExistsError if something has taken it; OSError."""
@@ -66,7 +79,7 @@ class StagedFolder:
         except OSError:
             posix.rename_noreplace(self.target, self.path)
             raise
-        self._release()
+        self.release()
 
     def abandon(self) -> None:
         """Remove the folder and everything in it. Raises: OSError; a later export removes what is left."""
@@ -74,23 +87,20 @@ class StagedFolder:
             if self.path.exists():
                 _remove(self.path)
         finally:
-            self._release()
+            self.release()
 
     @staticmethod
     def discard(folder: Path) -> None:
         """Remove a published folder: it loses its name at once; what a kill leaves of it, a later export removes."""
-        path = folder.parent / f"{_PREFIX}{uuid.uuid4().hex}"
-        staged = StagedFolder(folder, path, posix.open_exclusive(_lock_of(path)))
-        _live.add(path.name)
+        staged = StagedFolder._claim(folder)
         try:
-            posix.lock(staged.lock_fd)
-            posix.rename_noreplace(folder, path)
+            posix.rename_noreplace(folder, staged.path)
             posix.fsync_folder(folder.parent)
-            _remove(path)
+            _remove(staged.path)
         finally:
-            staged._release()
+            staged.release()
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Let go of the lock; what cannot be removed now is removed by a later export."""
         with contextlib.suppress(OSError):
             posix.unlink(_lock_of(self.path))
@@ -138,20 +148,26 @@ def _make_folders(path: Path) -> None:
 
 def _sweep(parent: Path) -> None:
     """Remove staging folders whose process is gone; leave those that are locked, or where locks do not exist."""
-    for lock_path in sorted(parent.glob(f"{_PREFIX}*{_LOCK}")):
-        folder = lock_path.with_suffix("")
+    for name in filter(_LOCK_NAME.fullmatch, posix.list_folder(parent)):
+        folder = (parent / name).with_suffix("")
         if folder.name in _live:
             continue
         try:
-            fd = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
+            _remove_if_dead(folder)
+        except FileNotFoundError:  # another process has done it
             continue
-        try:
-            if posix.lock(fd):
-                _remove(folder)
-                posix.unlink(lock_path)
-        finally:
-            os.close(fd)
+        except OSError as error:  # such as another user's: no reason not to export
+            logger.info("%s stays as it is: %s", folder, error)
+
+
+def _remove_if_dead(folder: Path) -> None:
+    fd = os.open(_lock_of(folder), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if posix.lock(fd):
+            _remove(folder)
+            posix.unlink(_lock_of(folder))
+    finally:
+        os.close(fd)
 
 
 def _remove(folder: Path) -> None:

@@ -36,7 +36,7 @@ from titan_ckpt.storage.export_plan import pack_model_files
 from titan_ckpt.storage.huggingface import HuggingFaceReader
 from titan_ckpt.storage.huggingface_export import export_huggingface
 from titan_ckpt.storage.staged_export import ExportSummary, FolderFormat, export_folder
-from titan_ckpt.tensors import Block, Chunk, LazyTensor, TensorInfo
+from titan_ckpt.tensors import Block, Chunk, LazyTensor, TensorInfo, info_of
 from titan_ckpt.transforms import StateDictTransforms
 from titan_ckpt.types import StateDict
 
@@ -383,6 +383,25 @@ def test_an_existing_folder_is_never_written_into(tmp_path: Path) -> None:
         export(native(), tmp_path / "out")
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine.txt"]
     assert siblings(tmp_path / "out") == []
+
+
+def test_a_name_that_another_takes_meanwhile_stays_the_others(tmp_path: Path) -> None:
+    """Two runs export to one folder at once: the first to be whole has it, the other says so and leaves nothing."""
+    model = native()
+    norm = model.state_dict()["norm.weight"]
+
+    def blocks() -> list[Block]:
+        if not (tmp_path / "out").exists():
+            export(native(seed=2), tmp_path / "out")
+        return [Block(Chunk.whole(norm.shape), norm)]
+
+    late = dict(model.state_dict()) | {"norm.weight": LazyTensor(info_of(norm), blocks)}
+    with pytest.raises(ExportError, match=r"out failed, nothing was published: .*File exists"):
+        export(model, tmp_path / "out", late)
+    assert os.listdir(tmp_path) == ["out"]
+    first = native()
+    load(first, tmp_path / "out")
+    assert torch.equal(first.state_dict()["output.weight"], native(seed=2).state_dict()["output.weight"])
 
 
 @pytest.mark.parametrize(

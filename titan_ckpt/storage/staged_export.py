@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from titan_ckpt import posix, progress
 from titan_ckpt.distributed import Coordinator
-from titan_ckpt.errors import ExportError
+from titan_ckpt.errors import ExportError, PeerError
 from titan_ckpt.storage.assembly import Assembly, Boxes, whole_rows
 from titan_ckpt.storage.base import TensorReader
 from titan_ckpt.storage.engine import meanwhile
@@ -74,7 +74,8 @@ def export_folder(
     try:
         plan = work.run()
     except Exception as error:
-        became = "it is proved, and may be published all the same" if work.is_proved else "nothing was published"
+        unsure = work.is_proved and isinstance(error, PeerError)  # another rank fell silent after that
+        became = "it is proved, and may be published all the same" if unsure else "nothing was published"
         raise ExportError(f"export to {folder} failed, {became}: {error}") from error
     seconds = time.perf_counter() - started
     summary = ExportSummary(folder, tuple(plan.layouts), len(plan.infos), plan.num_bytes, seconds)
@@ -90,7 +91,6 @@ class _Export:
     coordinator: Coordinator
     fsync: bool
     is_proved: bool = False
-    """From then on another rank may fall silent when rank 0 has published."""
 
     def run(self) -> ExportPlan:
         """Take all steps; leaves no staging folder behind when it raises."""

@@ -7,9 +7,11 @@ import copy
 import json
 import random
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import xxhash
 
@@ -173,3 +175,95 @@ def test_lengths_that_lie_give_typed_errors_only() -> None:
             except CorruptCheckpointError:
                 continue
             assert start <= size
+
+
+def put(header: Any, way: Sequence[Any], value: Any) -> None:
+    """Set a value inside a header; on the way texts of the metadata are opened and written again."""
+    step, *rest = way
+    if not rest:
+        header[step] = value
+    elif isinstance(header[step], str):
+        inner = json.loads(header[step])
+        put(inner, rest, value)
+        header[step] = json.dumps(inner)
+    else:
+        put(header[step], rest, value)
+
+
+META = "__metadata__"
+KINDS, KIND_OF, FQNS, ELSEWHERE = ((META, key) for key in INNER)
+WRONG: tuple[tuple[str, Sequence[Any], Any], ...] = (
+    ("no-such-rank", (META, "titan_ckpt.rank"), "1"),
+    ("odd-block", (META, "titan_ckpt.block_bytes"), "1048577"),
+    ("too-few-digests", (META, "titan_ckpt.blocks"), ""),
+    ("shape-no-list", ("a", "shape"), "23"),
+    ("shape-too-long", ("c", "shape"), [0] * 65),
+    ("shape-fraction", ("a", "shape"), [2.0, 3]),
+    ("shape-truth", ("d", "shape"), [True]),
+    ("shape-negative", ("c", "shape"), [0, -2]),
+    ("shape-huge", ("c", "shape"), [0, 1 << 62]),
+    ("dtype", ("a", "dtype"), "F33"),
+    ("one-offset", ("c", "data_offsets"), [112]),
+    ("three-offsets", ("c", "data_offsets"), [112, 112, 112]),
+    ("overlap", ("a", "data_offsets"), [84, 112]),
+    ("bytes-of-shape", ("a", "shape"), [2, 2]),
+    ("kind-missing", KIND_OF, "[1, 0, 2]"),
+    ("kind-of-no-list", KIND_OF, '"1020"'),
+    ("kind-fraction", (*KIND_OF, 2), 2.0),
+    ("kind-truth", (*KIND_OF, 1), False),
+    ("kind-unknown", (*KIND_OF, 2), 3),
+    ("kind-negative", (*KIND_OF, 2), -1),
+    ("kinds-no-list", KINDS, '{"0": 1, "1": 2}'),
+    ("kind-no-list", (*KINDS, 1), "ab"),
+    ("kind-too-long", (*KINDS, 1), [[4, 3], [2, 0], "complex128", 0]),
+    ("kind-too-short", (*KINDS, 1), [[4, 3]]),
+    ("kind-offset-negative", (*KINDS, 1, 1), [-1, 0]),
+    ("carrier-unknown", (*KINDS, 0, 2), "complex1"),
+    ("carrier-of-another", (*KINDS, 0, 2), "complex32"),
+    ("dims", (*KINDS, 1), [[4, 3, 1], [2, 0, 0]]),
+    ("outside", (*KINDS, 1, 1), [3, 0]),
+    ("name-of-nothing", FQNS, '{"e": "f"}'),
+    ("name-no-text", FQNS, '{"c": 5}'),
+    ("names-no-object", FQNS, '["c"]'),
+    ("elsewhere-dtype", (*ELSEWHERE, "other", 0), "float33"),
+    ("elsewhere-shape", (*ELSEWHERE, "other", 1), [-1]),
+    ("elsewhere-no-object", ELSEWHERE, "[]"),
+)
+"""Each breaks one rule of docs/format-rank-file.md."""
+
+
+@pytest.mark.parametrize(("way", "value"), [one[1:] for one in WRONG], ids=[one[0] for one in WRONG])
+def test_every_rule_of_a_header_is_checked(tmp_path: Path, way: Sequence[Any], value: Any) -> None:
+    """Under a digest that fits, where everything else holds."""
+    header, data = sample(tmp_path)
+    put(header, way, value)
+    raw = sealed(canonical(header))
+    with pytest.raises(CorruptCheckpointError, match="its header cannot be read"):
+        parse_header(raw, len(raw) + len(data), FILE)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"a": ("U8", [1], [0, 1]), "b": ("I64", [], [1, 9])},
+        {"a": ("F32", [2], [0, 8]), "b": ("F32", [2], [16, 24])},
+        {"a": ("F32", [2], [8, 16])},
+        {"a": ("F32", [1 << 40, 1 << 24], [0, 0])},
+    ],
+    ids=["unaligned", "hole", "hole-at-the-begin", "bytes-wrap-around"],
+)
+def test_places_of_tensors_are_checked(tensors: dict[str, tuple[str, list[int], list[int]]]) -> None:
+    """Tensors lie one after the other, aligned, each with the bytes of its shape."""
+    end = max(offsets[1] for _, _, offsets in tensors.values())
+    metadata = {
+        "titan_ckpt.digest": "0" * 32,
+        "titan_ckpt.blocks": "0" * (32 if end else 0),
+        "titan_ckpt.version": "1",
+        "titan_ckpt.rank": "0",
+        "titan_ckpt.world_size": "1",
+        "titan_ckpt.block_bytes": "1048576",
+    }
+    entries = {n: {"dtype": d, "shape": s, "data_offsets": o} for n, (d, s, o) in tensors.items()}
+    raw = sealed(canonical({META: metadata, **entries}))
+    with pytest.raises(CorruptCheckpointError, match="its header cannot be read"):
+        parse_header(raw, len(raw) + end, FILE)

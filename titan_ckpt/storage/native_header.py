@@ -211,7 +211,6 @@ def _check_kinds(
     rows: list[Any], kind_of: list[int], boxes: list[Shape], dtypes: list[torch.dtype]
 ) -> list[tuple[Shape, Shape]]:
     """Check the chunk of every entry; put carried dtypes and their sizes in place; return the kinds of chunks."""
-    _require(type(kind_of) is list and len(kind_of) == len(boxes), "a kind per tensor")
     _require(set(map(type, kind_of)) <= {int} and type(rows) is list, "a kind")
     used = set(kind_of)
     _require(min(used, default=0) >= 0 and max(used, default=0) <= len(rows), "an unknown kind")

@@ -84,7 +84,8 @@ class LazyTensor:
 
     `freeze` returns the tensor as it is now, for its live sources are about to change: `stage` gives what stands for
     each of them. Every rank calls it, in the same order, and what it returns is not collective. Without it the tensor
-    can only be written while nothing changes.
+    can only be written while nothing changes. `in_memory`: the blocks are views of memory, so that they cost nothing
+    and may be kept.
     """
 
     info: TensorInfo
@@ -92,6 +93,7 @@ class LazyTensor:
     collective: bool = False
     like: torch.Tensor | tuple[Chunk, ...] | None = None
     freeze: Callable[[Stage], LazyTensor] | None = None
+    in_memory: bool = False
 
 
 Stage = Callable[[torch.Tensor], torch.Tensor | LazyTensor]

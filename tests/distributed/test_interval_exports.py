@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from converters import from_tables
+from tests.faults.shim import Counter, intercepted
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig, StateDictTransforms
 from titan_ckpt.config import InitialLoadConfig
 from titan_ckpt.distributed import Coordinator
@@ -243,12 +244,17 @@ def test_every_layout_is_exported_from_what_it_staged(tmp_path: Path) -> None:
             export=(ExportConfig("hf", interval=1), ExportConfig("dcp", interval=1, folder="dcp")),
         )
         root = tmp_path / layout
-        with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=root) as manager:
+        operations = Counter()
+        with (
+            intercepted(operations),
+            CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=root) as manager,
+        ):
             manager.load()
             manager.save(1)
             manager.maybe_wait_for_staging()
             for parameter in model.parameters():
                 (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach().zero_()
+        assert "map_shared" not in operations.names, "shards of columns were not put together"
         if dist.get_rank() == 0:
             whole, _ = laid_out(layout if layout == "replicas" else "whole")
             alone = Coordinator(0, 1, None, "", 60.0)

@@ -85,7 +85,7 @@ class ExportWriter:
         """key -> [offsets, sizes] of each part written, where the plan does not know that the parts make up a whole."""
 
     def strided(self, groups: Sequence[FileGroup]) -> dict[Place, FilePiece]:
-        """Return what this rank writes of live tensors that is no run of its file; of tied ones nothing."""
+        """Return what this rank writes of tensors in memory that is no run of its file; of tied ones nothing."""
         found: dict[Place, FilePiece] = {}
         if not self._direct:
             return found
@@ -95,7 +95,7 @@ class ExportWriter:
                 continue
             for index, value in enumerate(group.values):
                 shares = self._plan.shares_of(group.fqns[index])
-                for block in blocks_of(value) if isinstance(value, torch.Tensor) else ():
+                for block in blocks_of(value) if isinstance(value, torch.Tensor) or value.in_memory else ():
                     for piece in group.cut_shares(index, block, shares):
                         if not is_run(self._plan.infos[piece.key].shape, piece.chunk):
                             found[piece.key, piece.chunk.offsets, piece.chunk.sizes[1:]] = piece

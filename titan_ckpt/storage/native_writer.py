@@ -178,7 +178,9 @@ class NativeWriter:
             data = stored.view(share.info.dtype).view(share.chunk.sizes)
             blocks[share.fqn].append(Block(share.chunk, data))
         return {
-            fqn: LazyTensor(info_of(value), partial(iter, blocks[fqn]), like=tuple(b.chunk for b in blocks[fqn]))
+            fqn: LazyTensor(
+                info_of(value), partial(iter, blocks[fqn]), like=tuple(b.chunk for b in blocks[fqn]), in_memory=True
+            )
             for fqn, value in tensors.items()
         }
 

@@ -228,9 +228,7 @@ class _Planner:
             self.missing.append(fqn)
             return
         expected = info_of(value)
-        if (
-            group.op is IDENTITY and not absent and self.available[group.keys[0]] == expected
-        ):  # nearly all, by the ten thousand
+        if group.op is IDENTITY and self.available[group.keys[0]] == expected:  # nearly all, by the ten thousand
             self.requests += [ReadRequest(group.keys[0], block.chunk, block.data) for block in blocks_of(value)]
             self.loaded.append(fqn)
             return

@@ -165,7 +165,7 @@ def test_replicas_share_the_work_equally(tmp_path: Path) -> None:
 def a_change_on_one_rank(root: Path) -> None:
     coordinator = Coordinator.current()
     rank = dist.get_rank()
-    tensors = {"a": torch.ones(3), f"only.{rank}": torch.full((2,), float(rank))}
+    tensors = {f"only.{rank}": torch.full((3,), float(rank)), "a": torch.ones(3)}  # of one kind, and held differently
     writer = NativeWriter()
     writer.plan(tensors, coordinator)
     before = writer.num_bytes

@@ -13,7 +13,6 @@ from operator import add, le, sub
 from typing import NamedTuple
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -165,19 +164,15 @@ def cast(value: torch.Tensor | LazyTensor, dtype: torch.dtype) -> LazyTensor:
 def local_chunks(value: DTensor) -> Sequence[tuple[Chunk, tuple[slice, ...]]]:
     """Return (global chunk, index into the local tensor) for each contiguous run of rows this rank holds."""
     spec = value._spec  # noqa: SLF001 - the properties of a DTensor look this up one by one
-    return _chunks_at(value.shape, spec.placements, *_place_in(spec.mesh))
-
-
-@functools.lru_cache(maxsize=64)
-def _place_in(mesh: DeviceMesh) -> tuple[Shape, Shape | None]:
-    """Return the shape of a mesh and where this rank is in it, None for outside."""
-    coordinate = mesh.get_coordinate()
-    return tuple(mesh.shape), None if coordinate is None else tuple(coordinate)
+    coordinate = spec.mesh.get_coordinate()  # not to be kept: a process may be another rank of an equal mesh one day
+    if coordinate is None:
+        return ()
+    return _chunks_at(value.shape, spec.placements, spec.mesh.shape, tuple(coordinate))
 
 
 @functools.lru_cache(maxsize=4096)
 def _chunks_at(
-    shape: Shape, placements: tuple[Placement, ...], mesh_shape: Shape, coordinate: Shape | None
+    shape: Shape, placements: tuple[Placement, ...], mesh_shape: Shape, coordinate: Shape
 ) -> tuple[tuple[Chunk, tuple[slice, ...]], ...]:
     """Work out the chunks at one place of a mesh.
 
@@ -185,8 +180,6 @@ def _chunks_at(
     [start, stop) in global coordinates; Shard takes a prefix-balanced piece of the list, _StridedShard first cuts
     what is there in `split_factor` pieces and takes its share of each. One run per dim is the ordinary case.
     """
-    if coordinate is None:
-        return ()
     runs: list[list[tuple[int, int]]] = [[(0, n)] for n in shape]
     for placement, size, here in zip(placements, mesh_shape, coordinate, strict=True):
         if isinstance(placement, Replicate):

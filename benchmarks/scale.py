@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from titan_ckpt import ownership
 from titan_ckpt.manifest import FileRecord, Manifest
 from titan_ckpt.storage.native_header import parse_header
 from titan_ckpt.storage.native_layout import lay_out
+from titan_ckpt.tensors import Chunk, TensorInfo
 
 Shapes = dict[str, tuple[tuple[int, ...], list[Placement]]]
 
@@ -105,6 +107,12 @@ class _Gathered:
         per_stage = prod(run.mesh)
         self._stage = [rank // per_stage for rank in range(run.world_size)]
         self._lists = [_describe(run, stage) for stage in range(run.stages)]
+        infos = [
+            (name, TensorInfo(tuple(one["kinds"][kind][1]), torch.float32))
+            for one in self._lists
+            for name, kind in zip(one["names"], one["kind_of"], strict=True)
+        ]
+        self._whole = ownership.tally((name, info, Chunk.whole(info.shape)) for name, info in infos)
 
     def gather(self, tag: str, value: Any, error: BaseException | None = None) -> list[Any]:
         if error is not None:
@@ -117,8 +125,7 @@ class _Gathered:
             for stage, rank in first.items():
                 answer[rank] = ownership.pack(self._lists[stage])
         else:
-            total = sum(prod(one["kinds"][k][1]) * 4 for one in self._lists for k in one["kind_of"])
-            answer = [value, total - value, *[0] * (self.world_size - 2)]
+            answer = [value, [*map(sub, self._whole, value)], *[[0, 0]] * (self.world_size - 2)]
         self.exchanged_bytes += len(json.dumps(answer))
         return answer
 

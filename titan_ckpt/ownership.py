@@ -11,8 +11,10 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
 from typing import Any, cast
 
 import torch
@@ -22,7 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from titan_ckpt.distributed import Coordinator
 from titan_ckpt.errors import StateEncodingError
-from titan_ckpt.tensors import Chunk, TensorInfo, local_chunks
+from titan_ckpt.strict_json import Json
+from titan_ckpt.tensors import Chunk, Shape, TensorInfo, local_chunks
 
 MIN_PART_BYTES = 1 << 20
 """A chunk is cut among its replicas only into parts of at least this many bytes; a smaller one goes to one rank."""
@@ -65,7 +68,7 @@ def divide(tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> Div
     """Divide the tensors of all ranks. Collective.
 
     1. Every rank lists its names and layouts and posts the list's digest. 2. The lowest rank of each distinct digest
-    posts its list. 3. Every rank computes its own shares. 4. All compare the sum of their bytes with the tensors'.
+    posts its list. 3. Every rank computes its own shares. 4. All see whether these make up the tensors.
     Raises: StateEncodingError (on all ranks as PeerError) if ranks disagree about a tensor.
     """
     mine = describe(tensors)
@@ -80,15 +83,42 @@ def divide(tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> Div
         division = Division(tuple(shares), {fqn: h.info for fqn, h in holders.items()}, replicas)
     except (StateEncodingError, TypeError) as caught:
         error = caught
-    num_bytes = sum(s.chunk.numel * s.info.dtype.itemsize for s in division.shares)
-    total = sum(cast("list[int]", coordinator.gather("plan/bytes", num_bytes, error)))
-    expected = sum(info.nbytes for info in division.tensors.values())
-    if total != expected:
+    sums: Json = [*tally((s.fqn, s.info, s.chunk) for s in division.shares)]
+    of_ranks = cast("list[list[int]]", coordinator.gather("plan/tally", sums, error))
+    found = [sum(column) for column in zip(*of_ranks, strict=True)]
+    expected = tally((fqn, info, Chunk.whole(info.shape)) for fqn, info in division.tensors.items())
+    if found[0] != expected[0]:
         raise StateEncodingError(
-            f"the shards of all ranks hold {total} bytes, their tensors {expected}: ranks list different shards. "
+            f"the shards of all ranks hold {found[0]} bytes, their tensors {expected[0]}: ranks list different shards. "
             "Every rank of a DTensor's mesh must list it"
         )
+    if found != expected:
+        raise StateEncodingError(
+            "the shards of all ranks overlap, and leave as much out: ranks of a mesh take themselves for one another. "
+            "Make meshes and DTensors anew after a process group was"
+        )
     return division
+
+
+def tally(parts: Iterable[tuple[str, TensorInfo, Chunk]]) -> list[int]:
+    """Return two sums over parts of tensors that must be those of the whole ones: of bytes, and of elements' places.
+
+    A place is twice the position in row-major order; those of one tensor are weighed by its name.
+    """
+    num_bytes = places = 0
+    known: dict[tuple[Shape, Shape, Shape], tuple[int, int]] = {}
+    for fqn, info, chunk in parts:
+        kind = info.shape, chunk.offsets, chunk.sizes
+        if kind not in known:
+            strides = [*accumulate(info.shape[:0:-1], mul, initial=1)][::-1]
+            middle = sum(
+                n * (2 * o + size - 1) for n, o, size in zip(strides, chunk.offsets, chunk.sizes, strict=False)
+            )
+            known[kind] = chunk.numel, chunk.numel * middle
+        numel, sum_of_places = known[kind]
+        num_bytes += numel * info.dtype.itemsize
+        places += (1 + zlib.crc32(fqn.encode())) * sum_of_places
+    return [num_bytes, places]
 
 
 def pack(listed: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -198,6 +199,11 @@ def ranks_that_disagree() -> None:
     listed = {} if rank else {"w": on_mesh(mesh, torch.ones(4, 4))}
     with pytest.raises((StateEncodingError, PeerError), match="bytes"):
         writer.plan(listed, coordinator)
+    shards = {"v": torch.ones(3), "w": DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)}
+    both_write_the_same_rows = patch.object(DeviceMesh, "get_coordinate", lambda self: [0])
+    with both_write_the_same_rows, pytest.raises((StateEncodingError, PeerError), match="overlap"):
+        writer.plan(shards, coordinator)
+    writer.plan(shards, coordinator)
 
 
 def test_ranks_that_disagree_about_a_tensor_fail_together() -> None:

@@ -310,9 +310,9 @@ class CheckpointManager:
     def _expected_bytes(self) -> int:
         """Estimate this rank's part of a save."""
         model = {} if self.config.external else self._model.memory()
-        return self._run.expected_bytes(
-            {n: v for n, v in model.items() if not self._adapter_only or self._model.owns(n)}
-        )
+        if self._adapter_only:
+            model = {fqn: value for fqn, value in model.items() if self._model.owns(fqn)}
+        return self._run.expected_bytes(model)
 
     @property
     def in_flight(self) -> SaveHandle | None:

@@ -13,8 +13,6 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from operator import mul
 from typing import Any, cast
 
 import torch
@@ -29,6 +27,10 @@ from titan_ckpt.tensors import Chunk, Shape, TensorInfo, local_chunks
 
 MIN_PART_BYTES = 1 << 20
 """A chunk is cut among its replicas only into parts of at least this many bytes; a smaller one goes to one rank."""
+
+_PRIME = (1 << 61) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+"""An odd number without a pattern: 2**64 over the golden ratio."""
 
 Index = tuple[slice, ...]
 
@@ -85,7 +87,7 @@ def divide(tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> Div
         error = caught
     sums: Json = [*tally((s.fqn, s.info, s.chunk) for s in division.shares)]
     of_ranks = cast("list[list[int]]", coordinator.gather("plan/tally", sums, error))
-    found = [sum(column) for column in zip(*of_ranks, strict=True)]
+    found = [sum(num_bytes for num_bytes, _ in of_ranks), sum(marks for _, marks in of_ranks) % _PRIME]
     expected = tally((fqn, info, Chunk.whole(info.shape)) for fqn, info in division.tensors.items())
     if found[0] != expected[0]:
         raise StateEncodingError(
@@ -101,24 +103,26 @@ def divide(tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> Div
 
 
 def tally(parts: Iterable[tuple[str, TensorInfo, Chunk]]) -> list[int]:
-    """Return two sums over parts of tensors that must be those of the whole ones: of bytes, and of elements' places.
+    """Return two sums over parts of tensors that must be those of the whole ones: of bytes, and of elements' marks.
 
-    A place is twice the position in row-major order; those of one tensor are weighed by its name.
+    The mark of the element at (i, j, ...) of a tensor is w * x**i * y**j * ... modulo a prime, so what a box adds has a
+    closed form, and parts that overlap or leave holes add up to the whole's sum by chance only (1 in 2**61 / elements).
+    Source: polynomial identity testing (Schwartz 1980, Zippel 1979).
     """
-    num_bytes = places = 0
-    known: dict[tuple[Shape, Shape, Shape], tuple[int, int]] = {}
+    num_bytes = marks = 0
+    known: dict[tuple[Shape, Shape], tuple[int, int]] = {}
     for fqn, info, chunk in parts:
-        kind = info.shape, chunk.offsets, chunk.sizes
+        kind = chunk.offsets, chunk.sizes
         if kind not in known:
-            strides = [*accumulate(info.shape[:0:-1], mul, initial=1)][::-1]
-            middle = sum(
-                n * (2 * o + size - 1) for n, o, size in zip(strides, chunk.offsets, chunk.sizes, strict=False)
-            )
-            known[kind] = chunk.numel, chunk.numel * middle
-        numel, sum_of_places = known[kind]
+            mark = 1
+            for dim, (offset, size) in enumerate(zip(*kind, strict=True), 1):
+                x = dim * _GOLDEN % _PRIME
+                mark = mark * (pow(x, offset + size, _PRIME) - pow(x, offset, _PRIME)) % _PRIME
+            known[kind] = chunk.numel, mark
+        numel, mark = known[kind]
         num_bytes += numel * info.dtype.itemsize
-        places += (1 + zlib.crc32(fqn.encode())) * sum_of_places
-    return [num_bytes, places]
+        marks += (1 + zlib.crc32(fqn.encode())) * mark
+    return [num_bytes, marks % _PRIME]
 
 
 def pack(listed: dict[str, Any]) -> str:

@@ -213,6 +213,7 @@ WRONG: tuple[tuple[str, Sequence[Any], Any], ...] = (
     ("kind-truth", (*KIND_OF, 1), False),
     ("kind-unknown", (*KIND_OF, 2), 3),
     ("kind-negative", (*KIND_OF, 2), -1),
+    ("no-kinds", KINDS, "[]"),
     ("kinds-no-list", KINDS, '{"0": 1, "1": 2}'),
     ("kind-no-list", (*KINDS, 0), "ab"),
     ("kind-too-long", (*KINDS, 1), [[5], [0], "complex128", 0]),

@@ -101,24 +101,6 @@ def export_huggingface(
     Raises: ExportError on every rank, with nothing under the folder's name.
     """
 
-    def companions(plan: ExportPlan) -> dict[str, bytes | Path]:
-        if base is not None and quantiser is None:
-            _compare(plan.infos, base)
-        files: dict[str, bytes | Path] = dict(_assets(assets))
-        beside = read_config(assets / CONFIG) if assets is not None else {}
-        made = _config(config, beside)
-        made["dtype"] = _dtype(plan.infos, base)
-        if quantiser is not None:
-            made["quantization_config"] = quantiser.config(plan.infos, plan.quantised)
-        _check_tied(made, {*plan.infos, *plan.quantised})
-        _check_shape(made, plan)
-        files[CONFIG] = _json(made)
-        if GENERATION_CONFIG not in files:
-            files[GENERATION_CONFIG] = _json(_generation_config(made))
-        if len(plan.layouts) > 1:
-            files[INDEX] = _json(_index(plan))
-        return files
-
     def pack(infos: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
         return pack_as(base.file_of, infos) if base and as_base else pack_model_files(infos, max_shard_bytes)
 
@@ -135,12 +117,38 @@ def export_huggingface(
 
     layout = FolderFormat(
         pack,
-        companions,
+        lambda plan: _companions(plan, config, assets, base, quantiser),
         partial(HuggingFaceReader, dequantise=False),  # the proof is of what is stored
         check,
         None if quantiser is None else quantiser.header,
     )
     return export_folder(folder, stored, layout, coordinator, fsync=fsync)
+
+
+def _companions(
+    plan: ExportPlan,
+    config: Mapping[str, Any],
+    assets: Path | None,
+    base: Base | None,
+    quantiser: WeightQuantiser | None,
+) -> dict[str, bytes | Path]:
+    """Return what lies beside the tensors, by name. Raises: ExportError where it and the tensors disagree."""
+    if base is not None and quantiser is None:
+        _compare(plan.infos, base)
+    files: dict[str, bytes | Path] = dict(_assets(assets))
+    beside = read_config(assets / CONFIG) if assets is not None else {}
+    made = _config(config, beside)
+    made["dtype"] = _dtype(plan.infos, base)
+    if quantiser is not None:
+        made["quantization_config"] = quantiser.config(plan.infos, plan.quantised)
+    _check_tied(made, {*plan.infos, *plan.quantised})
+    _check_shape(made, plan)
+    files[CONFIG] = _json(made)
+    if GENERATION_CONFIG not in files:
+        files[GENERATION_CONFIG] = _json(_generation_config(made))
+    if len(plan.layouts) > 1:
+        files[INDEX] = _json(_index(plan))
+    return files
 
 
 def _compare(infos: Mapping[str, TensorInfo], base: Base) -> None:

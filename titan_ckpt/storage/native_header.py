@@ -155,6 +155,7 @@ def _read(header: dict[str, Any], digest: str, data_start: int, file_bytes: int,
         raise _corrupt(path, f"it has {file_bytes} bytes, expected {data_start + data_bytes}; it was cut or grew")
     boxes = list(map(tuple, sizes))
     rows = json.loads(metadata.get("titan_ckpt.kinds", "[]"))
+    _require(bool(rows) == ("titan_ckpt.kind_of" in metadata), "kinds and kind_of go together")
     kind_of = json.loads(metadata["titan_ckpt.kind_of"]) if rows else [0] * len(names)
     kinds = _check_kinds(rows, kind_of, boxes, dtypes)
     fqns = json.loads(metadata.get("titan_ckpt.fqns", "{}"))

@@ -1,14 +1,20 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+CORE := tests/test_without_extras.py tests/test_golden_native.py tests/test_manager.py tests/test_manager_lifecycle.py \
+	$(addprefix tests/unit/,cli components directory disk distributed formats geometry guard loading/test_external.py) \
+	$(addprefix tests/unit/weights/test_,digest.py quantise.py single_device.py transforms.py wrapper.py) \
+	$(addprefix tests/unit/test_,config.py policy.py progress.py)
 
 .PHONY: demo test lint check bench soak clean
 
 demo: $(READY)
-	$(BIN)/python -m titan_ckpt.training.demo
+	$(BIN)/python -m docs.examples.demo
 
+# The tests of the core come first, in processes that refuse every optional package.
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	PYTHONPATH=tests/without_extras $(BIN)/python -m pytest -n 3 --dist loadfile $(CORE)
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(CORE:%=--ignore=%)
 
 check: lint test
 

@@ -1,7 +1,7 @@
-"""Train a model as a TOML file says: `python train.py configs/debug_pretrain.toml [--table.key VALUE ...]`.
+"""Train a model from a TOML file: `python train.py configs/debug_pretrain.toml [--table.key VALUE ...]`.
 
-Under torchrun every process is a rank, and parameters are sharded over all of them.
-Owns the command line alone: what the file may say is in titan_ckpt/training/config.py and converters/.
+Under torchrun every process is a rank, and parameters are sharded over all ranks.
+Owns only the command line: titan_ckpt/training/config.py and converters/ define the keys of the file.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from titan_ckpt.config import apply_overrides, from_dict, read_toml
 from titan_ckpt.errors import CheckpointError, ConfigError
 from titan_ckpt.progress import CONSOLE
 from titan_ckpt.training.config import RunConfig
-from titan_ckpt.training.trainer import Trainer
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run what the command line asks for. Exits with one message for what cannot be done."""
+    """Run the training that the command line describes. A CheckpointError ends the process with one message."""
     parser = argparse.ArgumentParser(description="Train a model as a TOML file says.", allow_abbrev=False)
     parser.add_argument("config", help="the TOML file")
     parser.epilog = "Any setting of the file can be given: --training.steps 100 --checkpoint.save.interval 10"
@@ -31,13 +30,15 @@ def main(argv: Sequence[str]) -> None:
     configure_logging()
     try:
         config, converters = read_run(arguments.config, overrides)
+        from titan_ckpt.training.trainer import Trainer  # needs the extra `train`, and says so
+
         Trainer(config, converters).run()
     except CheckpointError as error:
         sys.exit(f"{type(error).__name__}: {error}")
 
 
 def read_run(path: str, overrides: Sequence[str]) -> tuple[RunConfig, ModelConverters]:
-    """Read the file, apply the command line, and check all of it. Raises: ConfigError; ConverterError."""
+    """Return the checked settings from the file and the command line. Raises: ConfigError; ConverterError."""
     raw = apply_overrides(read_toml(path), overrides)
     tables = raw.pop("converters", [])
     problems: list[str] = []
@@ -56,7 +57,7 @@ def read_run(path: str, overrides: Sequence[str]) -> tuple[RunConfig, ModelConve
 
 
 def configure_logging() -> None:
-    """Log to the console: rank 0 what happens, the others what goes wrong."""
+    """Log to the console: rank 0 from level INFO, other ranks only warnings and errors."""
     rank = int(os.environ.get("RANK", "0"))
     handler: logging.Handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s" if rank == 0 else f"rank {rank}: %(message)s"))

@@ -38,11 +38,11 @@ from benchmarks.common import (
     training_state,
     world_size,
 )
-from titan_ckpt.directory import CheckpointDirectory
-from titan_ckpt.distributed import Coordinator
-from titan_ckpt.manifest import FileRecord, Manifest
-from titan_ckpt.storage.memory import Buffer
-from titan_ckpt.storage.native import NativeWriter
+from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.directory.manifest import FileRecord, Manifest
+from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.formats.native.writer import NativeWriter
 
 OURS, DCP = "titan_ckpt", "dcp.async_save (torchtitan's async)"
 LIMIT = "limit: memcpy, then O_DIRECT write"

@@ -17,13 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.common import StateDict, rank, world_size
-from titan_ckpt.distributed import Coordinator
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.formats.huggingface.export import export_huggingface
+from titan_ckpt.formats.publish.plan import pack_model_files
+from titan_ckpt.formats.publish.run import ExportSummary
+from titan_ckpt.geometry.chunks import info_of
 from titan_ckpt.models.llama3 import FLAVORS, Llama3, Llama3Config
-from titan_ckpt.storage.export_plan import pack_model_files
-from titan_ckpt.storage.huggingface_export import export_huggingface
-from titan_ckpt.storage.staged_export import ExportSummary
-from titan_ckpt.tensors import info_of
-from titan_ckpt.transforms import FileGroup, StateDictTransforms
+from titan_ckpt.weights.transforms import StateDictTransforms
+from titan_ckpt.weights.write_view import FileGroup
 
 NUM_FILES = 4
 """As the folder of Llama 3.1 8B has them; a peer needs several for its ranks to consolidate at the same time."""
@@ -57,7 +58,7 @@ class Subject:
         files = pack_model_files(infos, self.max_file_bytes)
         return {key: i for i, keys in enumerate(files.values(), 1) for key in keys}
 
-    def export(self, folder: Path, fsync: bool = True) -> ExportSummary:
+    def export(self, folder: Path) -> ExportSummary:
         """Export as the manager does."""
         return export_huggingface(
             folder,
@@ -66,7 +67,6 @@ class Subject:
             assets=None,
             max_shard_bytes=self.max_file_bytes,
             coordinator=Coordinator.current(),
-            fsync=fsync,
         )
 
 

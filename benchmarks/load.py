@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import safetensors
 import safetensors.torch
@@ -34,13 +35,15 @@ from benchmarks.common import (
     training_state,
     world_size,
 )
-from titan_ckpt.distributed import Coordinator
-from titan_ckpt.storage.base import ReadRequest
-from titan_ckpt.storage.engine import collector_held
-from titan_ckpt.storage.memory import Buffer
-from titan_ckpt.storage.native import NativeReader, NativeWriter
-from titan_ckpt.storage.shared_check import check_together
-from titan_ckpt.tensors import blocks_of
+from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.formats.native.reader import NativeReader
+from titan_ckpt.formats.native.shared_check import check_together
+from titan_ckpt.formats.native.transfers import BlockReader
+from titan_ckpt.formats.native.writer import NativeWriter
+from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.geometry.chunks import blocks_of
+from titan_ckpt.geometry.requests import ReadRequest
 
 OURS, DCP = "titan_ckpt", "dcp.load"
 UNVERIFIED = "titan_ckpt without digests"
@@ -143,8 +146,8 @@ def _cases(folder: Path, state: StateDict) -> dict[str, Case]:
 
     own_file = folder / "native" / f"rank-{rank():05d}.safetensors"
     return {
-        OURS: lambda: _load(folder / "native", state, coordinator, verify=True),
-        UNVERIFIED: lambda: _load(folder / "native", state, coordinator, verify=False),
+        OURS: lambda: _load(folder / "native", state, coordinator),
+        UNVERIFIED: lambda: _load_unverified(folder / "native", state, coordinator),
         DCP: lambda: dcp.load(dict(state), checkpoint_id=folder / "dcp"),
         "torch.load + copy_": lambda: copy_from(torch.load(pickled)),
         "torch.load(mmap) + copy_": lambda: copy_from(torch.load(pickled, mmap=True)),
@@ -155,12 +158,23 @@ def _cases(folder: Path, state: StateDict) -> dict[str, Case]:
     }
 
 
-def _load(folder: Path, state: StateDict, coordinator: Coordinator, verify: bool) -> None:
+def _load(folder: Path, state: StateDict, coordinator: Coordinator) -> None:
     """Load as the manager does: verified by all ranks together, then read."""
-    with collector_held(), NativeReader(folder, verify=verify) as reader:
+    with gc_paused(), NativeReader(folder) as reader:
         requests = [ReadRequest(fqn, b.chunk, b.data) for fqn, tensor in state.items() for b in blocks_of(tensor)]
         check_together([(reader, requests)], coordinator)
         reader.read(requests)
+
+
+def _load_unverified(folder: Path, state: StateDict, coordinator: Coordinator) -> None:
+    """Load in the same way, with nothing to verify before and every block taken for right."""
+
+    def prepare(file: BlockReader) -> None:
+        file.to_check = []
+
+    trusted: dict[str, Any] = {"_verified": lambda *_: True, "_is_trusted": lambda file: file.is_cached}
+    with patch.multiple(BlockReader, prepare=prepare, **trusted):
+        _load(folder, state, coordinator)
 
 
 def _ends(tensor: torch.Tensor) -> torch.Tensor:

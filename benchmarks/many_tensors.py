@@ -39,13 +39,16 @@ from benchmarks.common import (
     run,
     world_size,
 )
-from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig, posix
-from titan_ckpt.distributed import Coordinator
-from titan_ckpt.storage.base import ReadRequest
-from titan_ckpt.storage.engine import IO_BYTES, collector_held
-from titan_ckpt.storage.native import NativeReader, NativeWriter
-from titan_ckpt.storage.shared_check import check_together
-from titan_ckpt.tensors import blocks_of
+from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from titan_ckpt.disk import posix
+from titan_ckpt.disk.direct import IO_BYTES
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.formats.native.reader import NativeReader
+from titan_ckpt.formats.native.shared_check import check_together
+from titan_ckpt.formats.native.writer import NativeWriter
+from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.geometry.chunks import blocks_of
+from titan_ckpt.geometry.requests import ReadRequest
 
 OURS, DCP = "titan_ckpt", "dcp"
 FIRST, AGAIN = "titan_ckpt, first", "titan_ckpt, plan kept"
@@ -142,7 +145,7 @@ def _load(options: Options, state: StateDict, folder: Path) -> dict[str, float |
     buffers = raw.make_buffers()
 
     def ours() -> None:
-        with collector_held(), NativeReader(folder / "native") as reader:
+        with gc_paused(), NativeReader(folder / "native") as reader:
             requests = [ReadRequest(fqn, b.chunk, b.data) for fqn, tensor in state.items() for b in blocks_of(tensor)]
             check_together([(reader, requests)], coordinator)
             reader.read(requests)

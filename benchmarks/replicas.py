@@ -20,10 +20,10 @@ from benchmarks.common import (
     report,
     run,
 )
-from titan_ckpt import posix
-from titan_ckpt.distributed import Coordinator
-from titan_ckpt.replicas import check_replicas
-from titan_ckpt.storage.native import NativeWriter
+from titan_ckpt.disk import posix
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.distributed.replicas import check_replicas
+from titan_ckpt.formats.native.writer import NativeWriter
 
 MODES: tuple[Literal["sampled", "full"], ...] = ("sampled", "full")
 

@@ -35,10 +35,10 @@ from benchmarks.common import (
     training_state,
     world_size,
 )
-from titan_ckpt import posix
-from titan_ckpt.distributed import Coordinator
-from titan_ckpt.storage import rank_file_writer
-from titan_ckpt.storage.native import NativeWriter
+from titan_ckpt.disk import posix
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.formats.native import rank_file as rank_file_writer
+from titan_ckpt.formats.native.writer import NativeWriter
 
 OURS, DCP, LIMIT = "titan_ckpt", "dcp.save (torchtitan's settings)", "limit: O_DIRECT write"
 UNHASHED = "titan_ckpt without digests"

@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.common import parse
-from titan_ckpt import ownership
-from titan_ckpt.manifest import FileRecord, Manifest
-from titan_ckpt.storage.native_header import parse_header
-from titan_ckpt.storage.native_layout import lay_out
-from titan_ckpt.tensors import Chunk, TensorInfo
+from titan_ckpt.directory.manifest import FileRecord, Manifest
+from titan_ckpt.distributed import sharing as ownership
+from titan_ckpt.formats.native.header import parse_header
+from titan_ckpt.formats.native.layout import lay_out
+from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 
 Shapes = dict[str, tuple[tuple[int, ...], list[Placement]]]
 
@@ -136,7 +136,7 @@ def _ranks(run: Run, stage: int) -> torch.Tensor:
 
 
 def _describe(run: Run, stage: int) -> dict[str, Any]:
-    """List a stage's tensors as ownership.py does."""
+    """List a stage's tensors as distributed/sharing.py does."""
     listed = _with_moments(run.tensors_of_stage(stage, run.stages))
     kinds: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
     kind_of = [

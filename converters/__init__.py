@@ -1,6 +1,6 @@
 """Model converters: Float8, QAT and LoRA, alone or combined, under one protocol.
 
-Owns the list of kinds that TOML knows. A kind of your own needs no entry here: build ModelConverters with it.
+Owns the list of kinds that TOML knows. Your own converter needs no entry in it: pass it to ModelConverters.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, assert_never
 from converters.container import ModelConverters
 from converters.float8 import Float8Config, Float8Converter
 from converters.lora import LoRAConverter
-from converters.lora_config import LoRAConfig
+from converters.lora.config import LoRAConfig
 from converters.protocol import ModelConverter
 from converters.qat import QATConfig, QATConverter
 from titan_ckpt.config import from_dict
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 ConverterConfig = Float8Config | QATConfig | LoRAConfig
-"""One `[[converters]]` table, told apart by `kind`."""
+"""One `[[converters]]` table; `kind` says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class _Tables:
 
 
 def build(configs: Sequence[ConverterConfig]) -> ModelConverters:
-    """Return the converters that these settings describe. Raises: ConverterError for a wrong order or combination."""
+    """Return the converters for these settings. Raises: ConverterError for a wrong order or combination."""
     return ModelConverters([_converter(config) for config in configs])
 
 
 def from_tables(tables: Sequence[Mapping[str, Any]], source: str = "config") -> ModelConverters:
-    """Return the converters of TOML's `[[converters]]`. Raises: ConfigError listing every fault; ConverterError."""
+    """Return the converters for TOML's `[[converters]]` tables. Raises: ConfigError with all faults; ConverterError."""
     return build(from_dict(_Tables, {"converters": list(tables)}, source).converters)
 
 

@@ -1,4 +1,4 @@
-"""ModelConverters: several converters as one. Order, one owner per key, transforms undone last-first.
+"""ModelConverters: several converters as one, in a checked order, with one owner per key.
 
 Owns the rules of combination. Knows no particular converter.
 """
@@ -14,21 +14,20 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from converters.parallel import converted_plan
 from converters.protocol import ModelConverter
-from titan_ckpt.errors import ConverterError
-from titan_ckpt.keymap import KeyMap
-from titan_ckpt.model_wrapper import clean_fqn
-from titan_ckpt.quantising import WeightQuantiser
-from titan_ckpt.tensors import TensorInfo
+from titan_ckpt.errors import ConverterError, listed
+from titan_ckpt.geometry.chunks import TensorInfo
+from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.types import StateDict, StateDictAdapter
+from titan_ckpt.weights.quantise import WeightQuantiser
+from titan_ckpt.weights.wrapper import clean_fqn
 
 logger = logging.getLogger(__name__)
-_LISTED = 4
 
 
 class ModelConverters:
     """Converters in the order in which they are applied. Satisfies titan_ckpt.types.ModelHooks.
 
-    Raises: ConverterError listing every rule of combination that is broken.
+    Raises: ConverterError listing every broken rule of combination.
     """
 
     def __init__(self, converters: Sequence[ModelConverter] = ()) -> None:
@@ -44,9 +43,10 @@ class ModelConverters:
         return len(self._converters)
 
     def convert(self, model: nn.Module) -> None:
-        """Apply every converter in place, in order, checking after each that it kept the laws.
+        """Apply every converter in place, in order, and check after each that it kept the laws of ModelConverter.
 
-        Raises: ConverterError from a converter, or naming the one that dropped, hid or claimed what is not its own.
+        Raises: ConverterError from a converter, or naming the converter that dropped keys, did not claim a key that it
+            added, or claims a key that it did not add.
         """
         replaced: dict[str, str] = {}
         for converter in self._converters:
@@ -58,41 +58,43 @@ class ModelConverters:
         logger.info("model converters: %s", ", ".join(c.kind for c in self._converters) or "none")
 
     def key_filter(self, fqn: str) -> bool:
-        """Say whether any converter owns the key."""
+        """Return whether any converter owns the key."""
         return any(converter.key_filter(fqn) for converter in self._converters)
 
     def state_dict_transform(self, state_dict: StateDict, last_step: bool) -> StateDict:
-        """Undo the converters, the last one first."""
+        """Apply the converters' transforms, the last converter's first."""
         result = dict(state_dict)
         for converter in reversed(self._converters):
             result = converter.state_dict_transform(result, last_step)
         return result
 
     def state_dict_adapter(self) -> StateDictAdapter | None:
-        """Return how owned keys are named in files, of all converters that own any."""
+        """Return the adapter that names all owned keys in files; None if no converter has one."""
         adapters = [a for a in (converter.state_dict_adapter() for converter in self._converters) if a is not None]
         if len(adapters) > 1:
             return _JoinedAdapters(adapters)
         return adapters[0] if adapters else None
 
     def weight_quantiser(self) -> WeightQuantiser | None:
-        """Return the one scheme of quantised weights. Raises: ConverterError where there are two."""
-        found = {c.kind: one for c in self._converters if (one := c.weight_quantiser()) is not None}
-        if len(found) > 1:
-            raise ConverterError(f"{' and '.join(found)} both quantise weights, and one folder says how in one way")
-        return next(iter(found.values()), None)
+        """Return the scheme of quantised weights, or None. Raises: ConverterError if two converters have one."""
+        quantisers = {c.kind: quantiser for c in self._converters if (quantiser := c.weight_quantiser()) is not None}
+        if len(quantisers) > 1:
+            raise ConverterError(
+                f"{' and '.join(quantisers)} both quantise weights, and one folder says how in one way"
+            )
+        return next(iter(quantisers.values()), None)
 
     def describe(self) -> list[dict[str, Any]]:
         """Return one JSON object per converter, in order."""
-        return [one for converter in self._converters for one in converter.describe()]
+        return [description for converter in self._converters for description in converter.describe()]
 
     def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None:
-        """Give the added tensors among `fqns` (None: all) their initial values."""
+        """Set the added tensors among `fqns` (None: all) to their initial values."""
         for converter in self._converters:
             converter.initialize(model_parts, fqns)
 
     def parallel_plan(self, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-        """Return a plan of tensor parallelism that fits what these converters have made of the modules it names."""
+        """Return the tensor-parallel plan adapted to the modules as these converters changed them."""
         return converted_plan(plan)
 
     def post_optimizer_hook(self, model_parts: Sequence[nn.Module]) -> None:
@@ -117,7 +119,7 @@ class ModelConverters:
 
 
 class _JoinedAdapters:
-    """Several adapters' tables as one. A folder for another tool holds one adapter, so it has no config."""
+    """Several adapters' tables as one. Another tool's folder holds one adapter, so this has no file config."""
 
     def __init__(self, adapters: Sequence[StateDictAdapter]) -> None:
         self._adapters = adapters
@@ -127,7 +129,7 @@ class _JoinedAdapters:
         return KeyMap(tuple(rule for table in tables for rule in table.rules), any(table.identity for table in tables))
 
     def misfits(self, base: KeyMap, found: Mapping[str, Any]) -> list[str]:
-        # the folder is one adapter's: it fits if it fits any
+        # the folder holds one adapter, so it fits if it fits any of them
         return min((adapter.misfits(base, found) for adapter in self._adapters), key=len)
 
     def file_config(self, base: KeyMap) -> dict[str, Any]:
@@ -174,7 +176,10 @@ def _check_replacements(
     before: dict[str, type[nn.Module]],
     after: dict[str, type[nn.Module]],
 ) -> None:
-    """Note which modules were replaced by whom; two replacements of one module undo each other without an error."""
+    """Record in `replaced` which converter replaced which module.
+
+    Raises: ConverterError if a module is replaced twice: the second replacement would silently undo the first.
+    """
     changed = [name for name, kind in before.items() if after.get(name) is not kind]
     if twice := [name for name in changed if name in replaced]:
         raise ConverterError(
@@ -185,5 +190,4 @@ def _check_replacements(
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+    return listed(names, ", ", " ", most=4)

@@ -1,6 +1,6 @@
-"""Tensor parallelism of converted modules: fake quantisers stay whole, each adapter is cut the way its weight is.
+"""Tensor parallelism of converted modules: fake quantisers stay whole, each adapter is sharded as its weight is.
 
-Owns one ParallelStyle, which stands around any of PyTorch's for linear and embedding modules. Knows no model.
+Owns one ParallelStyle that wraps PyTorch's styles for linear and embedding modules. Knows no model.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from converters.lora_layers import LoRAEmbedding, LoRALinear
+from converters.lora.layers import LoRAEmbedding, LoRALinear
 from titan_ckpt.errors import ConverterError
 
 _ADDED = ("lora_a", "lora_b", "lora_magnitude")
 
 
 def converted_plan(plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """Return a plan for `parallelize_module` that fits whatever converters have made of the modules it names."""
+    """Return a plan for `parallelize_module` that also works for modules which converters have changed."""
     return {name: ConvertedParallel(style) for name, style in plan.items()}
 
 
 class ConvertedParallel(ParallelStyle):
-    """A style for a linear or embedding module with parts inside; for any other module it is the style it was given.
+    """Apply `style` to a linear or embedding module that has child modules; any other module gets `style` itself.
 
-    A weight cut by rows has its B cut by rows and A whole, one cut by columns has A cut and B whole: the low-rank path
-    needs one small reduction at most.
+    If the weight is sharded by rows, B is sharded by rows and A is replicated; if it is sharded by columns, A is
+    sharded and B is replicated. So the low-rank path needs at most one small reduction.
     """
 
     def __init__(self, style: ParallelStyle) -> None:
@@ -43,7 +43,7 @@ class ConvertedParallel(ParallelStyle):
             raise ConverterError(f"an adapted {type(module).__name__} cannot be cut by {type(self.style).__name__}")
         if isinstance(module, LoRALinear) and module.adapter.rows:
             raise ConverterError("tensor parallelism would cut across the parts of a fused weight's adapter")
-        for name in parts:  # a style cuts everything below a module alike
+        for name in parts:  # a style shards everything below a module in the same way
             delattr(module, name)
         module = self.style._apply(module, device_mesh)  # noqa: SLF001
         for name, part in parts.items():
@@ -54,7 +54,7 @@ class ConvertedParallel(ParallelStyle):
 
 
 def _placement(name: str, *, cut_rows: bool) -> Placement:
-    """Return where a factor lies: A (rank, in) has no out dim, B (out, rank) and the magnitude (out,) no in dim."""
+    """Return the placement of a factor: A (rank, in) has no out dim; B (out, rank) and magnitude (out,) no in dim."""
     if name == "lora_a":
         return Replicate() if cut_rows else Shard(1)
     return Shard(0) if cut_rows else Replicate()

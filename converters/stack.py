@@ -1,6 +1,6 @@
-"""Several PEFT adapters of one base as one: stacked by rank, which adds up what they do, exactly.
+"""Stack several PEFT adapters of one base into one adapter whose effect is exactly the sum of theirs.
 
-Owns the arithmetic on adapter folders. Needs no model and no PEFT; reading, writing and proving are storage/peft.py's.
+Owns the arithmetic on adapter folders. Needs no model and no PEFT; formats/huggingface/peft.py does the I/O.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from typing import Any
 
 import torch
 
-from converters.lora_fused import PARTS
-from converters.lora_peft import json_number
-from titan_ckpt.distributed import Coordinator
+from converters.lora.fused import PARTS
+from converters.lora.peft import json_number
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import BaseMismatchError, ConverterError
-from titan_ckpt.loading import BASE_RECORD
-from titan_ckpt.storage.base import ReadRequest
-from titan_ckpt.storage.peft import PAIRS, PREFIX, PeftReader, export_peft, scaling_of
-from titan_ckpt.tensors import Chunk
-from titan_ckpt.transforms import StateDictTransforms
+from titan_ckpt.formats.huggingface.peft import PAIRS, PREFIX, PeftReader, export_peft, scaling_of
+from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.weights.identity import BASE_RECORD
+from titan_ckpt.weights.transforms import StateDictTransforms
 
 
 def stack_adapters(folders: Sequence[Path], out: Path) -> None:
-    """Write one adapter that does what all of these do together: A above A, B beside B, ranks added.
+    """Write one adapter with the combined effect of `folders`: A matrices are stacked by rows, B matrices by columns.
 
-    Shape: A (r1 + r2, in), B (out, r1 + r2). Where scales differ, B is multiplied with the quotient, in float32. Pairs
-    that are block diagonal (converters/lora_fused.py) stay so, if all of a module's are.
-    Raises: ConverterError for fewer than two, DoRA, no effect, or two trained copies of one module; BaseMismatchError.
+    Shape: A (r1 + r2, in), B (out, r1 + r2). If scales differ, B is multiplied by their quotient in float32. The pairs
+    of a module stay block diagonal (converters/lora/fused.py) if all of them are.
+    Raises: ConverterError for fewer than two folders, DoRA, no effect, or two trained copies of one module;
+        BaseMismatchError.
     """
     if len(folders) < 2:
         raise ConverterError(f"{len(folders)} adapter(s) cannot be stacked: name two or more folders")
@@ -48,7 +49,7 @@ def stack_adapters(folders: Sequence[Path], out: Path) -> None:
         a, b = module + parts[0].modules[module], module + PAIRS[parts[0].modules[module]]
         order = _order([adapter.blocks_of(module) for adapter in parts])
         tensors[a] = torch.cat([adapter.tensors[a] for adapter in parts])
-        tensors[b] = torch.cat([_scaled(one.tensors[b], one.scale_of(module) / scale) for one in parts], dim=1)
+        tensors[b] = torch.cat([_scaled(part.tensors[b], part.scale_of(module) / scale) for part in parts], dim=1)
         ranks[name] = tensors[b].shape[1]
         if order:
             by_part = torch.tensor([rank for of_part in order for rank in of_part], dtype=torch.long)
@@ -76,15 +77,15 @@ class _Folder:
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
     modules: dict[str, str]
-    """Prefixed module name -> the suffix of its A."""
+    """Module name with PREFIX -> the suffix of its A in the file."""
 
     def scale_of(self, module: str) -> float:
         return scaling_of(module.removeprefix(PREFIX), self.config)
 
     def blocks_of(self, module: str) -> Sequence[int]:
-        """Return the ranks of the blocks that a module's pair consists of; nothing for one that is whole."""
-        found: Sequence[int] = (self.config.get(PARTS) or {}).get(module.removeprefix(PREFIX), ())
-        return found if sum(found) == self.tensors[module + self.modules[module]].shape[0] else ()
+        """Return the ranks of the diagonal blocks of a module's pair; empty if the pair is one block."""
+        ranks: Sequence[int] = (self.config.get(PARTS) or {}).get(module.removeprefix(PREFIX), ())
+        return ranks if sum(ranks) == self.tensors[module + self.modules[module]].shape[0] else ()
 
 
 def _read(folder: Path) -> _Folder:
@@ -96,9 +97,9 @@ def _read(folder: Path) -> _Folder:
 
 
 def _order(adapters: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return which ranks of a stack each part of the weight has, in their order; nothing unless every adapter says.
+    """Return, for each part of the weight, the indices along the stacked rank that belong to it, in order.
 
-    `adapters`: the ranks of each one's blocks.
+    `adapters`: the block ranks of each adapter. The result is empty unless all have the same number of blocks.
     """
     if len({len(ranks) for ranks in adapters}) != 1:
         return []
@@ -112,33 +113,33 @@ def _order(adapters: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _common_base(adapters: Sequence[_Folder]) -> dict[str, Any]:
-    """Return what the adapters say of their base. Raises: BaseMismatchError where two of them name different ones."""
+    """Return the config keys that name the base. Raises: BaseMismatchError if two adapters name different bases."""
     first = adapters[0]
     for other in adapters[1:]:
-        mine, theirs = (a.config.get(BASE_RECORD) or {} for a in (first, other))
+        record, other_record = (a.config.get(BASE_RECORD) or {} for a in (first, other))
         names = [a.config.get("base_model_name_or_path") for a in (first, other)]
-        digests = [record.get("digest") for record in (mine, theirs)]
+        digests = [r.get("digest") for r in (record, other_record)]
         known = all(digests)
         if (digests[0] != digests[1]) if known else (all(names) and names[0] != names[1]):
             raise BaseMismatchError(
                 f"{first.folder} and {other.folder} were trained on different bases: "
                 f"{names[0]} ({digests[0]}) and {names[1]} ({digests[1]})",
-                {"path": names[0], **mine},
-                {"path": names[1], **theirs},
+                {"path": names[0], **record},
+                {"path": names[1], **other_record},
             )
     kept = ("base_model_name_or_path", "revision", "task_type", BASE_RECORD)
     return {name: first.config[name] for name in kept if name in first.config}
 
 
 def _copies(adapters: Sequence[_Folder]) -> dict[str, torch.Tensor]:
-    """Return the tensors of modules trained in full. Raises: ConverterError where two adapters trained the same."""
+    """Return the tensors of modules trained in full. Raises: ConverterError if two adapters trained the same module."""
     out: dict[str, torch.Tensor] = {}
     for adapter in adapters:
         pairs = {module + s for module, suffix in adapter.modules.items() for s in (suffix, PAIRS[suffix])}
-        mine = {key: value for key, value in adapter.tensors.items() if key not in pairs}
-        if twice := sorted(set(mine) & set(out)):
+        copies = {key: value for key, value in adapter.tensors.items() if key not in pairs}
+        if twice := sorted(set(copies) & set(out)):
             raise ConverterError(f"{twice[0]} was trained in full by two of the adapters, and copies do not add up")
-        out |= mine
+        out |= copies
     return out
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import train
 from converters import from_tables
 from titan_ckpt.testing import distributed
-from titan_ckpt.training.reporting import read_metrics
+from titan_ckpt.training.callbacks.console import read_metrics
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"

@@ -18,8 +18,8 @@ from tests.converter_sets import SETS
 from tests.interop.folders import assert_same_bytes
 from titan_ckpt.config import from_dict
 from titan_ckpt.training.callbacks import Callback, StepMetrics
+from titan_ckpt.training.callbacks.console import read_metrics
 from titan_ckpt.training.config import RunConfig
-from titan_ckpt.training.reporting import read_metrics
 from titan_ckpt.training.trainer import Trainer
 
 STEPS = 16

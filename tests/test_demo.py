@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from titan_ckpt.training import demo
+from docs.examples import demo
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig
+from titan_ckpt.directory.manifest import FileRecord, Manifest
 from titan_ckpt.errors import (
     CheckpointError,
     CommitConflictError,
@@ -27,7 +28,6 @@ from titan_ckpt.errors import (
     LoadMismatchError,
     StateEncodingError,
 )
-from titan_ckpt.manifest import FileRecord, Manifest
 
 MODES = pytest.mark.parametrize("mode", ["disabled", "thread"])
 
@@ -396,7 +396,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import nn
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
-from titan_ckpt.storage.native import NativeWriter
+from titan_ckpt.formats.native.writer import NativeWriter
 
 start, write = threading._start_new_thread, NativeWriter.write_staged
 

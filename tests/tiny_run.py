@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from titan_ckpt.config import from_dict
-from titan_ckpt.restoring import LoadResult
+from titan_ckpt.loading.restore import LoadResult
 from titan_ckpt.training.callbacks import Callback, StepMetrics
+from titan_ckpt.training.callbacks.console import read_metrics
 from titan_ckpt.training.config import RunConfig
-from titan_ckpt.training.reporting import read_metrics
 
 
 def settings(folder: Path, **sections: dict[str, Any]) -> RunConfig:

@@ -1,23 +1,31 @@
-"""Checkpoints for PyTorch training: atomic, verified, and readable by the rest of the world."""
+"""Checkpoints for PyTorch training: atomic, verified, and readable by the rest of the world.
+
+The public names are imported on first use (PEP 562), so that `import titan_ckpt` and the command line's help do not
+wait for torch.
+"""
 
 from __future__ import annotations
 
-from titan_ckpt.config import (
-    CheckpointConfig,
-    ExportConfig,
-    InitialLoadConfig,
-    KeepConfig,
-    ResumeConfig,
-    SaveConfig,
-    StopConfig,
-)
-from titan_ckpt.errors import CheckpointError
-from titan_ckpt.keymap import KeyMap, KeyRule
-from titan_ckpt.manager import CheckpointManager
-from titan_ckpt.model_wrapper import ModelWrapper
-from titan_ckpt.restoring import LoadResult
-from titan_ckpt.run_guard import RunGuard, StopRun
-from titan_ckpt.transforms import StateDictTransforms
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from titan_ckpt.config import (
+        CheckpointConfig,
+        ExportConfig,
+        InitialLoadConfig,
+        KeepConfig,
+        ResumeConfig,
+        SaveConfig,
+        StopConfig,
+    )
+    from titan_ckpt.errors import CheckpointError
+    from titan_ckpt.geometry.keymap import KeyMap, KeyRule
+    from titan_ckpt.guard.run_guard import RunGuard, StopRun
+    from titan_ckpt.loading.restore import LoadResult
+    from titan_ckpt.manager import CheckpointManager
+    from titan_ckpt.weights.transforms import StateDictTransforms
+    from titan_ckpt.weights.wrapper import ModelWrapper
 
 __version__ = "0.1.0"
 
@@ -39,3 +47,28 @@ __all__ = [
     "StopConfig",
     "StopRun",
 ]
+
+_MODULES = {
+    "config": "CheckpointConfig ExportConfig InitialLoadConfig KeepConfig ResumeConfig SaveConfig StopConfig",
+    "errors": "CheckpointError",
+    "geometry.keymap": "KeyMap KeyRule",
+    "guard.run_guard": "RunGuard StopRun",
+    "loading.restore": "LoadResult",
+    "manager": "CheckpointManager",
+    "weights.transforms": "StateDictTransforms",
+    "weights.wrapper": "ModelWrapper",
+}
+_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

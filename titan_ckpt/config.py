@@ -1,6 +1,6 @@
-"""What can be said about a run's checkpoints, and what cannot: frozen dataclasses, one per TOML table.
+"""Settings of a run's checkpoints: frozen dataclasses, one per TOML table.
 
-Owns the settings and the rules between them. How TOML becomes a dataclass is strict_toml.py's, offered here by name.
+Owns the settings and the rules between them; encoding/toml.py turns TOML into dataclasses.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, get_args
 
-from titan_ckpt.overrides import apply_overrides
-from titan_ckpt.strict_toml import Check, from_dict, load_config, read_toml, validate
+from titan_ckpt.encoding.overrides import apply_overrides
+from titan_ckpt.encoding.toml import Check, Checked, from_dict, read_toml, validate
 from titan_ckpt.types import Format
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "StopConfig",
     "apply_overrides",
     "from_dict",
-    "load_config",
     "read_toml",
     "validate",
 ]
@@ -46,24 +45,21 @@ PositiveSteps = Annotated[int, Check("a positive integer (steps)", lambda n: n >
 
 
 @dataclass(frozen=True, slots=True)
-class KeepConfig:
-    """Which committed steps stay. A step stays if any rule holds for it; the newest one always does."""
+class KeepConfig(Checked):
+    """Retention of committed steps. A step stays if any rule keeps it; the newest step always stays."""
 
     latest: PositiveInt | None = None
-    """How many of the newest steps stay; more than one guards against a bad newest one."""
+    """Number of newest steps that stay; more than one guards against a bad newest step."""
     every: PositiveSteps | None = None
     """Steps divisible by this stay for good."""
     every_hours: PositiveHours | None = None
-    """Of the steps saved within each span of this many hours the first stays for good."""
+    """The first step saved in each span of this many hours stays for good."""
     best: PositiveInt | None = None
-    """How many of the steps with the best `metric` stay."""
+    """Number of steps with the best `metric` that stay."""
     metric: NonEmpty = "loss"
-    """Which of the values given to save(metrics=...) `best` goes by; a step without it is not among the best."""
+    """Name of the value from save(metrics=...) that `best` compares; a step without it is not among the best."""
     mode: Literal["min", "max"] = "min"
-    """Whether the least or the greatest value is best."""
-
-    def __post_init__(self) -> None:
-        validate(self)
+    """Whether the smallest or the largest value is best."""
 
     def problems(self) -> Iterator[str]:
         if not any((self.latest, self.every, self.every_hours, self.best)):
@@ -71,118 +67,103 @@ class KeepConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveConfig:
+class SaveConfig(Checked):
     """When and how steps are saved."""
 
     interval: PositiveSteps
     """Steps between saves; the last step is saved as well."""
     async_mode: Literal["disabled", "thread", "process"] = "thread"
-    """Who writes: a thread or a process while training goes on, or the training loop itself."""
+    """thread, process: write in the background while training goes on; disabled: write in the training loop."""
     keep: KeepConfig | None = None
-    """What is removed after a commit; absent: nothing."""
+    """Steps that stay after a commit; absent: all."""
     first_step: bool = False
-    """Save after step 1 too, so that a folder that does not work shows at once."""
+    """Save after step 1 too, so that problems with the folder show at once."""
     include_base: bool = False
-    """Write frozen base weights too where converters own keys; else a save holds the adapter and names its base."""
+    """If converters own keys: write the frozen base weights too; else a save holds the adapter and names its base."""
     if_busy: Literal["wait", "skip"] = "wait"
-    """When a save is due while one is in flight: wait for it, or leave this one out."""
+    """If a save is due while one is in flight: wait for that one, or skip the new one."""
     check_replicas: Literal["off", "sampled", "full"] = "sampled"
-    """Compare what ranks hold as copies, before it is saved: of each rank 16 MiB of 1024 tensors, others every time; or
-    all."""
+    """Compare the ranks' copies of the same tensors before a save. sampled: 16 MiB of 1024 tensors per rank, other
+    tensors at every save; full: all."""
     timeout_seconds: PositiveSeconds = 1800.0
-    """How long a rank waits for its peers before it gives up and names them."""
-
-    def __post_init__(self) -> None:
-        validate(self)
+    """A rank that has waited this long for its peers fails and names them."""
 
 
 @dataclass(frozen=True, slots=True)
-class ResumeConfig:
-    """How a run takes up what its own folder holds."""
+class ResumeConfig(Checked):
+    """How a run resumes from its own checkpoint folder."""
 
     step: Annotated[int, Check("a step (0 or more; left out for the newest)", lambda n: n >= 0)] | None = None
-    """This step and no other; absent: the newest valid one."""
+    """Resume from this step only; absent: from the newest valid step."""
     exclude: tuple[Component, ...] = ()
-    """Parts that are not taken over and start afresh."""
-
-    def __post_init__(self) -> None:
-        validate(self)
+    """Components that are not loaded and start from their initial state."""
 
 
 @dataclass(frozen=True, slots=True)
-class StopConfig:
-    """What ends a run before its last step, and what is kept of it then; for loops with a RunGuard."""
+class StopConfig(Checked):
+    """The events that end a run before its last step, and how it saves then; for training loops with a RunGuard."""
 
     signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"], ...] = ("SIGTERM", "SIGUSR1")
-    """To any rank: save and stop. A second one, two seconds later or more, ends the process at once."""
+    """Signals to any rank on which the run saves and stops. A second one after two seconds or more ends the process."""
     grace_seconds: PositiveSeconds = 30.0
-    """From the signal to the kill: a last save is only begun if as long as saves take here is left of it."""
+    """Time from the signal to the kill; the last save starts only if the time that saves take here is left."""
     after_hours: PositiveHours | None = None
-    """Save and stop before the run has lasted so long; absent: no limit."""
+    """Save and stop before the run has lasted this long; absent: no limit."""
     at_unix_seconds: PositiveSeconds | None = None
     """Save and stop before this moment, such as a scheduler's SLURM_JOB_END_TIME; absent: no limit."""
     save_on_exception: bool = True
-    """When the loop raises on all ranks: save the last step that was completed."""
+    """If the loop raises on all ranks, save the last completed step."""
     exception_seconds: PositiveSeconds = 20.0
-    """How long a rank that has raised waits for the others to raise too, for a save needs all of them."""
+    """A rank that has raised waits this long for the others to raise too, because a save needs all ranks."""
     hang_seconds: PositiveSeconds | None = 600.0
-    """After so long without progress all processes are asked; if one does not answer, the others name it and end."""
-
-    def __post_init__(self) -> None:
-        validate(self)
+    """After this time without progress, all processes are asked; if one does not answer, the others name it and end."""
 
 
 @dataclass(frozen=True, slots=True)
-class InitialLoadConfig:
-    """One source of weights for a run that has no checkpoint of its own yet."""
+class InitialLoadConfig(Checked):
+    """A source of weights for a run that has no checkpoint of its own yet."""
 
     path: NonEmpty
-    """A checkpoint step, a Hugging Face folder, a PEFT adapter, or a DCP folder."""
+    """Path of a checkpoint step, a Hugging Face folder, a PEFT adapter, or a DCP folder."""
     format: Format | None = None
-    """Insist on a format; absent: found from the content."""
+    """Required format; absent: detected from the content."""
     cast: bool = False
-    """Allow floating-point dtypes to change to the model's; every cast is reported."""
+    """Allow casts from floating-point dtypes to the model's; every cast is reported."""
     revision: NonEmpty | None = None
-    """The version of `path`, recorded as the base's identity beside an adapter."""
+    """Version of `path`; an adapter's checkpoint records it as part of the base's identity."""
     merge: bool = False
-    """Add this PEFT adapter to the weights of the sources before it, instead of giving it to a converter."""
-
-    def __post_init__(self) -> None:
-        validate(self)
+    """Add this PEFT adapter to the weights of the sources before it, instead of loading it into a converter."""
 
 
 @dataclass(frozen=True, slots=True)
-class ExportConfig:
+class ExportConfig(Checked):
     """Weights for other tools, written after the last step to <base_folder>/<folder>/step-N, -peft or -quantised."""
 
     format: Literal["hf", "peft", "dcp"]
     """hf: a Hugging Face folder, adapters merged; peft: the adapter alone; dcp: torch.distributed.checkpoint."""
     interval: PositiveSteps | None = None
-    """Steps between exports before the last step's; absent: only that one. Where an asynchronous save of the same step
-    has staged a copy of the weights, they are made of it in the background."""
+    """Steps between exports before the export of the last step; absent: only that one. If an asynchronous save of the
+    same step has staged a copy of the weights, the export is made from the copy in the background."""
     keep: PositiveInt | None = None
-    """How many of the newest interval exports stay; absent: all."""
+    """Number of newest interval exports that stay; absent: all."""
     dtype: Literal["float32", "bfloat16", "float16", "original"] | None = None
-    """What floating-point tensors become; original: what each is in the base's folder; absent: each keeps its own."""
+    """Dtype of exported floating-point tensors; original: as in the base's folder; absent: each keeps its own."""
     quantised: bool = False
-    """Store weights as the converters trained them to be quantised (QAT: its scheme; Float8: blocks of float8), in
-    step-N-quantised; what is not quantised takes `dtype`, and so do weights before they are."""
+    """Quantise weights as the converters trained them (QAT: its scheme; Float8: blocks of float8), in step-N-quantised.
+    `dtype` applies to tensors that are not quantised, and to weights before they are quantised."""
     max_shard_bytes: PositiveInt = 5_000_000_000
-    """Bytes of one safetensors file at most, unless a single tensor is larger."""
+    """Maximum size of one safetensors file, unless a single tensor is larger."""
     file_layout: Literal["size", "base"] = "size"
-    """Which file a tensor is in: files of at most max_shard_bytes, or the file that has it in the base's folder."""
+    """size: files of at most max_shard_bytes; base: each tensor in the file that has it in the base's folder."""
     folder: NonEmpty = "exports"
-    """Relative to the run's base folder, and outside the checkpoint folder, so that a resume cannot meet it."""
+    """Path relative to the run's base folder; outside the checkpoint folder, so that a resume never looks into it."""
     assets: NonEmpty | None = None
-    """A Hugging Face folder whose tokenizer, generation config and the like are copied beside the weights; absent: the
-    model's own, or the folder of initial_load."""
-
-    def __post_init__(self) -> None:
-        validate(self)
+    """Hugging Face folder whose tokenizer, generation config and similar files are copied beside the weights; absent:
+    the model's own, or the folder of initial_load."""
 
     @property
     def follows_base(self) -> bool:
-        """Say whether the export asks the base's folder how it is to look."""
+        """Return whether dtypes or files follow the base's folder."""
         return self.dtype == "original" or self.file_layout == "base"
 
     def problems(self) -> Iterator[str]:
@@ -196,7 +177,7 @@ class ExportConfig:
             yield "keep: needs an interval; the last step's export stays"
 
     def lands_in(self, step: int | None = None) -> str:
-        """Return the folder of a step's export, or the pattern that two exports of one run must not share."""
+        """Return the folder of a step's export; without a step, its pattern, which two exports must not share."""
         kind = "-peft" if self.format == "peft" else "-quantised" if self.quantised else ""
         return os.path.join(os.path.normpath(self.folder), f"step-{'N' if step is None else step}{kind}")
 
@@ -221,37 +202,34 @@ _TORCHTITAN_KEYS = {
     "create_seed_checkpoint": "name a step of any other run in checkpoint.initial_load, also one of another layout",
     "enable_ft_dataloader_checkpoints": "nothing, torchft has no part in it",
 }
-"""A flat key of torchtitan and what says the same here. Source: torchtitan, components/checkpointer/base.py."""
+"""torchtitan's flat key -> the setting of this package. Source: torchtitan, components/checkpointer/base.py."""
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointConfig:
-    """[checkpoint]: alone, resume from what the folder holds and write nothing."""
+class CheckpointConfig(Checked):
+    """[checkpoint]; alone, it makes a run resume from the folder and write nothing."""
 
     FOREIGN_KEYS: ClassVar[Mapping[str, str]] = {
         key: f"a torchtitan key; here: {answer}" for key, answer in _TORCHTITAN_KEYS.items()
     }
 
     folder: NonEmpty = "checkpoints"
-    """Relative to the run's base folder."""
+    """Path relative to the run's base folder."""
     components: tuple[Component, ...] | None = None
-    """What the run saves and loads; what it does not have is ignored. Absent: everything. Without "model" the weights
-    come from outside, by the handler that the manager is given."""
+    """Components that the run saves and loads; those it does not have are ignored. Absent: all. Without "model", the
+    handler that the manager is given brings the weights from outside."""
     save: SaveConfig | None = None
-    """Absent: nothing is saved."""
+    """Settings of saves; absent: nothing is saved."""
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     stop: StopConfig = field(default_factory=StopConfig)
     initial_load: tuple[InitialLoadConfig, ...] = ()
-    """In order, and only where the folder holds no checkpoint; an adapter-only checkpoint takes its base from here."""
+    """Loaded in order, if the folder holds no checkpoint. An adapter-only checkpoint takes its base from these."""
     export: tuple[ExportConfig, ...] = ()
-    """One table, or several by [[checkpoint.export]]; absent: none."""
-
-    def __post_init__(self) -> None:
-        validate(self)
+    """Exports; [[checkpoint.export]] gives several; absent: none."""
 
     @property
     def external(self) -> bool:
-        """Whether weights come from outside, and are not in the run's checkpoints."""
+        """Return whether weights come from outside and are not in the run's checkpoints."""
         return self.components is not None and "model" not in self.components
 
     def left_out(self) -> frozenset[str]:

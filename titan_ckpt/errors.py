@@ -1,22 +1,22 @@
-"""The exceptions this package raises. Each carries data; its message says what, where, expected, found, next step.
+"""Exceptions of this package. Each carries data; its message says what, where, expected, found, and the next step.
 
 CheckpointError
-├── ConfigError (ValueError)             a setting that cannot mean anything; nothing was started
-├── CheckpointNotFoundError (FileNotFoundError)  the named folder or step is not there
-├── NotACheckpointError (ValueError)     the folder is there and holds no checkpoint of a known format
-├── CorruptCheckpointError (ValueError)  bytes, sizes, digests or structure are not what was committed
+├── ConfigError (ValueError)             an invalid setting; nothing was started
+├── CheckpointNotFoundError (FileNotFoundError)  the named folder or step does not exist
+├── NotACheckpointError (ValueError)     the folder exists and holds no checkpoint of a known format
+├── CorruptCheckpointError (ValueError)  bytes, sizes, digests or structure differ from what was committed
 ├── LoadMismatchError (ValueError)       names, shapes or dtypes do not fit the model; carries the LoadReport
-├── BaseMismatchError (ValueError)       an adapter was trained on another base
+├── BaseMismatchError (ValueError)       an adapter was trained on a different base
 ├── ConverterError (ValueError)          a converter, or a set of converters, that cannot work
-├── KeyMapError (ValueError)             a name that the model's table does not know
-├── StateEncodingError (TypeError)       a value that typed JSON cannot hold; carries its path
-├── GradientError (FloatingPointError)   a gradient that is not finite; it reached no weight
+├── KeyMapError (ValueError)             a name that is not in the model's table
+├── StateEncodingError (TypeError)       a value that typed JSON cannot encode; carries its path
+├── GradientError (FloatingPointError)   a gradient is not finite; it reached no weight
 ├── SaveError (OSError)                  a save that did not commit; the previous checkpoints are untouched
 │   ├── PreflightError                   found before step 1: no space, no permission, a failing test save
 │   ├── CommitConflictError              another writer holds the folder, or the step is already committed
-│   ├── ReplicaMismatchError             ranks hold different values as copies of one tensor; names both
+│   ├── ReplicaMismatchError             ranks hold different values of a replicated tensor; names both
 │   └── PeerError                        another rank failed or did not answer in time; names the ranks
-└── ExportError (RuntimeError)           an export that could not be made or not be proved; nothing was published
+└── ExportError (RuntimeError)           an export failed or its check failed; nothing was published
 """
 
 from __future__ import annotations
@@ -28,12 +28,21 @@ if TYPE_CHECKING:
     from titan_ckpt.types import LoadReport
 
 
+def listed(lines: Sequence[str], separator: str = "; ", last: str | None = None, most: int = 8) -> str:
+    """Join the first `most` lines, for a message that stays readable, and say how many more there are.
+
+    `last` stands before "and 3 more"; by default it is the separator.
+    """
+    text = separator.join(lines[:most])
+    return text if len(lines) <= most else f"{text}{separator if last is None else last}and {len(lines) - most} more"
+
+
 class CheckpointError(Exception):
-    """Everything this package raises on purpose."""
+    """Base of all errors that this package raises on purpose."""
 
 
 class ConfigError(CheckpointError, ValueError):
-    """Carries `problems`: one line each, `path.to.key: cause`."""
+    """Settings are invalid. Carries `problems`, one line each: `path.to.key: cause`."""
 
     def __init__(self, problems: Sequence[str], source: str = "config") -> None:
         self.problems = tuple(problems)
@@ -43,15 +52,15 @@ class ConfigError(CheckpointError, ValueError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """A folder or step that was asked for by name is not there."""
+    """A folder or step that was named does not exist."""
 
 
 class NotACheckpointError(CheckpointError, ValueError):
-    """A folder that holds none of the known formats."""
+    """A folder holds no checkpoint of a known format."""
 
 
 class CorruptCheckpointError(CheckpointError, ValueError):
-    """A file is not what was committed. Carries `path`, and the names of all tensors `overwritten` in memory before."""
+    """A file differs from what was committed. Carries `path`, and the names of all tensors `overwritten` in memory."""
 
     def __init__(self, message: str, path: str = "", overwritten: Sequence[str] = ()) -> None:
         self.path = path
@@ -68,7 +77,7 @@ class LoadMismatchError(CheckpointError, ValueError):
 
 
 class BaseMismatchError(CheckpointError, ValueError):
-    """An adapter's recorded base and the base at hand differ. Carries both."""
+    """The base that an adapter records and the loaded base differ. Carries both."""
 
     def __init__(self, message: str, expected: Mapping[str, object], found: Mapping[str, object]) -> None:
         self.expected = dict(expected)
@@ -77,11 +86,11 @@ class BaseMismatchError(CheckpointError, ValueError):
 
 
 class ConverterError(CheckpointError, ValueError):
-    """A converter, or a combination of converters, that cannot work."""
+    """A converter, or a combination of converters, cannot work."""
 
 
 class KeyMapError(CheckpointError, ValueError):
-    """Names that the table does not know. Carries `unknown`."""
+    """Names are not in the model's table. Carries `unknown`."""
 
     def __init__(self, message: str, unknown: Sequence[str] = ()) -> None:
         self.unknown = tuple(unknown)
@@ -89,7 +98,7 @@ class KeyMapError(CheckpointError, ValueError):
 
 
 class StateEncodingError(CheckpointError, TypeError):
-    """A value in a state dict that typed JSON cannot hold. Carries `path`."""
+    """Typed JSON cannot encode a value of a state dict. Carries `path`."""
 
     def __init__(self, message: str, path: str = "") -> None:
         self.path = path
@@ -97,7 +106,7 @@ class StateEncodingError(CheckpointError, TypeError):
 
 
 class GradientError(CheckpointError, FloatingPointError):
-    """A gradient that is not finite, stopped before it reached a weight. Carries `step`, which was not made."""
+    """A gradient is not finite and reached no weight. Carries `step`, the step that was not made."""
 
     def __init__(self, message: str, step: int) -> None:
         self.step = step
@@ -105,19 +114,19 @@ class GradientError(CheckpointError, FloatingPointError):
 
 
 class SaveError(CheckpointError, OSError):
-    """A save that did not commit; what was committed before is untouched."""
+    """A save did not commit; earlier checkpoints are untouched."""
 
 
 class PreflightError(SaveError):
-    """A save could not work here, found before the first step."""
+    """Saves cannot work in this folder; raised before the first step."""
 
 
 class CommitConflictError(SaveError):
-    """Another writer owns the folder, or the step is committed already."""
+    """Another writer holds the folder, or the step is committed already."""
 
 
 class ReplicaMismatchError(SaveError):
-    """Copies of one tensor that are not the same. Carries `tensors`."""
+    """Ranks hold different values of a replicated tensor. Carries `tensors`."""
 
     def __init__(self, message: str, tensors: Sequence[str] = ()) -> None:
         self.tensors = tuple(tensors)
@@ -125,7 +134,7 @@ class ReplicaMismatchError(SaveError):
 
 
 class PeerError(SaveError):
-    """Another rank failed or stayed silent. Carries `ranks`."""
+    """Another rank failed or did not answer in time. Carries `ranks`."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         self.ranks = tuple(ranks)
@@ -133,4 +142,4 @@ class PeerError(SaveError):
 
 
 class ExportError(CheckpointError, RuntimeError):
-    """An export that could not be made, or not be proved; nothing was published."""
+    """An export failed, or its check failed; nothing was published."""

@@ -1,6 +1,6 @@
-"""The model as the outside world should see it, in a folder of its own that a resume never meets.
+"""Exports: the model in a format for other programs, in folders that resuming never reads.
 
-Owns which tensors go into which kind of export, and where. Writing and proving are each format's.
+Owns which tensors go into which kind of export, and the folder. Each format writes and proves its own files.
 """
 
 from __future__ import annotations
@@ -8,73 +8,65 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from titan_ckpt import policy, posix
-from titan_ckpt.components import MODEL
+from titan_ckpt import policy
+from titan_ckpt.components.files import MODEL
 from titan_ckpt.config import ExportConfig, InitialLoadConfig
-from titan_ckpt.distributed import Coordinator, bounded
+from titan_ckpt.disk import posix
+from titan_ckpt.disk.unpublished_folder import StagedFolder
+from titan_ckpt.distributed.coordinator import Coordinator, bounded
 from titan_ckpt.errors import CheckpointError, ConverterError, ExportError
-from titan_ckpt.loading import BASE_RECORD
-from titan_ckpt.model_wrapper import ModelWrapper
-from titan_ckpt.quantising import QuantisesWeights, WeightQuantiser, quantised
-from titan_ckpt.staged_tensors import StagedTensors
-from titan_ckpt.storage import detect_format
-from titan_ckpt.storage.dcp import export_dcp
-from titan_ckpt.storage.huggingface import TIED
-from titan_ckpt.storage.huggingface_export import Base, export_huggingface
-from titan_ckpt.storage.peft import export_peft
-from titan_ckpt.storage.staged_folder import StagedFolder
-from titan_ckpt.tensors import LazyTensor, Stage, can_freeze, cast, frozen, info_of
-from titan_ckpt.transforms import CASTABLE, FileDtype, StateDictTransforms
+from titan_ckpt.formats.dcp.dcp import export_dcp
+from titan_ckpt.formats.huggingface.export import Base, export_huggingface
+from titan_ckpt.formats.huggingface.peft import export_peft
+from titan_ckpt.formats.huggingface.reader import TIED
+from titan_ckpt.formats.open import detect_format
+from titan_ckpt.geometry.chunks import LazyTensor, Stage, TensorInfo, can_freeze, frozen, info_of, local_tensor
 from titan_ckpt.types import ModelHooks, StateDict
+from titan_ckpt.weights.identity import BASE_RECORD
+from titan_ckpt.weights.quantise import QuantisesWeights, WeightQuantiser, quantised
+from titan_ckpt.weights.transforms import StateDictTransforms
+from titan_ckpt.weights.wrapper import ModelWrapper
+from titan_ckpt.weights.write_view import FileDtype, cast_all
 
 logger = logging.getLogger(__name__)
 
 _Write = Callable[[Coordinator], None]
-"""Writes, proves and publishes, all ranks together, on that line between them."""
+"""Writes, proves and publishes one export or several; exchanges with the other ranks by the Coordinator. Collective."""
 
 
+@dataclass(frozen=True, slots=True)
 class Exporter:
     """Makes the exports of one run."""
 
-    def __init__(
-        self,
-        base_folder: Path,
-        model: ModelWrapper,
-        transforms: StateDictTransforms,
-        coordinator: Coordinator,
-        initial_load: Sequence[InitialLoadConfig] = (),
-    ) -> None:
-        """`initial_load`: where the base came from, which an export is compared with."""
-        self._base_folder = base_folder
-        self._initial_load = initial_load
-        self._model = model
-        self._transforms = transforms
-        self._coordinator = coordinator
+    _base_folder: Path
+    _model: ModelWrapper
+    _transforms: StateDictTransforms
+    _coordinator: Coordinator
+    _initial_load: Sequence[InitialLoadConfig] = ()
+    """The sources of the base; an export may take over the dtypes and file layout of the base."""
 
     def check(self, configs: Sequence[ExportConfig]) -> None:
-        """Find before training what would make an export fail after it. Collective.
+        """Check before training that every export can be made. Collective.
 
         Raises: ExportError listing every export that cannot be made; KeyMapError for names without a file key.
         """
         if not configs:
             return
-        owned = self._owned_anywhere()
+        # a pipeline stage may have no converter-owned keys
+        owned = any(self._coordinator.gather("export-owned", bool(self._model.owned_state_dict())))
         error: BaseException | None = None
         try:
             self._check(configs, owned)
         except Exception as e:
             error = e
         self._coordinator.barrier("export-check", error)
-
-    def _owned_anywhere(self) -> bool:
-        """Say whether any rank has converter-owned keys: a pipeline stage may have none. Collective."""
-        return any(self._coordinator.gather("export-owned", bool(self._model.owned_state_dict())))
 
     def _check(self, configs: Sequence[ExportConfig], owned: bool) -> None:
         problems = []
@@ -104,15 +96,14 @@ class Exporter:
             self._transforms.to_file(self._model.owned_state_dict(), self._model.hooks, None)
 
     def _quantising_problems(self, config: ExportConfig) -> Iterator[str]:
-        """Yield why no quantised export can be made; compute no value."""
+        """Yield the reasons why the quantised export cannot be made, without computing a value."""
         try:
             quantiser = _quantiser(self._model.hooks)
             if quantiser is None:
                 yield 'quantised: no converter quantises weights; add [[converters]] kind = "qat" or "float8"'
                 return
-            groups = self._transforms.to_file(
-                self._model.state_dict("base"), None, _dtype(config, self._base_of(config))
-            )
+            dtype = _dtype(config, self._base_of(config))
+            groups = self._transforms.to_file(self._model.state_dict("base"), None, dtype)
             stored = quantised(groups, quantiser)
         except (ConverterError, ExportError) as error:
             yield f"quantised: {error}"
@@ -128,12 +119,12 @@ class Exporter:
             )
 
     def is_there(self, config: ExportConfig, step: int) -> bool:
-        """Say whether this export was published before, as rank 0 sees it. Collective."""
+        """Return whether rank 0 sees that this export was published before. Collective."""
         folder = self._folder(config, step)
-        found = bool(self._coordinator.broadcast("export-there", folder.is_dir()))
-        if found:
+        published = bool(self._coordinator.broadcast("export-there", folder.is_dir()))
+        if published:
             logger.warning("export %s is there already and stays as it is", folder)
-        return found
+        return published
 
     def _folder(self, config: ExportConfig, step: int) -> Path:
         return self._base_folder / config.lands_in(step)
@@ -141,7 +132,7 @@ class Exporter:
     def export(self, config: ExportConfig, step: int, base: dict[str, Any] | None) -> Path:
         """Write, prove and publish one export of the live weights, and return its folder. Collective.
 
-        Raises: ExportError, KeyMapError and PeerError; nothing is left under the folder's name then.
+        Raises: ExportError, KeyMapError and PeerError; nothing is published then.
         """
         write: _Write | None = None
         error: BaseException | None = None
@@ -162,10 +153,11 @@ class Exporter:
         live: StateDict,
         staged: Mapping[str, LazyTensor],
     ) -> _Write:
-        """Return what makes these exports of staged copies of the model, while training goes on. Collective.
+        """Return a function that makes these exports from staged copies while training continues. Collective.
 
-        `live`, `staged`: a snapshot's tensors and their copies. What converters compute from other ranks' values is
-        gathered here; what cannot be put off is exported here, from the live weights.
+        `live`, `staged`: the tensors of a snapshot and their copies. Values that converters compute from other ranks'
+        values are gathered in this call. Exports whose values cannot be staged are made in this call, from the live
+        weights.
         Raises: ExportError; KeyMapError; PeerError.
         """
         tensors: list[StateDict] = []
@@ -173,7 +165,7 @@ class Exporter:
         error: BaseException | None = None
         try:
             tensors = [self._tensors(config) for config in configs]
-            # a quantiser of several ranks gathers each weight as it is laid out in training
+            # with several ranks a quantiser gathers each weight by its layout in training
             alone = self._coordinator.world_size == 1
             can_wait = [
                 all(map(can_freeze, values.values())) and (alone or not config.quantised)
@@ -181,12 +173,12 @@ class Exporter:
             ]
         except Exception as e:
             error = _typed(e, step)
-        everywhere: list[Any] = self._coordinator.gather("export-freeze", can_wait, error)
+        of_ranks: list[Any] = self._coordinator.gather("export-freeze", can_wait, error)
         writes: list[_Write] = []
         now: list[ExportConfig] = []
         try:
             stage = self._stage_of(live, staged)
-            for config, values, *ranks in zip(configs, tensors, *everywhere, strict=True):
+            for config, values, *ranks in zip(configs, tensors, *of_ranks, strict=True):
                 if all(ranks):
                     frozen_values = {fqn: frozen(value, stage) for fqn, value in values.items()}
                     writes.append(self._planned(config, step, base, frozen_values))
@@ -201,10 +193,25 @@ class Exporter:
         return partial(_write_all, writes)
 
     def _stage_of(self, live: StateDict, staged: Mapping[str, LazyTensor]) -> Stage:
-        """Return what finds a live tensor's copy; a save of adapters alone has none of their frozen base."""
+        """Return the Stage (geometry/chunks.py) that maps a live tensor to its staged copy, to itself or to a clone.
+
+        `live`: the tensors that `staged` holds, by the same names. Base parameters without a copy are frozen: a save of
+        adapters alone leaves them out. They stand for themselves; any other tensor is cloned.
+        """
+        copies = {_memory_of(value): staged[name] for name, value in live.items() if name.startswith(MODEL)}
         parameters = set(self._model.parameter_names().values())
-        constant = {fqn: value for fqn, value in self._model.state_dict("base").items() if fqn in parameters}
-        return StagedTensors({n: live[n] for n in live if n.startswith(MODEL)}, staged, constant)
+        base = self._model.state_dict("base")
+        constant = {_memory_of(value) for fqn, value in base.items() if fqn in parameters}
+
+        def stage(value: torch.Tensor) -> torch.Tensor | LazyTensor:
+            if not local_tensor(value).numel():
+                return LazyTensor(info_of(value), lambda: (), like=())
+            memory = _memory_of(value)
+            if memory in copies:
+                return copies[memory]
+            return value if memory in constant else value.detach().clone()
+
+        return stage
 
     def _tensors(self, config: ExportConfig) -> StateDict:
         if config.format == "peft":
@@ -213,13 +220,13 @@ class Exporter:
             return self._model.state_dict("export")
 
     def _planned(self, config: ExportConfig, step: int, base: dict[str, Any] | None, tensors: StateDict) -> _Write:
-        """Decide how the tensors are exported, and return what writes them."""
+        """Decide how the tensors are exported and return the function that writes them."""
         folder, came_from = self._folder(config, step), self._base_of(config)
         transforms, hooks, dtype = self._transforms, self._model.hooks, _dtype(config, came_from)
         write: Callable[..., object]
         if config.format == "dcp":
             assert dtype is None or isinstance(dtype, torch.dtype), "the config says so"
-            write = partial(export_dcp, folder, _cast_all(tensors, dtype))
+            write = partial(export_dcp, folder, cast_all(tensors, dtype))
         elif config.format == "hf":
             assets = Path(config.assets) if config.assets else transforms.assets
             if assets is None and came_from is not None and came_from.path.is_dir():
@@ -256,12 +263,12 @@ class Exporter:
         return write_and_expire
 
     def _base_of(self, config: ExportConfig) -> Base | None:
-        """Return what is in the folder that the weights came from, where the export is to agree with it."""
+        """Return what the export takes over from the Hugging Face folder of the base; None without such a folder."""
         source = self._source() if config.format == "hf" else None
         return None if source is None else Base.read(source, self._transforms.key_map.ignores)
 
     def _expire(self, config: ExportConfig, step: int, coordinator: Coordinator) -> None:
-        """Remove interval exports that are no longer kept; only folders of exactly such a name. Collective."""
+        """Remove interval exports that are no longer kept, and only folders with exactly such a name. Collective."""
         error: BaseException | None = None
         try:
             if coordinator.rank == 0 and config.keep is not None:
@@ -269,8 +276,8 @@ class Exporter:
                 before, after = map(re.escape, Path(config.lands_in()).name.split("N"))
                 name = re.compile(rf"{before}(0|[1-9][0-9]*){after}")
                 matches = map(name.fullmatch, posix.list_folder(parent))
-                found = [int(match[1]) for match in matches if match and posix.is_real_folder(parent / match[0])]
-                for expired in policy.expired_exports(found, step, config):
+                steps = [int(match[1]) for match in matches if match and posix.is_real_folder(parent / match[0])]
+                for expired in policy.expired_exports(steps, step, config):
                     StagedFolder.discard(self._folder(config, expired))
                     logger.info("export of step %d removed: the newest %d are kept", expired, config.keep)
         except Exception as e:
@@ -280,12 +287,12 @@ class Exporter:
     def _source(self) -> Path | None:
         """Return the Hugging Face folder (or file) that the run's weights came from, if there is exactly one."""
         paths = [(Path(source.path), source.format) for source in self._initial_load]
-        found = [p for p, format_ in paths if p.exists() and (format_ or detect_format(p)) == "hf"]
-        return found[0] if len(found) == 1 else None
+        sources = [p for p, format_ in paths if p.exists() and (format_ or detect_format(p)) == "hf"]
+        return sources[0] if len(sources) == 1 else None
 
 
 def _write_all(writes: Sequence[_Write], coordinator: Coordinator) -> None:
-    """Make every export, whatever became of the one before it. Raises: the first error."""
+    """Make every export, even after one has failed. Raises: the first error."""
     first: Exception | None = None
     for write in writes:
         try:
@@ -299,7 +306,7 @@ def _write_all(writes: Sequence[_Write], coordinator: Coordinator) -> None:
 
 
 def _typed(error: Exception, step: int) -> CheckpointError:
-    """Return the error itself, or what says that a collective of the training framework has failed."""
+    """Return a CheckpointError as it is; wrap any other in ExportError, such as a failed collective of a converter."""
     if isinstance(error, CheckpointError):
         return error
     made = ExportError(f"export of step {step} could not be prepared, nothing was published: {error}")
@@ -308,19 +315,17 @@ def _typed(error: Exception, step: int) -> CheckpointError:
 
 
 def _dtype(config: ExportConfig, came_from: Base | None) -> FileDtype:
-    """Return what floating tensors become."""
+    """Return the dtype of floating tensors in the export."""
     if config.dtype == "original":
         return None if came_from is None else came_from.dtypes
     return None if config.dtype is None else getattr(torch, config.dtype)
 
 
-def _cast_all(tensors: StateDict, dtype: torch.dtype | None) -> StateDict:
-    """Return the tensors with floating ones cast when they are written."""
-    if dtype is None:
-        return tensors
-    return {n: cast(v, dtype) if info_of(v).dtype in CASTABLE else v for n, v in tensors.items()}
-
-
 def _quantiser(hooks: ModelHooks | None) -> WeightQuantiser | None:
     offers: object = hooks
     return offers.weight_quantiser() if isinstance(offers, QuantisesWeights) else None
+
+
+def _memory_of(value: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], TensorInfo]:
+    local = local_tensor(value)
+    return local.data_ptr(), local.shape, tuple(local.stride()), info_of(value)

@@ -14,18 +14,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from titan_ckpt import policy
-from titan_ckpt.components import Mark, RunState, Snapshot
+from titan_ckpt.components.run_state import Mark, RunState, Snapshot
 from titan_ckpt.config import CheckpointConfig
-from titan_ckpt.directory import CheckpointDirectory
-from titan_ckpt.distributed import Coordinator
+from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, ExportError
 from titan_ckpt.exporting import Exporter
-from titan_ckpt.external_weights import ExternalWeights
-from titan_ckpt.model_wrapper import ModelWrapper
-from titan_ckpt.restoring import LoadResult, Restorer
+from titan_ckpt.loading.external import ExternalWeights
+from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.saving import SaveHandle, Saver, SaveRequest
-from titan_ckpt.transforms import StateDictTransforms
 from titan_ckpt.types import ModelHooks, StateDict, Stateful
+from titan_ckpt.weights.transforms import StateDictTransforms
+from titan_ckpt.weights.wrapper import ModelWrapper
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class CheckpointManager:
         start = manager.load().step
         for step in range(start + 1, steps + 1):
             loss(...).backward()
-            manager.maybe_wait_for_staging()  # a copy of the weights may still be under way
+            manager.maybe_wait_for_staging()  # the last save may still be copying the weights
             optimizer.step()
             manager.save(step, last_step=step == steps)
     """
@@ -65,10 +65,11 @@ class CheckpointManager:
         external_weights: ExternalWeights | None = None,
         base_folder: str | Path = ".",
     ) -> None:
-        """Bind to a run's objects; touches no file. `config.folder` and export folders are under `base_folder`.
+        """Bind to a run's objects without touching a file. `config.folder` and export folders are under `base_folder`.
 
-        `external_weights` fills the model at every load, where `config.components` leaves the model out.
-        Raises: ConfigError where one of the two is there without the other.
+        `external_weights` fills the model at every load; it is required if `config.components` leaves the model out,
+        and refused otherwise.
+        Raises: ConfigError if `external_weights` and `config.components` do not agree.
         """
         if config.external is (external_weights is None):
             raise ConfigError([_HANDLER_MISSING if config.external else _HANDLER_UNUSED])
@@ -79,7 +80,7 @@ class CheckpointManager:
         self._transforms = sd_transforms or StateDictTransforms()
         self._hooks = model_converters
         self._model = ModelWrapper(model_parts, model_converters)
-        self._coordinator = Coordinator.current(timeout)
+        coordinator = self._coordinator = Coordinator.current(timeout)
         self._run = RunState(
             self._model,
             () if "optimizer" in left_out else optimizers,
@@ -87,20 +88,16 @@ class CheckpointManager:
             None if "dataloader" in left_out else dataloader,
             {} if "states" in left_out else dict(states or {}),
             left_out=left_out,
-            rank=self._coordinator.rank,
-            world_size=self._coordinator.world_size,
+            rank=coordinator.rank,
+            world_size=coordinator.world_size,
         )
-        storage_line = self._coordinator.background()
-        self._directory = CheckpointDirectory(Path(base_folder) / config.folder, storage_line)
-        self._restorer = Restorer(
-            config, self._directory, self._run, self._transforms, external_weights, self._coordinator
-        )
+        storage_line = coordinator.background()
+        self._directory = CheckpointDirectory(self.base_folder / config.folder, storage_line)
+        self._restorer = Restorer(config, self._directory, self._run, self._transforms, external_weights, coordinator)
         self._saver = Saver(self._directory, storage_line, config.save) if config.save else None
-        self._exporter = Exporter(
-            Path(base_folder), self._model, self._transforms, self._coordinator, config.initial_load
-        )
+        self._exporter = Exporter(self.base_folder, self._model, self._transforms, coordinator, config.initial_load)
         self._exporter.check(config.export)
-        self._step_hooks = [  # so that a loop that forgets maybe_wait_for_staging() saves no mixture of two steps
+        self._step_hooks = [  # so that a loop without maybe_wait_for_staging() saves no mixture of two steps
             optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()) for optimizer in optimizers
         ]
         self._base: dict[str, Any] | None = None
@@ -115,13 +112,13 @@ class CheckpointManager:
     # load
 
     def load(self, step: int = -1) -> LoadResult:
-        """Resume, or load the initial sources, or start afresh, in this order of preference.
+        """Resume; if there is no step to resume, load the initial sources; without these, start from step 0.
 
-        `step` (or config.resume.step) asks for one step and never falls back; -1 takes the newest valid one, then older
-        ones, logging why each was skipped. Call it before the first step, and again to roll back. Tensors that
+        `step` (or config.resume.step) names one step and never falls back; -1 takes the newest valid one, then older
+        ones, and logs why each was skipped. Call it before the first step, and again to roll back. Tensors that
         `materialise` left without values and no source provides are initialised once everything is read.
         Raises: CheckpointNotFoundError; LoadMismatchError; CorruptCheckpointError when no candidate can be read;
-        BaseMismatchError; ConverterError for another set of converters.
+        BaseMismatchError; ConverterError for a different set of converters.
         """
         self._check_open()
         self.wait()
@@ -129,14 +126,10 @@ class CheckpointManager:
         restored = self._restorer.restore(step if step >= 0 else self.config.resume.step)
         self._base, self._resumed_from = restored.base, restored.resumed_from
         self._saved_step = restored.result.step if restored.resumed_from else None
-        self._preflight()
+        if self._saver is not None:  # before step 1: lease, permissions and space for the saves to come
+            self._directory.preflight(self._expected_bytes())
         self._knows_folder = True
         return restored.result
-
-    def _preflight(self) -> None:
-        """Find out before step 1 whether saves will work: lease, permissions, space for what they will take."""
-        if self._saver is not None:
-            self._directory.preflight(self._expected_bytes())
 
     # save
 
@@ -149,12 +142,13 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         export: bool = True,
     ) -> bool:
-        """Save if the step is due, and make the exports that are; the last step's are waited for. True if it saved.
+        """Save the step if it is due, make the exports that are due, and return whether it saved.
 
-        `export=False` leaves them to a call of `export()`. `force` saves a step that is not due: the process is about
-        to be stopped. `metrics`: values that retention by the best may go by, recorded with the step; rank 0's count,
-        and those that are not finite are left out.
-        Raises: what an earlier save in the background raised, once; SaveError; ExportError.
+        The exports of the last step are waited for. `export=False` leaves exports to a call of `export()`. `force`
+        saves a step that is not due, for a process that is about to be stopped. `metrics`: values recorded with the
+        step, by which retention may keep the best steps; those of rank 0 count, and values that are not finite are
+        left out.
+        Raises: the error of an earlier background save, once; SaveError; ExportError.
         """
         self._check_open()
         saved = False
@@ -167,17 +161,18 @@ class CheckpointManager:
         return saved
 
     def export(self, step: int, last_step: bool = False) -> bool:
-        """Make the exports that are due after this step, all on the last one. Returns whether any was.
+        """Make the exports that are due after this step, on the last step all of them. Return whether any was due.
 
-        A save of the last step is waited for first, so that a failed export costs no training. Of another step that
-        was saved asynchronously the staged copy is exported in the background; the next `wait` raises what it raises.
-        Raises: ExportError; on the last step also what the save raised.
+        A save of the last step is waited for first, so that a failed export costs no training. At earlier steps, if the
+        step was saved asynchronously, its staged copy is exported in the background; the next `wait` raises its errors.
+        Raises: ExportError; on the last step also the error of the save.
         """
         self._check_open()
         due = policy.due_exports(step, self.config.export, last_step)
         if last_step:
             self.wait()
-        # A step that a resumed run makes again has the weights it had; of a finished run only what it owed is missing.
+        # After a resume, steps are replayed with identical weights, so exports already on disk are still valid. A
+        # finished run makes only the exports it had not completed.
         made_before = self._resumed_from is not None and (not last_step or self._resumed_from["step"] == step)
         if due and step == self._exported_step:
             self.wait()
@@ -195,11 +190,11 @@ class CheckpointManager:
         return bool(due)
 
     def _has_staged(self, step: int) -> bool:
-        """Say whether every rank has a copy of this step's weights. Collective."""
+        """Return whether every rank has a copy of this step's weights. Collective."""
         return all(self._coordinator.gather("export-staged", self._saver is not None and self._saver.has_staged(step)))
 
     def _is_skipping(self) -> bool:
-        """Say whether rather a save is left out than training held up, and one is under way. Collective."""
+        """Return whether `if_busy` is "skip" and a save is in flight. Collective."""
         skips = self.config.save is not None and self.config.save.if_busy == "skip"
         return skips and bool(self._coordinator.broadcast("busy", self._saver is not None and self._saver.busy))
 
@@ -214,7 +209,7 @@ class CheckpointManager:
         failed: ExportError | None = None
         try:
             self.wait()
-        except ExportError as error:  # no reason to go without this step as well
+        except ExportError as error:  # raised below: this step is saved all the same
             failed = error
         self._look_before_saving(step)
         request = SaveRequest(
@@ -234,7 +229,7 @@ class CheckpointManager:
         self._saver.save(request, take)
         if self.config.save.async_mode == "disabled":
             self._saver.wait()
-        elif not self._step_hooks:  # nothing here will tell when the weights are about to change
+        elif not self._step_hooks:  # no hook will say when the weights are about to change
             self._saver.wait_staged()
         self._saved_step = step
         if failed is not None:
@@ -242,7 +237,7 @@ class CheckpointManager:
         return True
 
     def _look_before_saving(self, step: int) -> None:
-        """Refuse to write a new run's steps among those of another one, which nobody looked at."""
+        """Refuse to save into a folder that holds steps of an earlier run and was never loaded from."""
         if not self._knows_folder and (steps := self._directory.steps()):
             raise CommitConflictError(
                 f"{self._directory.root}: step {step} is to be saved, load() was never called, and step "
@@ -253,7 +248,7 @@ class CheckpointManager:
 
     @property
     def _adapter_only(self) -> bool:
-        """Leave out a base that is on disk already."""
+        """Whether a save leaves out the base, because it is on disk already."""
         base_is_stored = self._base is not None and self._base["path"] is not None
         return base_is_stored and self.config.save is not None and not self.config.save.include_base
 
@@ -266,12 +261,12 @@ class CheckpointManager:
         self.maybe_wait_for_staging()
         self._stepping = True
 
-    # the end of a step, to come back to
+    # the marked end of a step, which can still be saved during the next one
 
     def mark_step(self, step: int) -> None:
-        """Note that the run's state is that of `step`, whole, so that it can still be saved while the next one runs.
+        """Mark the run's state as that of the completed `step`, so that it can still be saved during the next step.
 
-        Call it when everything of the step is done: optimizer, schedulers, counters. Not collective, and cheap.
+        Call it after the optimizer, schedulers and counters of the step. Not collective, and cheap.
         """
         if self._saver is not None:
             self._mark = self._run.mark(step)
@@ -279,16 +274,16 @@ class CheckpointManager:
 
     @property
     def marked_step(self) -> int | None:
-        """Return the step whose state `save_marked` would save; None where an optimizer has begun to change it."""
+        """Return the step that `save_marked` would save; None if none is, or an optimizer may have changed it."""
         return None if self._mark is None or self._stepping or not self._step_hooks else self._mark.step
 
     @property
     def saved_step(self) -> int | None:
-        """Return the step that was saved or resumed from last, or is being saved."""
+        """Return the step that was saved or resumed last, or is being saved."""
         return self._saved_step
 
     def save_marked(self) -> None:
-        """Save the marked step, as it was at its end, and wait for it; the steps before it stay. Collective.
+        """Save the marked step as it was at its end, and wait for it; no older step expires. Collective.
 
         Raises: SaveError.
         """
@@ -298,17 +293,17 @@ class CheckpointManager:
         self.wait()
 
     def run_line(self) -> Coordinator:
-        """Return a line to the other ranks that nothing else uses. Collective."""
+        """Return a Coordinator of its own for the caller. Collective."""
         return self._coordinator.background()
 
     def save_seconds(self) -> float:
-        """Estimate from begin to commit: the longest of the last saves; before there are any, 100 MB/s and 5 s more."""
+        """Estimate the seconds from copy to commit: the longest of the last saves, or 5 s plus 100 MB/s before any."""
         if self._saver is None:
             return 0.0
         return self._saver.longest_seconds or 5.0 + self._expected_bytes() / 1e8
 
     def _expected_bytes(self) -> int:
-        """Estimate this rank's part of a save."""
+        """Estimate this rank's bytes in a save."""
         model = {} if self.config.external else self._model.memory()
         if self._adapter_only:
             model = {fqn: value for fqn, value in model.items() if self._model.owns(fqn)}
@@ -320,23 +315,22 @@ class CheckpointManager:
         return self._saver.in_flight if self._saver is not None else None
 
     def maybe_wait_for_staging(self) -> None:
-        """Return when the weights may change; call right before the optimizer's step."""
+        """Wait until the weights may change; call it right before the optimizer's step."""
         if self._saver is not None:
             self._saver.wait_staged()
 
     def wait(self) -> None:
-        """Wait until the save in flight is committed, and exports of it are there. Raises: what they raised, once."""
+        """Wait until the save in flight is committed and its exports are published. Raises: their errors, once."""
         if self._saver is not None:
             try:
                 self._saver.wait()
-            except ExportError:
-                raise  # the step itself is committed
-            except BaseException:
-                self._saved_step = None  # it may be saved again
+            except BaseException as error:
+                if not isinstance(error, ExportError):  # a failed export leaves the step itself committed
+                    self._saved_step = None  # the step may be saved again
                 raise
 
     def close(self) -> None:
-        """Finish the save in flight and release the folder; idempotent. Raises: what that save raised, once."""
+        """Finish the save in flight and release the folder; idempotent. Raises: the error of that save, once."""
         if self._closed:
             return
         self._closed = True
@@ -358,10 +352,10 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        if value is None:
-            self.close()
-            return
         try:
             self.close()
-        except Exception:  # the run's own error is the one to be seen
+        except Exception:
+            if value is None:
+                raise
+            # the run's own error must reach the user
             logger.exception("the last save failed while the run was stopping because of another error")

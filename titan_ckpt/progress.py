@@ -1,6 +1,6 @@
-"""A bar at the foot of the console while a load or an export takes long: rank 0 only, and nothing in files or pipes.
+"""A progress bar on the console during a long load or export: on rank 0 only, and never in files or pipes.
 
-Owns when a bar is seen. Those who move bytes say how many, wherever they are, and know no console.
+Owns when a bar is shown. The code that moves bytes only calls `advance` and knows no console.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 CONSOLE = Console(stderr=True)
-"""The whole package's: a training's bar and this one are drawn together."""
+"""Console of the whole package, so that this bar and a training's bar are drawn together."""
 DELAY_SECONDS = 1.5
-"""What is done sooner needs no bar."""
+"""No bar is shown before this time."""
 
 
 class _Bar:
-    """Counts from any thread; drawn from the first count after the delay on."""
+    """A bar that any thread advances; it is drawn from the first `advance` after the delay on."""
 
     def __init__(self, title: str, total_bytes: int) -> None:
         self._title, self._total = title, total_bytes
@@ -51,9 +51,9 @@ _current: _Bar | None = None
 
 @contextmanager
 def shown(title: str, total_bytes: int) -> Iterator[None]:
-    """Show how much of `total_bytes` is done while the block runs, if it takes long and somebody can see it.
+    """Show how much of `total_bytes` is done while the block runs, if it takes long and the console is a terminal.
 
-    In the training's own thread only, and not inside another: background work has no bar.
+    Only in the main thread, so that background work shows no bar, and not while another bar is shown.
     """
     global _current
     first_rank = not dist.is_initialized() or dist.get_rank() == 0
@@ -70,7 +70,7 @@ def shown(title: str, total_bytes: int) -> Iterator[None]:
 
 
 def advance(num_bytes: int) -> None:
-    """Count bytes as done; from any thread."""
+    """Count bytes as done. Any thread may call it."""
     bar = _current
     if bar is not None:
         bar.advance(num_bytes)

@@ -1,4 +1,4 @@
-"""Random number generator state of this process: Python, NumPy, torch CPU and the current accelerator."""
+"""State of this process's random number generators: Python, NumPy, torch CPU and the current CUDA device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 class RandomState:
-    """The process's generators as one Stateful; per rank, never shared between ranks."""
+    """All generators of the process as one Stateful; every rank has its own."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return every generator's state; tensors and tuples, for typed JSON."""
+        """Return every generator's state as tensors and tuples, which typed JSON encodes."""
         state: dict[str, Any] = {
             "python": random.getstate(),
             "numpy": np.random.get_state(),  # noqa: NPY002 - the legacy global generator is what libraries draw from
@@ -24,7 +24,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set every generator; a CUDA state is left out where there is no CUDA, and the other way round."""
+        """Set every generator; CUDA's only if both the state and this process have it."""
         random.setstate(state_dict["python"])
         np.random.set_state(state_dict["numpy"])  # noqa: NPY002
         torch.set_rng_state(state_dict["torch"])
@@ -32,7 +32,7 @@ class RandomState:
             torch.cuda.set_rng_state(state_dict["cuda"])
 
     def reseed(self, seed: int) -> None:
-        """Start every generator afresh: one that is left alone would repeat what it drew at the start of the run."""
+        """Seed every generator; a generator left as it is would repeat the numbers of the start of the run."""
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
         torch.manual_seed(seed)

@@ -1,7 +1,7 @@
-"""One save at a time: stage, write, agree, commit, expire. In this thread, or in one helper thread and its process.
+"""One save at a time: stage, write, agree, commit, expire, in this thread or in a helper thread and its process.
 
-Owns the order of a save and who waits for whom. Decides neither when a save is due (policy.py) nor what a checkpoint is
-(directory.py), and knows no file format beyond asking the native writer for its files.
+Owns the order of a save and who waits for whom. policy.py decides when a save is due, directory/ what a checkpoint is.
+Knows no file format beyond asking the native writer for its files.
 """
 
 from __future__ import annotations
@@ -11,55 +11,41 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from titan_ckpt import typed_json
-from titan_ckpt.components import STATES, Snapshot
+from titan_ckpt.components.files import MERGE, RUN_STATE, divide, rank_state_name, run_parts
+from titan_ckpt.components.run_state import Snapshot
 from titan_ckpt.config import SaveConfig
-from titan_ckpt.directory import CheckpointDirectory
-from titan_ckpt.distributed import FAILURES, Coordinator
+from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.directory.manifest import FileRecord, Kind, Manifest
+from titan_ckpt.disk import posix
+from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
+from titan_ckpt.distributed.replicas import check_replicas
+from titan_ckpt.encoding import typed_json
+from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import SaveError
-from titan_ckpt.manifest import FileRecord, Kind, Manifest
-from titan_ckpt.optimizer_state import merge_groups
-from titan_ckpt.replicas import check_replicas
-from titan_ckpt.staging import StagingHandle
-from titan_ckpt.storage.engine import collector_held
-from titan_ckpt.storage.native import NativeWriter
-from titan_ckpt.storage.staged_folder import write_file
-from titan_ckpt.strict_json import Json
-from titan_ckpt.tensors import LazyTensor
+from titan_ckpt.formats.native.arena import StagingHandle
+from titan_ckpt.formats.native.writer import NativeWriter
+from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.geometry.chunks import LazyTensor
 from titan_ckpt.types import StateDict
 
 logger = logging.getLogger(__name__)
 
-RUN_STATE = "state.json"
-
 StageExports = Callable[[StateDict, Mapping[str, LazyTensor]], Callable[[Coordinator], None]]
-"""(live tensors, their staged copies, not yet filled) -> what makes exports of the copies in another thread, talking to
-other ranks by that line. Both are collective."""
-
-
-def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {fqn: value for one in reversed(of_ranks) for fqn, value in one.items()}
-
-
-_MERGE: dict[str, Callable[[Sequence[Any]], Any]] = {"optimizer": merge_groups, "model": _joined}
-"""Parts that are by parameter or module: a pipeline stage has its own."""
-
-
-def rank_state_name(rank: int) -> str:
-    """Return the name of the file that holds one rank's state."""
-    return f"rank-{rank:05d}.json"
+"""(live tensors, their staged copies, which are not filled yet) -> a function that exports the copies in a background
+thread and exchanges with other ranks through the Coordinator it is given. Both calls are collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """What one checkpoint is of; its content comes beside it."""
+    """Metadata of one checkpoint; the tensors are passed separately."""
 
     step: int
     kind: Kind
@@ -68,12 +54,12 @@ class SaveRequest:
     resumed_from: dict[str, Any] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     expire: bool = True
-    """Let older steps expire after it. Not after a save that an exception caused: it may be of a broken run."""
+    """Expire older steps after the commit. Not after a save that an exception caused: its state may be broken."""
 
 
 @dataclass(slots=True)
 class SaveHandle:
-    """A save under way. `wait` raises what went wrong, once."""
+    """A save in flight. `wait` raises its error, once."""
 
     step: int
     _done: threading.Event = field(default_factory=threading.Event)
@@ -86,23 +72,25 @@ class SaveHandle:
 
     @property
     def error(self) -> BaseException | None:
-        """Return what went wrong so far, without taking it from who waits."""
+        """Return the error so far; `wait` still raises it."""
         return self._error
 
-    def resolve(self, error: BaseException | None) -> None:
-        """Mark the save as ended; called once, by the thread that ran it."""
-        self._error, self._failed = error, error is not None
-        if self._failed:
+    def run(self, act: Callable[[], None]) -> None:
+        """Call `act`, keep its error for `wait` and mark the save as ended; called once."""
+        try:
+            act()
+        except BaseException as error:
+            self._error, self._failed = error, True
             _unheard[id(self)] = self
         self._done.set()
 
     def succeeded(self) -> bool:
-        """Block until the save has ended, and say whether it is committed; leaves its error to `wait`."""
+        """Block until the save has ended and return whether it is committed; `wait` still raises its error."""
         self._done.wait()
         return not self._failed
 
     def wait(self) -> None:
-        """Block until the save is committed. Raises: what the save raised, the first time only."""
+        """Block until the save is committed. Raises: the save's error, the first time only."""
         self._done.wait()
         error, self._error = self._error, None
         _unheard.pop(id(self), None)
@@ -111,11 +99,11 @@ class SaveHandle:
 
 
 _unheard: dict[int, SaveHandle] = {}
-"""Saves that have failed, and nobody has waited for them yet."""
+"""Failed saves that nobody has waited for yet."""
 
 
 def _report_unheard() -> None:
-    """Log them where the process ends without `close`; it has waited for the threads of saves by then."""
+    """Log unheard failures when the process ends without `close`; the threads of saves have ended by then."""
     for handle in _unheard.values():
         error = handle.error
         logger.critical("what was saved or exported of step %d is not there: %s", handle.step, error, exc_info=error)
@@ -128,7 +116,7 @@ class Saver:
     """Runs saves for a manager, at most one at a time; every rank calls the same methods in the same order."""
 
     def __init__(self, directory: CheckpointDirectory, coordinator: Coordinator, config: SaveConfig) -> None:
-        """Bind to a directory; `coordinator` must be the directory's own, used by nobody else while a save runs."""
+        """Bind to a directory. `coordinator` must be the directory's own; nothing else may use it while a save runs."""
         self._directory = directory
         self._coordinator = coordinator
         self._config = config
@@ -137,7 +125,7 @@ class Saver:
         self._exports: SaveHandle | None = None
         self._staging: StagingHandle | None = None
         self._staged: tuple[int, StateDict] | None = None
-        """The step whose copy is in the arena, and the live tensors that it is of."""
+        """The step whose copy is in the arena, and the live tensors it was copied from."""
         self._seconds: deque[float] = deque(maxlen=8)
 
     @property
@@ -146,7 +134,7 @@ class Saver:
 
     @property
     def longest_seconds(self) -> float | None:
-        """Return the longest of the last saves, from its copy's begin to its commit; None before there was one."""
+        """Return the longest duration of the last saves, from copy to commit; None before the first one."""
         return max(self._seconds, default=None)
 
     @property
@@ -154,14 +142,14 @@ class Saver:
         return any(handle is not None and not handle.done for handle in (self._handle, self._exports))
 
     def has_staged(self, step: int) -> bool:
-        """Say whether there is a copy of this step, which is no older than the live tensors if they are of it."""
+        """Return whether the arena holds a copy of this step."""
         return self._staged is not None and self._staged[0] == step
 
-    @collector_held()
+    @gc_paused()
     def save(self, request: SaveRequest, take: Callable[[], Snapshot]) -> SaveHandle:
         """Start a save and return its handle; with async_mode "disabled" it has ended. Collective.
 
-        The one before must have been waited for. Live tensors may change again once `wait_staged` has returned.
+        The previous save must have been waited for. Live tensors may change again once `wait_staged` has returned.
         Raises: what `take` raises on any rank, and StateEncodingError, before anything is written.
         """
         assert self._handle is None and self._exports is None, "wait() for the save before this one"
@@ -172,60 +160,54 @@ class Saver:
         if mode != "off" and self._coordinator.world_size > 1:
             replicas = self._writer.replicas
             check_replicas(snapshot.tensors, replicas, snapshot.volatile, self._coordinator, mode, request.step)
+        commit = partial(self._commit, request, snapshot, state)
         if self._config.async_mode == "disabled":
             handle = self._handle = SaveHandle(request.step)
-            self._run(handle, request, snapshot, state, lambda folder: self._writer.write(folder, snapshot.tensors))
+            handle.run(lambda: commit(lambda folder: self._writer.write(folder, snapshot.tensors)))
             return handle
-        error: BaseException | None = None
+        error: Exception | None = None
         try:
             self._staging = self._writer.begin_staging(snapshot.frozen_tensors())
-        except Exception as e:  # no memory for the copy: told to the other ranks when they have written
-            error = e
-        else:
             self._staged = request.step, snapshot.tensors
+        except Exception as e:  # no memory for the copy: the other ranks learn of it when they have written
+            error = e
         staging = self._staging
 
         def write_staged(folder: Path) -> list[FileRecord]:
-            if staging is None:
-                assert error is not None
+            if error is not None:
                 raise error
+            assert staging is not None
             staging.finish()
             return self._writer.write_staged(folder)
 
         handle = self._handle = SaveHandle(request.step)
-        arguments = (handle, request, snapshot, state, write_staged)
-        threading.Thread(target=self._run, args=arguments, name=f"titan_ckpt save {request.step}").start()
+        act = partial(commit, write_staged)
+        threading.Thread(target=handle.run, args=(act,), name=f"titan_ckpt save {request.step}").start()
         return handle
 
     def export(self, step: int, stage_exports: StageExports) -> None:
-        """Begin exports of the staged copy of `step`, to be made once its save is committed; `wait` raises for them.
+        """Start exports of the staged copy of `step`; they are made once its save is committed. Collective.
 
-        Collective, and called while the live tensors are still those of the step.
+        Called while the live tensors are still those of the step. `wait` raises the errors of the exports.
         Raises: what `stage_exports` raises.
         """
-        assert self.has_staged(step) and self._exports is None
-        assert self._staged is not None
+        assert self._staged is not None and self._staged[0] == step and self._exports is None
         _, live = self._staged
         make = stage_exports(live, self._writer.staged(live))
         saved = self._handle
         handle = self._exports = SaveHandle(step)
 
-        def run() -> None:
-            error: BaseException | None = None
-            try:
-                if saved is None or saved.succeeded():  # its own error is raised for it
-                    make(self._coordinator)
-            except BaseException as e:
-                error = e
-            handle.resolve(error)
+        def make_after_save() -> None:
+            if saved is None or saved.succeeded():  # its own handle raises the error of a failed save
+                make(self._coordinator)
 
-        threading.Thread(target=run, name=f"titan_ckpt export {step}").start()
+        threading.Thread(target=handle.run, args=(make_after_save,), name=f"titan_ckpt export {step}").start()
 
     def _take(self, take: Callable[[], Snapshot]) -> tuple[Snapshot, dict[str, bytes]]:
-        """Take the snapshot on all ranks; return it with the JSON files that this rank writes.
+        """Take the snapshot on all ranks; return it with the JSON files that this rank writes. Collective.
 
-        1 Every rank posts a digest of each part of its run state. 2 Where they differ, all post the parts that can be
-        merged. 3 Rank 0 writes what all have alike or merged; every rank keeps the rest in its own file.
+        1 Every rank posts a digest of each part of its run state. 2 Where digests differ, all post the parts that can
+        be merged. 3 Rank 0 writes the parts that are equal or merged; every rank writes the rest to its own file.
         """
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
         error: BaseException | None = None
@@ -234,7 +216,7 @@ class Saver:
         try:
             snapshot = take()
             if world_size > 1:
-                parts = _run_parts(snapshot.run)
+                parts = run_parts(snapshot.run)
                 digests = {n: xxhash.xxh3_128_hexdigest(typed_json.dumps(v, n)) for n, v in parts.items()}
         except FAILURES as e:
             error = e
@@ -245,9 +227,9 @@ class Saver:
         if "step" in differing:
             raise SaveError("the ranks save different steps: every rank must call save() with the same step")
         if differing:
-            mine = {name: typed_json.encode(run[name]) for name in differing if name in _MERGE and name in run}
-            of_ranks = [typed_json.decode(one, "run state") for one in self._coordinator.gather("run state", mine)]
-            run, own = _divide(run, own, differing, of_ranks)
+            parts = {name: typed_json.encode(run[name]) for name in differing if name in MERGE and name in run}
+            of_ranks = [typed_json.decode(p, "run state") for p in self._coordinator.gather("run state", parts)]
+            run, own = divide(run, own, differing, of_ranks)
         state: dict[str, bytes] = {}
         try:
             state[rank_state_name(rank)] = typed_json.dumps(own, "rank state")
@@ -259,13 +241,13 @@ class Saver:
         return snapshot, state
 
     def wait_staged(self) -> None:
-        """Return when live tensors may change: the save in flight has copied them. Raises: what the copy raised."""
+        """Wait until the save in flight has copied the live tensors; they may change then. Raises: the copy's error."""
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.wait()
 
     def wait(self) -> None:
-        """Wait for the save in flight, and exports of it. Raises: what either raised, once, on every rank."""
+        """Wait for the save in flight and its exports. Raises: the error of either, once, on every rank."""
         self._staging = None
         handle, self._handle = self._handle, None
         exports, self._exports = self._exports, None
@@ -280,28 +262,9 @@ class Saver:
                 exports.wait()
 
     def close(self) -> None:
-        """Give back the staging memory; after `wait`."""
+        """Release the staging memory; call it after `wait`."""
         self._staged = None
         self._writer.close()
-
-    def _run(
-        self,
-        handle: SaveHandle,
-        request: SaveRequest,
-        snapshot: Snapshot,
-        state: dict[str, bytes],
-        write_tensors: Callable[[Path], list[FileRecord]],
-    ) -> None:
-        started = time.perf_counter()
-        try:
-            self._commit(request, snapshot, state, write_tensors)
-        except BaseException as error:
-            handle.resolve(error)
-        else:
-            seconds = time.perf_counter() - started
-            self._seconds.append(seconds)
-            logger.info("step %d saved in %.2f s", request.step, seconds)
-            handle.resolve(None)
 
     def _commit(
         self,
@@ -310,16 +273,18 @@ class Saver:
         state: dict[str, bytes],
         write_tensors: Callable[[Path], list[FileRecord]],
     ) -> None:
-        """1 Begin the attempt. 2 Every rank writes its files. 3 All agree. 4 Rank 0 commits. 5 Old steps expire."""
+        """Write and commit one checkpoint. Collective.
+
+        1 Rank 0 begins the attempt. 2 Every rank writes its files. 3 All agree. 4 Rank 0 commits. 5 Old steps expire.
+        """
+        started = time.perf_counter()
         attempt = self._directory.begin(request.step, self._writer.num_bytes + sum(map(len, state.values())))
         error: BaseException | None = None
         records: list[FileRecord] = []
         try:
-            records = [
-                *write_tensors(attempt.path),
-                *(_write_file(attempt.path / n, data) for n, data in state.items()),
-            ]
-        except BaseException as e:  # also an interrupt from the keyboard: the other ranks wait for an answer
+            records = write_tensors(attempt.path)
+            records += [_write_file(attempt.path / name, data) for name, data in state.items()]
+        except BaseException as e:  # KeyboardInterrupt too, because the other ranks wait for an answer
             error = e
         try:
             gathered: list[Any] = self._coordinator.gather("written", [asdict(r) for r in records], error)
@@ -342,42 +307,10 @@ class Saver:
         self._directory.commit(attempt, manifest)
         if request.expire:
             self._directory.expire(self._config.keep)
-
-
-def _run_parts(run: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts of a run state that may be alike on all ranks one by one: each user state is one."""
-    parts = {name: value for name, value in run.items() if name != "states"}
-    return parts | {f"{STATES}{name}": value for name, value in run.get("states", {}).items()}
-
-
-def _divide(
-    run: dict[str, Any], rank: dict[str, Any], differing: Sequence[str], of_ranks: Sequence[dict[str, Any]]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (run state, rank state), where a differing part is merged over the ranks, or goes to the rank's state."""
-    run, rank = dict(run), dict(rank)
-    states = dict(run.get("states", {}))
-    for name in differing:
-        if name in _MERGE:
-            run[name] = _MERGE[name]([one[name] for one in of_ranks if name in one])
-        elif name.startswith(STATES):
-            key = name.removeprefix(STATES)
-            if key in states:
-                rank.setdefault("states", {})[key] = states.pop(key)
-        elif name in run:
-            rank[name] = run.pop(name)
-    if "states" in run:
-        run["states"] = states
-    return run, rank
-
-
-def with_rank_parts(run: dict[str, Any], rank: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the run state with what its ranks did not have alike, which each rank kept for itself."""
-    if rank is None:
-        return run
-    own = {name: rank[name] for name in ("lr_scheduler",) if name in rank}
-    return {**run, **own, "states": run.get("states", {}) | rank.get("states", {})}
+        self._seconds.append(time.perf_counter() - started)
+        logger.info("step %d saved in %.2f s", request.step, self._seconds[-1])
 
 
 def _write_file(path: Path, data: bytes) -> FileRecord:
-    write_file(path, data, fsync=True)
+    posix.write_file(path, data)
     return FileRecord(path.name, len(data), xxhash.xxh3_128_hexdigest(data))

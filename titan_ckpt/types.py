@@ -1,4 +1,4 @@
-"""The types that flow between the layers: state dicts, modes, hook protocols, load reports. No logic, no I/O."""
+"""Types that pass between the layers: state dicts, modes, hook protocols, load reports. No logic, no I/O."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from torch import nn
 
-    from titan_ckpt.keymap import KeyMap
-    from titan_ckpt.tensors import TensorInfo
+    from titan_ckpt.geometry.chunks import TensorInfo
+    from titan_ckpt.geometry.keymap import KeyMap
 
 StateDict = dict[str, Any]
 """fqn -> Tensor | DTensor (aliases live memory) | LazyTensor (export only)."""
 
 StateDictMode = Literal["full", "base", "export"]
-"""full = every tensor; base = full without converter-owned keys; export = what the outside world should see."""
+"""full = every tensor; base = full without converter-owned keys; export = the weights as other tools read them."""
 
 Format = Literal["native", "dcp", "hf", "peft"]
 
 
 class Stateful(Protocol):
-    """Anything with a state to save: an LR scheduler, a dataloader, counters."""
+    """An object with state to save, such as an LR scheduler, a dataloader, or counters."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -30,39 +30,39 @@ class Stateful(Protocol):
 
 
 class StateDictAdapter(Protocol):
-    """How converter-owned keys are named in files: a table derived from the model's own."""
+    """Names of converter-owned keys in files, as a table derived from the model's."""
 
     def key_map(self, base: KeyMap, found: Mapping[str, TensorInfo] | None = None) -> KeyMap:
-        """Return the table for the owned keys, given the model's.
+        """Return the table of the owned keys, given the model's table.
 
-        `found`: what a folder holds that is being read, for forms that are read in several ways; None: to write.
+        `found`: the tensors of the folder that is read, because some formats are read in several ways; None: to write.
         """
 
     def file_config(self, base: KeyMap) -> dict[str, Any]:
-        """Return the JSON that goes beside the tensors (PEFT: adapter_config.json), without the base identity."""
+        """Return the JSON written beside the tensors (PEFT: adapter_config.json), without the base's identity."""
 
     def misfits(self, base: KeyMap, found: Mapping[str, Any]) -> list[str]:
-        """Return how another file's config would compute something else with tensors of the same names and shapes."""
+        """Return the differences by which another file's config would compute something else with the same tensors."""
 
 
 @runtime_checkable
 class ModelHooks(Protocol):
-    """What the core knows of a converter, or of a container of converters."""
+    """Interface of a converter, or of a container of converters, to the core."""
 
     def key_filter(self, fqn: str) -> bool:
-        """Say whether this converter owns the key; pure in its name."""
+        """Return whether this converter owns the key; depends on the name alone."""
 
     def state_dict_transform(self, state_dict: StateDict, last_step: bool) -> StateDict:
-        """Return a new state dict as files should see it; never mutates, runs on every rank, may be collective.
+        """Return a new state dict as files should hold it; never mutates. Every rank calls it; it may be collective.
 
         last_step=False: same keys, plain tensors that alias the live ones. last_step=True: the export.
         """
 
     def state_dict_adapter(self) -> StateDictAdapter | None:
-        """Return how owned keys are named in files, or None where the converter owns none."""
+        """Return the names of owned keys in files, or None if the converter owns no keys."""
 
     def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None:
-        """Give the owned tensors among `fqns` (None: all) their initial values; the base weights are in place."""
+        """Initialise the owned tensors among `fqns` (None: all); the base weights are loaded by then."""
 
     def describe(self) -> list[dict[str, Any]]:
         """Return one JSON object per converter, for the manifest: `{"kind": "lora", "rank": 8, ...}`."""
@@ -70,7 +70,7 @@ class ModelHooks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """One tensor whose shape or dtype is not the model's."""
+    """A tensor whose shape or dtype differs from the model's."""
 
     key: str
     expected: str
@@ -79,7 +79,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load did with every key; all tuples hold native fqns, except `unexpected` (names as in the source)."""
+    """Result of a load for every key. The tuples hold native fqns; `unexpected` holds names as in the source."""
 
     loaded: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
@@ -88,8 +88,4 @@ class LoadReport:
     initialised: tuple[str, ...] = ()
     """Converter-owned or non-checkpointed keys that no source provided and that have their initial values."""
     cast: Mapping[str, str] = field(default_factory=dict)
-    """fqn -> "float32 -> bfloat16" for each tensor whose dtype was changed on the way in, by request."""
-
-    @property
-    def ok(self) -> bool:
-        return not (self.missing or self.unexpected or self.mismatched)
+    """fqn -> "float32 -> bfloat16" for each tensor that was cast, on request, while it was loaded."""

@@ -1,11 +1,12 @@
-"""DiLoCo in two kinds of processes over a shared folder: the weights live with a server, not in a worker's checkpoints.
+"""DiLoCo with a server and workers over a shared folder: the server has the weights, not the workers' checkpoints.
 
     python docs/examples/diloco.py server FOLDER --workers a --rounds 6
     python docs/examples/diloco.py worker FOLDER --name a --rounds 6
 
-A worker takes the weights of a round from the server, makes `INNER_STEPS` steps of its own AdamW, and hands back how
-far it came. The server averages that and takes one Nesterov step with it. A worker saves its inner optimizer, its
-generators and its progress, and asks the server for the weights whenever it starts; kill it and start it again.
+A worker takes the weights of a round from the server, makes `INNER_STEPS` steps with its own AdamW, and returns the
+change of the weights. The server averages the changes and takes one Nesterov step with them. A worker saves its inner
+optimizer, its generators and its progress, and asks the server for the weights when it starts. You can kill it and
+start it again.
 Source: arXiv 2311.08105.
 """
 
@@ -21,10 +22,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, KeepConfig, SaveConfig
-from titan_ckpt.external_weights import ExternalLoad
-from titan_ckpt.initialize import construct, materialise
+from titan_ckpt.loading.external import ExternalLoad
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.registry import build_model
+from titan_ckpt.weights.initialize import construct, materialise
 
 INNER_STEPS = 3
 
@@ -34,14 +35,14 @@ def build() -> LanguageModel:
 
 
 def publish(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a file that is there whole or not at all."""
+    """Write a file atomically."""
     partial = path.with_suffix(f".{os.getpid()}")
     save_file(tensors, partial)
     partial.replace(path)
 
 
 def await_file(path: Path, timeout_seconds: float = 120.0) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file as soon as it is there. Raises: TimeoutError."""
+    """Wait for a file and return its tensors. Raises: TimeoutError."""
     deadline = time.monotonic() + timeout_seconds
     while not path.exists():
         if time.monotonic() > deadline:
@@ -51,7 +52,7 @@ def await_file(path: Path, timeout_seconds: float = 120.0) -> dict[str, torch.Te
 
 
 def serve(folder: Path, workers: list[str], rounds: int) -> None:
-    """Hold the weights, and the outer optimizer, in ordinary checkpoints of the server's own."""
+    """Run the server; its own ordinary checkpoints hold the weights and the outer optimizer."""
     torch.manual_seed(0)
     model = construct(build)
     materialise(model, "cpu")
@@ -71,11 +72,11 @@ def serve(folder: Path, workers: list[str], rounds: int) -> None:
 
 
 def work(folder: Path, name: str, rounds: int) -> None:
-    """Train between two exchanges. The checkpoint holds all but the weights."""
+    """Run a worker; its checkpoint holds everything except the weights."""
     model = construct(build)
     materialise(model, "cpu")
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    torch.manual_seed(sum(name.encode()))  # this worker's data
+    torch.manual_seed(sum(name.encode()))  # determines this worker's data
 
     def take_weights(event: ExternalLoad) -> None:
         event.fill(await_file(folder / f"weights-{event.step // INNER_STEPS}.safetensors"))
@@ -97,15 +98,15 @@ def work(folder: Path, name: str, rounds: int) -> None:
                 inner.step()
                 inner.zero_grad()
             step += INNER_STEPS
-            came = {fqn: start[fqn] - value.detach() for fqn, value in model.named_parameters()}
-            publish(came, folder / f"delta-{number}-{name}.safetensors")
+            delta = {fqn: start[fqn] - value.detach() for fqn, value in model.named_parameters()}
+            publish(delta, folder / f"delta-{number}-{name}.safetensors")
             manager.save(step)
             print(f"worker {name}: round {number}, loss {loss.item():.4f}", flush=True)
             model.load_state_dict(await_file(folder / f"weights-{number + 1}.safetensors"))
 
 
 def predictions(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits and targets of a batch: counting, from anywhere."""
+    """Return logits and targets of a batch whose sequences count up from random numbers."""
     tokens = (torch.randint(0, 64, (4, 1)) + torch.arange(17)) % 64
     return model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
 

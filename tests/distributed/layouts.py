@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from titan_ckpt.tensors import Chunk, blocks_of
+from titan_ckpt.geometry.chunks import Chunk, blocks_of
 
 Tensors = dict[str, torch.Tensor]
 

@@ -1,6 +1,6 @@
 """The laws of converters for every converter and pair, on every model, single, on FSDP2's shards and under TP.
 
-One launch runs them all: what the ordinary classes (tests/unit/test_converter_laws.py) have is not repeated.
+One launch runs them all: what the ordinary classes (tests/unit/converters/test_laws.py) have is not repeated.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ from titan_ckpt import (
     StateDictTransforms,
 )
 from titan_ckpt.errors import ConverterError, ExportError
+from titan_ckpt.formats.open import open_reader
+from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
-from titan_ckpt.storage import open_reader
-from titan_ckpt.storage.base import ReadRequest
-from titan_ckpt.tensors import Chunk
 from titan_ckpt.testing import distributed
 
 TINY = Llama3Config(

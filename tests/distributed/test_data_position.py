@@ -18,7 +18,7 @@ from torch import nn
 from titan_ckpt import CheckpointConfig, CheckpointManager, ResumeConfig, SaveConfig
 from titan_ckpt.errors import LoadMismatchError, PeerError
 from titan_ckpt.testing import distributed
-from titan_ckpt.training.data import PackedDataset, build_dataloader, collate
+from titan_ckpt.training.data.loader import PackedDataset, build_dataloader, collate
 
 TOKENS = torch.arange(1001, dtype=torch.int32)
 

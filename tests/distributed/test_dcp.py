@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from converters import from_tables
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig
 from titan_ckpt.errors import LoadMismatchError, PeerError
-from titan_ckpt.external_weights import ExternalLoad
+from titan_ckpt.loading.external import ExternalLoad
 from titan_ckpt.testing import distributed
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import train
-from titan_ckpt.manifest import MANIFEST_NAME, Manifest
-from titan_ckpt.training.reporting import read_metrics
+from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
+from titan_ckpt.training.callbacks.console import read_metrics
 from titan_ckpt.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]

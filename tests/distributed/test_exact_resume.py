@@ -76,7 +76,7 @@ def test_the_loss_has_no_gap_where_the_vocabulary_does_not_divide(tmp_path: Path
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("titan_ckpt.restoring").addHandler(handler)
+    logging.getLogger("titan_ckpt.loading.restore").addHandler(handler)
     third = Run(200)
     with third.manager(tmp_path) as manager:
         assert manager.load().step == 2

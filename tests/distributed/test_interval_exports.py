@@ -22,14 +22,14 @@ from converters import from_tables
 from tests.faults.shim import Counter, intercepted
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig, StateDictTransforms
 from titan_ckpt.config import InitialLoadConfig
-from titan_ckpt.distributed import Coordinator
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError
-from titan_ckpt.keymap import Identity, KeyMap, KeyRule, Piece
+from titan_ckpt.formats.dcp.dcp import DcpReader
+from titan_ckpt.formats.huggingface.export import export_huggingface
+from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.keymap import Identity, KeyMap, KeyRule, Piece
+from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
-from titan_ckpt.storage.base import ReadRequest
-from titan_ckpt.storage.dcp import DcpReader
-from titan_ckpt.storage.huggingface_export import export_huggingface
-from titan_ckpt.tensors import Chunk
 from titan_ckpt.testing import distributed
 
 Mode = Literal["disabled", "thread", "process"]

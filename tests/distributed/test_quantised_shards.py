@@ -18,10 +18,10 @@ from converters.parallel import converted_plan
 from tests.interop.folders import assert_same_bytes
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, StateDictTransforms
 from titan_ckpt.errors import ExportError
-from titan_ckpt.model_wrapper import ModelWrapper
+from titan_ckpt.geometry.chunks import Chunk, blocks_of
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
-from titan_ckpt.tensors import Chunk, blocks_of
 from titan_ckpt.testing import distributed
+from titan_ckpt.weights.wrapper import ModelWrapper
 
 # 384 rows are two ranks' 192, so that blocks of 128 cross from one to the other
 SHAPE = Llama3Config(

@@ -15,18 +15,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from tests.interop.folders import assert_same_bytes
-from titan_ckpt.digest import logical_digests
-from titan_ckpt.distributed import Coordinator
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.formats.huggingface.export import export_huggingface
+from titan_ckpt.formats.open import open_reader
+from titan_ckpt.geometry.chunks import Chunk, blocks_of, info_of
 from titan_ckpt.models import qwen3, qwen3_moe
 from titan_ckpt.models.layers import FeedForward
 from titan_ckpt.models.qwen3 import Qwen3
 from titan_ckpt.models.qwen3_moe import Qwen3Moe
-from titan_ckpt.storage import open_reader
-from titan_ckpt.storage.huggingface_export import export_huggingface
-from titan_ckpt.tensors import Chunk, blocks_of, info_of
 from titan_ckpt.testing import distributed
-from titan_ckpt.transforms import StateDictTransforms
 from titan_ckpt.types import StateDict
+from titan_ckpt.weights.digest import logical_digests
+from titan_ckpt.weights.transforms import StateDictTransforms
 
 DENSE = replace(
     qwen3.FLAVORS["debug-0.5m"], vocab_size=161, max_seq_len=64, num_layers=2, num_heads=6, num_kv_heads=3, head_dim=18

@@ -92,7 +92,7 @@ def test_buffers_of_ranks_may_differ(tmp_path: Path) -> None:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("titan_ckpt.replicas").addHandler(handler)
+    logging.getLogger("titan_ckpt.distributed.replicas").addHandler(handler)
     torch.manual_seed(0)
     model = Net()
     model.get_buffer("mean").add_(dist.get_rank())

@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
-from titan_ckpt import distributed as coordination
-from titan_ckpt.distributed import Coordinator
+from titan_ckpt.disk import kernel as running_kernel
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError, PeerError
-from titan_ckpt.storage.base import ReadRequest
-from titan_ckpt.storage.native import NativeReader, NativeWriter
-from titan_ckpt.storage.native_layout import BLOCK_BYTES
-from titan_ckpt.storage.shared_check import check_together
-from titan_ckpt.storage.transfers import BlockReader
-from titan_ckpt.tensors import Chunk
+from titan_ckpt.formats.native.layout import BLOCK_BYTES
+from titan_ckpt.formats.native.reader import NativeReader
+from titan_ckpt.formats.native.shared_check import check_together
+from titan_ckpt.formats.native.transfers import BlockReader
+from titan_ckpt.formats.native.writer import NativeWriter
+from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.testing import distributed
 
 BLOCKS = 24
@@ -72,11 +73,11 @@ def ranks_of_one_host(root: Path) -> None:
     assert num_bytes == BLOCKS * BLOCK_BYTES // 2
 
     # under two kernels nobody verifies for the other
-    real = coordination._kernel
-    coordination._kernel = lambda: f"host of {rank}"
+    real = running_kernel.boot_id
+    running_kernel.boot_id = lambda: f"host of {rank}"
     apart = Coordinator.current(60.0)
     num_bytes, error = checked(root, requests, apart)
-    coordination._kernel = real
+    running_kernel.boot_id = real
     assert error is None and num_bytes == BLOCKS * BLOCK_BYTES
     assert apart.on_host().world_size == 1 and coordinator.on_host().world_size == 2
 
@@ -164,6 +165,6 @@ def test_damage_in_either_ranks_file_stops_both_managers(tmp_path: Path) -> None
 @pytest.mark.parametrize("kernel", ["", "0123"])
 def test_one_process_is_its_own_host(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a process group, and where the kernel has no name."""
-    monkeypatch.setattr(coordination, "_kernel", lambda: kernel)
+    monkeypatch.setattr(running_kernel, "boot_id", lambda: kernel)
     host = Coordinator.current().on_host()
     assert (host.rank, host.world_size, host.gather("x", 1)) == (0, 1, [1])

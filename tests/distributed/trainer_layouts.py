@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 
 from titan_ckpt.config import CheckpointConfig, ResumeConfig, from_dict
+from titan_ckpt.formats.open import open_reader
+from titan_ckpt.geometry.chunks import Chunk, blocks_of, info_of
+from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.models.llama3 import Llama3Config
 from titan_ckpt.models.qwen3_moe import Qwen3MoeConfig
-from titan_ckpt.run_guard import RunGuard
-from titan_ckpt.storage import open_reader
-from titan_ckpt.storage.base import ReadRequest
-from titan_ckpt.tensors import Chunk, blocks_of, info_of
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.build_steps import Converters
 from titan_ckpt.training.config import RunConfig
-from titan_ckpt.training.data import Batch
-from titan_ckpt.training.parallel.gradients import clip_gradients
+from titan_ckpt.training.data.loader import Batch
+from titan_ckpt.training.parallel.data_parallel import clip_gradients
 from titan_ckpt.training.trainer import Trainer
 
 SIZES: dict[str, Any] = {

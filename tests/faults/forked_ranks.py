@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from titan_ckpt.distributed import Coordinator
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import PeerError
 
 

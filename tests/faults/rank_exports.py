@@ -19,9 +19,9 @@ from converters import from_tables
 from tests.faults.test_hf_export import CONFIG
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig, StateDictTransforms
 from titan_ckpt.config import InitialLoadConfig
-from titan_ckpt.distributed import Coordinator
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.models.llama3 import Llama3
-from titan_ckpt.storage.huggingface_export import export_huggingface
 
 ALONE = Coordinator(0, 1, None, "", 60.0)
 _LORA = {"kind": "lora", "rank": 2, "target_modules": ["wq", "wo"]}

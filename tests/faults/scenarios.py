@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tests.faults.shim import intercepted
 from tests.faults.writers import Save, Writer
-from titan_ckpt.lease import LEASE_NAME
-from titan_ckpt.step_folders import survey
+from titan_ckpt.directory.lease import LEASE_NAME
+from titan_ckpt.directory.names import survey
 
 SOAK = os.environ.get("TITAN_CKPT_SOAK") == "1"
 
@@ -54,11 +54,11 @@ class Scenario:
 
 FRESH = Scenario("fresh", (), ((10, 1),))
 NEXT = Scenario("next", ((10, 1), (20, 2)), ((30, 3),))
-REPLACE = Scenario("replace", ((10, 1), (20, 2)), ((20, 3),))
-REPLACE_ONLY = Scenario("replace-only", ((20, 2),), ((20, 3), (20, 4)))
+REWRITE = Scenario("rewrite", ((10, 1), (20, 2)), ((20, 3),))
+"""A step that is saved again, for the naive writer alone: ours refuse it."""
 ROLLBACK = Scenario("rollback", ((10, 1), (20, 2), (30, 3)), ((20, 4), (30, 5)), resume=10)
 SEVERAL = Scenario("several", ((10, 1),), ((20, 2), (30, 3), (40, 4)))
-SCENARIOS = (FRESH, NEXT, REPLACE, REPLACE_ONLY, ROLLBACK, SEVERAL)
+SCENARIOS = (FRESH, NEXT, ROLLBACK, SEVERAL)
 
 
 def judge(writer: Writer, root: Path, legal: set[Save | None], least: int = 0) -> str | None:

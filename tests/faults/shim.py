@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from titan_ckpt import posix
+from titan_ckpt.disk import posix
 
 Moment = Literal["before", "half", "after"]
 

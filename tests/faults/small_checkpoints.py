@@ -8,13 +8,13 @@ from typing import Any
 
 import xxhash
 
-from titan_ckpt import posix
 from titan_ckpt.config import KeepConfig
-from titan_ckpt.directory import CheckpointDirectory
-from titan_ckpt.distributed import Coordinator
+from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.directory.manifest import FileRecord, Manifest
+from titan_ckpt.directory.store import Attempt
+from titan_ckpt.disk import posix
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
-from titan_ckpt.manifest import FileRecord, Manifest
-from titan_ckpt.step_store import Attempt
 
 FILES = ("rank-00000.safetensors", "state.json")
 
@@ -53,21 +53,19 @@ def write_files(attempt: Attempt, value: int, names: tuple[str, ...] = FILES) ->
     return records
 
 
-def commit_step(
-    directory: CheckpointDirectory, step: int, value: int = 0, replace: bool = False, **changes: Any
-) -> Manifest:
+def commit_step(directory: CheckpointDirectory, step: int, value: int = 0, **changes: Any) -> Manifest:
     """Save one step in a directory that is open."""
-    attempt = directory.begin(step, num_bytes=1000, replace=replace)
+    attempt = directory.begin(step, num_bytes=1000)
     manifest = manifest_of(attempt, write_files(attempt, value), **changes)
     directory.commit(attempt, manifest)
     return manifest
 
 
-def save(root: Path, step: int, value: int, keep: int | None = 2, replace: bool = True) -> None:
+def save(root: Path, step: int, value: int, keep: int | None = 2) -> None:
     """Open, commit one step, expire old ones, close: all that a save does to a file system."""
     directory = open_directory(root)
     try:
-        commit_step(directory, step, value, replace)
+        commit_step(directory, step, value)
         directory.expire(None if keep is None else KeepConfig(latest=keep))
     finally:
         directory.close()

@@ -13,7 +13,7 @@ import pytest
 from tests.faults.scenarios import SOAK, quick_folder
 from tests.faults.small_checkpoints import load
 from tests.faults.writers import DirectoryWriter, ManagerWriter, NaiveWriter, Save, Writer
-from titan_ckpt import posix
+from titan_ckpt.disk import posix
 from titan_ckpt.errors import CorruptCheckpointError
 
 FLIPS = 10_000 if SOAK else 2000

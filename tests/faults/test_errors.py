@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.faults.scenarios import NEXT, REPLACE, ROLLBACK, SOAK, Scenario, judge, quick_folder
+from tests.faults.scenarios import NEXT, ROLLBACK, SEVERAL, SOAK, Scenario, judge, quick_folder
 from tests.faults.shim import WRITES, FailAt, count_operations, intercepted
 from tests.faults.writers import DirectoryWriter, ManagerWriter, NaiveWriter, Save, Writer
-from titan_ckpt import posix
+from titan_ckpt.disk import posix
 from titan_ckpt.errors import CheckpointError
 
 
@@ -68,7 +68,7 @@ def violations(writer: Writer, scenario: Scenario, fault: Fault) -> Iterator[str
 
 
 CASES: list[tuple[Writer, Scenario, Fault]] = [
-    *((DirectoryWriter(), scenario, fault) for scenario in (NEXT, REPLACE, ROLLBACK) for fault in FAULTS),
+    *((DirectoryWriter(), scenario, fault) for scenario in (NEXT, ROLLBACK, SEVERAL) for fault in FAULTS),
     *((ManagerWriter("thread"), NEXT, fault) for fault in FAULTS),
     *((ManagerWriter("disabled"), NEXT, fault) for fault in (FAULTS if SOAK else FAULTS[:1])),
 ]
@@ -156,8 +156,8 @@ def test_renames_work_where_the_kernel_cannot_refuse_to_replace(monkeypatch: pyt
         (folder / "b").mkdir()
         with pytest.raises(FileExistsError):
             posix.rename_noreplace(folder / "a", folder / "b")
-        DirectoryWriter().run(folder / "x", [(10, 1), (20, 2), (20, 3)], lambda _: None)
-        assert DirectoryWriter().load(folder / "x") == (20, 3)
+        DirectoryWriter().run(folder / "x", [(10, 1), (20, 2), (30, 3)], lambda _: None)
+        assert DirectoryWriter().load(folder / "x") == (30, 3)
 
 
 def test_a_file_system_without_locks_still_has_one_writer_per_machine(monkeypatch: pytest.MonkeyPatch) -> None:

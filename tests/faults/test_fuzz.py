@@ -23,13 +23,13 @@ import torch
 import xxhash
 
 from tests.faults.scenarios import SOAK
-from tests.unit.test_manifest import example, seal
+from tests.unit.directory.test_manifest import example, seal
+from titan_ckpt.directory.manifest import Manifest
+from titan_ckpt.encoding.typed_json import decode, dumps, encode, loads
 from titan_ckpt.errors import CorruptCheckpointError
-from titan_ckpt.manifest import Manifest
-from titan_ckpt.storage.native_header import parse_header
-from titan_ckpt.storage.native_layout import lay_out
-from titan_ckpt.tensors import Chunk, TensorInfo
-from titan_ckpt.typed_json import decode, dumps, encode, loads
+from titan_ckpt.formats.native.header import parse_header
+from titan_ckpt.formats.native.layout import lay_out
+from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 
 FUZZ = 500_000 if SOAK else 5_000
 HOSTILE: list[Any] = [

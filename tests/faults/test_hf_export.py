@@ -15,12 +15,12 @@ import torch
 
 from tests.faults.scenarios import quick_folder
 from tests.faults.shim import FailAt, KillAt, Moment, count_operations, intercepted
-from titan_ckpt.distributed import Coordinator
+from titan_ckpt.disk.unpublished_folder import StagedFolder
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError
+from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
-from titan_ckpt.storage.huggingface_export import export_huggingface
-from titan_ckpt.storage.staged_folder import StagedFolder
-from titan_ckpt.transforms import StateDictTransforms
+from titan_ckpt.weights.transforms import StateDictTransforms
 
 CONFIG = replace(FLAVORS["debug-0.5m"], vocab_size=64, num_layers=1, dim=32, num_heads=2, num_kv_heads=1, head_dim=16,
                  ffn_dim=32, max_seq_len=16)  # fmt: skip

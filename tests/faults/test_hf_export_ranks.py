@@ -20,7 +20,7 @@ from tests.faults.forked_ranks import Ranks, outcome
 from tests.faults.rank_exports import ALONE, KINDS, Kind, prepare
 from tests.faults.scenarios import SOAK, quick_folder
 from tests.faults.shim import Counter, KillAt, Moment, intercepted
-from titan_ckpt.distributed import Coordinator
+from titan_ckpt.distributed.coordinator import Coordinator
 
 BOUNDS = ((2.0, 24), (8.0, 4)) if not SOAK else ((6.0, 16), (20.0, 4))
 """Seconds that a rank waits for a silent one, and how many worlds, which mostly wait, are there at once.

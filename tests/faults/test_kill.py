@@ -15,8 +15,7 @@ import pytest
 from tests.faults.scenarios import (
     FRESH,
     NEXT,
-    REPLACE,
-    REPLACE_ONLY,
+    REWRITE,
     ROLLBACK,
     SCENARIOS,
     SEVERAL,
@@ -28,10 +27,10 @@ from tests.faults.scenarios import (
 )
 from tests.faults.shim import KillAt, Moment, count_operations
 from tests.faults.writers import DirectoryWriter, ManagerWriter, NaiveWriter, Save, Writer
-from titan_ckpt import trash
 from titan_ckpt.config import KeepConfig
-from titan_ckpt.manifest import Manifest
-from titan_ckpt.step_store import Attempt, StepStore
+from titan_ckpt.directory import trash
+from titan_ckpt.directory.manifest import Manifest
+from titan_ckpt.directory.store import Attempt, StepStore
 
 MOMENTS: tuple[Moment, ...] = ("before", "half", "after")
 
@@ -85,59 +84,52 @@ def test_a_manager_may_be_killed_at_any_operation(
 
 def test_the_matrix_catches_a_naive_writer() -> None:
     """The same kills against writing in place find lost and mixed checkpoints: the matrix can fail."""
-    found = list(violations(NaiveWriter(), REPLACE))
+    found = list(violations(NaiveWriter(), REWRITE))
     assert any("a mix of saves" in fault for fault in found), found
     assert len(found) >= 5
 
 
 def test_the_matrix_catches_each_broken_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deleting before the commit, replacing by deleting, and not recovering at the opening are all caught."""
+    """Deleting before the commit and not recovering at the opening are both caught."""
     commit = StepStore.commit
 
     def expire_first(store: StepStore, attempt: Attempt, manifest: Manifest) -> None:
         store.expire(KeepConfig(latest=1), frozenset())
         commit(store, attempt, manifest)
 
-    def delete_first(store: StepStore, attempt: Attempt) -> None:
-        if store.step_path(attempt.step).exists():
-            trash.discard(store.root, store.step_path(attempt.step), "removed")
-
     writer = DirectoryWriter()
     with monkeypatch.context() as patch:
         patch.setattr(StepStore, "commit", expire_first)
         assert any("valid steps are left" in fault for fault in violations(writer, NEXT, 3))
     with monkeypatch.context() as patch:
-        patch.setattr(StepStore, "_move_old_version", delete_first)
-        assert any("loaded (10, 1)" in fault for fault in violations(writer, REPLACE, 3))
-    with monkeypatch.context() as patch:
-        patch.setattr(trash, "_restore_replaced", lambda root: None)
-        assert any("loaded (10, 1)" in fault for fault in violations(writer, REPLACE))
+        patch.setattr(trash, "recover", lambda root: [])
+        assert any("left behind" in fault for fault in violations(writer, NEXT, 3))
 
 
 def test_being_killed_while_recovering_loses_nothing() -> None:
     """The process that clears up after a kill is killed too, at every operation, and the third one is fine."""
     writer = DirectoryWriter()
-    again = Scenario("again", (), ((30, 9),))
+    again = Scenario("again", (), ((40, 9),))
     found = []
-    for first in range(10, 24):  # From the manifest to the last unlink of the replaced version.
+    for first in range(13, 28):  # From the manifest to the last unlink of the expired step.
         for second in range(0, 16, 1 if SOAK else 3):
             with quick_folder() as folder:
                 root = folder / "checkpoints"
-                REPLACE.prepare(writer, root)
-                acknowledged, finished = run_killed(writer, REPLACE, root, KillAt(ordinal=first))
+                NEXT.prepare(writer, root)
+                acknowledged, finished = run_killed(writer, NEXT, root, KillAt(ordinal=first))
                 assert not finished
                 more, _ = run_killed(writer, again, root, KillAt(ordinal=second))
-                legal: set[Save | None] = {more[-1]} if more else {*REPLACE.legal(acknowledged), (30, 9)}
+                legal: set[Save | None] = {more[-1]} if more else {*NEXT.legal(acknowledged), (40, 9)}
                 if fault := judge(writer, root, legal):
                     found.append(f"{first}, {second}: {fault}")
     assert found == []
 
 
 def test_being_killed_at_any_time_on_a_real_disk_loses_nothing(tmp_path: Path) -> None:
-    """Real SIGKILLs at random times while saves and replacements follow each other: 200, 5,000 in a soak."""
+    """Real SIGKILLs at random times while saves and expiries follow each other: 200, 5,000 in a soak."""
     writer = DirectoryWriter()
     generator = random.Random(0)
-    saves = tuple((10 * step, 100 * step + again) for step in range(2, 40) for again in range(2))
+    saves = tuple((10 * step, 100 * step) for step in range(2, 80))
     scenario = Scenario("random", ((10, 1),), saves)
     start = time.monotonic()
     writer.run(tmp_path / "timed", saves[:4], lambda _: None)
@@ -162,11 +154,11 @@ def test_being_killed_at_any_time_on_a_real_disk_loses_nothing(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("scenario", "renames", "unlinks"),
-    [(FRESH, 1, 0), (NEXT, 2, 3), (REPLACE, 2, 3), (REPLACE_ONLY, 4, 6), (ROLLBACK, 4, 0), (SEVERAL, 5, 6)],
+    [(FRESH, 1, 0), (NEXT, 2, 3), (ROLLBACK, 4, 0), (SEVERAL, 5, 6)],
     ids=lambda value: value.name if isinstance(value, Scenario) else "",
 )
 def test_the_scenarios_do_what_their_names_promise(scenario: Scenario, renames: int, unlinks: int) -> None:
-    """The operations that are killed are commits, replacements, expiries and set-asides, not just writes."""
+    """The operations that are killed are commits, expiries and set-asides, not just writes."""
     with quick_folder() as folder:
         writer = DirectoryWriter()
         scenario.prepare(writer, folder)

@@ -16,9 +16,9 @@ from tests.faults.scenarios import SOAK, quick_folder
 from tests.faults.small_checkpoints import commit_step, load, open_directory
 from tests.faults.writers import NaiveWriter
 from titan_ckpt.config import KeepConfig
-from titan_ckpt.directory import CheckpointDirectory
+from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.directory.manifest import MANIFEST_NAME
 from titan_ckpt.errors import CommitConflictError, CorruptCheckpointError
-from titan_ckpt.manifest import MANIFEST_NAME
 
 TORN = ("no manifest", "cut", "missing file", "link", "foreign step", "bad manifest")
 FOREIGN_NAMES = st.sampled_from(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.faults.power import Disk, Recorder, Tree, read_tree, write_tree
-from tests.faults.scenarios import NEXT, REPLACE, ROLLBACK, SCENARIOS, SOAK, Scenario, judge, quick_folder
+from tests.faults.scenarios import NEXT, REWRITE, ROLLBACK, SCENARIOS, SEVERAL, SOAK, Scenario, judge, quick_folder
 from tests.faults.shim import intercepted
 from tests.faults.writers import DirectoryWriter, ManagerWriter, NaiveWriter, Save, Writer
 
@@ -100,16 +100,17 @@ def test_each_single_sync_of_a_save_is_needed() -> None:
 
 def test_a_naive_writer_loses_checkpoints() -> None:
     """Writing in place without syncing is caught at once."""
-    found, _ = violations(NaiveWriter(), REPLACE, 500)
+    found, _ = violations(NaiveWriter(), REWRITE, 500)
     assert found.total() > 100
 
 
-def test_power_lost_again_while_recovering() -> None:
+@pytest.mark.parametrize("scenario", [SEVERAL, ROLLBACK], ids=lambda scenario: scenario.name)
+def test_power_lost_again_while_recovering(scenario: Scenario) -> None:
     """The tree of one power failure is recovered under another: the third start finds what the first promised."""
     choose = random.Random(7)
     writer = DirectoryWriter()
     with quick_folder() as folder:
-        before, events = record(writer, REPLACE, folder)
+        before, events = record(writer, scenario, folder)
     faults = []
     for _ in range(2000 if SOAK else 120):
         cut = choose.randrange(len(events) + 1)
@@ -124,13 +125,13 @@ def test_power_lost_again_while_recovering() -> None:
             note = functools.partial(recorder.note, "acknowledged")
             with intercepted(recorder):
                 writer.load(folder / "checkpoints")
-                writer.run(folder / "checkpoints", [(30, 9)], note)
+                writer.run(folder / "checkpoints", [(50, 9)], note)
         disk = Disk(first)
         again = choose.randrange(len(recorder.events) + 1)
         for number, event in enumerate(recorder.events[:again]):
             disk.do(number, event)
         done = any(event[0] == "acknowledged" for event in recorder.events[:again])
-        legal: set[Save | None] = {(30, 9)} if done else {(30, 9), *REPLACE.legal(acknowledged)}
+        legal: set[Save | None] = {(50, 9)} if done else {(50, 9), *scenario.legal(acknowledged)}
         if fault := judged(writer, disk.after_power_loss(choose), legal):
             faults.append(f"{cut}, {again}: {fault}")
     assert faults == []

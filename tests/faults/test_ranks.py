@@ -15,11 +15,11 @@ from tests.faults.forked_ranks import Ranks, outcome
 from tests.faults.scenarios import quick_folder
 from tests.faults.shim import Counter, FailAt, KillAt, StopAt, intercepted
 from tests.faults.small_checkpoints import load, manifest_of, write_files
-from titan_ckpt import directory as directory_module
-from titan_ckpt import step_store
-from titan_ckpt.directory import CheckpointDirectory
-from titan_ckpt.distributed import Coordinator
-from titan_ckpt.manifest import FileRecord
+from titan_ckpt.directory import directory as directory_module
+from titan_ckpt.directory import store as step_store
+from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.directory.manifest import FileRecord
+from titan_ckpt.distributed.coordinator import Coordinator
 
 BOUND = 6.0
 """For a silent rank. Many worlds run at once on few cores, so a shorter one would take a slow rank for a silent one."""

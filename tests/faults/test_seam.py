@@ -1,4 +1,4 @@
-"""No operation escapes the matrix: files change through titan_ckpt.posix alone, by what is written and what runs."""
+"""No operation escapes the matrix: files change through disk/posix.py alone, by what is written and what runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import titan_ckpt
 from tests.faults.scenarios import SCENARIOS, Scenario, quick_folder
 from tests.faults.shim import intercepted
 from tests.faults.writers import DirectoryWriter
-from titan_ckpt import posix
+from titan_ckpt.disk import posix
 
 PACKAGE = Path(titan_ckpt.__file__).parent
 NOT_CHECKPOINTS = {"training", "cli", "testing", "models"}
@@ -66,20 +66,20 @@ def test_no_module_changes_files_by_another_way() -> None:
             continue
         found += [f"{relative}:{line}: {call}" for line, call in changes_in(ast.parse(path.read_text()))]
     no_files = {  # memory, a pipe between threads or ranks, standard error
-        ("storage/dcp.py", "torch.save"),
-        ("storage/memory.py", "os.ftruncate"),
-        ("storage/assembly.py", "os.write"),
-        ("notices.py", "os.write"),
-        ("run_guard.py", "os.write"),
+        ("formats/dcp/dcp.py", "torch.save"),
+        ("disk/memory.py", "os.ftruncate"),
+        ("formats/publish/assembly.py", "os.write"),
+        ("guard/notices.py", "os.write"),
+        ("guard/run_guard.py", "os.write"),
     }
     assert [line for line in found if (line.split(":")[0], line.split(": ")[1]) not in no_files] == []
 
 
 def test_the_seam_is_called_by_its_module() -> None:
-    """`from titan_ckpt.posix import f` would keep a name that the shim cannot replace."""
+    """`from titan_ckpt.disk.posix import f` would keep a name that the shim cannot replace."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            assert not (isinstance(node, ast.ImportFrom) and node.module == "titan_ckpt.posix"), path
+            assert not (isinstance(node, ast.ImportFrom) and node.module == "titan_ckpt.disk.posix"), path
 
 
 def test_everything_in_the_seam_that_changes_files_is_numbered() -> None:

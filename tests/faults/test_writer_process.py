@@ -16,8 +16,8 @@ import pytest
 from tests.faults.power import read_tree
 from tests.faults.scenarios import SOAK, quick_folder
 from tests.faults.writers import ManagerWriter
-from titan_ckpt.storage.memory import SharedBuffer
-from titan_ckpt.storage.writer_process import WriterProcess
+from titan_ckpt.disk.memory import SharedBuffer
+from titan_ckpt.formats.native.writer_process import WriterProcess
 
 HOOK = Path(__file__).parent / "in_writer_process"
 KILLS = [{"kind": "KillAt", "ordinal": at, "moment": moment} for at in range(7) for moment in ("before", "after")]

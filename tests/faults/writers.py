@@ -15,8 +15,8 @@ from typing import Literal, Protocol
 import torch
 
 from tests.faults import small_checkpoints as small
-from titan_ckpt import posix
 from titan_ckpt.config import CheckpointConfig, KeepConfig, ResumeConfig, SaveConfig
+from titan_ckpt.disk import posix
 from titan_ckpt.manager import CheckpointManager
 
 Save = tuple[int, int]
@@ -62,7 +62,7 @@ class DirectoryWriter:
             if resume is not None:
                 directory.resume_from(resume)
             for step, value in saves:
-                small.commit_step(directory, step, value, replace=True)
+                small.commit_step(directory, step, value)
                 acknowledge((step, value))
                 directory.expire(None if keep is None else KeepConfig(latest=keep))
         finally:

@@ -13,12 +13,12 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from titan_ckpt.distributed import Coordinator
-from titan_ckpt.keymap import KeyMap
-from titan_ckpt.model_wrapper import ModelWrapper
-from titan_ckpt.storage.huggingface import HuggingFaceReader
-from titan_ckpt.storage.huggingface_export import export_huggingface
-from titan_ckpt.transforms import StateDictTransforms
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.formats.huggingface.export import export_huggingface
+from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
+from titan_ckpt.geometry.keymap import KeyMap
+from titan_ckpt.weights.transforms import StateDictTransforms
+from titan_ckpt.weights.wrapper import ModelWrapper
 
 
 def load(model: nn.Module, table: KeyMap, folder: Path) -> None:
@@ -27,7 +27,7 @@ def load(model: nn.Module, table: KeyMap, folder: Path) -> None:
         plan = StateDictTransforms(table).from_file(
             ModelWrapper([model]).state_dict(), reader.tensors, None, cast=False
         )
-        assert plan.report.ok, plan.report
+        assert not (plan.report.missing or plan.report.unexpected or plan.report.mismatched), plan.report
         reader.read(plan.requests)
 
 

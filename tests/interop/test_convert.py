@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, SaveConfig
-from titan_ckpt.convert import convert
+from titan_ckpt.converting import convert
 from titan_ckpt.errors import CorruptCheckpointError, ExportError, KeyMapError, NotACheckpointError
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
 
@@ -160,7 +160,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         """
         import resource, sys, torch
         from pathlib import Path
-        from titan_ckpt.convert import convert
+        from titan_ckpt.converting import convert
         folder = Path(sys.argv[1])
         convert(folder / "small", folder / "warm", "native")
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

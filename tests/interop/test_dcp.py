@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from titan_ckpt.distributed import Coordinator
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
-from titan_ckpt.storage.base import ReadRequest
-from titan_ckpt.storage.dcp import DcpReader, write_dcp
-from titan_ckpt.tensors import Chunk
+from titan_ckpt.formats.dcp.dcp import DcpReader, write_dcp
+from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.requests import ReadRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp in one process, as meant here
 

@@ -14,12 +14,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from titan_ckpt.distributed import Coordinator
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError
-from titan_ckpt.storage.base import ReadRequest
-from titan_ckpt.storage.dcp import DcpReader, write_dcp
-from titan_ckpt.storage.dcp_metadata import overlap
-from titan_ckpt.tensors import Block, Chunk, LazyTensor, TensorInfo
+from titan_ckpt.formats.dcp.dcp import DcpReader, write_dcp
+from titan_ckpt.geometry.boxes import overlap
+from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
+from titan_ckpt.geometry.requests import ReadRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp in one process, as meant here
 

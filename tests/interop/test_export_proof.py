@@ -14,10 +14,10 @@ from converters import from_tables
 from tests.interop.test_models_hf import CONFIGS
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, StateDictTransforms
 from titan_ckpt.errors import ExportError
+from titan_ckpt.formats.huggingface import export as huggingface_export
+from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
+from titan_ckpt.formats.safetensors.container import read_header
 from titan_ckpt.models import hf, llama3, qwen3, qwen3_moe
-from titan_ckpt.storage import huggingface_export
-from titan_ckpt.storage.huggingface import HuggingFaceReader
-from titan_ckpt.storage.safetensors_file import read_header
 
 INT4 = {"kind": "qat", "scheme": "int4_weight_only", "group_size": 16}
 

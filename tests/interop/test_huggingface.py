@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.interop.folders import open_strictly
-from titan_ckpt.distributed import Coordinator
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -29,16 +29,16 @@ from titan_ckpt.errors import (
     LoadMismatchError,
     NotACheckpointError,
 )
+from titan_ckpt.formats.huggingface.export import export_huggingface
+from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
+from titan_ckpt.formats.open import detect_format, open_reader
+from titan_ckpt.formats.publish.plan import pack_model_files
+from titan_ckpt.formats.publish.run import ExportSummary, FolderFormat, export_folder
+from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo, info_of
+from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
-from titan_ckpt.storage import detect_format, open_reader
-from titan_ckpt.storage.base import TensorReader
-from titan_ckpt.storage.export_plan import pack_model_files
-from titan_ckpt.storage.huggingface import HuggingFaceReader
-from titan_ckpt.storage.huggingface_export import export_huggingface
-from titan_ckpt.storage.staged_export import ExportSummary, FolderFormat, export_folder
-from titan_ckpt.tensors import Block, Chunk, LazyTensor, TensorInfo, info_of
-from titan_ckpt.transforms import StateDictTransforms
 from titan_ckpt.types import StateDict
+from titan_ckpt.weights.transforms import StateDictTransforms
 
 SMALL = replace(FLAVORS["debug-0.5m"], vocab_size=160, num_layers=2, max_seq_len=64)
 CONFIGS = {
@@ -78,7 +78,7 @@ def load(model: Llama3, path: Path, cast: bool = False) -> None:
     """Load a path into a model, strictly."""
     with open_reader(path) as reader:
         plan = transforms_of(model).from_file(model.state_dict(), reader.tensors, None, cast=cast)
-        assert plan.report.ok, plan.report
+        assert not (plan.report.missing or plan.report.unexpected or plan.report.mismatched), plan.report
         reader.read(plan.requests)
 
 
@@ -172,7 +172,7 @@ def test_rotary_frequencies_of_old_folders_are_passed_by(tmp_path: Path, caplog:
     model, key = native(), "model.layers.0.self_attn.rotary_emb.inv_freq"
     export(model, tmp_path / "out")
     add_tensors(tmp_path / "out", **{key: torch.ones(4)})
-    with caplog.at_level(logging.INFO, "titan_ckpt.transforms"):
+    with caplog.at_level(logging.INFO, "titan_ckpt.weights.read_plan"):
         load(native(seed=2), tmp_path / "out")
     assert key in caplog.text
     add_tensors(tmp_path / "out", **{"model.layers.0.self_attn.inv_freq": torch.ones(4)})
@@ -460,7 +460,7 @@ def flip(folder: Path, key: str) -> None:
 
 
 def load_position(path: Path, key: str) -> int:
-    from titan_ckpt.storage.safetensors_file import read_header
+    from titan_ckpt.formats.safetensors.container import read_header
 
     return read_header(path).entries[key].start
 
@@ -503,7 +503,7 @@ def test_what_reads_back_differently_is_not_published(
     groups = transforms_of(model).to_file(model.state_dict(), None, None)
     layout = FolderFormat(pack, lambda plan: {}, open_damaged, lambda reader: None)
     with pytest.raises(ExportError, match=cause.replace("KEY", re.escape(key))):
-        export_folder(tmp_path / "out", groups, layout, Coordinator.current(), fsync=True)
+        export_folder(tmp_path / "out", groups, layout, Coordinator.current())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -512,7 +512,7 @@ def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> Non
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        from titan_ckpt.storage.staged_folder import StagedFolder
+        from titan_ckpt.disk.unpublished_folder import StagedFolder
 
         staged = StagedFolder.begin(tmp_path / "other")
         (staged.path / "half").write_text("written")

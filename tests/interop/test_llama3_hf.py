@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.models.llama3 import FLAVORS, Llama3, Llama3Config, RopeScaling, rotary_table
-from titan_ckpt.tensors import Chunk
 
 SMALL = replace(FLAVORS["debug-0.5m"], vocab_size=256, max_seq_len=128)
 SHAPES = {

@@ -19,13 +19,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from transformers import AutoModelForCausalLM, Phi3ForCausalLM, Qwen3ForCausalLM
 
 from converters import from_tables
-from converters.lora_layers import LoRALinear
+from converters.lora.layers import LoRALinear
 from converters.parallel import ConvertedParallel
 from converters.stack import stack_adapters
 from tests.interop.folders import assert_same_bytes
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.errors import ConverterError, KeyMapError, LoadMismatchError
-from titan_ckpt.keymap import KeyMap, KeyRule, Split
+from titan_ckpt.geometry.keymap import KeyMap, KeyRule, Split
 from titan_ckpt.models import hf
 from titan_ckpt.models.layers import Attention, rotate_halves
 from titan_ckpt.models.qwen3 import Qwen3, Qwen3Config

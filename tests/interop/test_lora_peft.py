@@ -18,11 +18,11 @@ from transformers import Qwen3MoeConfig as Qwen3MoeHFConfig
 from converters import ModelConverters, from_tables
 from titan_ckpt.config import CheckpointConfig, ExportConfig, InitialLoadConfig, ResumeConfig, SaveConfig
 from titan_ckpt.errors import LoadMismatchError
-from titan_ckpt.keymap import KeyMap, KeyRule, Split
+from titan_ckpt.geometry.keymap import KeyMap, KeyRule, Split
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models import qwen3_moe
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
-from titan_ckpt.transforms import StateDictTransforms
+from titan_ckpt.weights.transforms import StateDictTransforms
 
 TINY = Llama3Config(
     dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=96, max_seq_len=64,

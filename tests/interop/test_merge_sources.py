@@ -28,9 +28,9 @@ from titan_ckpt import (
     StateDictTransforms,
 )
 from titan_ckpt.errors import BaseMismatchError, CorruptCheckpointError, LoadMismatchError
-from titan_ckpt.merging import prepare_merge
+from titan_ckpt.formats.huggingface.peft import PeftReader
+from titan_ckpt.loading.merge import prepare_merge
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
-from titan_ckpt.storage.peft import PeftReader
 from titan_ckpt.testing import distributed
 
 SHAPE = Llama3Config(

@@ -19,13 +19,13 @@ from torchao.quantization import quantize_
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from converters import QATConfig, from_tables
-from converters.qat import _torchao_config
+from converters.qat.converter import _torchao_config
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.errors import ConfigError, ExportError
+from titan_ckpt.formats.open import open_reader
+from titan_ckpt.geometry.chunks import Chunk, blocks_of
+from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.models import hf, llama3, qwen3_moe
-from titan_ckpt.storage import open_reader
-from titan_ckpt.storage.base import ReadRequest
-from titan_ckpt.tensors import Chunk, blocks_of
 
 SHAPE = llama3.Llama3Config(
     dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_dim=128, vocab_size=96, max_seq_len=32
@@ -337,7 +337,7 @@ def test_nothing_is_published_that_is_not_a_number_or_does_not_come_back(
         export(model, converters, tmp_path)
     with torch.no_grad():
         weight.copy_(kept)
-    module = "converters.qat_export._decoded" if table is INT4 else "converters.float8_export.decode"
+    module = "converters.qat.export._decoded" if table is INT4 else "converters.float8.export.decode"
     right: Any = resolve_name(module)
     monkeypatch.setattr(module, lambda *found: right(*found) * 1.001)
     with pytest.raises(ExportError, match=r"14 quantised weight\(s\) come back as other values than were written"):

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from titan_ckpt.errors import CorruptCheckpointError
-from titan_ckpt.storage import open_reader
-from titan_ckpt.storage.base import ReadRequest
-from titan_ckpt.tensors import Chunk
+from titan_ckpt.formats.open import open_reader
+from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.requests import ReadRequest
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "quantised"
 NAMES = sorted(path.parent.name for path in GOLDEN.glob("*/expected.json"))

@@ -36,9 +36,9 @@ from torchao.quantization.quantize_.common import KernelPreference
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TorchAoConfig
 
 from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError
-from titan_ckpt.storage import open_reader
-from titan_ckpt.storage.base import ReadRequest, TensorReader
-from titan_ckpt.tensors import Chunk
+from titan_ckpt.formats.open import open_reader
+from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.requests import ReadRequest, TensorReader
 
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 

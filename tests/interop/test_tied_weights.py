@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.interop.folders import export, load, tensors
-from titan_ckpt.convert import convert
+from titan_ckpt.converting import convert
 from titan_ckpt.errors import ExportError
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_ckpt.config import KeepConfig, SaveConfig
-from titan_ckpt.policy import StepFacts, expired_steps, is_due
+from titan_ckpt.directory.retention import StepFacts, expired_steps
+from titan_ckpt.policy import is_due
 
 step_numbers = st.integers(0, 200)
 step_lists = st.lists(step_numbers, max_size=20)

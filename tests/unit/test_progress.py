@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 
 from titan_ckpt import progress
-from titan_ckpt.distributed import Coordinator
-from titan_ckpt.storage.base import ReadRequest
-from titan_ckpt.storage.huggingface import HuggingFaceReader
-from titan_ckpt.storage.huggingface_export import export_huggingface
-from titan_ckpt.tensors import Chunk
-from titan_ckpt.transforms import StateDictTransforms
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.formats.huggingface.export import export_huggingface
+from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
+from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.weights.transforms import StateDictTransforms
 
 CONFIG = {"model_type": "x", "architectures": ["X"]}
 

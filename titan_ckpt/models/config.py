@@ -1,6 +1,6 @@
-"""The shape of a decoder-only model, and the part of a Hugging Face config.json that says it.
+"""The shape of a decoder-only model, and its part of a Hugging Face config.json.
 
-Owns the fields that every architecture has. What an architecture adds, and what it always is, its own module says.
+Owns the fields that every architecture has. Each architecture's module owns its additional fields and fixed values.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from typing import Any
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.models.layers import INIT_STD
 
-_REQUIRED = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "vocab_size",
-    "max_position_embeddings",
-)
+_HF_NAMES = {
+    "dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+}
+"""Field of DecoderConfig -> key of config.json, for the sizes."""
+_REQUIRED = [key for field, key in _HF_NAMES.items() if field not in ("num_kv_heads", "head_dim")]
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """What the stack and the attention of any decoder-only model are made from."""
+    """The shape of a decoder-only model: the sizes of its stack and its attention."""
 
     dim: int
     num_layers: int
@@ -37,7 +41,7 @@ class DecoderConfig:
     ffn_dim: int
     vocab_size: int
     max_seq_len: int
-    """Tokens; the length of the rotary table, and the longest input."""
+    """Length of the rotary table and of the longest input, in tokens."""
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
@@ -53,16 +57,9 @@ class DecoderConfig:
             yield f"head_dim: {self.head_dim} is odd, and rotary embeddings turn pairs"
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config.json that transformers 5 reads this model with; of the vocabulary only its size."""
+        """Return config.json for transformers 5, without special token ids."""
         return {
-            "hidden_size": self.dim,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.ffn_dim,
-            "vocab_size": self.vocab_size,
-            "max_position_embeddings": self.max_seq_len,
+            **{key: getattr(self, field) for field, key in _HF_NAMES.items()},
             "rms_norm_eps": self.norm_eps,
             "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
             "tie_word_embeddings": self.tie_embeddings,
@@ -93,17 +90,12 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
 
 
 def read_shape(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of DecoderConfig from a config.json that was checked, as transformers 4 or 5 writes it."""
+    """Return the fields of DecoderConfig from a checked config.json of transformers 4 or 5."""
     heads = config["num_attention_heads"]
     return {
-        "dim": config["hidden_size"],
-        "num_layers": config["num_hidden_layers"],
-        "num_heads": heads,
+        **{field: config.get(key) for field, key in _HF_NAMES.items()},
         "num_kv_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-        "ffn_dim": config["intermediate_size"],
-        "vocab_size": config["vocab_size"],
-        "max_seq_len": config["max_position_embeddings"],
         "rope_theta": float(rotary(config)["rope_theta"]),
         "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
@@ -111,7 +103,7 @@ def read_shape(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rotary(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Gather what transformers 5 writes as rope_parameters, and 4 as rope_theta with rope_scaling beside it."""
+    """Return the rotary parameters: rope_parameters of transformers 5, or rope_theta and rope_scaling of 4."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope.setdefault("rope_type", rope.get("type", "default"))
     rope.setdefault("rope_theta", config.get("rope_theta", 10_000.0))
@@ -126,11 +118,11 @@ def check_config(
     required: Sequence[str] = (),
     rope_types: Mapping[str, Sequence[str]] = MappingProxyType({"default": ()}),
 ) -> None:
-    """Raise unless an architecture can represent a config.json.
+    """Check that an architecture can represent a config.json.
 
-    `fixed`: what the architecture always is; an absent key is taken for that. `required`: beside every model's own.
-    `rope_types`: the kinds of rotary embedding it has, each with the parameters it needs.
-    Raises: ConfigError listing everything that it cannot represent.
+    `fixed`: values that the architecture always has; an absent key counts as equal. `required`: keys beside those that
+    every model needs. `rope_types`: supported kinds of rotary embedding, each with the parameters that it needs.
+    Raises: ConfigError listing everything that the architecture cannot represent.
     """
     problems = [
         f"{key}: {config[key]!r} is not supported, expected {expected!r}"

@@ -1,6 +1,7 @@
 """The stack that decoder-only models share: embedding, blocks, norm, output.
 
-Owns tying, pipeline stages, initial values and the rotary buffer. What a block is, each architecture says.
+Owns tying, pipeline stages, initial values, the rotary buffer and the shared rows of key tables. Each architecture
+defines its block.
 """
 
 from __future__ import annotations
@@ -14,28 +15,45 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titan_ckpt.keymap import KeyRule, Tie
+from titan_ckpt.geometry.keymap import IDENTITY, KeyRule, TensorOp, Tie
 from titan_ckpt.models.config import DecoderConfig
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.layers import INIT_STD, ExactBuffers, RMSNorm, TransformerBlock
 
 ConfigT = TypeVar("ConfigT", bound=DecoderConfig)
+BLOCK, HF_BLOCK = "layers.{i}", "model.layers.{i}"
 
 
 def embedding_rules(tied: bool) -> tuple[KeyRule, ...]:
-    """Return the rows of a decoder's table for its embeddings and its output matrix, as Hugging Face names them."""
+    """Return the rows of a decoder's key table for its embeddings and its output matrix."""
     embeddings, output = "tok_embeddings.weight", "output.weight"
     if tied:
         return (KeyRule.of((embeddings, output), "model.embed_tokens.weight", Tie(2)),)
     return KeyRule.of(embeddings, "model.embed_tokens.weight"), KeyRule.of(output, "lm_head.weight")
 
 
+def block_rules(q: TensorOp = IDENTITY, k: TensorOp = IDENTITY) -> tuple[KeyRule, ...]:
+    """Return the rows of a decoder's key table for dense blocks and the last norm. `q`, `k`: operations on wq, wk."""
+    return (
+        KeyRule.of(f"{BLOCK}.attention.wq.weight",        f"{HF_BLOCK}.self_attn.q_proj.weight", q),
+        KeyRule.of(f"{BLOCK}.attention.wk.weight",        f"{HF_BLOCK}.self_attn.k_proj.weight", k),
+        KeyRule.of(f"{BLOCK}.attention.wv.weight",        f"{HF_BLOCK}.self_attn.v_proj.weight"),
+        KeyRule.of(f"{BLOCK}.attention.wo.weight",        f"{HF_BLOCK}.self_attn.o_proj.weight"),
+        KeyRule.of(f"{BLOCK}.feed_forward.w1.weight",     f"{HF_BLOCK}.mlp.gate_proj.weight"),
+        KeyRule.of(f"{BLOCK}.feed_forward.w2.weight",     f"{HF_BLOCK}.mlp.down_proj.weight"),
+        KeyRule.of(f"{BLOCK}.feed_forward.w3.weight",     f"{HF_BLOCK}.mlp.up_proj.weight"),
+        KeyRule.of(f"{BLOCK}.attention_norm.weight",      f"{HF_BLOCK}.input_layernorm.weight"),
+        KeyRule.of(f"{BLOCK}.ffn_norm.weight",            f"{HF_BLOCK}.post_attention_layernorm.weight"),
+        KeyRule.of("norm.weight",                         "model.norm.weight"),
+    )  # fmt: skip
+
+
 class Decoder(ExactBuffers, LanguageModel, Generic[ConfigT]):
     """A causal language model made of equal blocks.
 
-    A tied model has no `output`: it uses the embedding matrix, so nothing can untie it.
-    A pipeline stage is a model whose `tok_embeddings`, `layers`, `norm` or `output` were removed: layers keep their
-    names because a ModuleDict does not renumber.
+    A tied model has no `output`; it uses the embedding matrix, so nothing can untie them.
+    A pipeline stage is a model without some of `tok_embeddings`, `layers`, `norm` and `output`. Its layers keep their
+    names, because a ModuleDict does not renumber.
     """
 
     rope_table: torch.Tensor
@@ -82,13 +100,13 @@ class Decoder(ExactBuffers, LanguageModel, Generic[ConfigT]):
         return logits
 
     def stage(self, layers: Collection[int], *, first: bool, last: bool) -> Self:
-        """Return a model of some layers alone, with the embedding if `first`, and norm and output if `last`.
+        """Return a model with only these layers, with the embedding if `first`, and with norm and output if `last`.
 
-        It shares its modules with this one, and their names.
+        It shares the modules of this model and their names.
         """
         assert not self.config.tie_embeddings, "a tied model cannot be cut between its embedding and its output"
         stage = copy(self)
-        # tables of modules, buffers and hooks are the stage's own
+        # the stage has its own tables of modules, buffers and hooks
         stage.__dict__.update({name: copy(value) for name, value in self.__dict__.items() if isinstance(value, dict)})
         stage.layers = nn.ModuleDict({str(i): self.layers[str(i)] for i in layers})
         if not first:
@@ -100,7 +118,7 @@ class Decoder(ExactBuffers, LanguageModel, Generic[ConfigT]):
     def init_weights(self) -> None:
         """Fill every parameter in place from the current generator, and recompute the buffers.
 
-        What writes into the residual stream starts smaller the more layers there are. Source: GPT-2's report, 2.3.
+        Weights that write into the residual stream start smaller in deeper models. Source: GPT-2's report, 2.3.
         """
         with torch.no_grad():
             if self.tok_embeddings is not None:
@@ -115,7 +133,7 @@ class Decoder(ExactBuffers, LanguageModel, Generic[ConfigT]):
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
-        """Recompute what no checkpoint holds, in all of the model, on the device it is on."""
+        """Recompute the buffers that no checkpoint holds, in the whole model, on its device."""
         self.rope_table = self.make_rope_table(self.rope_table.device)
         for module in self.modules():
             if isinstance(module, ExactBuffers) and module is not self:

@@ -1,7 +1,8 @@
 """Any causal language model of the transformers library, trained under its own parameter names.
 
-Owns what such a model needs beyond what it has: logits from tokens, initial values and buffers on demand, its layers,
-its table. transformers is an optional extra, imported when a model is built. Nothing here is specific to one model.
+Owns what LanguageModel adds to such a model: logits from tokens, initial values and buffers on demand, the list of
+layers, the key table. The optional extra transformers is imported when a model is built. No code is specific
+to one model.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.keymap import KeyMap
+from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.models.config import read_config_json
 from titan_ckpt.models.hf_keys import find_key_map
 from titan_ckpt.models.language_model import LanguageModel
@@ -23,16 +24,16 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _LOADED = "_is_hf_initialized"
-"""transformers' mark, on tensors and modules, for what must keep its values. Source: `initialization.py`."""
+"""transformers' mark on tensors and modules whose values must be kept. Source: `initialization.py`."""
 
 
 def build(source: str | Path | Mapping[str, Any], dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
-    """Return the model of a Hugging Face folder, or of what its config.json says, without the folder's weights.
+    """Return the model of a Hugging Face folder, or of the contents of a config.json, without the folder's weights.
 
-    Under `torch.device("meta")` it has no values until `to_empty` and a load or `init_weights`, elsewhere random ones.
-    Quantisation is left out: its weights are those of the plain model, in `dtype`. Nothing is downloaded and no code
-    of the folder is run.
-    Raises: ConfigError if transformers is absent, or knows no causal language model by this config.
+    Under `torch.device("meta")` it has no values until `to_empty` and a load or `init_weights`; otherwise they are
+    random. quantization_config is ignored: the weights are those of the plain model, in `dtype`. Nothing is downloaded
+    and no code of the folder is run.
+    Raises: ConfigError if transformers is not installed, or has no causal language model for this config.
     """
     try:
         from transformers import AutoModelForCausalLM
@@ -48,10 +49,12 @@ def build(source: str | Path | Mapping[str, Any], dtype: torch.dtype = torch.flo
 
 
 def adopt(model: PreTrainedModel) -> HuggingFaceModel:
-    """Turn a model of transformers into a HuggingFaceModel, in place, as FSDP2 turns modules into its own."""
+    """Turn a transformers model into a HuggingFaceModel in place, by swapping its class as FSDP2 does."""
     table = find_key_map(model)
     text = model.config.get_text_config()
-    model.__class__ = _class_of(type(model))
+    # the class keeps its name and module, because transformers recognises its own models by them
+    base: Any = type(model)
+    model.__class__ = type(base.__name__, (HuggingFaceModel, base), {"__module__": base.__module__})
     adopted = cast("HuggingFaceModel", model)
     adopted.table = table
     adopted.layers_fqn = _find_layers(adopted)
@@ -62,7 +65,7 @@ def adopt(model: PreTrainedModel) -> HuggingFaceModel:
 
 
 class HuggingFaceModel(LanguageModel):
-    """What is put before a model's own class; `config`, `initialize_weights` and `tie_weights` are that class's."""
+    """Base class that `adopt` puts before a model's own class, which has the members declared under TYPE_CHECKING."""
 
     table: KeyMap
     layers_fqn: str
@@ -91,44 +94,45 @@ class HuggingFaceModel(LanguageModel):
         self._initialize(loaded=())
 
     def reset_buffers(self) -> None:
-        """Recompute what no checkpoint holds, on the device it is on."""
+        """Recompute the buffers that no checkpoint holds, on their device."""
         temporary = {id(buffer) for buffer in _temporary_buffers(self).values()}
         values = (*self.parameters(), *self.buffers())
         self._initialize(loaded=[value for value in values if id(value) not in temporary])
 
     def _initialize(self, loaded: Collection[torch.Tensor]) -> None:
-        """Have transformers fill everything but what is `loaded`; marks that others made are put back."""
-        marked = [*self.modules(), *self.parameters(), *self.buffers()]
-        before = [(thing, thing.__dict__.pop(_LOADED)) for thing in marked if _LOADED in thing.__dict__]
+        """Let transformers fill everything except `loaded`, then restore the marks that existed before."""
+        owners = [*self.modules(), *self.parameters(), *self.buffers()]
+        before = [(owner, owner.__dict__.pop(_LOADED)) for owner in owners if _LOADED in owner.__dict__]
         try:
             for value in loaded:
                 setattr(value, _LOADED, True)
             self.initialize_weights()
         finally:
-            for thing in marked:
-                thing.__dict__.pop(_LOADED, None)
-            for thing, mark in before:
-                setattr(thing, _LOADED, mark)
+            for owner in owners:
+                owner.__dict__.pop(_LOADED, None)
+            for owner, mark in before:
+                setattr(owner, _LOADED, mark)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Move or cast like any module, but keep ties, and keep non-persistent buffers exact.
 
-        Rotary frequencies in bfloat16 move every logit; those that come from meta are garbage until recomputed.
+        Rotary frequencies in bfloat16 would change every logit; buffers that come from meta are garbage until they are
+        recomputed.
         """
         before = _temporary_buffers(self)
         was_meta = any(value.is_meta for value in (*self.parameters(), *self.buffers()))
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for fqn, buffer in before.items():
-            if (now := self.get_buffer(fqn)).dtype != buffer.dtype:
+            if (moved := self.get_buffer(fqn)).dtype != buffer.dtype:
                 owner, _, name = fqn.rpartition(".")
-                setattr(self.get_submodule(owner), name, buffer.to(now.device))
+                setattr(self.get_submodule(owner), name, buffer.to(moved.device))
         if was_meta and not any(value.is_meta for value in (*self.parameters(), *self.buffers())):
             self.tie_weights()
             self.reset_buffers()
         return self
 
     def key_map(self) -> KeyMap:
-        """Return the table between these names and the folder's, which are the same but for a few."""
+        """Return the table between these names and the folder's names; most are equal."""
         return self.table
 
     def hf_config(self) -> dict[str, Any]:
@@ -136,14 +140,8 @@ class HuggingFaceModel(LanguageModel):
         return {**self.config.to_dict(), "architectures": [self.architecture]}
 
 
-def _class_of(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Derive the adopted class. It keeps name and module, by which transformers tells its own models from others."""
-    made = type(base.__name__, (HuggingFaceModel, base), {"__module__": base.__module__})
-    return cast("type[PreTrainedModel]", made)
-
-
 def _read_config(source: str | Path | Mapping[str, Any]) -> PretrainedConfig:
-    """Return what transformers makes of a folder's config.json, or of its contents. Raises: ConfigError."""
+    """Return transformers' config object for a folder, or for the contents of a config.json. Raises: ConfigError."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
@@ -160,7 +158,7 @@ def _read_config(source: str | Path | Mapping[str, Any]) -> PretrainedConfig:
 
 
 def _find_layers(model: nn.Module) -> str:
-    """Return the fqn of the list of modules that holds the most parameters. Raises: ConfigError where there is none."""
+    """Return the fqn of the ModuleList with the most parameters. Raises: ConfigError if the model has none."""
     lists = {fqn: module for fqn, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     sizes: dict[str, int] = {fqn: sum(p.numel() for p in module.parameters()) for fqn, module in lists.items()}
     if not sizes:
@@ -169,6 +167,6 @@ def _find_layers(model: nn.Module) -> str:
 
 
 def _temporary_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the floating buffers that no checkpoint holds, by fqn."""
+    """Return the floating-point buffers that no checkpoint holds, by fqn."""
     kept = model.state_dict().keys()
     return {fqn: buffer for fqn, buffer in model.named_buffers() if fqn not in kept and buffer.is_floating_point()}

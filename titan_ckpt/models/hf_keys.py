@@ -1,43 +1,37 @@
-"""The table between the parameters of a transformers model and the tensors of its folder.
+"""Find the key table between the parameters of a transformers model and the tensors of its folder.
 
-Owns the finding of it. transformers 5 holds some weights otherwise than its folders do (stacked experts, fused gate
-and up, renamed modules) and says how as code that runs over a state dict. That code, the one behind save_pretrained, is
-run here over small numbered tensors, and the table is what explains where each number went.
+transformers 5 holds some weights in a different form than its folders do (stacked experts, fused gate and up, renamed
+modules), and converts them with code that runs over a state dict. This module runs that code, which save_pretrained
+uses, over small tensors of distinct numbers, and derives the table from where each number went.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from titan_ckpt.errors import KeyMapError
-from titan_ckpt.keymap import IDENTITY, Chain, Concat, KeyMap, KeyRule, Split, TensorOp, Transpose, Unstack
-from titan_ckpt.model_wrapper import ModelWrapper
-from titan_ckpt.tensors import Chunk, Shape
+from titan_ckpt.errors import KeyMapError, listed
+from titan_ckpt.geometry.chunks import Chunk, Shape
+from titan_ckpt.geometry.keymap import IDENTITY, Chain, Concat, KeyMap, KeyRule, Split, TensorOp, Transpose, Unstack
+from titan_ckpt.weights.wrapper import ModelWrapper
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PROBE_SIZE = 24
-"""Longest row of a numbered tensor: as a number of parts may be, it divides by 2, 3, 4, 6, 8 and 12."""
-_LISTED = 8
+"""Longest row of a numbered tensor. It is divisible by 2, 3, 4, 6, 8 and 12, the likely numbers of parts."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """File tensors and the parameters whose values they hold, all of either."""
-
-    fqns: tuple[str, ...]
-    keys: tuple[str, ...]
+_Group = tuple[tuple[str, ...], tuple[str, ...]]
+"""The fqns of some parameters, and the keys of all file tensors that hold their values and no others."""
 
 
 def find_key_map(model: PreTrainedModel) -> KeyMap:
-    """Return the model's table, with the names that are the same on both sides left to `identity`. Reads no values.
+    """Return the model's table; names that are equal on both sides are left to `identity`. Reads no values.
 
-    Raises: KeyMapError listing parameters that the folder holds in a form that no operation makes.
+    Raises: KeyMapError listing parameters that the folder holds in a form that no operation produces.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -47,12 +41,12 @@ def find_key_map(model: PreTrainedModel) -> KeyMap:
     with torch.device("cpu"):  # the caller may be building on meta
         probes = _numbered(shapes)
         files: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(probes))
-        for group in _groups(probes, files):
-            op = _operation(group, shapes, probes, files)
+        for fqns, keys in _groups(probes, files):
+            op = _operation((fqns, keys), shapes, probes, files)
             if op is None:
-                problems.append(f"{', '.join(group.fqns)} as {_some(group.keys)}")
+                problems.append(f"{', '.join(fqns)} as {listed(keys, ', ', ' ')}")
             else:
-                rules.append(KeyRule.of(group.fqns, group.keys, op))
+                rules.append(KeyRule.of(fqns, keys, op))
     if problems:
         raise KeyMapError(
             f"{type(model).__name__}: no operation arranges {len(problems)} parameter(s) as the folder has them\n  "
@@ -63,7 +57,7 @@ def find_key_map(model: PreTrainedModel) -> KeyMap:
 
 
 def _numbered(shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
-    """Return small tensors in which every number occurs once. What may count experts keeps its size."""
+    """Return small tensors in which every number occurs once. A first dim that may count experts keeps its size."""
     start, made = 0, {}
     for fqn, shape in shapes.items():
         whole = shape[:1] if len(shape) > 2 else ()
@@ -74,7 +68,7 @@ def _numbered(shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
 
 
 def _groups(probes: Mapping[str, torch.Tensor], files: Mapping[str, torch.Tensor]) -> list[_Group]:
-    """Tie file tensors to the parameters whose numbers they hold; both in the order of their first numbers."""
+    """Group file tensors with the parameters whose numbers they hold, both in the order of their first numbers."""
     fqns = list(probes)
     starts = torch.tensor([int(probe.flatten()[0]) for probe in probes.values()])
     groups: dict[str, tuple[list[str], list[str]]] = {}
@@ -89,7 +83,7 @@ def _groups(probes: Mapping[str, torch.Tensor], files: Mapping[str, torch.Tensor
             groups[name] = group
         group[1].append(key)
     unique = {id(group): group for group in groups.values()}
-    return [_Group(tuple(natives), tuple(keys)) for natives, keys in unique.values()]
+    return [(tuple(natives), tuple(keys)) for natives, keys in unique.values()]
 
 
 def _operation(
@@ -98,16 +92,17 @@ def _operation(
     probes: Mapping[str, torch.Tensor],
     files: Mapping[str, torch.Tensor],
 ) -> TensorOp | None:
-    """Return the operation that makes the file tensors of the parameters, number by number."""
-    natives, wanted = [probes[fqn] for fqn in group.fqns], [files[key] for key in group.keys]
+    """Return the operation that produces exactly the file tensors from the parameters; None if there is none."""
+    fqns, keys = group
+    natives, wanted = [probes[fqn] for fqn in fqns], [files[key] for key in keys]
     for kind, op in _candidates([tuple(native.shape) for native in natives], len(wanted)).items():
         if _makes(op, natives, wanted):
-            return _candidates([shapes[fqn] for fqn in group.fqns], len(wanted)).get(kind)
+            return _candidates([shapes[fqn] for fqn in fqns], len(wanted)).get(kind)
     return None
 
 
 def _candidates(natives: Sequence[Shape], num_file: int) -> dict[str, TensorOp]:
-    """Return the operations that could turn parameters of these shapes into so many file tensors."""
+    """Return the operations that could turn parameters of these shapes into `num_file` file tensors, by kind."""
     if len(natives) > 1:
         return {"concat": Concat(tuple(shape[0] for shape in natives))} if num_file == 1 and all(natives) else {}
     (shape,) = natives
@@ -126,7 +121,7 @@ def _candidates(natives: Sequence[Shape], num_file: int) -> dict[str, TensorOp]:
 
 
 def _makes(op: TensorOp, natives: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
-    """Say whether the operation makes exactly the wanted tensors."""
+    """Return whether the operation produces exactly the wanted tensors."""
     shapes = [tuple(native.shape) for native in natives]
     try:
         if op.file_shapes(shapes) != [tuple(tensor.shape) for tensor in wanted]:
@@ -142,7 +137,7 @@ def _makes(op: TensorOp, natives: Sequence[torch.Tensor], wanted: Sequence[torch
 
 
 def _generalised(rules: Sequence[KeyRule]) -> Iterable[KeyRule]:
-    """Return one row for all layers where they agree, and none for names that stay as they are."""
+    """Yield one rule for all layers if they agree, else their own rules, and none for names that are equal."""
     rows: dict[tuple[str, ...], list[tuple[KeyRule, KeyRule | None]]] = {}
     for rule in rules:
         general = _general(rule)
@@ -157,13 +152,13 @@ def _generalised(rules: Sequence[KeyRule]) -> Iterable[KeyRule]:
 
 
 def _general(rule: KeyRule) -> KeyRule | None:
-    """Return the rule with placeholders for the numbers of its parameters' names, or None where they do not recur."""
+    """Return the rule with placeholders for the numbers in its names; None if its names have different numbers."""
     numbers = _numbers(rule.native[0])
     names = [_template(name, numbers) for name in (*rule.native, *rule.file)]
-    found = [name for name in names if name is not None]
-    if len(found) < len(names) or any(_numbers(fqn) != numbers for fqn in rule.native):
+    templates = [name for name in names if name is not None]
+    if len(templates) < len(names) or any(_numbers(fqn) != numbers for fqn in rule.native):
         return None
-    return KeyRule.of(found[: len(rule.native)], found[len(rule.native) :], rule.op)
+    return KeyRule.of(templates[: len(rule.native)], templates[len(rule.native) :], rule.op)
 
 
 def _numbers(name: str) -> list[str]:
@@ -171,14 +166,10 @@ def _numbers(name: str) -> list[str]:
 
 
 def _template(name: str, numbers: Sequence[str]) -> str | None:
-    """Replace these numbers, in this order, by placeholders; None where one is not there."""
+    """Return the name with these numbers, in this order, replaced by placeholders; None if it lacks one of them."""
     parts, left = [], list(enumerate(numbers))
     for part in name.split("."):
         if left and part == left[0][1]:
             part = f"{{n{left.pop(0)[0]}}}"
         parts.append(part)
     return None if left else ".".join(parts)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

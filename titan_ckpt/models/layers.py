@@ -1,6 +1,6 @@
-"""The layers that decoder-only models share: rotary embeddings, grouped attention, SwiGLU, the block of both.
+"""The layers that decoder-only models share: rotary embeddings, grouped attention, SwiGLU, and the block of both.
 
-Owns how they compute and their initial values. Knows no architecture by name; the stack of blocks is decoder.py's.
+Owns their computation and initial values. Knows no architecture by name; decoder.py has the stack of blocks.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from torch.distributed.tensor import DTensor
 INIT_STD = 0.02
 
 Rotate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Turn x (batch, seq, heads, head_dim) by a table (seq, head_dim / 2); same shape and dtype out."""
+"""Rotate x (batch, seq, heads, head_dim) by a table (seq, head_dim / 2); same shape and dtype out."""
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Queries, keys and values (batch, seq, heads, head_dim), the last two with fewer heads, to what the queries find."""
+"""(queries, keys, values) -> attention output. Shape: (batch, seq, heads, head_dim); keys and values may have fewer
+heads."""
 
 
 def rotary_frequencies(head_dim: int, theta: float, device: torch.device | None = None) -> torch.Tensor:
-    """Return the angle per position of each pair. Shape: (head_dim / 2,). Source: arXiv 2104.09864."""
+    """Return the angle of each pair per position. Shape: (head_dim / 2,). Source: arXiv 2104.09864."""
     return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
 
 
 def rotary_angles(frequencies: torch.Tensor, max_seq_len: int) -> torch.Tensor:
     """Return cos + i sin of every position and pair.
 
-    Shape: (max_seq_len, head_dim / 2), complex64: mixed-precision wrappers cast floating-point inputs and would take a
-    table of cosines down to bfloat16; complex ones they leave alone.
+    Shape: (max_seq_len, head_dim / 2), complex64: mixed-precision wrappers would cast a table of cosines to bfloat16,
+    like every floating-point input, but they do not cast complex tensors.
     """
     positions = torch.arange(max_seq_len, dtype=torch.float32, device=frequencies.device)
     angles = torch.outer(positions, frequencies)
@@ -38,30 +39,30 @@ def rotary_angles(frequencies: torch.Tensor, max_seq_len: int) -> torch.Tensor:
 
 
 def rotate_pairs(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Turn neighbouring pairs of the last dim (2i and 2i + 1), in float32. Shapes: see Rotate."""
+    """Rotate neighbouring pairs of the last dim (2i and 2i + 1), in float32. Shapes: see Rotate."""
     pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * table[None, :, None, :]).flatten(-2).type_as(x)
 
 
 def rotate_halves(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Turn pairs made of the last dim's two halves (i and i + head_dim / 2), in float32. Shapes: see Rotate."""
+    """Rotate pairs from the last dim's two halves (i and i + head_dim / 2), in float32. Shapes: see Rotate."""
     turned = torch.complex(*x.float().chunk(2, dim=-1)) * table[None, :, None, :]
     return torch.cat((turned.real, turned.imag), dim=-1).type_as(x)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor that ranks share, else the tensor; differentiable."""
+    """Return the local shard of a DTensor, or a plain tensor itself; differentiable."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ExactBuffers(nn.Module):
     """A module whose own non-persistent buffers change device but never dtype, and never hold garbage.
 
-    A cast of the model leaves them alone, and where they come from meta they are recomputed.
+    A cast of the model does not change them. After a move from meta they are recomputed.
     """
 
     def reset_buffers(self) -> None:
-        """Recompute what no checkpoint holds, on the device it is on."""
+        """Recompute the module's own non-persistent buffers on their device."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -79,7 +80,7 @@ class ExactBuffers(nn.Module):
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return what every query finds at its own and earlier positions. Shapes: see Attend."""
+    """Return causal attention: every query sees its own and earlier positions. Shapes: see Attend."""
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
     )
@@ -87,7 +88,7 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 
 
 class RMSNorm(nn.RMSNorm):
-    """Normalises in float32. A weight in a wider dtype than the input, as under autocast, makes the result as wide."""
+    """RMSNorm that computes in float32. If the weight is wider than the input, as under autocast, so is the result."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype == self.weight.dtype:
@@ -99,15 +100,15 @@ class SubLayer(nn.Module):
     """A part of a block that writes into the residual stream."""
 
     def init_weights(self, residual_std: float) -> None:
-        """Fill in place; `residual_std` is for what writes into the residual stream."""
+        """Fill every parameter in place; `residual_std` is for weights that write into the residual stream."""
         raise NotImplementedError
 
 
 class Attention(SubLayer):
     """Causal self-attention in which groups of query heads share a key-value head.
 
-    With `qk_norm_eps`, queries and keys are normalised per head before they are turned. Where ranks share the heads, a
-    rank's gradients of those norms are of its own heads: SequenceParallel(sequence_dim=2) sums them.
+    With `qk_norm_eps`, queries and keys are normalised per head before rotation. If ranks share the heads, each has
+    the gradients of those norms for its own heads; SequenceParallel(sequence_dim=2) sums them.
     """
 
     def __init__(
@@ -131,9 +132,9 @@ class Attention(SubLayer):
         self.k_norm = RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else None
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Shape: (batch, seq, dim) in and out; a table of at least `seq` positions.
+        """Shape: (batch, seq, dim) in and out; the table has at least `seq` positions.
 
-        The number of heads is read off, so it may be a rank's share of them.
+        The number of heads is taken from the projections, so it may be a rank's share.
         """
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
@@ -172,7 +173,7 @@ class FeedForward(SubLayer):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward, each with its residual."""
+    """Pre-norm attention and feed-forward, each with a residual connection."""
 
     def __init__(self, dim: int, norm_eps: float, attention: SubLayer, feed_forward: SubLayer) -> None:
         super().__init__()

@@ -1,23 +1,23 @@
-"""Llama 3: configuration, model, and its table to and from Hugging Face names.
+"""Llama 3: configuration, model, and its key table to and from Hugging Face names.
 
 Owns the architecture and its initial values. Knows no files, no parallelism and no training loop.
-The parameter names and the interleaved rotary order are torchtitan's (`models/llama3/model`), so that its checkpoints
-and ours hold the same tensors; Hugging Face stores rotary rows as two halves per head, which the table accounts for.
+The parameter names and the interleaved rotary order are torchtitan's (`models/llama3/model`), so its checkpoints and
+ours hold the same tensors. Hugging Face stores rotary rows as two halves per head; the table converts them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from titan_ckpt.keymap import KeyMap, KeyRule, PermuteRotary
+from titan_ckpt.geometry.keymap import KeyMap, PermuteRotary
 from titan_ckpt.models.config import DecoderConfig, check_config, read_shape, rotary
-from titan_ckpt.models.decoder import Decoder, embedding_rules
+from titan_ckpt.models.decoder import HF_BLOCK, Decoder, block_rules, embedding_rules
 from titan_ckpt.models.layers import (
     Attention,
     FeedForward,
@@ -28,16 +28,17 @@ from titan_ckpt.models.layers import (
 )
 
 _FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-"""What this model always is, as config.json says it."""
+"""Keys of config.json with the only value that this model supports."""
 _ROPE_TYPES = {
     "default": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+"""Kind of rotary embedding -> the parameters it needs; those of "llama3" in the order of RopeScaling's fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the rotary wavelengths for contexts longer than it was first trained on."""
+    """Llama 3.1's scaling of rotary wavelengths for contexts longer than the original training context."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -55,7 +56,7 @@ class Llama3Config(DecoderConfig):
 
     @staticmethod
     def from_hf(config: Mapping[str, Any], source: str = "config.json") -> Llama3Config:
-        """Read a Hugging Face config.json of a Llama, as transformers 4 or 5 writes it.
+        """Return the shape in a Llama's config.json of transformers 4 or 5.
 
         Raises: ConfigError listing everything that this model cannot represent.
         """
@@ -63,25 +64,16 @@ class Llama3Config(DecoderConfig):
         rope = rotary(config)
         scaling = None
         if rope["rope_type"] == "llama3":
-            scaling = RopeScaling(
-                float(rope["factor"]),
-                float(rope["low_freq_factor"]),
-                float(rope["high_freq_factor"]),
-                int(rope["original_max_position_embeddings"]),
-            )
+            factor, low, high, original_max_seq_len = (rope[key] for key in _ROPE_TYPES["llama3"])
+            scaling = RopeScaling(float(factor), float(low), float(high), int(original_max_seq_len))
         return Llama3Config(**read_shape(config), rope_scaling=scaling)
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config.json that transformers 5 reads this model with; of the vocabulary only its size."""
+        """Return config.json for transformers 5, without special token ids."""
         config = {"architectures": ["LlamaForCausalLM"], **_FIXED, **DecoderConfig.to_hf(self)}
-        if (scaling := self.rope_scaling) is not None:
-            config["rope_parameters"] |= {
-                "rope_type": "llama3",
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_seq_len,
-            }
+        if self.rope_scaling is not None:
+            parameters = dict(zip(_ROPE_TYPES["llama3"], astuple(self.rope_scaling), strict=True))
+            config["rope_parameters"] |= {"rope_type": "llama3", **parameters}
         return config
 
 
@@ -106,7 +98,7 @@ FLAVORS: Mapping[str, Llama3Config] = {
     "8B": _8B,
     "70B": replace(_8B, dim=8192, num_layers=80, num_heads=64, ffn_dim=28672),
 }
-"""The true shapes are those of Llama 3.1 (8B, 70B) and 3.2 (1B, 3B)."""
+"""Shapes by name; 8B and 70B are those of Llama 3.1, 1B and 3B those of Llama 3.2."""
 
 
 def rotary_table(config: Llama3Config, device: torch.device | None = None) -> torch.Tensor:
@@ -117,7 +109,7 @@ def rotary_table(config: Llama3Config, device: torch.device | None = None) -> to
     frequencies = rotary_frequencies(config.head_dim, config.rope_theta, device)
     if (scaling := config.rope_scaling) is not None:
         turns = scaling.original_max_seq_len / (2 * math.pi / frequencies)
-        # 1 where the wavelength is short against the original context, 0 where it is long, a ramp between
+        # 1 for wavelengths that are short compared with the original context, 0 for long ones, a ramp in between
         keep = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
         frequencies = (1 - keep) * frequencies / scaling.factor + keep * frequencies
     return rotary_angles(frequencies, config.max_seq_len)
@@ -130,25 +122,13 @@ def _block(config: Llama3Config) -> TransformerBlock:
 
 
 class Llama3(Decoder[Llama3Config]):
-    """The model; see Decoder."""
+    """Llama 3; see Decoder."""
 
     def __init__(self, config: Llama3Config) -> None:
         super().__init__(config, [_block(config) for _ in range(config.num_layers)], partial(rotary_table, config))
 
     def key_map(self) -> KeyMap:
-        """Return the table between these names and Hugging Face's."""
+        """Return the table between these names and Hugging Face's names."""
         q, k = PermuteRotary(self.config.num_heads), PermuteRotary(self.config.num_kv_heads)
-        block, hf = "layers.{i}", "model.layers.{i}"
-        return KeyMap((
-            *embedding_rules(self.config.tie_embeddings),
-            KeyRule.of(f"{block}.attention.wq.weight",        f"{hf}.self_attn.q_proj.weight", q),
-            KeyRule.of(f"{block}.attention.wk.weight",        f"{hf}.self_attn.k_proj.weight", k),
-            KeyRule.of(f"{block}.attention.wv.weight",        f"{hf}.self_attn.v_proj.weight"),
-            KeyRule.of(f"{block}.attention.wo.weight",        f"{hf}.self_attn.o_proj.weight"),
-            KeyRule.of(f"{block}.feed_forward.w1.weight",     f"{hf}.mlp.gate_proj.weight"),
-            KeyRule.of(f"{block}.feed_forward.w2.weight",     f"{hf}.mlp.down_proj.weight"),
-            KeyRule.of(f"{block}.feed_forward.w3.weight",     f"{hf}.mlp.up_proj.weight"),
-            KeyRule.of(f"{block}.attention_norm.weight",      f"{hf}.input_layernorm.weight"),
-            KeyRule.of(f"{block}.ffn_norm.weight",            f"{hf}.post_attention_layernorm.weight"),
-            KeyRule.of("norm.weight",                         "model.norm.weight"),
-        ), ignored=("model.layers.{i}.self_attn.rotary_emb.inv_freq",))  # fmt: skip
+        rules = (*embedding_rules(self.config.tie_embeddings), *block_rules(q, k))
+        return KeyMap(rules, ignored=(f"{HF_BLOCK}.self_attn.rotary_emb.inv_freq",))

@@ -1,9 +1,8 @@
-"""Qwen3: configuration, model, and its table to and from Hugging Face names.
+"""Qwen3: configuration, model, and its key table to and from Hugging Face names.
 
 Owns the architecture and its shapes. Knows no files, no parallelism and no training loop.
-Queries and keys are normalised per head, and a head's width does not follow from the model's. Rotary rows are two
-halves per head as Hugging Face stores them, so that neither they nor the norms' weights, which have one entry per row
-of a head, change their order on the way.
+Queries and keys are normalised per head, and head_dim is independent of dim. Rotary rows are two halves per head, as
+Hugging Face stores them, so neither they nor the norms' weights (one entry per row of a head) are reordered in files.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from typing import Any
 
 import torch
 
-from titan_ckpt.keymap import KeyMap, KeyRule
+from titan_ckpt.geometry.keymap import KeyMap, KeyRule
 from titan_ckpt.models.config import DecoderConfig, check_config, read_shape
-from titan_ckpt.models.decoder import Decoder, embedding_rules
+from titan_ckpt.models.decoder import BLOCK, HF_BLOCK, Decoder, block_rules, embedding_rules
 from titan_ckpt.models.layers import (
     Attention,
     FeedForward,
@@ -28,7 +27,7 @@ from titan_ckpt.models.layers import (
 )
 
 FIXED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
-"""What this family always is, as config.json says it."""
+"""Keys of config.json with the only value that this family supports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Qwen3Config(DecoderConfig):
 
     @staticmethod
     def from_hf(config: Mapping[str, Any], source: str = "config.json") -> Qwen3Config:
-        """Read a Hugging Face config.json of a Qwen3, as transformers 4 or 5 writes it.
+        """Return the shape in a Qwen3's config.json of transformers 4 or 5.
 
         Raises: ConfigError listing everything that this model cannot represent.
         """
@@ -47,12 +46,12 @@ class Qwen3Config(DecoderConfig):
         return Qwen3Config(**read_shape(config))
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config.json that transformers 5 reads this model with; of the vocabulary only its size."""
+        """Return config.json for transformers 5, without special token ids."""
         return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **FIXED, **DecoderConfig.to_hf(self)}
 
 
 def _debug(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, tied: bool) -> Qwen3Config:
-    """Heads are wider than dim / heads, as in the small true shapes."""
+    """Return a small shape whose heads are wider than dim / heads, as in the smallest real Qwen3 models."""
     return Qwen3Config(dim, layers, heads, kv_heads, 2 * dim // heads, ffn, vocab, 1024, 10_000.0, tie_embeddings=tied)
 
 
@@ -81,7 +80,7 @@ def rotary_table(config: DecoderConfig, device: torch.device | None = None) -> t
 
 
 def make_attention(config: DecoderConfig) -> Attention:
-    """Return attention with normalised queries and keys."""
+    """Return an attention layer with normalised queries and keys."""
     heads = (config.num_heads, config.num_kv_heads, config.head_dim)
     return Attention(config.dim, *heads, rotate_halves, qk_norm_eps=config.norm_eps)
 
@@ -91,31 +90,20 @@ def _block(config: Qwen3Config) -> TransformerBlock:
     return TransformerBlock(config.dim, config.norm_eps, make_attention(config), feed_forward)
 
 
-BLOCK, HF_BLOCK = "layers.{i}", "model.layers.{i}"
-
 RULES = (
-    KeyRule.of(f"{BLOCK}.attention.wq.weight",          f"{HF_BLOCK}.self_attn.q_proj.weight"),
-    KeyRule.of(f"{BLOCK}.attention.wk.weight",          f"{HF_BLOCK}.self_attn.k_proj.weight"),
-    KeyRule.of(f"{BLOCK}.attention.wv.weight",          f"{HF_BLOCK}.self_attn.v_proj.weight"),
-    KeyRule.of(f"{BLOCK}.attention.wo.weight",          f"{HF_BLOCK}.self_attn.o_proj.weight"),
-    KeyRule.of(f"{BLOCK}.attention.q_norm.weight",      f"{HF_BLOCK}.self_attn.q_norm.weight"),
-    KeyRule.of(f"{BLOCK}.attention.k_norm.weight",      f"{HF_BLOCK}.self_attn.k_norm.weight"),
-    KeyRule.of(f"{BLOCK}.feed_forward.w1.weight",       f"{HF_BLOCK}.mlp.gate_proj.weight"),
-    KeyRule.of(f"{BLOCK}.feed_forward.w2.weight",       f"{HF_BLOCK}.mlp.down_proj.weight"),
-    KeyRule.of(f"{BLOCK}.feed_forward.w3.weight",       f"{HF_BLOCK}.mlp.up_proj.weight"),
-    KeyRule.of(f"{BLOCK}.attention_norm.weight",        f"{HF_BLOCK}.input_layernorm.weight"),
-    KeyRule.of(f"{BLOCK}.ffn_norm.weight",              f"{HF_BLOCK}.post_attention_layernorm.weight"),
-    KeyRule.of("norm.weight",                           "model.norm.weight"),
-)  # fmt: skip
-"""The table between these names and Hugging Face's, without embeddings and output."""
+    *block_rules(),
+    KeyRule.of(f"{BLOCK}.attention.q_norm.weight", f"{HF_BLOCK}.self_attn.q_norm.weight"),
+    KeyRule.of(f"{BLOCK}.attention.k_norm.weight", f"{HF_BLOCK}.self_attn.k_norm.weight"),
+)
+"""The rows of the key table without those for embeddings and output."""
 
 
 class Qwen3(Decoder[Qwen3Config]):
-    """The model; see Decoder."""
+    """Qwen3; see Decoder."""
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config, [_block(config) for _ in range(config.num_layers)], partial(rotary_table, config))
 
     def key_map(self) -> KeyMap:
-        """Return the table between these names and Hugging Face's."""
+        """Return the table between these names and Hugging Face's names."""
         return KeyMap((*embedding_rules(self.config.tie_embeddings), *RULES))

@@ -1,8 +1,8 @@
-"""Qwen3-MoE: Qwen3 in which each token of a sparse layer passes a few of many feed-forwards.
+"""Qwen3-MoE: Qwen3 with sparse layers, in which each token passes through a few of many feed-forwards.
 
-Owns routing, the experts and their shapes; everything else is qwen3.py's. Knows no files, no parallelism and no loop.
-A projection of all experts is one parameter in memory, since one optimizer step, one shard and one all-gather then
-serve all of them; on disk every expert has its own tensors. Routing drops no token: an expert takes what it is given.
+Owns routing, the experts and their shapes; qwen3.py has everything else. Knows no files, no parallelism and no loop.
+In memory, one parameter holds a projection of all experts, so that one optimizer step, one shard and one all-gather
+serve all of them; on disk every expert has its own tensors. Routing drops no token: an expert takes any number.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titan_ckpt.keymap import KeyMap, KeyRule, Unstack
+from titan_ckpt.geometry.keymap import KeyMap, KeyRule, Unstack
 from titan_ckpt.models.config import DecoderConfig, check_config, read_shape
-from titan_ckpt.models.decoder import Decoder, embedding_rules
+from titan_ckpt.models.decoder import BLOCK, HF_BLOCK, Decoder, embedding_rules
 from titan_ckpt.models.layers import INIT_STD, ExactBuffers, FeedForward, SubLayer, TransformerBlock, local_tensor
-from titan_ckpt.models.qwen3 import BLOCK, FIXED, HF_BLOCK, RULES, make_attention, rotary_table
+from titan_ckpt.models.qwen3 import FIXED, RULES, make_attention, rotary_table
 
 _REQUIRED = ("moe_intermediate_size", "num_experts_per_tok", "norm_topk_prob")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3MoeConfig(DecoderConfig):
-    """The shape of a Qwen3-MoE model; `ffn_dim` is that of its dense layers."""
+    """The shape of a Qwen3-MoE model; `ffn_dim` is the hidden size of its dense layers."""
 
     rope_theta: float = 1_000_000.0
     num_experts: int
     experts_per_token: int
     expert_dim: int
     norm_topk_prob: bool = True
-    """Whether the weights of a token's experts are scaled to sum to one."""
+    """Scale the weights of a token's experts so that they sum to one."""
     dense_layers: tuple[int, ...] = ()
-    """Layers with one feed-forward for all tokens."""
+    """Numbers of the layers that have one feed-forward for all tokens."""
     sparse_step: int = 1
-    """Of the other layers every so many-th is sparse."""
+    """Layers outside `dense_layers` are sparse if their number plus one is divisible by this."""
 
     def problems(self) -> Iterator[str]:
         yield from DecoderConfig.problems(self)
@@ -49,16 +49,16 @@ class Qwen3MoeConfig(DecoderConfig):
             yield f"sparse_step: {self.sparse_step} is not a positive number of layers"
 
     def is_sparse(self, layer: int) -> bool:
-        """Say whether a layer chooses among experts."""
+        """Return whether a layer chooses among experts."""
         return layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
 
     @staticmethod
     def from_hf(config: Mapping[str, Any], source: str = "config.json") -> Qwen3MoeConfig:
-        """Read a Hugging Face config.json of a Qwen3-MoE, as transformers 4 or 5 writes it.
+        """Return the shape in a Qwen3-MoE's config.json of transformers 4 or 5.
 
         Raises: ConfigError listing everything that this model cannot represent.
         """
-        # transformers 5 writes num_local_experts, everybody else num_experts
+        # transformers 5 writes num_local_experts, all other writers num_experts
         experts = "num_local_experts" if "num_local_experts" in config else "num_experts"
         fixed = FIXED | {"model_type": "qwen3_moe"}
         check_config(config, source, fixed=fixed, required=(*_REQUIRED, experts))
@@ -73,7 +73,7 @@ class Qwen3MoeConfig(DecoderConfig):
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config.json that transformers 5 reads this model with; of the vocabulary only its size."""
+        """Return config.json for transformers 5, without special token ids."""
         return {
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
@@ -107,32 +107,32 @@ FLAVORS: Mapping[str, Qwen3MoeConfig] = {
 
 @dataclass(frozen=True, slots=True)
 class RouterLoad:
-    """What a router has given to which expert. Loads add up, over layers and over ranks alike."""
+    """The numbers of tokens that a router has given to each expert. Loads of several layers or ranks can be added."""
 
     tokens: torch.Tensor
-    """Tokens that each expert was given. Shape: (num_experts,), int64."""
+    """Number of tokens for each expert. Shape: (num_experts,), int64."""
     probability: torch.Tensor
-    """The experts' probabilities, summed over tokens. Shape: (num_experts,), float32."""
+    """Each expert's probability, summed over tokens. Shape: (num_experts,), float32."""
     experts_per_token: int
 
     def imbalance(self) -> float:
-        """Return the busiest expert's share against an even one: 1 is even, the number of experts the worst."""
+        """Return the busiest expert's share divided by an even share: 1 is even, the number of experts the worst."""
         return float(self.tokens.max() / self.tokens.float().mean())
 
     def entropy(self) -> float:
-        """Return the entropy of the experts' shares over that of even ones: 1 is even, 0 is one expert for all."""
+        """Return the entropy of the experts' shares divided by that of even shares: 1 is even, 0 is a single expert."""
         shares = self.tokens / self.tokens.sum()
         return float(torch.special.entr(shares).sum()) / math.log(len(shares)) if len(shares) > 1 else 1.0
 
     def auxiliary_loss(self) -> float:
-        """Return the load-balancing loss: `experts_per_token` where even. Source: arXiv 2101.03961, eq. 4."""
+        """Return the load-balancing loss; an even load gives `experts_per_token`. Source: arXiv 2101.03961, eq. 4."""
         num_tokens = self.tokens.sum() / self.experts_per_token
         shares = self.tokens / num_tokens * (self.probability / num_tokens)
         return float(len(self.tokens) * shares.sum())
 
 
 class Router(ExactBuffers):
-    """Chooses each token's experts. In training mode it also counts, without a gradient, whom it chose."""
+    """Chooses each token's experts. In training mode it also counts its choices, without a gradient."""
 
     tokens: torch.Tensor
     probability: torch.Tensor
@@ -141,7 +141,7 @@ class Router(ExactBuffers):
         super().__init__()
         self.experts_per_token = config.experts_per_token
         self.norm_topk_prob = config.norm_topk_prob
-        # Not an nn.Linear, so that nothing that converts linear modules makes routing coarser.
+        # Not an nn.Linear, so that converters of linear modules do not quantise the routing.
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.dim))
         self.register_buffer("tokens", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("probability", torch.zeros(config.num_experts), persistent=False)
@@ -162,7 +162,7 @@ class Router(ExactBuffers):
         return weights.type_as(x), chosen
 
     def load(self) -> RouterLoad:
-        """Return a copy of what was counted since the last `reset_buffers`."""
+        """Return a copy of the counts since the last `reset_buffers`."""
         return RouterLoad(self.tokens.clone(), self.probability.clone(), self.experts_per_token)
 
     def reset_buffers(self) -> None:
@@ -171,7 +171,7 @@ class Router(ExactBuffers):
 
 
 class Experts(nn.Module):
-    """Feed-forwards side by side: expert e computes w2[e] (silu(w1[e] x) * w3[e] x)."""
+    """The feed-forwards of all experts: expert e computes w2[e] (silu(w1[e] x) * w3[e] x)."""
 
     def __init__(self, config: Qwen3MoeConfig) -> None:
         super().__init__()
@@ -180,8 +180,8 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(config.num_experts, config.expert_dim, config.dim))
 
     def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Shape: (rows, dim) in and out; the first `counts[0]` rows are expert 0's, and so on."""
-        # unbind, because each w1[e] would have a gradient as large as w1; of a DTensor, the experts that are here
+        """Shape: (rows, dim) in and out; the first `counts[0]` rows belong to expert 0, and so on."""
+        # unbind, because each w1[e] would have a gradient as large as w1; a DTensor gives this rank's experts
         weights = zip(*(local_tensor(w).unbind() for w in (self.w1, self.w2, self.w3)), strict=True)
         return torch.cat([
             F.linear(F.silu(F.linear(rows, w1)) * F.linear(rows, w3), w2)
@@ -190,7 +190,7 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(SubLayer):
-    """The weighted sum of what each token's experts make of it."""
+    """The weighted sum of the outputs of each token's experts."""
 
     def __init__(self, config: Qwen3MoeConfig) -> None:
         super().__init__()
@@ -222,18 +222,18 @@ def _block(config: Qwen3MoeConfig, layer: int) -> TransformerBlock:
 
 
 class Qwen3Moe(Decoder[Qwen3MoeConfig]):
-    """The model; see Decoder."""
+    """Qwen3-MoE; see Decoder."""
 
     def __init__(self, config: Qwen3MoeConfig) -> None:
         blocks = [_block(config, layer) for layer in range(config.num_layers)]
         super().__init__(config, blocks, partial(rotary_table, config))
 
     def routers(self) -> dict[str, Router]:
-        """Return the routers by fqn, for who watches their loads."""
+        """Return the routers by fqn, for callbacks that watch their loads."""
         return {fqn: module for fqn, module in self.named_modules() if isinstance(module, Router)}
 
     def key_map(self) -> KeyMap:
-        """Return the table between these names and Hugging Face's."""
+        """Return the table between these names and Hugging Face's names."""
         num = self.config.num_experts
 
         def per_expert(name: str) -> list[str]:

@@ -1,6 +1,6 @@
-"""The architectures by name, and how a model is made from one of its flavors or from a Hugging Face folder.
+"""The architectures by name, and the construction of a model from a flavor or from a Hugging Face folder.
 
-Owns the list. A new architecture is a module of its own and one line here.
+Owns the list. A new architecture needs its own module and one line in ARCHITECTURES.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ ConfigT = TypeVar("ConfigT")
 
 @dataclass(frozen=True, slots=True)
 class Architecture(Generic[ConfigT]):
-    """What the list knows of an architecture."""
+    """One entry of the list of architectures."""
 
     make: Callable[[ConfigT], LanguageModel]
     read: Callable[[Mapping[str, Any], str], ConfigT]
-    """Make a configuration of a config.json's contents and its path. Raises: ConfigError."""
+    """(contents of a config.json, its path) -> configuration. Raises: ConfigError."""
     flavors: Mapping[str, ConfigT]
 
 
@@ -37,9 +37,9 @@ ARCHITECTURES: Mapping[str, Architecture[Any]] = {
 
 
 def read_config(name: str, *, flavor: str | None = None, folder: str | Path | None = None) -> Any:
-    """Return the shape of a flavor, or the one that a folder's config.json says; nothing is built.
+    """Return the shape of a flavor, or the shape in a folder's config.json; nothing is built.
 
-    Raises: ConfigError for an unknown name or flavor, and for a folder that is not there or is of another architecture.
+    Raises: ConfigError for an unknown name or flavor, and for a folder that is missing or has a different architecture.
     """
     if name not in ARCHITECTURES:
         raise ConfigError([f"model.name: {name!r} is unknown; known: {', '.join(ARCHITECTURES)}"])
@@ -53,6 +53,6 @@ def read_config(name: str, *, flavor: str | None = None, folder: str | Path | No
 
 
 def build_model(name: str, *, flavor: str | None = None, folder: str | Path | None = None) -> LanguageModel:
-    """Return a model without weights of its own, of the shape that `read_config` finds. Raises: as it does."""
+    """Return a model of the shape that `read_config` returns, without trained weights. Raises: as `read_config`."""
     config = read_config(name, flavor=flavor, folder=folder)
     return ARCHITECTURES[name].make(config)

@@ -1,4 +1,4 @@
-"""What a third party needs to test its own parts against this package: real processes, and the laws as test classes."""
+"""Tools to test your own parts against this package: tests in real processes, and the converter laws as tests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`@distributed`: a test whose body runs in several real processes.
+"""`@distributed`: run the body of a test in several real processes.
 
-Owns how a test's ranks are started, watched and ended. Knows nothing of checkpoints.
-Source: the idea of one decorator: torchsnapshot, test_utils.py; OLMo-core, testing/distributed.py.
+Owns the start, supervision and end of a test's ranks. Knows nothing of checkpoints.
+Source of the idea of one decorator: torchsnapshot, test_utils.py; OLMo-core, testing/distributed.py.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, ParamSpec
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -37,13 +38,13 @@ _Filter = tuple[Any, str, Any, str, int]
 
 _PRELOADED = ["pytest", "torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", __name__]
 _GRACE_SECONDS = 5.0
-"""After a first failure, how long the other ranks may go on, so that they can say how it looked from their side."""
+"""Time that the other ranks may continue after the first failure, so that they can report their errors."""
 _DONE = "titan_ckpt.testing/done"
 _END = "titan_ckpt.testing/end"
 
 
 class RankError(AssertionError):
-    """Some rank of a `@distributed` test failed. Carries `ranks`, in the order in which they ended."""
+    """At least one rank of a `@distributed` test failed. Carries `ranks`, in the order in which they ended."""
 
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
@@ -53,14 +54,14 @@ class RankError(AssertionError):
 def distributed(nproc: int = 2, *, timeout_seconds: float = 120.0) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Run a test's body in `nproc` processes with a gloo process group, one thread each.
 
-    Fixtures and parameters are evaluated once, here, and sent to every rank, so they must pickle (tmp_path does). Every
-    rank has RANK, WORLD_SIZE and their like in its environment, and the warning filters of the test.
-    A rank that raises, dies, or still runs after `timeout_seconds` fails the test, with its traceback or with where it
-    was; then all ranks are ended, and with each its own child processes.
+    Fixtures and parameters are evaluated once, in the test process, and sent to every rank, so they must be picklable
+    (tmp_path is). Every rank has RANK, WORLD_SIZE and the like in its environment, and the test's warning filters.
+    The test fails if a rank raises, dies, or still runs after `timeout_seconds`; the message has its traceback or
+    current stack. Then all ranks and their child processes are killed.
 
-    The processes are forked from a server that has imported torch and done nothing else: a rank starts in milliseconds
-    and shares no thread, lock or random state with the test process. The store is the test process's, as torchrun's is
-    its agent's: it outlives a killed rank 0.
+    The processes are forked from a server that has only imported torch: a rank starts in milliseconds and shares no
+    thread, lock or random state with the test process. The test process serves the store, as torchrun's agent does, so
+    the store survives a killed rank 0.
     Raises: RankError.
     """
 
@@ -77,7 +78,7 @@ def distributed(nproc: int = 2, *, timeout_seconds: float = 120.0) -> Callable[[
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What a rank is told."""
+    """Everything that a rank needs to run the body."""
 
     module: str
     file: str
@@ -91,11 +92,11 @@ class _Job:
     filters: list[_Filter]
 
     def notes(self, rank: int) -> Path:
-        """Where a rank writes why it failed."""
+        """Return the file in which a rank explains its failure."""
         return Path(self.folder, f"rank-{rank}.txt")
 
     def stack(self, rank: int) -> Path:
-        """Where a rank writes where it is, when asked by SIGUSR1."""
+        """Return the file to which a rank writes its stack on SIGUSR1."""
         return Path(self.folder, f"rank-{rank}.stack.txt")
 
 
@@ -127,7 +128,7 @@ def _run_ranks(
 
 
 def _filters() -> list[_Filter]:
-    """Return this process's warning filters as warnings.filterwarnings takes them, in order."""
+    """Return this process's warning filters in order, as arguments of warnings.filterwarnings."""
     return [
         (action, getattr(message, "pattern", ""), category, getattr(module, "pattern", ""), line)
         for action, message, category, module, line in warnings.filters
@@ -135,7 +136,7 @@ def _filters() -> list[_Filter]:
 
 
 def _pickled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Raises: TypeError naming the argument that ranks cannot be given."""
+    """Return the pickled arguments. Raises: TypeError naming the argument that cannot be sent to ranks."""
     for name, value in [*enumerate(args), *kwargs.items()]:
         try:
             pickle.dumps(value)
@@ -146,17 +147,11 @@ def _pickled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
 
 @functools.cache
 def _context() -> multiprocessing.context.ForkServerContext:
-    """Start the server that ranks are forked from; it must import with one thread, since only that one is forked."""
+    """Start the server from which ranks are forked; it must have one thread, because a fork copies only one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
         forkserver.ensure_running()
-    finally:
-        del os.environ["OMP_NUM_THREADS"]
-        if before is not None:
-            os.environ["OMP_NUM_THREADS"] = before
     return context
 
 
@@ -175,7 +170,7 @@ def _started(job: _Job) -> Iterator[list[ForkServerProcess]]:
 
 
 def _kill(process: ForkServerProcess) -> None:
-    """End a rank and whatever it started; it leads a session of its own, unless it has not got so far."""
+    """Kill a rank and its child processes; the rank leads its own session, unless it has not reached setsid yet."""
     assert process.pid is not None
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -184,7 +179,7 @@ def _kill(process: ForkServerProcess) -> None:
 
 
 def _watch(processes: Sequence[ForkServerProcess], job: _Job, store: dist.Store) -> tuple[list[int], list[int]]:
-    """Wait until all ranks ended or the time is over; return those that failed, in that order, and those that hang."""
+    """Wait until all ranks end or time runs out. Return the failed ranks in order of failure, and the hung ranks."""
     deadline = time.monotonic() + job.timeout_seconds
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     failed: list[int] = []
@@ -194,7 +189,7 @@ def _watch(processes: Sequence[ForkServerProcess], job: _Job, store: dist.Store)
         if not ended and time_is_over:
             break
         if not ended:
-            # Ranks that are through and wait for the others leave now; what stays hangs.
+            # Ranks that are done and wait for the others leave now; ranks that remain hang.
             time_is_over = True
             store.set(_END, "time is over")
             deadline = time.monotonic() + 1.0
@@ -229,7 +224,7 @@ def _why_hung(job: _Job, rank: int) -> str:
 
 
 def _rank_main(job: _Job, rank: int) -> None:
-    """Run the body as one rank; the exit code says whether it passed."""
+    """Run the body as one rank; exit code 0 means that it passed."""
     os.setsid()
     os.environ.clear()
     os.environ.update(
@@ -240,14 +235,14 @@ def _rank_main(job: _Job, rank: int) -> None:
     torch.set_num_threads(1)
     with job.stack(rank).open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack)
-        # Nobody is left to end a hung rank where the test process itself was killed.
+        # If the test process itself was killed, nothing else would end a hung rank.
         faulthandler.dump_traceback_later(job.timeout_seconds + 60, exit=True, file=stack)
         try:
             _rank_body(job, rank)
         except BaseException as error:
             job.notes(rank).write_text(_explain(error))
             sys.stdout.flush()
-            # Not sys.exit: a thread that a failed body left behind would hold the process.
+            # Not sys.exit: a thread that a failed body left behind would keep the process alive.
             os._exit(1)
 
 
@@ -261,7 +256,7 @@ def _rank_body(job: _Job, rank: int) -> None:
     args, kwargs = pickle.loads(job.arguments)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.nproc, timeout=timeout)
     body(*args, **kwargs)
-    # A rank that leaves closes its connections, which a slower one would take for a failure.
+    # A rank that leaves closes its connections, and a slower rank would report that as a failure.
     if store.add(_DONE, 1) == job.nproc:
         store.set(_END, "all done")
     store.wait([_END], timeout)
@@ -270,24 +265,24 @@ def _rank_body(job: _Job, rank: int) -> None:
 
 
 def _find(job: _Job) -> Callable[..., None]:
-    """Return the undecorated body; a test file that no path leads to is loaded from where it is."""
+    """Return the undecorated body; a test file that is not importable by name is loaded from its path."""
     try:
-        found: Any = importlib.import_module(job.module)
+        value: Any = importlib.import_module(job.module)
     except ModuleNotFoundError:
         spec = importlib.util.spec_from_file_location(job.module, job.file)
         assert spec is not None
         assert spec.loader is not None
-        found = importlib.util.module_from_spec(spec)
-        sys.modules[job.module] = found
-        spec.loader.exec_module(found)
+        value = importlib.util.module_from_spec(spec)
+        sys.modules[job.module] = value
+        spec.loader.exec_module(value)
     for name in job.qualname.split("."):
-        found = getattr(found, name)
-    body: Callable[..., None] = found.__wrapped__
+        value = getattr(value, name)
+    body: Callable[..., None] = value.__wrapped__
     return body
 
 
 def _explain(error: BaseException) -> str:
-    """Return the traceback, and the local variables where it was raised: assertions in ranks are not rewritten."""
+    """Return the traceback with the innermost local variables, because pytest rewrites no assertions in ranks."""
     frames = list(traceback.walk_tb(error.__traceback__))
     text = "".join(traceback.format_exception(error))
     if frames:

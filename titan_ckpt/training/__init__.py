@@ -1,1 +1,1 @@
-"""The training loop that the checkpoints are of. A leaf: nothing of the core imports it."""
+"""The training loop of train.py. No other module of titan_ckpt imports it."""

@@ -1,6 +1,6 @@
-"""The thirteen build steps of a trainer as they are unless overridden, and what they share.
+"""The default versions of a trainer's thirteen build steps, and what they share.
 
-Owns what is built of which settings. Knows neither the order of the steps nor the loop (trainer.py).
+Owns what is built from which settings. Knows neither the order of the steps nor the loop (trainer.py).
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import IterableDataset
 
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.external_weights import ExternalWeights
-from titan_ckpt.initialize import construct, materialise
+from titan_ckpt.guard.run_guard import RunGuard
+from titan_ckpt.loading.external import ExternalWeights
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.registry import build_model, read_config
-from titan_ckpt.run_guard import RunGuard
 from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue
+from titan_ckpt.training.callbacks.base import import_callbacks
 from titan_ckpt.training.callbacks.checkpoint import Checkpointing, Export
 from titan_ckpt.training.callbacks.console import Logging, ProgressBar
 from titan_ckpt.training.callbacks.evaluation import Evaluation
 from titan_ckpt.training.callbacks.health import GradientHealth
 from titan_ckpt.training.callbacks.monitors import LoadBalance, MemoryMonitor
-from titan_ckpt.training.callbacks.own import import_callbacks
 from titan_ckpt.training.callbacks.process import GarbageCollection, Profiler
 from titan_ckpt.training.callbacks.trackers import TensorBoard, Wandb
 from titan_ckpt.training.config import RunConfig
-from titan_ckpt.training.corpus import open_corpus
-from titan_ckpt.training.data import Batch, PackedDataset, build_dataloader, collate, tokenise
+from titan_ckpt.training.data.corpus import open_corpus
+from titan_ckpt.training.data.loader import Batch, PackedDataset, build_dataloader, collate, tokenise
+from titan_ckpt.training.data.tokenizer import TextTokenizer, read_tokenizer, train_tokenizer
 from titan_ckpt.training.folders import check_folders
 from titan_ckpt.training.loss import summed_cross_entropy
 from titan_ckpt.training.parallel.apply import parallelise
@@ -49,10 +49,10 @@ from titan_ckpt.training.parallel.ranks import Ranks, process_group, world_size
 from titan_ckpt.training.parallel.tensor_parallel import Plan
 from titan_ckpt.training.precision import keep_stored_dtypes
 from titan_ckpt.training.schedule import rate_factor
-from titan_ckpt.training.tokenizer import TextTokenizer, read_tokenizer, train_tokenizer
 from titan_ckpt.training.train_state import TrainState
-from titan_ckpt.transforms import StateDictTransforms
 from titan_ckpt.types import ModelHooks
+from titan_ckpt.weights.initialize import construct, materialise
+from titan_ckpt.weights.transforms import StateDictTransforms
 
 METRICS = "metrics.jsonl"
 
@@ -65,7 +65,7 @@ def seed_generators(seed: int) -> None:
 
 
 class Converters(ModelHooks, Protocol):
-    """What the trainer asks of model converters, beyond what checkpoints ask."""
+    """The methods of model converters that the trainer calls, in addition to those that checkpoints call."""
 
     def convert(self, model: nn.Module) -> None: ...
 
@@ -75,18 +75,18 @@ class Converters(ModelHooks, Protocol):
 
 
 class BuildSteps:
-    """What a trainer is built of, step by step; each attribute below is what one step returns."""
+    """The build steps of a trainer; each attribute below holds the result of one step."""
 
     ranks: Ranks
     model: LanguageModel
-    """Whole until it is laid out over the ranks, then the first of `model_parts`."""
+    """The whole model until it is distributed over the ranks, then the first of `model_parts`."""
     tokenizer: TextTokenizer | None
     encode: Callable[[str], list[int]] | None
     dataset: IterableDataset[Batch] | None
     collate: Callable[[Sequence[Batch]], Batch]
     dataloader: Any
     model_parts: Sequence[nn.Module]
-    """What this rank has of the model: its pipeline stages, or the one model."""
+    """This rank's parts of the model: its pipeline stages, or the one model."""
     pipeline: Pipeline | None
     optimizer: Optimizer
     lr_scheduler: LRScheduler | None
@@ -96,37 +96,37 @@ class BuildSteps:
     guard: RunGuard
 
     external_weights: ExternalWeights | None = None
-    """Fills the model at every load where checkpoint.components leaves it out; a subclass may define it as a method."""
+    """Fills the model at every load if checkpoint.components excludes it; a subclass may define it as a method."""
 
     def __init__(
         self, config: RunConfig, converters: Converters | None = None, callbacks: Sequence[Callback] = ()
     ) -> None:
-        """Take the settings; nothing is built before `run`."""
+        """Store the settings; nothing is built before `run`."""
         self.config = config
         self.converters = converters
         self.user_callbacks = tuple(callbacks)
         self.state = TrainState()
         self.measurements: dict[str, LogValue] = {}
-        """What callbacks have measured in the step under way, to be logged with it; the same on every rank."""
+        """Values that callbacks measured in the current step, to be logged with it; equal on every rank."""
 
-    # The build steps, in their order: setup is the first, and lasts as long as the run.
+    # The build steps in their order; setup is the first and lasts as long as the run.
 
     @contextmanager
     def setup(self) -> Iterator[Ranks]:
-        """Join the other ranks, and seed every generator alike: initial values must agree before they are sharded.
+        """Join the other ranks and seed all generators equally, because initial values must agree before sharding.
 
-        Raises: ConfigError for folders that cannot be written to, and for degrees of parallelism that the model, the
-        batch or the number of ranks do not allow.
+        Raises: ConfigError for folders that are not writable, and for degrees of parallelism that the model, the batch
+            or the number of ranks do not allow.
         """
         check_folders(self.config)
         torch.use_deterministic_algorithms(self.config.training.deterministic)
-        # filters that a step adds to the warnings end with the run
+        # warning filters that a step adds end with the run
         with process_group(self.config.training.device, self.find_degrees()) as ranks, warnings.catch_warnings():
             seed_generators(self.config.seed)
             yield ranks
 
     def build_model(self) -> LanguageModel:
-        """Return the model on meta, whole and converted; one that cannot be built there has its initial values.
+        """Return the whole, converted model on meta; a model that cannot be built on meta has its initial values.
 
         Raises: ConfigError for an unknown flavor, or a folder without a config.json of this architecture.
         """
@@ -137,10 +137,10 @@ class BuildSteps:
         return model
 
     def freeze_model(self) -> None:
-        """Freeze what `model.freeze` names, beside what the converters froze; trained parameters stay in float32.
+        """Freeze the parameters that `model.freeze` names, in addition to those that converters froze.
 
-        Computing in bfloat16, frozen ones are stored as where they are loaded from.
-        Raises: ConfigError for idle patterns.
+        Trained parameters stay float32. With compute_dtype bfloat16, frozen ones take the dtype of their source.
+        Raises: ConfigError for patterns without a match, and if nothing is left to train.
         """
         problems = []
         for i, pattern in enumerate(self.config.model.freeze):
@@ -171,7 +171,7 @@ class BuildSteps:
         return tokenizer
 
     def build_data_transform(self) -> Callable[[str], list[int]] | None:
-        """Return what makes token ids of a document."""
+        """Return the function that turns a document into token ids."""
         return self.tokenizer.encode_document if self.tokenizer is not None else None
 
     def build_dataset(self) -> IterableDataset[Batch] | None:
@@ -188,18 +188,18 @@ class BuildSteps:
         )
 
     def build_collate(self) -> Callable[[Sequence[Batch]], Batch]:
-        """Return what makes a batch of sequences."""
+        """Return the function that turns sequences into a batch."""
         return collate
 
     def build_dataloader(self) -> Any:
-        """Return a loader whose state_dict holds the position in the data; endless, as far as the run goes."""
+        """Return a loader whose state_dict holds the position in the data. It must not end before the run does."""
         assert self.dataset is not None, "who builds no dataset builds a loader"
         return build_dataloader(self.dataset, self.config.training.batch_size, self.collate, self.config.seed)
 
     def parallelise_model(self) -> Sequence[nn.Module]:
-        """Return what this rank has of the model, with memory; give ranks that see different data their own noise.
+        """Return this rank's parts of the model, with memory; reseed ranks with different data differently.
 
-        What is on meta until here has its values after `load`.
+        Parameters that were on meta before this step get their values from `load`.
         """
         fit = self.converters.parallel_plan if self.converters is not None else dict
         length = self.config.data.sequence_length
@@ -213,29 +213,29 @@ class BuildSteps:
         return parts
 
     def build_optimizer(self) -> Optimizer:
-        """Return AdamW over what is trained: matrices with weight decay, vectors without."""
+        """Return AdamW over the trained parameters: matrices with weight decay, vectors without."""
         config = self.config.optimizer
         matrices = [p for p in self.trainable() if p.dim() >= 2]
         vectors = [p for p in self.trainable() if p.dim() < 2]
-        # both groups on every rank, even where a pipeline stage trains nothing of one
+        # every rank has both groups, even if its pipeline stage trains no parameter of one
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
     def build_lr_scheduler(self) -> LRScheduler | None:
-        """Return the learning rate's course over all steps."""
+        """Return the scheduler of the learning rate."""
         return LambdaLR(self.optimizer, rate_factor(self.config.schedule, self.config.training.steps))
 
     def build_training_context(self) -> Callable[[], AbstractContextManager[object]]:
-        """Return what every forward pass runs in: autocast where FSDP2 does not already compute in bfloat16."""
+        """Return the context of every forward pass: autocast, unless FSDP2 already computes in bfloat16."""
         if self._compute_dtype is torch.float32 or is_sharded(self.ranks):
             return nullcontext
         return lambda: torch.autocast(self.ranks.device.type, self._compute_dtype)
 
     def build_callbacks(self) -> Callbacks:
-        """Return the callbacks that the config asks for, each under its name, the user's last.
+        """Return the callbacks that the config requests, each under its name, and the user's callbacks last.
 
-        Raises: ConfigError for a library that is not installed, for held-out text too short to measure, and for names
-        of callbacks that are none.
+        Raises: ConfigError for a library that is not installed, for held-out text that is too short, and for names that
+            are no callbacks.
         """
         config, folder = self.config, Path(self.config.output_folder)
         monitoring, profiling, collection = config.monitoring, config.profiling, config.garbage_collection
@@ -255,10 +255,10 @@ class BuildSteps:
             user=(*self.user_callbacks, *import_callbacks(config.callbacks)),
         )
 
-    # What the build steps share
+    # Shared by the build steps
 
     def read_shape(self) -> Any:
-        """Return the shape of the model, which is asked for before anything is built; goes with `build_model`."""
+        """Return the shape of the model; called before anything is built. Override it together with `build_model`."""
         model = self.config.model
         return read_config(model.name, flavor=model.flavor, folder=model.folder)
 
@@ -275,7 +275,7 @@ class BuildSteps:
         )
 
     def build_pipeline(self) -> Pipeline | None:
-        """Return what runs the stages of a pipeline, where there is one."""
+        """Return the object that runs the pipeline stages, or None without pipeline parallelism."""
         if self.ranks.degrees.pp == 1:
             return None
         training = self.config.training
@@ -296,9 +296,9 @@ class BuildSteps:
         return [p for part in parts for p in part.parameters() if p.requires_grad]
 
     def tokens_of(self, corpus: str, setting: str = "data.corpus") -> torch.Tensor:
-        """Return the token ids of a corpus, one document after the other; `setting` names it.
+        """Return the token ids of a corpus, one document after the other; `setting` is the key that errors name.
 
-        Raises: ConfigError without a tokenizer, and for a file that holds no text.
+        Raises: ConfigError without a tokenizer, and for a file without text.
         """
         if self.tokenizer is None or self.encode is None:
             raise ConfigError([f"{setting}: {corpus} needs a tokenizer; override build_dataset, and held_out()"])
@@ -307,7 +307,7 @@ class BuildSteps:
         return tokenise(documents.documents, self.encode, key, Path(self.config.data.cache_folder))
 
     def held_out(self) -> PackedDataset:
-        """Return the whole text that [evaluation] measures. Raises: ConfigError if it is no whole sequence."""
+        """Return all of the text that [evaluation] measures. Raises: ConfigError if it is shorter than one sequence."""
         data, config = self.config.data, self.config.evaluation
         assert config is not None, "asked for with [evaluation] alone"
         setting = "evaluation.corpus" if config.corpus else "data.held_out"
@@ -320,13 +320,13 @@ class BuildSteps:
         return PackedDataset(tokens[len(tokens) - kept_back :], data.sequence_length, self.config.seed)
 
     def is_log_due(self, step: int) -> bool:
-        """Say whether the end of a step is reported whatever was measured in it."""
+        """Return whether the end of a step is reported even if no callback measured anything in it."""
         training = self.config.training
         return step % training.log_interval == 0 or step in (1, training.steps)
 
     @property
     def epoch(self) -> int:
-        """Which pass over the data the next sequence is of; override it beside a dataset of your own."""
+        """Return the epoch of the next sequence, a pass over the data. Override it for your own dataset."""
         return self.dataset.epoch if isinstance(self.dataset, PackedDataset) else 0
 
     @property

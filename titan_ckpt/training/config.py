@@ -1,7 +1,7 @@
-"""The settings of a training run as frozen dataclasses: what train.py reads from TOML, without the converters.
+"""The settings of a training run, which train.py reads from TOML, as frozen dataclasses; converters are separate.
 
-Owns fields, units and the rules between fields. Checks that need a model, data or devices are made where those are
-built.
+Owns the fields, their units and the rules between them. Checks that need a model, data or devices are made where those
+are built.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from titan_ckpt.config import CheckpointConfig, NonEmpty, NonNegative, PositiveInt, PositiveSteps, validate
-from titan_ckpt.strict_toml import Check
+from titan_ckpt.config import CheckpointConfig, NonEmpty, NonNegative, PositiveInt, PositiveSteps
+from titan_ckpt.encoding.toml import Check, Checked
 from titan_ckpt.training.parallel.config import ParallelConfig
 
 PositiveNumber = Annotated[float, Check("a positive number", lambda x: x > 0)]
@@ -20,20 +20,17 @@ BelowOne = Annotated[float, Check("a number from 0 to below 1", lambda x: 0 <= x
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """Which model to train: exactly one of `flavor` and `folder` says its shape."""
+class ModelConfig(Checked):
+    """The model to train; its shape comes from exactly one of `flavor` and `folder`."""
 
     name: Literal["llama3", "qwen3", "qwen3_moe", "hf"] = "llama3"
-    """The architecture; "hf" is any causal language model of the transformers library, which needs a folder."""
+    """The architecture; "hf" is any causal language model of the transformers library and needs `folder`."""
     flavor: NonEmpty | None = None
     """A shape by name, such as "debug-2m" or "8B"."""
     folder: NonEmpty | None = None
-    """A Hugging Face folder, whose config.json says the shape; [[checkpoint.initial_load]] loads weights."""
+    """A Hugging Face folder; only the shape in its config.json is used. [[checkpoint.initial_load]] loads weights."""
     freeze: tuple[NonEmpty, ...] = ()
-    """Parameters that are not trained, as patterns over their names: "tok_embeddings.*"."""
-
-    def __post_init__(self) -> None:
-        validate(self)
+    """Parameters that are not trained, as patterns over their names, such as "tok_embeddings.*"."""
 
     def problems(self) -> Iterator[str]:
         if (self.flavor is None) == (self.folder is None):
@@ -41,38 +38,32 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizerConfig:
-    """Where the tokenizer comes from: read from `folder`, or trained on the corpus where that is absent."""
+class TokenizerConfig(Checked):
+    """The tokenizer: read from `folder`, or trained on the corpus if `folder` is absent."""
 
     folder: NonEmpty | None = None
     """A Hugging Face folder with a tokenizer.json."""
     vocab_size: Annotated[int, Check("258 or more: the bytes and two marks", lambda n: n >= 258)] = 2048
-    """Tokens of a tokenizer that is trained here; fewer where the corpus has too few merges to learn."""
-
-    def __post_init__(self) -> None:
-        validate(self)
+    """Number of tokens of a trained tokenizer; it has fewer if the corpus has too few merges to learn."""
 
 
 @dataclass(frozen=True, slots=True)
-class DataConfig:
-    """What is read, and in which pieces."""
+class DataConfig(Checked):
+    """The training text, and the length of its sequences."""
 
     corpus: NonEmpty = "builtin"
-    """The word "builtin" (Python's help topics, 0.5 MB), or the path of a .txt or .jsonl file."""
+    """Either "builtin" (Python's help topics, 0.5 MB), or the path of a .txt or .jsonl file."""
     sequence_length: PositiveInt = 256
-    """Tokens of one training sequence."""
+    """Length of one training sequence in tokens."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     held_out: BelowOne = 0.0
-    """Share of the corpus, at its end, that is not trained on: what [evaluation] measures by itself."""
+    """Share of the corpus, at its end, that is not trained on; [evaluation] measures it unless it names a corpus."""
     cache_folder: NonEmpty = "outputs/cache"
     """Trained tokenizers and tokenised corpora, shared between runs."""
 
-    def __post_init__(self) -> None:
-        validate(self)
-
 
 @dataclass(frozen=True, slots=True)
-class OptimizerConfig:
+class OptimizerConfig(Checked):
     """AdamW."""
 
     lr: PositiveNumber = 1e-3
@@ -80,26 +71,20 @@ class OptimizerConfig:
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     eps: PositiveNumber = 1e-8
     weight_decay: Annotated[float, Check("a number, 0 or more", lambda x: x >= 0)] = 0.1
-    """Of matrices; vectors (norms, biases, magnitudes) are not decayed."""
-
-    def __post_init__(self) -> None:
-        validate(self)
+    """Weight decay of matrices; vectors (norms, biases, magnitudes) are not decayed."""
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduleConfig:
-    """How the learning rate rises and falls; ratios are of all steps."""
+class ScheduleConfig(Checked):
+    """The learning-rate schedule; ratios are shares of all steps."""
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     warmup_ratio: Ratio = 0.05
-    """Share of the steps that warms up linearly, rounded up to whole steps."""
+    """Share of the steps with linear warm-up, rounded up to whole steps."""
     decay_ratio: Ratio = 0.2
-    """wsd only: share of the steps, at the end, that decays linearly."""
+    """Share of the steps, at the end, with linear decay; only for "wsd"."""
     min_ratio: Ratio = 0.1
-    """What of the peak is left at the end; "constant" stays at the peak."""
-
-    def __post_init__(self) -> None:
-        validate(self)
+    """Learning rate at the end, as a share of the peak; "constant" stays at the peak."""
 
     def problems(self) -> Iterator[str]:
         if self.kind == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
@@ -107,60 +92,51 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingConfig:
-    """The loop."""
+class TrainingConfig(Checked):
+    """Settings of the training loop."""
 
     steps: PositiveSteps = 1000
-    """Optimizer steps of the whole run, resumed ones included."""
+    """Optimizer steps of the whole run, including those before a resume."""
     batch_size: PositiveInt = 8
-    """Sequences of one micro-batch on one rank."""
+    """Sequences per micro-batch on one rank."""
     accumulation: PositiveInt = 1
-    """Micro-batches of one optimizer step."""
+    """Micro-batches per optimizer step."""
     max_grad_norm: PositiveNumber | None = None
-    """Gradients are scaled down to this global norm; absent: left as they are."""
+    """Gradients are scaled down to this global norm. Absent: gradients are not clipped."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What matrices are multiplied in; trained parameters and optimizer state stay float32. With bfloat16, frozen
-    parameters are stored in the 16-bit dtype they are loaded from, if they are."""
+    """Dtype of matrix products; trained parameters and optimizer state stay float32. With bfloat16, frozen parameters
+    that are loaded from a 16-bit dtype keep that dtype."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """The word "auto" is CUDA where there is one."""
+    """With "auto", CUDA is used if it is available."""
     deterministic: bool = False
-    """Refuse operations that have no deterministic implementation; on CPU a run repeats bit for bit without it."""
+    """Refuse operations without a deterministic implementation. On CPU a run repeats bit for bit without this."""
     log_interval: PositiveSteps = 1
-    """Steps between two reports: lines of the console and of metrics.jsonl, points in TensorBoard and W&B."""
-
-    def __post_init__(self) -> None:
-        validate(self)
+    """Steps between reports on the console, in metrics.jsonl, in TensorBoard and in W&B."""
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationConfig:
-    """[evaluation]: the loss on text that is not trained on. The run itself is the same with it and without."""
+class EvaluationConfig(Checked):
+    """[evaluation]: measures the loss on held-out text. It does not change the training run."""
 
     interval: PositiveSteps
-    """Steps between evaluations; the last step is evaluated as well."""
+    """Steps between evaluations; the last step is also evaluated."""
     corpus: NonEmpty | None = None
-    """A .txt or .jsonl file; absent: the share of the corpus that data.held_out keeps back."""
+    """A .txt or .jsonl file. Absent: the share of the corpus that data.held_out keeps back."""
     max_sequences: PositiveInt | None = None
-    """Only the first so many sequences; absent: all."""
-
-    def __post_init__(self) -> None:
-        validate(self)
+    """Measure only this many sequences from the start of the text. Absent: all."""
 
 
 @dataclass(frozen=True, slots=True)
-class TensorBoardConfig:
-    """[tensorboard]: event files of everything that is logged; needs the extra of that name."""
+class TensorBoardConfig(Checked):
+    """[tensorboard]: writes all logged values as event files; needs the extra `tensorboard`."""
 
     folder: NonEmpty = "tensorboard"
     """Relative to the output folder."""
 
-    def __post_init__(self) -> None:
-        validate(self)
-
 
 @dataclass(frozen=True, slots=True)
-class WandbConfig:
-    """[wandb]: Weights & Biases gets everything that is logged; needs the extra of that name. Names are W&B's own."""
+class WandbConfig(Checked):
+    """[wandb]: sends all logged values to Weights & Biases; needs the extra `wandb`. The names are W&B's."""
 
     project: NonEmpty
     name: NonEmpty | None = None
@@ -168,37 +144,31 @@ class WandbConfig:
     group: NonEmpty | None = None
     tags: tuple[NonEmpty, ...] = ()
     mode: Literal["online", "offline"] | None = None
-    """Send now, or write to the output folder for `wandb sync`; absent: as WANDB_MODE says, else online."""
-
-    def __post_init__(self) -> None:
-        validate(self)
+    """Send now, or write to the output folder for `wandb sync`. Absent: the value of WANDB_MODE, else online."""
 
 
 @dataclass(frozen=True, slots=True)
-class ProfilingConfig:
-    """[profiling]: traces of torch.profiler, which Perfetto and chrome://tracing open."""
+class ProfilingConfig(Checked):
+    """[profiling]: writes traces of torch.profiler, which Perfetto and chrome://tracing can open."""
 
     interval: PositiveSteps
-    """Steps from one trace to the next; a trace is of the last `active` ones."""
+    """Steps from one trace to the next; the last `active` steps of each interval are traced."""
     warmup: PositiveSteps = 1
-    """Steps right before a trace in which the profiler already runs and what it sees is dropped."""
+    """Steps right before a trace in which the profiler already runs; their data is discarded."""
     active: PositiveSteps = 1
-    """Steps of one trace."""
+    """Number of steps per trace."""
     num_traces: PositiveInt | None = 1
-    """How many traces a process writes."""
+    """Number of traces that a process writes."""
     ranks: tuple[NonNegative, ...] = (0,)
-    """Who traces."""
+    """The ranks that write traces."""
     memory: bool = False
     """Record allocations."""
     stacks: bool = False
-    """Record where in the source each operation was called; slows the traced steps."""
+    """Record the source line of each operation; this slows the traced steps."""
     shapes: bool = False
-    """Record the shapes of what operations take."""
+    """Record the input shapes of operations."""
     folder: NonEmpty = "profiles"
     """Relative to the output folder."""
-
-    def __post_init__(self) -> None:
-        validate(self)
 
     def problems(self) -> Iterator[str]:
         if self.interval < self.warmup + self.active:
@@ -206,38 +176,32 @@ class ProfilingConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class MonitoringConfig:
-    """[monitoring]: what is measured beside loss, gradient norm and speed, and logged with them."""
+class MonitoringConfig(Checked):
+    """[monitoring]: measurements that are logged together with loss, gradient norm and speed."""
 
     memory: bool = False
-    """Memory of the rank that needs most, in GiB."""
+    """Log the memory of the rank that needs most, in GiB."""
     load_balance: bool = False
-    """How a mixture of experts deals out tokens, layer by layer."""
-
-    def __post_init__(self) -> None:
-        validate(self)
+    """Log how evenly each layer of a mixture of experts distributes tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class GarbageCollectionConfig:
-    """[garbage_collection]: collect at the same steps on every rank instead of whenever each one's counters say."""
+class GarbageCollectionConfig(Checked):
+    """[garbage_collection]: collect on all ranks at the same steps, not when each rank's own counters trigger it."""
 
     interval: PositiveSteps
     """Steps between collections."""
 
-    def __post_init__(self) -> None:
-        validate(self)
-
 
 @dataclass(frozen=True, slots=True)
-class RunConfig:
+class RunConfig(Checked):
     """One training run."""
 
     model: ModelConfig
     output_folder: NonEmpty
-    """Everything the run writes but the cache lies under it: metrics.jsonl, checkpoints, exports."""
+    """The folder for everything that the run writes except the cache: metrics.jsonl, checkpoints, exports."""
     seed: NonNegative = 42
-    """Of initial values, data order and dropout."""
+    """Seed of initial values, data order and dropout."""
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -251,10 +215,7 @@ class RunConfig:
     profiling: ProfilingConfig | None = None
     garbage_collection: GarbageCollectionConfig | None = None
     callbacks: tuple[NonEmpty, ...] = ()
-    """Of your own, as "package.module:Class", made without arguments; they come after the named ones."""
-
-    def __post_init__(self) -> None:
-        validate(self)
+    """Your own callbacks as "package.module:Class", created without arguments and called after the built-in ones."""
 
     def problems(self) -> Iterator[str]:
         if self.evaluation is not None and self.evaluation.corpus is None and not self.data.held_out:

@@ -1,4 +1,4 @@
-"""Whether a run can write where it is told to. Makes nothing: a run that cannot start leaves no trace."""
+"""Check that a run can write to its folders. Creates nothing, so that a run which cannot start leaves no trace."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from titan_ckpt.training.config import RunConfig
 
 
 def check_folders(config: RunConfig) -> None:
-    """Raises: ConfigError listing every setting whose folder is a file, or below one, or cannot be written to."""
+    """Raises: ConfigError listing every setting whose folder is a file, is below a file, or is not writable."""
     problems = []
     for setting, folder in _folders(config):
-        there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-        if not there.is_dir():
-            problems.append(f"{setting}: {there} is a file, and {folder} is to be a folder")
-        elif not os.access(there, os.W_OK | os.X_OK):
-            problems.append(f"{setting}: {folder} cannot be written to: {there} does not allow it")
+        existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+        if not existing.is_dir():
+            problems.append(f"{setting}: {existing} is a file, and {folder} is to be a folder")
+        elif not os.access(existing, os.W_OK | os.X_OK):
+            problems.append(f"{setting}: {folder} cannot be written to: {existing} does not allow it")
     if problems:
         raise ConfigError(problems)
 
@@ -27,7 +27,7 @@ def _folders(config: RunConfig) -> Iterator[tuple[str, Path]]:
     yield "data.cache_folder", Path(config.data.cache_folder)
     output = Path(config.output_folder)
     yield "output_folder", output
-    if output.is_dir():  # else the problem is that of the output folder
+    if output.is_dir():  # otherwise a problem is reported for the output folder
         yield "checkpoint.folder", output / config.checkpoint.folder
         for i, export in enumerate(config.checkpoint.export):
             yield f"checkpoint.export.{i}.folder", output / export.folder

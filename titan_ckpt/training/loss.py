@@ -6,18 +6,18 @@ import torch
 import torch.nn.functional as F
 
 from titan_ckpt.models.layers import local_tensor
-from titan_ckpt.training.data import IGNORED, Batch
+from titan_ckpt.training.data.loader import IGNORED, Batch
 
 
 def num_predicted(batch: Batch) -> int:
-    """Return how many of the batch's labels are predicted."""
+    """Return how many labels of the batch count in the loss."""
     return int((batch["labels"] != IGNORED).sum())
 
 
 def summed_cross_entropy(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return the sum over all predicted tokens, in float32; a sum, so that the mean can be taken over all ranks.
+    """Return the sum over all predicted tokens in float32; a sum, so that the mean can be taken over all ranks.
 
-    Shape: (batch, sequence, vocab) logits, which under tensor parallelism are a DTensor; a scalar out.
+    Shape: (batch, sequence, vocab) logits, a DTensor under tensor parallelism; a scalar out.
     """
     return F.cross_entropy(
         local_tensor(logits).flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"

@@ -1,6 +1,6 @@
-"""What parameters are stored in: trained ones in float32, frozen ones in the dtype of the weights they are loaded from.
+"""Dtypes of parameters: trained ones are float32, frozen ones have the dtype of the weights that they are loaded from.
 
-Owns that decision. What matrices are multiplied in is training.compute_dtype's; what fits what, the load's.
+Owns this decision only. training.compute_dtype sets the dtype of matrix products; the load checks what fits.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from pathlib import Path
 import torch
 
 from titan_ckpt.config import CheckpointConfig
+from titan_ckpt.directory.names import survey
 from titan_ckpt.errors import CheckpointError
+from titan_ckpt.formats.open import open_reader
+from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.models.language_model import LanguageModel
-from titan_ckpt.step_folders import survey
-from titan_ckpt.storage import open_reader
-from titan_ckpt.storage.base import TensorReader
 
 _KEPT = (torch.bfloat16, torch.float16)
-"""Dtypes worth keeping: what is smaller than these is not computed with as it is."""
+"""Stored dtypes that are kept; values of smaller dtypes must be converted before a computation."""
 
 
 def keep_stored_dtypes(model: LanguageModel, config: CheckpointConfig, base_folder: Path) -> None:
-    """Give frozen parameters the dtype they have where the run will load them from; call it before sharding.
+    """Cast frozen parameters to the dtype of the source that the run will load them from. Call it before sharding.
 
-    What cannot be opened is left to the load, which says why.
+    Sources that cannot be opened are skipped; the load will report the reason.
     """
     frozen = {fqn: p for fqn, p in model.named_parameters() if not p.requires_grad}
     if not frozen:
@@ -43,7 +43,7 @@ def keep_stored_dtypes(model: LanguageModel, config: CheckpointConfig, base_fold
 
 
 def _sources(config: CheckpointConfig, base_folder: Path, stack: ExitStack) -> Iterator[TensorReader]:
-    """Yield the run's own newest step, then the initial sources: the order in which a weight's first one counts."""
+    """Yield the run's newest step, then the initial sources; for each weight the first source that has it counts."""
     root = base_folder / config.folder
     steps = [step.path for step in survey(root).steps[-1:]]
     for path in [*steps, *(Path(source.path) for source in config.initial_load)]:

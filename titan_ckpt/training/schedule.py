@@ -1,4 +1,4 @@
-"""The learning rate as a factor of its peak, step by step. Pure; the optimizer is torch's LambdaLR's business."""
+"""The learning rate of each step as a factor of its peak. Pure; torch's LambdaLR applies it to the optimizer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from titan_ckpt.training.config import ScheduleConfig
 
 
 def rate_factor(config: ScheduleConfig, num_steps: int) -> Callable[[int], float]:
-    """Return the factor for the optimizer step with a given index, counted from 0 to num_steps - 1.
+    """Return a function from the index of an optimizer step, 0 to num_steps - 1, to its factor.
 
-    Warm-up rises linearly and reaches 1 at its last step; its length is rounded up, so any ratio above zero warms up.
-    After it, the factor falls to `min_ratio`, reached after the last step: at once in a straight line (linear), along
-    half a cosine, or in a straight line over the last `decay_ratio` of all steps (wsd: warm-up, stable, decay).
+    Warm-up rises linearly and reaches 1 at its last step; its length is rounded up, so every ratio above zero has one.
+    Then the factor falls to `min_ratio`, which it reaches after the last step: linearly from the end of warm-up
+    (linear), along half a cosine (cosine), or linearly over the last `decay_ratio` of all steps (wsd: warm-up, stable,
+    decay).
     """
     warmup = math.ceil(config.warmup_ratio * num_steps)
     decay = max(num_steps - warmup, 1)
@@ -31,7 +32,7 @@ def rate_factor(config: ScheduleConfig, num_steps: int) -> Callable[[int], float
 
 
 def _shape(config: ScheduleConfig, left: float) -> float:
-    """Return what of the fall is left, from 1 to 0, where `left` of its steps are."""
+    """Return how much of the fall remains, from 1 to 0, when the share `left` of its steps remains."""
     match config.kind:
         case "constant":
             return 1.0

@@ -1,4 +1,4 @@
-"""How far a training run has come."""
+"""The progress of a training run."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from typing import Any
 
 
 class TrainState:
-    """How far a run has come; saved with it."""
+    """The progress of a run; saved in its checkpoints."""
 
     def __init__(self) -> None:
         self.step = 0
         self.num_tokens = 0
         self.seconds = 0.0
-        """Time spent in steps, by all processes of the run one after the other; the same on every rank."""
+        """Time spent in steps since step 0, over all resumes; equal on every rank."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "num_tokens": self.num_tokens, "seconds": self.seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.step, self.num_tokens = state_dict["step"], state_dict["num_tokens"]
-        self.seconds = state_dict["seconds"]
+        self.step, self.num_tokens, self.seconds = (state_dict[name] for name in ("step", "num_tokens", "seconds"))

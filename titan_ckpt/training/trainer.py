@@ -1,6 +1,6 @@
-"""The trainer: thirteen build steps in their order, and one loop over optimizer steps.
+"""The trainer: thirteen build steps in order, and one loop over optimizer steps.
 
-Owns the order of things. What the steps build is in build_steps.py; what a checkpoint is, the manager's.
+Owns the order of the steps. build_steps.py builds the parts; the checkpoint manager saves and loads.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from pathlib import Path
 
 import torch
 
-from titan_ckpt.run_guard import RunGuard
-from titan_ckpt.storage.huggingface import is_huggingface
+from titan_ckpt.formats.huggingface.reader import is_huggingface
+from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.training.build_steps import BuildSteps
 from titan_ckpt.training.callbacks import StepMetrics
-from titan_ckpt.training.data import Batch
+from titan_ckpt.training.data.loader import Batch
 from titan_ckpt.training.loss import num_predicted, summed_cross_entropy
 from titan_ckpt.training.parallel.context_parallel import share_of
-from titan_ckpt.training.parallel.data_parallel import sync_gradients
-from titan_ckpt.training.parallel.gradients import clip_gradients
+from titan_ckpt.training.parallel.data_parallel import clip_gradients, sync_gradients
 from titan_ckpt.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -29,13 +28,13 @@ logger = logging.getLogger(__name__)
 class Trainer(BuildSteps):
     """Trains one model on this process's share of the data.
 
-    `run()` does everything: build, resume, train, save. To change a part, subclass and override its build step; each
-    returns what it builds and may use what the steps before it built (the attributes, in that order). What may be None
-    there is left out by a step that returns None.
+    `run()` does everything: build, resume, train, save. To change a part, override its build step in a subclass. Each
+    step returns what it builds and may use the results of earlier steps (the attributes, in the order of the steps). An
+    optional part is left out if its step returns None.
     """
 
     def run(self) -> TrainState:
-        """Build, load what there is to load, train to the last step and save. Returns how far the run has come."""
+        """Build, load, train to the last step and save. Return the progress of the run."""
         with self.setup() as self.ranks:
             self.build()
             with self.build_manager() as self.manager, RunGuard(self.manager) as self.guard:
@@ -44,7 +43,7 @@ class Trainer(BuildSteps):
         return self.state
 
     def build(self) -> None:
-        """Call the other twelve steps."""
+        """Call the other twelve steps (`setup` is the first)."""
         self.model = self.build_model()
         self.freeze_model()
         self.tokenizer = self.build_assets()
@@ -61,7 +60,7 @@ class Trainer(BuildSteps):
         self.callbacks.on_init_end(self)
 
     def load(self) -> None:
-        """Resume, or load initial weights, or start afresh."""
+        """Resume, load initial weights, or start from step 0."""
         result = self.manager.load()
         shape = self.config.model.folder
         found_weights = result.step or result.plan.sources or result.plan.external
@@ -76,9 +75,9 @@ class Trainer(BuildSteps):
         self.callbacks.on_load(self, result)
 
     def train(self) -> None:
-        """Run the optimizer steps that are left, or as many as the guard lets it: it saves what is to be kept.
+        """Run the remaining optimizer steps, or fewer if the guard stops the run; the guard then saves.
 
-        A run that had made its last step already makes what that step's save still owes, its exports, and no step.
+        If the last step is already done, take no step and only make the exports that are still missing.
         """
         last = self.config.training.steps
         if self.state.step >= last:
@@ -104,18 +103,18 @@ class Trainer(BuildSteps):
             self.callbacks.on_train_end(self)
 
     def train_step(self, batches: Iterator[Batch]) -> StepMetrics:
-        """Take one optimizer step over `accumulation` micro-batches and return what it did.
+        """Take one optimizer step over `accumulation` micro-batches and return its metrics.
 
-        The loss is the mean over the predicted tokens of all ranks and micro-batches, however they are dealt out.
-        Collective: 1 count tokens. 2 backward; the last one exchanges gradients. 3 sum the loss.
+        The loss is the mean over the predicted tokens of all ranks and micro-batches, however they are distributed.
+        Collective: 1 Count tokens. 2 Backward; the last micro-batch exchanges gradients. 3 Sum the loss.
         """
         started = time.perf_counter()
         step = self.state.step + 1
         self.measurements.clear()
         self.callbacks.on_step_begin(self, step)
         micro_batches = [next(batches) for _ in range(self.config.training.accumulation)]
-        mine = sum(map(num_predicted, micro_batches))
-        num_tokens = int(self.ranks.sum(torch.tensor(mine, device=self.ranks.device), over_data=True))
+        local_tokens = sum(map(num_predicted, micro_batches))
+        num_tokens = int(self.ranks.sum(torch.tensor(local_tokens, device=self.ranks.device), over_data=True))
         loss = self.accumulate_gradients(micro_batches, num_tokens)
         grad_norm = clip_gradients(self.trainable(), self.config.training.max_grad_norm, self.ranks)
         self.callbacks.on_pre_optimizer(self, step, grad_norm)
@@ -135,7 +134,7 @@ class Trainer(BuildSteps):
         return StepMetrics(step, total / num_tokens, grad_norm, lr, num_tokens, seconds)
 
     def accumulate_gradients(self, micro_batches: Sequence[Batch], num_tokens: int) -> torch.Tensor:
-        """Run forward and backward of every micro-batch; ranks add their gradients up after the last one alone.
+        """Run forward and backward of every micro-batch; ranks exchange gradients only after the last one.
 
         Returns: this rank's share of the summed loss, float64.
         """
@@ -163,7 +162,7 @@ class Trainer(BuildSteps):
 
     @torch.no_grad()
     def measure_loss(self, batch: Batch) -> torch.Tensor:
-        """Return this rank's share of the summed loss of a batch, float64; no gradients. Collective."""
+        """Return this rank's share of the summed loss of a batch, float64, without gradients. Collective."""
         batch = share_of(self._on_device(batch), self.ranks)
         with self.training_context():
             loss = self.pipeline.evaluate(batch) if self.pipeline is not None else self.compute_loss(batch).double()

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 
-if "titan_ckpt.storage.writer_process" in " ".join(sys.orig_argv):
+if "titan_ckpt.formats.native.writer_process" in " ".join(sys.orig_argv):
     from tests.faults import shim
 
     fault = json.loads(os.environ["TITAN_CKPT_FAULT"])

@@ -1,4 +1,4 @@
-"""What happens around the steps of a run, one module per family. base.py owns the events and their order."""
+"""Callbacks around the steps of a run, one module per family. base.py owns the events and their order."""
 
 from __future__ import annotations
 

@@ -1,66 +1,69 @@
-"""The events of a run, their order, and the callbacks it may have, by name.
+"""The events of a run, their order, and its built-in callbacks by name.
 
-Owns no behaviour: each callback is in a module of its family. One of your own subclasses Callback and is handed to the
-Trainer; it comes after the named ones.
+Owns no behaviour: the callbacks are in the other modules. Your own callback subclasses Callback and is passed to the
+Trainer; it is called after the built-in ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from titan_ckpt.run_guard import StopRun
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.guard.run_guard import StopRun
 
 if TYPE_CHECKING:
-    from titan_ckpt.restoring import LoadResult
+    from titan_ckpt.loading.restore import LoadResult
     from titan_ckpt.training.trainer import Trainer
 
+P = ParamSpec("P")
 LogValue = float | list[float]
-"""A number, or one for each of a few like things, such as a layer's experts."""
+"""A number, or a list with one number for each item of a kind, such as a layer's experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One optimizer step, as seen by all ranks together."""
+    """Metrics of one optimizer step over all ranks."""
 
     step: int
     loss: float
-    """Mean over all predicted tokens of the step."""
+    """Mean loss over all predicted tokens of the step."""
     grad_norm: float
-    """Before clipping."""
+    """Global norm of the gradients before clipping."""
     lr: float
     num_tokens: int
-    """Predicted tokens of the step, over all ranks."""
+    """Number of predicted tokens of the step, over all ranks."""
     seconds: float
 
 
 class Callback:
-    """Every event does nothing here. All ranks call all of them, in the order in which they are written here."""
+    """Base of all callbacks; its events do nothing. Every rank calls all events, in the order of these methods."""
 
     def on_init_end(self, trainer: Trainer) -> None:
-        """Everything is built, nothing is loaded."""
+        """Everything is built; nothing is loaded yet."""
 
     def on_load(self, trainer: Trainer, result: LoadResult) -> None:
-        """Weights, and when resuming the run's state, are in place."""
+        """Weights are loaded, and after a resume also the run's state."""
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        """The first step of this process comes next."""
+        """The first step of this process is next."""
 
     def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
-        """The next sequence is of this pass over the data, counted from 0; after a resume not always its first."""
+        """The next sequence is in this pass over the data, counted from 0; after a resume it may not be the first."""
 
     def on_step_begin(self, trainer: Trainer, step: int) -> None:
-        """Nothing of the step is done."""
+        """Nothing of the step is done yet."""
 
     def on_substep_begin(self, trainer: Trainer, index: int) -> None:
-        """Micro-batch `index` of the step comes next; under pipeline parallelism all of a step come at once."""
+        """Micro-batch `index` of the step is next; with a pipeline, all micro-batches have this event first."""
 
     def on_substep_end(self, trainer: Trainer, index: int) -> None:
-        """The gradients of micro-batch `index` are added up."""
+        """The gradients of micro-batch `index` are accumulated."""
 
     def on_pre_optimizer(self, trainer: Trainer, step: int, grad_norm: float) -> None:
-        """Gradients are complete and clipped, weights are those of the step before."""
+        """Gradients are complete and clipped; weights are those of the previous step."""
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         """Weights, schedule and data position are those after the step."""
@@ -69,24 +72,34 @@ class Callback:
         """Held-out text was measured with the weights after this step."""
 
     def on_log(self, trainer: Trainer, step: int, values: Mapping[str, LogValue]) -> None:
-        """A step is reported: its StepMetrics by name, and `trainer.measurements`."""
+        """A step is reported; `values` has its StepMetrics by name and `trainer.measurements`."""
 
     def on_save(self, trainer: Trainer, step: int) -> None:
-        """A save of this step was started, or made."""
+        """A save of this step was started or completed."""
 
     def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
         """The step that just ended took the last sequence of this pass over the data."""
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """No further step follows; called after an exception too."""
+        """No further step follows; also called after an exception."""
+
+
+def _call_each(event: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Callbacks, P], None]:
+    """Return a method of Callbacks that calls this event on every callback."""
+
+    def call(self: Callbacks, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        for callback in self:
+            getattr(callback, event.__name__)(*args, **kwargs)
+
+    return call
 
 
 @dataclass(slots=True)
 class Callbacks(Callback):
-    """The callbacks of a run, called in the order of the fields; None is one that this run does not have.
+    """The callbacks of a run, called in the order of the fields; None is a callback that this run does not have.
 
-    Health comes first, so that a broken step is not reported as a step. What measures comes before what reports, and
-    reports come before the save, so that a saved step has its line in metrics.jsonl.
+    Health comes first, so that a broken step is not reported. Measurements come before reports, and reports come before
+    the save, so that a saved step has its line in metrics.jsonl.
     """
 
     gradient_health: Callback | None = None
@@ -108,63 +121,51 @@ class Callbacks(Callback):
         yield from (callback for callback in named if callback is not None)
         yield from self.user
 
-    def on_init_end(self, trainer: Trainer) -> None:
-        for callback in self:
-            callback.on_init_end(trainer)
-
-    def on_load(self, trainer: Trainer, result: LoadResult) -> None:
-        for callback in self:
-            callback.on_load(trainer, result)
-
-    def on_train_begin(self, trainer: Trainer) -> None:
-        for callback in self:
-            callback.on_train_begin(trainer)
-
-    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
-        for callback in self:
-            callback.on_epoch_begin(trainer, epoch)
-
-    def on_step_begin(self, trainer: Trainer, step: int) -> None:
-        for callback in self:
-            callback.on_step_begin(trainer, step)
-
-    def on_substep_begin(self, trainer: Trainer, index: int) -> None:
-        for callback in self:
-            callback.on_substep_begin(trainer, index)
-
-    def on_substep_end(self, trainer: Trainer, index: int) -> None:
-        for callback in self:
-            callback.on_substep_end(trainer, index)
-
-    def on_pre_optimizer(self, trainer: Trainer, step: int, grad_norm: float) -> None:
-        for callback in self:
-            callback.on_pre_optimizer(trainer, step, grad_norm)
+    on_init_end = _call_each(Callback.on_init_end)
+    on_load = _call_each(Callback.on_load)
+    on_train_begin = _call_each(Callback.on_train_begin)
+    on_epoch_begin = _call_each(Callback.on_epoch_begin)
+    on_step_begin = _call_each(Callback.on_step_begin)
+    on_substep_begin = _call_each(Callback.on_substep_begin)
+    on_substep_end = _call_each(Callback.on_substep_end)
+    on_pre_optimizer = _call_each(Callback.on_pre_optimizer)
+    on_evaluate = _call_each(Callback.on_evaluate)
+    on_log = _call_each(Callback.on_log)
+    on_save = _call_each(Callback.on_save)
+    on_epoch_end = _call_each(Callback.on_epoch_end)
+    on_train_end = _call_each(Callback.on_train_end)
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         for callback in self:
             try:
                 callback.on_step_end(trainer, metrics)
             except StopRun:
-                if callback is self.evaluation and self.logging is not None:  # the step is whole, and will be saved
+                if callback is self.evaluation and self.logging is not None:  # the step is complete and will be saved
                     self.logging.on_step_end(trainer, metrics)
                 raise
 
-    def on_evaluate(self, trainer: Trainer, step: int, values: Mapping[str, float]) -> None:
-        for callback in self:
-            callback.on_evaluate(trainer, step, values)
 
-    def on_log(self, trainer: Trainer, step: int, values: Mapping[str, LogValue]) -> None:
-        for callback in self:
-            callback.on_log(trainer, step, values)
+def import_callbacks(names: Sequence[str]) -> list[Callback]:
+    """Import and create each "package.module:Class". Raises: ConfigError listing names that are no callback."""
+    made: list[Callback] = []
+    problems: list[str] = []
+    for i, name in enumerate(names):
+        try:
+            made.append(_make(name))
+        except (ValueError, TypeError, ImportError, AttributeError) as error:
+            problems.append(f"callbacks.{i}: {name!r} is no callback: {error}")
+    if problems:
+        raise ConfigError(problems)
+    return made
 
-    def on_save(self, trainer: Trainer, step: int) -> None:
-        for callback in self:
-            callback.on_save(trainer, step)
 
-    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
-        for callback in self:
-            callback.on_epoch_end(trainer, epoch)
-
-    def on_train_end(self, trainer: Trainer) -> None:
-        for callback in self:
-            callback.on_train_end(trainer)
+def _make(name: str) -> Callback:
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ValueError('expected "package.module:Class", importable from where train.py is, or from PYTHONPATH')
+    made: object = getattr(importlib.import_module(module), attribute)()
+    if not isinstance(made, Callback):
+        raise TypeError(
+            f"it makes a {type(made).__name__}, expected a subclass of titan_ckpt.training.callbacks.Callback"
+        )
+    return made

@@ -1,4 +1,4 @@
-"""Saves and exports: when a step ends, ask the manager, which knows whether one is due."""
+"""Saves and exports: at the end of a step, call the manager, which decides whether one is due."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 
 class Checkpointing(Callback):
-    """Saves when a step is due; the manager has the optimizer wait for what is still being copied."""
+    """Saves if the step is due; the manager delays the next optimizer step until its copy is complete."""
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         last_step = metrics.step == trainer.config.training.steps
         measured = {name: value for name, value in trainer.measurements.items() if isinstance(value, float)}
-        known = {"loss": metrics.loss, **measured}
-        if trainer.manager.save(metrics.step, last_step=last_step, metrics=known, export=False):
+        values = {"loss": metrics.loss, **measured}
+        if trainer.manager.save(metrics.step, last_step=last_step, metrics=values, export=False):
             trainer.callbacks.on_save(trainer, metrics.step)
 
 
 class Export(Callback):
-    """Makes the exports of [[checkpoint.export]]: at their interval, and the last step's when it is saved."""
+    """Makes the exports of [[checkpoint.export]] at their interval and at the last step."""
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         trainer.manager.export(metrics.step, last_step=metrics.step == trainer.config.training.steps)

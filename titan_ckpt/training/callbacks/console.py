@@ -1,34 +1,35 @@
-"""What a run says while it trains: metrics.jsonl, a line on the console, a progress bar. Rank 0 only.
+"""Reports of a run in training: metrics.jsonl, a line on the console, a progress bar. Rank 0 only.
 
-When a run starts or resumes at step n, the rows of later steps are removed from metrics.jsonl, because those steps are
-about to be done again: the file always reads as one uninterrupted run.
+When a run starts or resumes at step n, the rows of later steps are removed from metrics.jsonl, because those steps will
+be done again. So the file always reads like one uninterrupted run.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from titan_ckpt.progress import CONSOLE
 from titan_ckpt.training.callbacks.base import Callback, LogValue, StepMetrics
-from titan_ckpt.training.reporting import MetricsFile
 
 if TYPE_CHECKING:
-    from titan_ckpt.restoring import LoadResult
+    from titan_ckpt.loading.restore import LoadResult
     from titan_ckpt.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 
 class Logging(Callback):
-    """Reports every `log_interval` steps, at the first step, at the last, and where something rare was measured.
+    """Reports every `log_interval` steps, at the first and the last step, and when a callback measured something.
 
-    Raises the log event for all who report; its own part is metrics.jsonl and a line on the console.
+    It calls on_log of all callbacks; its own on_log writes metrics.jsonl and a line on the console.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,7 +62,7 @@ class Logging(Callback):
 
 
 class ProgressBar(Callback):
-    """A bar at the foot of an interactive console; nothing where the output is a file or a pipe."""
+    """Shows a progress bar on an interactive console; does nothing if the output is a file or a pipe."""
 
     def __init__(self) -> None:
         self._progress: Progress | None = None
@@ -84,3 +85,34 @@ class ProgressBar(Callback):
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+class MetricsFile:
+    """An append-only file of JSON objects, each with a `step`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, row: Mapping[str, object]) -> None:
+        """Append a row. It is handed to the operating system before this returns, so a killed process loses no row."""
+        with self.path.open("a") as file:
+            file.write(json.dumps(dict(row)) + "\n")
+
+    def truncate_after(self, step: int) -> None:
+        """Remove rows of later steps, and a last line that a kill truncated. Atomic; creates the folder."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [json.dumps(row) + "\n" for row in read_metrics(self.path) if row["step"] <= step]
+        new = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        new.write_text("".join(kept))
+        new.replace(self.path)
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a metrics.jsonl in the order of their steps; no rows if there is no file."""
+    if not path.exists():
+        return
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return  # a killed process did not finish this line

@@ -1,12 +1,12 @@
-"""Evaluation: the loss on held-out text, all of it the same text every time, dealt to all ranks.
+"""Evaluation: the loss on held-out text, which is equal every time and distributed over all ranks.
 
-Changes nothing of the run: neither random numbers nor the position in the data, and no weight.
+It does not change the run: not its random numbers, its position in the data or its weights.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from titan_ckpt.rng import RandomState
 from titan_ckpt.training.callbacks.base import Callback, StepMetrics
 from titan_ckpt.training.config import EvaluationConfig
-from titan_ckpt.training.data import IGNORED, Batch, PackedDataset
+from titan_ckpt.training.data.loader import IGNORED, Batch, PackedDataset
 from titan_ckpt.training.loss import num_predicted
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class Evaluation(Callback):
-    """Measures `eval/loss`, the mean over all predicted tokens, and `eval/perplexity`; at the last step as well."""
+    """Measures `eval/loss`, the mean over all predicted tokens, and `eval/perplexity`, also at the last step."""
 
     def __init__(self, config: EvaluationConfig, dataset: PackedDataset) -> None:
-        """Take the whole held-out text, the same on every rank."""
+        """`dataset`: the whole held-out text, equal on every rank."""
         self._config = config
         self._dataset = dataset
 
@@ -53,29 +53,21 @@ class Evaluation(Callback):
             for part in trainer.model_parts:
                 part.train()
             random_state.load_state_dict(before)
-        reshard(*trainer.model_parts)
+        for module in (module for part in trainer.model_parts for module in part.modules()):
+            if isinstance(module, FSDPModule):  # a forward without a backward leaves its parameters gathered
+                module.reshard()
         return float(trainer.ranks.sum(loss) / trainer.ranks.sum(num_tokens, over_data=True))
 
     def _batches(self, trainer: Trainer) -> Iterator[Batch]:
-        """Yield this rank's batches; every rank has as many, for each forward may be collective."""
+        """Yield this rank's batches; every rank has the same number, because each forward may be collective."""
         config, ranks = self._config, trainer.ranks
         num_sequences = min(self._dataset.num_sequences, config.max_sequences or self._dataset.num_sequences)
         size = trainer.config.training.batch_size
         for first in range(0, num_sequences, size * ranks.data_size):
-            mine = range(first + ranks.data_rank * size, first + (ranks.data_rank + 1) * size)
-            yield trainer.collate([self._sequence(number, num_sequences) for number in mine])
+            numbers = range(first + ranks.data_rank * size, first + (ranks.data_rank + 1) * size)
+            yield trainer.collate([self._sequence(number, num_sequences) for number in numbers])
 
     def _sequence(self, number: int, num_sequences: int) -> Batch:
-        """Return a sequence; beyond the last one, a repeated one whose labels do not count."""
+        """Return a sequence; for a number beyond the last sequence, a repeated one whose labels are IGNORED."""
         sample = self._dataset.sequence(number % num_sequences)
-        if number < num_sequences:
-            return sample
-        return sample | {"labels": torch.full_like(sample["labels"], IGNORED)}
-
-
-def reshard(*model_parts: torch.nn.Module) -> None:
-    """Give back what a forward without a backward has left gathered, so that parameters are shards again."""
-    modules: Sequence[torch.nn.Module] = [module for part in model_parts for module in part.modules()]
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        return sample if number < num_sequences else sample | {"labels": torch.full_like(sample["labels"], IGNORED)}

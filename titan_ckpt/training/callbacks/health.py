@@ -1,4 +1,4 @@
-"""Gradient health: a gradient that is not finite stops the run before it reaches the weights."""
+"""Gradient health: stop the run before a gradient that is not finite reaches the weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class GradientHealth(Callback):
-    """Stops the run, and saves the last good step as it was before the bad one took its data and random numbers."""
+    """Stops the run, and saves the last good step with the data position and generators from before the bad step."""
 
     def __init__(self) -> None:
         self._random = RandomState()
@@ -28,7 +28,7 @@ class GradientHealth(Callback):
             self._before = trainer.dataloader.state_dict(), self._random.state_dict()
 
     def on_pre_optimizer(self, trainer: Trainer, step: int, grad_norm: float) -> None:
-        """Raises: GradientError, on all ranks alike, since the norm is of the whole gradient."""
+        """Raises: GradientError, on all ranks, because `grad_norm` is the norm of the whole gradient."""
         if math.isfinite(grad_norm):
             return
         if self._before is not None and step > 1:

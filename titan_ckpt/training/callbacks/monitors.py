@@ -1,4 +1,4 @@
-"""Monitors: how the experts of a mixture are loaded, and how much memory the run takes. Measured where a log is due."""
+"""Monitors of the load of a mixture's experts and of the run's memory. They measure when a log is due."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ GIB = 2**30
 
 
 class LoadBalance(Callback):
-    """Says how evenly the routers of all ranks have dealt out tokens since the last log.
+    """Measures how evenly the routers of all ranks have distributed tokens since the last log.
 
-    Of each sparse layer: `moe/<layer>/load`, every expert's share of the tokens; `max_over_mean`, the busiest expert's
-    against an even one (1 is even, the number of experts the worst); `entropy` of the shares (1 is even, 0 is one
-    expert). `moe/max_over_mean` is the worst layer's, `moe/entropy` the mean.
+    Each sparse layer has `moe/<layer>/load`, every expert's share of the tokens; `moe/<layer>/max_over_mean`, the
+    busiest expert's share divided by an even share (1 is even, the number of experts the worst); and
+    `moe/<layer>/entropy` of the shares (1 is even, 0 is a single expert). `moe/max_over_mean` is the value of the worst
+    layer, `moe/entropy` the mean over layers.
     """
 
     def on_init_end(self, trainer: Trainer) -> None:
-        """Raises: ConfigError for a model that no rank has a router of."""
+        """Raises: ConfigError for a model without a mixture of experts."""
         if not isinstance(trainer.model, Qwen3Moe):
             raise ConfigError(
                 ["monitoring.load_balance: the model has no mixture of experts; leave it out, or train qwen3_moe"]
@@ -45,7 +46,7 @@ class LoadBalance(Callback):
         routers = self._routers(trainer)
         config = trainer.model.config
         tokens = torch.zeros(config.num_layers, config.num_experts, dtype=torch.int64, device=trainer.ranks.device)
-        for layer, router in routers.items():  # those of other pipeline stages are counted there
+        for layer, router in routers.items():  # other ranks count the layers of other pipeline stages
             tokens[layer] = router.load().tokens
             router.reset_buffers()
         tokens = trainer.ranks.sum(tokens).cpu()
@@ -64,30 +65,30 @@ class LoadBalance(Callback):
 
     @staticmethod
     def _routers(trainer: Trainer) -> dict[int, Router]:
-        """Return the routers that are on this rank by the number of their layer."""
+        """Return this rank's routers by the number of their layer."""
         parts = [part for part in trainer.model_parts if isinstance(part, Qwen3Moe)]
         return {int(fqn.split(".")[1]): router for part in parts for fqn, router in part.routers().items()}
 
 
 class MemoryMonitor(Callback):
-    """Says how much memory the rank that needs most has taken, in GiB.
+    """Measures the memory of the rank that needs most, in GiB.
 
-    `memory/rss` now and `memory/peak_rss` since the start, of the host; `memory/cuda_allocated` and
-    `memory/cuda_reserved` at their peak since the last log, where there is CUDA.
+    `memory/rss` is the current host memory and `memory/peak_rss` its peak since the start. With CUDA,
+    `memory/cuda_allocated` and `memory/cuda_reserved` are peaks since the last log.
     """
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         if not trainer.is_log_due(metrics.step):
             return
-        mine = host_memory() | (cuda_memory(trainer.ranks.device) if trainer.ranks.device.type == "cuda" else {})
-        per_rank = torch.zeros(trainer.ranks.size, len(mine), dtype=torch.float64, device=trainer.ranks.device)
-        per_rank[trainer.ranks.rank] = torch.tensor(list(mine.values()), dtype=torch.float64)
+        measured = host_memory() | (cuda_memory(trainer.ranks.device) if trainer.ranks.device.type == "cuda" else {})
+        per_rank = torch.zeros(trainer.ranks.size, len(measured), dtype=torch.float64, device=trainer.ranks.device)
+        per_rank[trainer.ranks.rank] = torch.tensor(list(measured.values()), dtype=torch.float64)
         most = (trainer.ranks.sum(per_rank).amax(dim=0) / GIB).tolist()
-        trainer.measurements |= {f"memory/{name}": value for name, value in zip(mine, most, strict=True)}
+        trainer.measurements |= {f"memory/{name}": value for name, value in zip(measured, most, strict=True)}
 
 
 def host_memory() -> dict[str, int]:
-    """Return the bytes this process has in memory, now (where there is /proc) and at most."""
+    """Return the bytes that this process has in memory now (if /proc exists, else the peak), and the peak."""
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     statm = Path("/proc/self/statm")
@@ -96,7 +97,7 @@ def host_memory() -> dict[str, int]:
 
 
 def cuda_memory(device: torch.device) -> dict[str, int]:
-    """Return the allocator's peaks in bytes since the last call."""
+    """Return the CUDA allocator's peaks in bytes since the last call."""
     peaks = {
         "cuda_allocated": torch.cuda.max_memory_allocated(device),
         "cuda_reserved": torch.cuda.max_memory_reserved(device),

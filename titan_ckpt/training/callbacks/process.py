@@ -1,4 +1,4 @@
-"""The process itself: traces of where its time goes, and garbage collection at the same step on every rank."""
+"""The process: profiler traces, and garbage collection at the same steps on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Profiler(Callback):
-    """Writes a trace of a few steps every so often: <folder>/step-<last traced>-rank-<r>.json.gz, for Perfetto."""
+    """Writes traces of a few steps at an interval: <folder>/step-<last traced>-rank-<r>.json.gz, for Perfetto."""
 
     def __init__(self, config: ProfilingConfig, base_folder: Path) -> None:
         self._config = config
@@ -74,7 +74,7 @@ class Profiler(Callback):
 
 
 class GarbageCollection(Callback):
-    """Collects on all ranks at the same steps: left to itself each rank pauses at another, and all wait every time."""
+    """Collects on all ranks at the same steps. Otherwise ranks pause at different steps, and all wait each time."""
 
     def __init__(self, config: GarbageCollectionConfig) -> None:
         self._interval = config.interval

@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard and Weights & Biases get what is logged. Rank 0 only; both libraries are extras."""
+"""Trackers: send logged values to TensorBoard and Weights & Biases. Rank 0 only; both libraries are extras."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from titan_ckpt.training.callbacks.base import Callback, LogValue
 from titan_ckpt.training.config import TensorBoardConfig, WandbConfig
 
 if TYPE_CHECKING:
-    from titan_ckpt.restoring import LoadResult
+    from titan_ckpt.loading.restore import LoadResult
     from titan_ckpt.training.trainer import Trainer
 
 RUN_ID = "wandb-run-id"
 
 
 def require(module: str, table: str) -> None:
-    """Raises: ConfigError if a library that a table asks for is not installed."""
+    """Raises: ConfigError if the module that a TOML table needs is not installed."""
     if importlib.util.find_spec(module) is None:
         raise ConfigError([f"{table}: {module} is not installed; pip install 'titan-ckpt[{module}]', or leave it out"])
 
 
 class TensorBoard(Callback):
-    """Writes event files; a resumed run adds one that replaces the steps which are done again."""
+    """Writes event files. A resumed run adds a file that replaces the steps which are done again."""
 
     def __init__(self, config: TensorBoardConfig, base_folder: Path) -> None:
         """Raises: ConfigError if tensorboard is not installed."""
@@ -60,7 +60,7 @@ class TensorBoard(Callback):
 
 
 class Wandb(Callback):
-    """Sends what is logged to Weights & Biases; a resumed run goes on in the run it began, by an id in a file."""
+    """Sends logged values to Weights & Biases. A resumed run continues its W&B run, whose id is kept in a file."""
 
     def __init__(self, config: WandbConfig, base_folder: Path) -> None:
         """Raises: ConfigError if wandb is not installed."""
@@ -70,7 +70,7 @@ class Wandb(Callback):
         self._run: Any = None
 
     def on_load(self, trainer: Trainer, result: LoadResult) -> None:
-        """Raises: ConfigError on all ranks where W&B cannot begin the run, such as without a key."""
+        """Raises: ConfigError on all ranks if W&B cannot start the run, for example without a key."""
         import wandb
 
         problem = ""
@@ -95,7 +95,7 @@ class Wandb(Callback):
             config=asdict(trainer.config),
             **asdict(self._config),
         )
-        # Steps that are done again after a resume would be behind W&B's own counter, and dropped.
+        # W&B would drop steps that are done again after a resume, because its own counter is already past them.
         self._run.define_metric("*", step_metric="step")
         file.write_text(self._run.id)
 
@@ -104,14 +104,11 @@ class Wandb(Callback):
             return
         import wandb
 
-        histograms = {n: wandb.Histogram(np_histogram=bars(v)) for n, v in values.items() if isinstance(v, list)}
+        # one bar per number: heights and edges
+        bars = {n: (np.asarray(v), np.arange(len(v) + 1)) for n, v in values.items() if isinstance(v, list)}
+        histograms = {name: wandb.Histogram(np_histogram=bar) for name, bar in bars.items()}
         self._run.log({**values, **histograms})
 
     def on_train_end(self, trainer: Trainer) -> None:
         if self._run is not None:
             self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
-
-
-def bars(heights: list[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return a histogram with one bar of a given height for each number: heights and edges."""
-    return np.asarray(heights), np.arange(len(heights) + 1)

@@ -1,5 +1,5 @@
-"""How one model is laid out over many ranks. Imported by module; nothing is re-exported.
+"""Parallelism of one model over many ranks. Import its modules by name; nothing is re-exported.
 
-config.py: the settings. degrees.py: which ranks make which axis, and what fits. ranks.py: the process group and its
-meshes. apply.py: the order in which everything is done to a model; one module beside it for each thing that is done.
+config.py has the settings, degrees.py the axes and the check that they fit, ranks.py the process group and its meshes.
+apply.py applies everything to a model in order; each kind of parallelism has its own module.
 """

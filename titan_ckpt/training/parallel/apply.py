@@ -1,6 +1,6 @@
-"""What is done to a model so that many ranks train it, in the only order that works.
+"""Apply all kinds of parallelism to a model, in the only order that works.
 
-Owns the order: stages, matrices, experts, sequences, how layers run, then the data-parallel sharding of what is left.
+Owns the order: stages, matrices, experts, sequences, how layers run, then data-parallel sharding of the result.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def parallelise(
     sequence_length: int,
     fit: FitPlan = dict,
 ) -> list[nn.Module]:
-    """Return what this rank has of a whole model: its pipeline stages, or the model itself, on the rank's device.
+    """Return this rank's parts of a whole model, on its device: its pipeline stages, or the model itself.
 
-    Every rank brings the same values, or none: a model on meta stays there. Nothing is communicated.
-    `fit`: makes plans of tensor parallelism fit modules that converters have changed.
+    Every rank must pass equal values, or a model on meta, which stays on meta. Nothing is communicated.
+    `fit`: adapts tensor-parallel plans to modules that converters have changed.
     """
     degrees = ranks.degrees
     parts: list[nn.Module] = [model]

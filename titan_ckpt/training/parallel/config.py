@@ -1,4 +1,4 @@
-"""The [parallel] table. Owns its fields and the rules between them; what a model allows is checked in degrees.py."""
+"""The [parallel] table. Owns its fields and the rules between them; degrees.py checks what a model allows."""
 
 from __future__ import annotations
 
@@ -6,46 +6,44 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from titan_ckpt.config import PositiveInt, validate
-from titan_ckpt.strict_toml import Check
+from titan_ckpt.config import PositiveInt
+from titan_ckpt.encoding.toml import Check, Checked
 
 Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B"]
 ShardDegree = Annotated[int, Check("a positive number, or -1 for all ranks that are left", lambda x: x > 0 or x == -1)]
 
 
 @dataclass(frozen=True, slots=True)
-class ParallelConfig:
-    """Degrees of parallelism; their product is the number of ranks. Names and meanings are torchtitan's."""
+class ParallelConfig(Checked):
+    """Degrees of parallelism; their product without expert_parallel is the number of ranks. Names are torchtitan's."""
 
     data_parallel_replicate: PositiveInt = 1
-    """Copies of the model, each trained on its own data: above 1 with a shard degree above 1 this is HSDP."""
+    """Copies of the model, each trained on different data. HSDP if this and the shard degree are above 1."""
     data_parallel_shard: ShardDegree = -1
-    """Ranks that one copy's parameters, gradients and optimizer state are sharded over by FSDP2."""
+    """Ranks over which FSDP2 shards the parameters, gradients and optimizer state of one copy."""
     tensor_parallel: PositiveInt = 1
-    """Ranks that share every matrix multiplication: heads and hidden rows are dealt out."""
+    """Ranks that share every matrix multiplication: each has some of the heads and hidden rows."""
     sequence_parallel: bool = True
-    """Where tensor_parallel is above 1, also deal out the tokens between those multiplications."""
+    """With tensor_parallel above 1, also distribute the tokens between those multiplications."""
     context_parallel: PositiveInt = 1
     """Ranks that share every sequence."""
     expert_parallel: PositiveInt = 1
-    """Ranks that share the experts of each layer; taken from data_parallel_shard, which it divides."""
+    """Ranks that share the experts of each layer. They are part of data_parallel_shard, which this must divide."""
     pipeline_parallel: PositiveInt = 1
     """Ranks that each hold some of the layers."""
     pipeline_schedule: Schedule = "1F1B"
-    """The order of forward and backward passes; "Interleaved1F1B" gives a rank several stages."""
+    """Order of forward and backward passes; "Interleaved1F1B" gives each rank several stages."""
     pipeline_stages_per_rank: PositiveInt | None = None
-    """Absent: 2 with "Interleaved1F1B", else 1."""
+    """Number of stages on each rank. Absent: 2 with "Interleaved1F1B", else 1."""
     pipeline_microbatches: PositiveInt | None = None
-    """Pieces of training.batch_size that are in the pipeline one after the other. Absent: as many as stages."""
+    """Pieces of training.batch_size that pass through the pipeline one after the other. Absent: number of stages."""
     activation_checkpoint: Literal["none", "full", "selective"] = "none"
-    """Recompute in the backward pass: "full" whole layers, "selective" all but their matrix multiplications."""
+    """Recompute in the backward pass: "full" whole layers, "selective" everything except matrix multiplications,
+    attention and communication."""
     compile: bool = False
-    """Compile each layer with torch.compile; not with tensor_parallel."""
+    """Compile each layer with torch.compile; not possible with tensor_parallel."""
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
-    """What torch.compile makes of a layer; "aot_eager" traces it and generates no code, to find what goes wrong."""
-
-    def __post_init__(self) -> None:
-        validate(self)
+    """Backend of torch.compile; "aot_eager" traces layers without generating code, to find errors."""
 
     def problems(self) -> Iterator[str]:
         per_rank = self.pipeline_stages_per_rank
@@ -58,7 +56,7 @@ class ParallelConfig:
 
     @property
     def num_stages(self) -> int:
-        """Return the stages of the whole pipeline, 1 where there is none."""
+        """Return the number of stages of the whole pipeline; 1 without a pipeline."""
         if self.pipeline_parallel == 1:
             return 1
         default = 2 if self.pipeline_schedule == "Interleaved1F1B" else 1
@@ -66,5 +64,5 @@ class ParallelConfig:
 
     @property
     def num_microbatches(self) -> int:
-        """Return the pieces that a batch is cut in for the pipeline."""
+        """Return the number of pieces into which a batch is cut for the pipeline."""
         return self.pipeline_microbatches or self.num_stages

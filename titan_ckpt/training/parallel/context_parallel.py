@@ -1,8 +1,8 @@
 """Context parallelism: ranks share every sequence; each has some queries and all keys and values.
 
-Owns who has which tokens, and attention over them. Keys and values are gathered, which every backend can; PyTorch's own
-`context_parallel` passes them around a ring, for CUDA's attention kernels alone.
-Source: gathering, and a piece from each end of the sequence so that causal attention costs all ranks the same:
+Owns the distribution of tokens over ranks, and attention over them. Keys and values are gathered, which every backend
+supports; PyTorch's own `context_parallel` passes them around a ring and only works with CUDA's attention kernels.
+Source of gathering, and of one piece from each end of the sequence so that causal attention costs all ranks the same:
 arXiv 2407.21783, 3.3.2.
 """
 
@@ -19,29 +19,29 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from titan_ckpt.models.layers import Attention
-from titan_ckpt.training.data import Batch
+from titan_ckpt.training.data.loader import Batch
 from titan_ckpt.training.parallel.ranks import Ranks
 
 
 def positions(sequence_length: int, rank: int, size: int) -> torch.Tensor:
-    """Return which tokens of a sequence a rank has: of twice as many pieces as ranks, the rank-th from each end."""
+    """Return the positions of a rank's tokens: of 2 * `size` pieces of the sequence, the rank-th from each end."""
     pieces = torch.arange(sequence_length).chunk(2 * size)
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
 
 
 def share_of(batch: Batch, ranks: Ranks) -> Batch:
-    """Return this rank's tokens of every sequence, and their labels; the batch itself where one rank has them all."""
+    """Return this rank's tokens of every sequence with their labels; without context parallelism the batch itself."""
     size = ranks.degrees.cp
     if size == 1:
         return batch
-    mine = positions(batch["tokens"].shape[1], ranks.place.cp, size)
-    return {name: value[:, mine] for name, value in batch.items()}
+    share = positions(batch["tokens"].shape[1], ranks.place.cp, size)
+    return {name: value[:, share] for name, value in batch.items()}
 
 
 def share_sequences(model: nn.Module, ranks: Ranks, sequence_length: int) -> None:
-    """Make every attention of a model part compute this rank's tokens, at their true positions, over all of them."""
+    """Make every attention in a model part attend from this rank's tokens, at their true positions, to all tokens."""
     rank, size = ranks.place.cp, ranks.degrees.cp
-    mine = positions(sequence_length, rank, size)
+    share = positions(sequence_length, rank, size)
     everyone = torch.cat([positions(sequence_length, r, size) for r in range(size)])
     piece = sequence_length // (2 * size)
     masks = [causal_lower_right(piece, end * piece) for end in (rank + 1, 2 * size - rank)]
@@ -49,7 +49,7 @@ def share_sequences(model: nn.Module, ranks: Ranks, sequence_length: int) -> Non
     for module in model.modules():
         if isinstance(module, Attention):
             module.attend = attend
-            module.register_forward_pre_hook(lambda _, args: (args[0], args[1][mine.to(args[1].device)]))
+            module.register_forward_pre_hook(lambda _, args: (args[0], args[1][share.to(args[1].device)]))
 
 
 def attention(
@@ -63,8 +63,8 @@ def attention(
 ) -> torch.Tensor:
     """Return causal attention of this rank's queries over the keys and values of all ranks.
 
-    Shape: (batch, tokens of this rank, heads, head_dim) in and out. `masks`: for each piece of the queries, which ends
-    where the mask does. `order`: the place of each position among the gathered tokens. Collective.
+    Shape: (batch, tokens of this rank, heads, head_dim) in and out. `masks`: one for each piece of the queries; it ends
+    at the piece's last position. `order`: the index of each position among the gathered tokens. Collective.
     """
     order = order.to(q.device)
     k, v = (_gather(x, mesh)[:, order].transpose(1, 2) for x in (k, v))
@@ -76,9 +76,9 @@ def attention(
 
 
 def _gather(values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return the tokens of all ranks, the first one's first. Shape: (batch, tokens, ...).
+    """Return the tokens of all ranks in rank order. Shape: (batch, tokens, ...).
 
-    Its gradient adds up what every rank has of it.
+    The backward pass sums the gradients of all ranks.
     """
     whole = DTensor.from_local(values, mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
     return whole.to_local(grad_placements=[Partial()])

@@ -1,24 +1,28 @@
-"""Data parallelism by FSDP2: parameters sharded, or copied and sharded (HSDP), one group of them per layer.
+"""Data parallelism by FSDP2: parameters are sharded, or replicated and sharded (HSDP), in one group per layer. Also
+clips gradients, which lie on several meshes, by their global norm.
 
-A copy per rank (DDP) is HSDP whose shards are whole. Gradients are summed, never averaged: the loss is already divided
-by the tokens of all ranks, and experts, which fewer ranks share, need no other divisor then.
+One copy per rank (DDP) is HSDP with one shard per copy. Gradients are summed, never averaged: the loss is already
+divided by the tokens of all ranks, so experts, which fewer ranks share, need no different divisor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import sqrt
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
+from titan_ckpt.training.parallel.degrees import AXES, FLAT
 from titan_ckpt.training.parallel.ranks import Ranks
 
 
 def shard(model: nn.Module, ranks: Ranks, compute_dtype: torch.dtype, experts: Sequence[nn.Module] = ()) -> None:
-    """Shard a model part in place over the ranks that see different data; `experts` over those that hold the same ones.
+    """Shard a model part in place over the ranks with different data, and `experts` over the ranks with equal experts.
 
-    Parameters stay in their dtype; they are gathered and multiplied in `compute_dtype`, gradients reduced in float32.
+    Parameters keep their dtype; they are gathered and multiplied in `compute_dtype`. Gradients are reduced in float32.
     """
     if not is_sharded(ranks):
         return
@@ -37,12 +41,49 @@ def shard(model: nn.Module, ranks: Ranks, compute_dtype: torch.dtype, experts: S
 
 
 def is_sharded(ranks: Ranks) -> bool:
-    """Say whether FSDP2 holds the parameters."""
+    """Return whether FSDP2 manages the parameters."""
     return ranks.degrees.dp_replicate * ranks.degrees.of("fsdp") > 1
 
 
 def sync_gradients(model_parts: Sequence[nn.Module], *, when: bool) -> None:
-    """Say whether the next backward exchanges gradients between ranks; with accumulation only the last one does."""
+    """Set whether the next backward exchanges gradients between ranks; with accumulation only the last one should."""
     for part in model_parts:
         if isinstance(part, FSDPModule):
             part.set_requires_gradient_sync(when)
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None, ranks: Ranks) -> float:
+    """Return the global norm of the gradients, and scale them down in place to `max_norm` if it is given.
+
+    Every element counts once, on the first rank that holds it. Collective: one sum over all ranks.
+    """
+    for parameter in parameters:
+        _complete(parameter)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    counted = [part for g, part in zip(gradients, local, strict=True) if part.numel() and _is_first(g, ranks)]
+    square = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    if counted:
+        square += torch.stack(torch._foreach_norm(counted)).double().square().sum()  # noqa: SLF001 - has no public name
+    norm = sqrt(float(ranks.sum(square)))
+    if local and max_norm is not None and norm > max_norm:
+        torch._foreach_mul_(local, max_norm / norm)
+    return norm
+
+
+def _complete(parameter: nn.Parameter) -> None:
+    """Sum a partial gradient over the ranks of its tensor-parallel group."""
+    grad = parameter.grad
+    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+        parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
+def _is_first(gradient: torch.Tensor, ranks: Ranks) -> bool:
+    """Return whether this rank has index 0 on every axis along which the gradient is replicated."""
+    cut = {"pp"}
+    if isinstance(gradient, DTensor):
+        for name, placement in zip(gradient.device_mesh.mesh_dim_names or (), gradient.placements, strict=True):
+            if not placement.is_replicate():
+                cut.update(FLAT.get(name, (name,)))
+    place = ranks.place
+    return all(getattr(place, axis) == 0 for axis in AXES if axis not in cut)

@@ -1,4 +1,4 @@
-"""Which degrees a run has, where a rank stands on each axis, and whether model, batch and world allow them. Pure."""
+"""The degrees of parallelism of a run, a rank's place on each axis, and the check that everything fits. Pure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from titan_ckpt.models.qwen3_moe import Qwen3MoeConfig
 from titan_ckpt.training.parallel.config import ParallelConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
-"""From the outermost to the innermost: neighbouring ranks, which talk fastest, share matrices. The axes of expert
-parallelism and of `dp_shard` together are data_parallel_shard."""
+"""The axes from outermost to innermost: neighbouring ranks, which communicate fastest, share matrices. `dp_shard` times
+`ep` is data_parallel_shard."""
 FLAT = {"fsdp": ("dp_shard", "ep", "cp"), "fsdp_of_experts": ("dp_shard", "cp")}
-"""Axes that are one axis to FSDP2: what all ranks hold alike is sharded over the first, experts over the second."""
+"""Axes that FSDP2 uses as one: "fsdp" shards all parameters except experts, "fsdp_of_experts" shards experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """How many ranks each axis has; every rank of the world is at one place."""
+    """The number of ranks on each axis; also used for the place of a rank, its index on each axis."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -31,12 +31,12 @@ class Degrees:
     tp: int = 1
 
     def of(self, axis: str) -> int:
-        """Return the ranks of an axis, or of several that are one axis."""
+        """Return the number of ranks of an axis of AXES or FLAT."""
         return prod(getattr(self, name) for name in FLAT.get(axis, (axis,)))
 
     @property
     def world_size(self) -> int:
-        """Return the ranks of all axes."""
+        """Return the number of ranks of all axes together."""
         return prod(map(self.of, AXES))
 
     @property
@@ -45,14 +45,14 @@ class Degrees:
         return self.dp_replicate * self.dp_shard * self.ep
 
     def place(self, rank: int) -> Degrees:
-        """Return where a rank is on each axis."""
+        """Return the index of a rank on each axis."""
         place = {}
         for axis in reversed(AXES):
             rank, place[axis] = divmod(rank, self.of(axis))
         return Degrees(**place)
 
     def data_rank(self, rank: int) -> int:
-        """Return a rank's number among those that see different sequences."""
+        """Return a rank's number among the ranks that see different sequences."""
         place = self.place(rank)
         return (place.dp_replicate * self.dp_shard + place.dp_shard) * self.ep + place.ep
 
@@ -62,7 +62,7 @@ def find_degrees(
 ) -> Degrees:
     """Return the degrees of a run on `world_size` ranks.
 
-    `model`: what the architecture's list makes of a shape (registry.py); DecoderConfig where it can be cut at all.
+    `model`: the shape from registry.py; only a DecoderConfig allows more than data parallelism.
     Raises: ConfigError listing everything that does not fit.
     """
     degrees, problems = _of_world(parallel, world_size)
@@ -70,11 +70,11 @@ def find_degrees(
     if isinstance(model, DecoderConfig):
         problems += _of_model(parallel, model)
     else:
-        cut = ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_parallel")
+        unsupported = ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_parallel")
         problems += [
             f'{name}: a model with name = "hf" is sharded by FSDP2 alone; use data_parallel_shard and '
             'data_parallel_replicate, or a native architecture such as "llama3"'
-            for name in cut
+            for name in unsupported
             if getattr(parallel, name) > 1
         ]
     if problems:
@@ -84,12 +84,8 @@ def find_degrees(
 
 def _of_world(parallel: ParallelConfig, world_size: int) -> tuple[Degrees, list[str]]:
     problems = []
-    fixed = {
-        "pipeline_parallel": parallel.pipeline_parallel,
-        "data_parallel_replicate": parallel.data_parallel_replicate,
-        "context_parallel": parallel.context_parallel,
-        "tensor_parallel": parallel.tensor_parallel,
-    }
+    names = ("pipeline_parallel", "data_parallel_replicate", "context_parallel", "tensor_parallel")
+    fixed: dict[str, int] = {name: getattr(parallel, name) for name in names}
     rest = prod(fixed.values())
     shard = parallel.data_parallel_shard
     named = " x ".join(f"{name} {degree}" for name, degree in fixed.items() if degree > 1)

@@ -1,6 +1,6 @@
-"""How a layer runs: with its activations recomputed in the backward pass, and compiled.
+"""Run layers with activation checkpointing, and compiled.
 
-Replaces forward methods and wraps no module, so that parameters keep their names.
+Replaces forward methods and wraps no module, so parameters keep their names.
 """
 # ruff: noqa: SLF001 - these operators have no other names
 
@@ -24,11 +24,11 @@ _KEPT: list[Any] = [
     torch.ops._c10d_functional.all_gather_into_tensor.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 ]
-"""What costs more time to compute, or to send, again than memory to keep."""
+"""Operators whose results are kept: repeating the computation or communication costs more than the memory."""
 
 
 def checkpoint_activations(layer: nn.Module, mode: Literal["full", "selective"]) -> None:
-    """Keep a layer's input alone for its backward pass ("full"), or the results of costly operations too."""
+    """Keep only a layer's input for its backward pass ("full"), or also the results of _KEPT ("selective")."""
     contexts: dict[str, Any] = (
         {"context_fn": partial(create_selective_checkpoint_contexts, _KEPT)} if mode == "selective" else {}
     )
@@ -36,7 +36,7 @@ def checkpoint_activations(layer: nn.Module, mode: Literal["full", "selective"])
 
 
 def compile_forward(layer: nn.Module, backend: str) -> None:
-    """Compile a layer's computation, at its first call; what is done before and after it by hooks is left out."""
+    """Compile a layer's forward at its first call; its hooks are not compiled."""
     _replace_forward(layer, torch.compile(layer.forward, backend=backend))
 
 

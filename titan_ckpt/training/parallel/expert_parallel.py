@@ -1,6 +1,6 @@
-"""Experts dealt out over ranks, and the hidden rows of each over tensor-parallel ones: who computes which tokens.
+"""Expert parallelism: experts are distributed over `ep` ranks, and the hidden rows of each expert over `tp` ranks.
 
-Owns the exchange of tokens. Routing, which drops none, is the model's.
+Owns the exchange of tokens. The model does the routing, which drops no token.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from titan_ckpt.models.qwen3_moe import Experts
 from titan_ckpt.training.parallel.ranks import Ranks
 
 Compute = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
-"""Experts.forward: rows that are sorted by expert, and how many each has; as many rows out."""
+"""Experts.forward: (rows sorted by expert, number of rows of each expert) -> the same number of rows."""
 
 _HIDDEN = {"w1": 1, "w2": 2, "w3": 1}
-"""The dim of each matrix of an expert that counts its hidden rows."""
+"""Dim of each parameter of Experts that counts hidden rows."""
 
 
 def find_experts(model: nn.Module) -> list[Experts]:
-    """Return the experts of every sparse layer, in order."""
+    """Return the experts of every sparse layer in order."""
     return [module for module in model.modules() if isinstance(module, Experts)]
 
 
 def split_experts(experts: Experts, ranks: Ranks) -> None:
-    """Deal a layer's experts out over the ranks of `ep`, and the rows of each over those of `tp`, in place."""
+    """Distribute a layer's experts over the ranks of `ep`, and the hidden rows of each over those of `tp`, in place."""
     axes = tuple(axis for axis in ("ep", "tp") if ranks.degrees.of(axis) > 1)
     if not axes:
         return
@@ -49,18 +49,18 @@ def split_experts(experts: Experts, ranks: Ranks) -> None:
 
 
 def exchanged(compute: Compute, group: ProcessGroup) -> Compute:
-    """Return what sends each row to the rank that has its expert, computes there and sends the result back.
+    """Return a function that sends each row to the rank with its expert, computes, and sends the result back.
 
     1 Tell every rank how many rows come for each of its experts. 2 Send the rows. 3 Compute. 4 Send them back.
     """
 
     def forward(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         size = group.size()
-        mine = torch.tensor(counts, device=rows.device)
-        theirs = torch.empty_like(mine)
-        dist.all_to_all_single(theirs, mine, group=group)
-        outgoing = mine.view(size, -1).sum(dim=1).tolist()
-        of_rank = theirs.view(size, -1)  # of_rank[r, e]: the rows that rank r has for the e-th expert here
+        sent = torch.tensor(counts, device=rows.device)
+        expected = torch.empty_like(sent)
+        dist.all_to_all_single(expected, sent, group=group)
+        outgoing = sent.view(size, -1).sum(dim=1).tolist()
+        of_rank = expected.view(size, -1)  # of_rank[r, e]: number of rows that rank r has for this rank's expert e
         incoming = of_rank.sum(dim=1).tolist()
         received = all_to_all_single_autograd(rows, incoming, outgoing, group)
         local_experts = torch.arange(of_rank.shape[1], device=rows.device).repeat(size)
@@ -73,7 +73,7 @@ def exchanged(compute: Compute, group: ProcessGroup) -> Compute:
 
 
 def summed(compute: Compute, group: ProcessGroup) -> Compute:
-    """Return what adds up the parts of the result that ranks with some hidden rows each have."""
+    """Return a function that sums the partial results of ranks that each have some of the hidden rows."""
 
     def forward(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         made = compute(_SumBackward.apply(rows, group), counts)  # type: ignore[no-untyped-call]
@@ -84,7 +84,7 @@ def summed(compute: Compute, group: ProcessGroup) -> Compute:
 
 
 class _SumForward(torch.autograd.Function):
-    """Add values up over ranks; each of them has the gradient of the sum already. Source: arXiv 1909.08053, g."""
+    """Sum values over ranks; every rank already has the gradient of the sum. Source: arXiv 1909.08053, g."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -98,7 +98,7 @@ class _SumForward(torch.autograd.Function):
 
 
 class _SumBackward(torch.autograd.Function):
-    """Leave values alone, and add their gradients up over ranks. Source: arXiv 1909.08053, f."""
+    """Pass values through, and sum their gradients over ranks. Source: arXiv 1909.08053, f."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Pipeline parallelism: which layers are a stage, and one optimizer step's forward and backward through all stages.
+"""Pipeline parallelism: the layers of each stage, and forward and backward of an optimizer step through all stages.
 
-Owns the cut and the schedule. Stages keep the parameter names of the whole model.
+Owns the division into stages and the schedule. Stages keep the parameter names of the whole model.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from titan_ckpt.models.decoder import Decoder
-from titan_ckpt.training.data import Batch
+from titan_ckpt.training.data.loader import Batch
 from titan_ckpt.training.parallel.config import ParallelConfig, Schedule
 from titan_ckpt.training.parallel.ranks import Ranks
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
-"""The summed loss of logits and a batch."""
+"""(logits, batch) -> summed loss."""
 
 _SCHEDULES: Mapping[Schedule, Any] = {
     "GPipe": ScheduleGPipe,
@@ -30,21 +30,21 @@ _SCHEDULES: Mapping[Schedule, Any] = {
 
 
 def cut(num_layers: int, num_stages: int) -> list[range]:
-    """Return the layers of each stage: as even as can be, the first stages with one more."""
+    """Return the layers of each stage, as evenly as possible; the first stages may have one more."""
     short, longer = divmod(num_layers, num_stages)
     bounds = [stage * short + min(stage, longer) for stage in range(num_stages + 1)]
     return [range(a, b) for a, b in pairwise(bounds)]
 
 
 def split_layers(model: Decoder[Any], ranks: Ranks, parallel: ParallelConfig) -> list[nn.Module]:
-    """Return this rank's stages of a whole model, which share its modules; stage s is on rank s modulo the ranks."""
+    """Return this rank's stages, which share the model's modules; stage s is on pipeline rank s % pp."""
     stages = cut(len(model.layers), parallel.num_stages)
-    mine = range(ranks.place.pp, len(stages), ranks.degrees.pp)
-    return [model.stage(stages[s], first=s == 0, last=s == len(stages) - 1) for s in mine]
+    numbers = range(ranks.place.pp, len(stages), ranks.degrees.pp)
+    return [model.stage(stages[s], first=s == 0, last=s == len(stages) - 1) for s in numbers]
 
 
 class Pipeline:
-    """The stages of this rank in the schedule that the settings name."""
+    """Runs this rank's stages with the schedule from the settings."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Pipeline:
         sequence_length: int,
         dtype: torch.dtype,
     ) -> None:
-        """Connect stages to those of other ranks. `dtype`: of what one stage hands to the next."""
+        """Connect this rank's stages with those of other ranks. `dtype`: that of activations between stages."""
         self._loss = loss
         self._scale = 1.0
         self._losses: list[torch.Tensor] = []
@@ -92,16 +92,16 @@ class Pipeline:
         self._evaluation = make(n_microbatches=parallel.num_microbatches)
 
     def forward_backward(self, batch: Batch, scale: float) -> torch.Tensor:
-        """Add the gradients of `scale` times the summed loss of all of a step's sequences. Collective along `pp`.
+        """Accumulate the gradients of `scale` times the summed loss of all sequences of a step. Collective along `pp`.
 
-        Gradients are exchanged between data-parallel ranks after the last piece alone.
-        Returns: the summed loss, float64; zero on ranks that do not have the last stage.
+        Data-parallel ranks exchange gradients only after the last piece.
+        Returns: the summed loss, float64; zero on ranks without the last stage.
         """
         self._scale = scale
         return self._run(self._step.step, batch)
 
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        """Return the summed loss of a batch, as `forward_backward` does, without gradients. Collective along `pp`."""
+        """Return the summed loss of a batch like `forward_backward`, without gradients. Collective along `pp`."""
         return self._run(self._evaluation.eval, batch)
 
     def _run(self, act: Callable[..., object], batch: Batch) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Where this process stands among the ranks: the process group, and the meshes of every axis.
+"""This process among the ranks: the process group, and the meshes of all axes.
 
-Owns the process group's life. Knows no model, no training loop and no checkpoints.
+Owns the lifetime of the process group. Knows no model, no training loop and no checkpoints.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among its peers, at its place in the world."""
+    """This process among all ranks, and its place on each axis."""
 
     rank: int
     size: int
     device: torch.device
     degrees: Degrees = field(default_factory=Degrees)
     axes: Mapping[str, DeviceMesh] = field(default_factory=dict)
-    """Of each axis that has more than one rank, and of those that are one axis to FSDP2; see `mesh`."""
+    """The mesh of each axis with more than one rank, and of the axes in degrees.FLAT; see `mesh`."""
 
     def mesh(self, *axes: str) -> DeviceMesh:
-        """Return the mesh of some axes, each of degrees.AXES or degrees.FLAT, in the order of the ranks."""
+        """Return the mesh of some axes, each from degrees.AXES or degrees.FLAT, outermost first."""
         meshes = [self.axes[axis] for axis in axes]
         return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)  # noqa: SLF001 - as FSDP2 does
 
     @property
     def place(self) -> Degrees:
-        """Return where this rank is on each axis."""
+        """Return the index of this rank on each axis."""
         return self.degrees.place(self.rank)
 
     @property
     def data_rank(self) -> int:
-        """Return this rank's number among those that see different sequences."""
+        """Return this rank's number among the ranks that see different sequences."""
         return self.degrees.data_rank(self.rank)
 
     @property
@@ -53,39 +53,35 @@ class Ranks:
         return self.degrees.data_size
 
     def sum(self, values: torch.Tensor, *, over_data: bool = False) -> torch.Tensor:
-        """Return the sum over all ranks; `over_data`: over one of each group that sees the same data. Collective."""
+        """Return the sum over all ranks; with `over_data` over one rank of each group with equal data. Collective."""
         if self.size > 1:
-            values = torch.zeros_like(values) if over_data and not self._counts else values.clone()
+            place = self.place  # of the ranks that read the same data, only the first counts
+            repeated = over_data and not place.tp == place.pp == place.cp == 0
+            values = torch.zeros_like(values) if repeated else values.clone()
             dist.all_reduce(values)
         return values
 
-    @property
-    def _counts(self) -> bool:
-        """Say whether this is the rank that speaks for its data: the first of those that share a sequence's tokens."""
-        place = self.place
-        return place.tp == place.pp == place.cp == 0
-
 
 def find_device(wanted: Device) -> torch.device:
-    """Return the device of this process. Raises: ConfigError if CUDA is asked for and not there."""
-    there = torch.cuda.is_available()
-    if wanted == "cuda" and not there:
+    """Return the device of this process. Raises: ConfigError if CUDA is requested and not available."""
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
         raise ConfigError(['training.device: "cuda" is asked for and there is none; use "auto" or "cpu"'])
-    if wanted == "cpu" or not there:
+    if wanted == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def world_size() -> int:
-    """Return how many ranks this run has, before they have joined too."""
+    """Return the number of ranks of this run; also before they have joined."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextmanager
 def process_group(wanted: Device, degrees: Degrees) -> Iterator[Ranks]:
-    """Join the other ranks where torchrun started this process, and leave them at the end.
+    """Join the process group if torchrun started this process, and leave it at the end.
 
-    A group that is there already is used and left as it is.
+    An existing process group is used and left as it is.
     """
     device = find_device(wanted)
     if device.type == "cuda":
@@ -105,9 +101,9 @@ def process_group(wanted: Device, degrees: Degrees) -> Iterator[Ranks]:
 
 
 def _rendezvous() -> dict[str, Any]:
-    """Return where torchrun's ranks meet, apart from what those of an earlier life left there; else nothing.
+    """Return arguments for init_process_group under torchrun's agent store, which it keeps over restarts; else none.
 
-    torchrun serves the store and restarts the ranks beside it: torch 2.13 would connect to addresses of dead ones.
+    They select a key prefix for each restart: otherwise torch 2.13 would connect to addresses of dead ranks.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
@@ -118,9 +114,9 @@ def _rendezvous() -> dict[str, Any]:
 
 
 def _make_axes(device_type: str, degrees: Degrees) -> dict[str, DeviceMesh]:
-    """Return a mesh for every axis with more than one rank, and for those that are one axis to FSDP2.
+    """Return a mesh for every axis with more than one rank, and for the axes in degrees.FLAT.
 
-    Copies, and experts, need an axis to be sharded over even where that has a single rank.
+    Replicas and experts need an axis to be sharded over, even if it has a single rank.
     """
     needs_shard = degrees.dp_replicate > 1 or degrees.ep > 1
     names = tuple(axis for axis in AXES if degrees.of(axis) > 1 or (axis == "dp_shard" and needs_shard))
@@ -130,6 +126,6 @@ def _make_axes(device_type: str, degrees: Degrees) -> dict[str, DeviceMesh]:
     axes = {name: world[name] for name in names}
     for flat, parts in FLAT.items():
         if present := tuple(axis for axis in parts if axis in names):
-            # the only way there is to make one axis of several
+            # there is no public way to flatten several axes into one
             axes[flat] = axes[present[0]] if len(present) == 1 else world[present]._flatten(flat)  # noqa: SLF001
     return axes

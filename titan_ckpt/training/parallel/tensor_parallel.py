@@ -1,6 +1,6 @@
-"""Tensor parallelism of decoders: heads, hidden rows and the vocabulary are dealt out, and tokens between them.
+"""Tensor parallelism of decoders: heads, hidden rows and vocabulary are distributed, and tokens between matrices.
 
-Owns the plans. Source for which matrix is cut along which dim: arXiv 1909.08053; for the tokens: arXiv 2205.05198.
+Owns the plans. Source of the dim along which each matrix is sharded: arXiv 1909.08053; of the tokens: arXiv 2205.05198.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from titan_ckpt.models.qwen3_moe import MixtureOfExperts
 
 Plan = Mapping[str, ParallelStyle]
 FitPlan = Callable[[Plan], Plan]
-"""Makes a plan fit what converters have made of the modules that it names."""
+"""Adapts a plan to modules that converters have changed."""
 
 _TOKENS = Shard(1)
 
 
 def split_matrices(model: Decoder[Any], mesh: DeviceMesh, *, sequence_parallel: bool, fit: FitPlan = dict) -> None:
-    """Deal the matrices of a model part out over the ranks of a mesh, in place, without communication.
+    """Shard the matrices of a model part over the ranks of a mesh, in place, without communication.
 
-    Every rank brings the same values, or none yet. Experts are left to expert_parallel.py.
+    Every rank must pass equal values, or a model on meta. expert_parallel.py shards experts.
     """
     between = _TOKENS if sequence_parallel else Replicate()
     trained = {fqn: parameter.requires_grad for fqn, parameter in model.named_parameters()}
@@ -42,11 +42,11 @@ def split_matrices(model: Decoder[Any], mesh: DeviceMesh, *, sequence_parallel: 
     for layer in model.layers.children():
         _apply(layer, mesh, fit(_block(layer, between)))
         if sequence_parallel and isinstance(layer.get_submodule("feed_forward"), MixtureOfExperts):
-            # it has computed all tokens on every rank
+            # it has computed all tokens on every rank, so the output is sharded again
             again = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=_TOKENS)
             parallelize_module(layer.get_submodule("feed_forward"), mesh, again, src_data_rank=None)
     if model.norm is not None and model.config.tie_embeddings:
-        # the embedding matrix multiplies a DTensor, and what comes out is cut along the vocabulary
+        # the embedding matrix needs a DTensor as input, and the logits are sharded along the vocabulary
         whole = PrepareModuleOutput(output_layouts=between, desired_output_layouts=Replicate(), use_local_output=False)
         parallelize_module(model.norm, mesh, whole, src_data_rank=None)
         logits = PrepareModuleOutput(
@@ -54,7 +54,7 @@ def split_matrices(model: Decoder[Any], mesh: DeviceMesh, *, sequence_parallel: 
         )
         parallelize_module(model, mesh, logits, src_data_rank=None)
     for fqn, parameter in model.named_parameters():
-        parameter.requires_grad_(trained[fqn])  # SequenceParallel makes frozen parameters anew, to be trained
+        parameter.requires_grad_(trained[fqn])  # SequenceParallel makes new, trainable parameters of frozen ones
 
 
 def _apply(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
@@ -62,20 +62,20 @@ def _apply(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
 
 
 def _ends(model: Decoder[Any], between: Replicate | Shard) -> dict[str, ParallelStyle]:
-    """Return the plan for what is around the layers, as far as this part has it."""
+    """Return the plan for the modules around the layers that this part has."""
     plan: dict[str, ParallelStyle] = {}
     if model.tok_embeddings is not None:
         plan["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
     if model.norm is not None and between == _TOKENS:
         plan["norm"] = SequenceParallel()
     if model.output is not None:
-        # logits stay a DTensor: a local view of one is not what FSDP2 wants a model to return
+        # logits stay a DTensor: FSDP2 does not accept a local view of one as a model's output
         plan["output"] = ColwiseParallel(input_layouts=between, output_layouts=Replicate(), use_local_output=False)
     return plan
 
 
 def _block(block: nn.Module, between: Replicate | Shard) -> dict[str, ParallelStyle]:
-    """Return the plan for one layer, whose input and output lie as `between` says."""
+    """Return the plan for one layer; `between` is the placement of its input and output."""
     plan: dict[str, ParallelStyle] = {
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
@@ -83,11 +83,9 @@ def _block(block: nn.Module, between: Replicate | Shard) -> dict[str, ParallelSt
         "attention.wo": RowwiseParallel(output_layouts=between),
     }
     if block.get_submodule("attention").q_norm is not None:
-        # each rank normalises its own heads, so the gradients of the weights are to be summed: dim 2 counts heads
-        plan |= {
-            "attention.q_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
-            "attention.k_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
-        }
+        # each rank normalises its own heads, so gradients of the weights must be summed; dim 2 counts heads
+        norm = SequenceParallel(sequence_dim=2, use_local_output=True)
+        plan |= {"attention.q_norm": norm, "attention.k_norm": norm}
     sparse = isinstance(block.get_submodule("feed_forward"), MixtureOfExperts)
     if not sparse:
         plan |= {

@@ -1,0 +1,5 @@
+"""Float8 training, and exports as float8 blocks with scales."""
+
+from converters.float8.converter import Float8Config, Float8Converter
+
+__all__ = ["Float8Config", "Float8Converter"]

@@ -1,0 +1,155 @@
+"""Float8 training as a model converter: torchao's float8 matrix products, plain weights in every checkpoint.
+
+Owns the recipes, the choice of modules, and the unwrapping of float8-aware parameters. torchao is imported only when a
+model is converted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from converters.float8.export import BlockQuantiser
+from converters.protocol import ModelConverter, Stage
+from converters.quantised import replaceable_linears, require_gpu, require_torchao
+from titan_ckpt.encoding.toml import Checked
+from titan_ckpt.errors import ConverterError
+from titan_ckpt.geometry.chunks import local_tensor
+from titan_ckpt.types import StateDict
+from titan_ckpt.weights.wrapper import clean_fqn
+
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
+
+logger = logging.getLogger(__name__)
+_MULTIPLE = 16
+"""Float8 matrix units need dims divisible by this; a module with other dims is left unchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Config(Checked):
+    """Float8 matrix products in training; parameters and optimizer keep their dtype."""
+
+    kind: Literal["float8"] = "float8"
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """One scale per tensor; one per row; or one per row with the weight's gradient computed in high precision."""
+    emulate: bool = False
+    """Compute in high precision on values rounded to float8, for machines without float8 matrix units."""
+    fsdp_all_gather: bool = False
+    """Gather FSDP2's weights as float8; tensorwise only."""
+    exclude_modules: tuple[str, ...] | None = None
+    """Linear modules to leave unchanged, named as in LoRA's target_modules. Absent: the output head."""
+
+    def problems(self) -> Iterator[str]:
+        if self.fsdp_all_gather and self.recipe != "tensorwise":
+            yield f"fsdp_all_gather: a gathered weight has one scale, and recipe {self.recipe!r} wants one per row"
+
+
+class Float8Converter(ModelConverter):
+    """Replaces linear modules by torchao's Float8Linear. Adds no keys."""
+
+    stage: ClassVar[Stage] = "replace"
+    config: Float8Config
+
+    def __init__(self, config: Float8Config) -> None:
+        super().__init__(config)
+        self._exchanged: set[str] = set()
+
+    def convert(self, model: nn.Module) -> None:
+        """Replace the linear modules whose dims float8 matrix units accept.
+
+        Raises: ConverterError without torchao, on a machine without float8 units unless `emulate` is set, and if no
+            module can be converted.
+        """
+        require_torchao("float8")
+        if not self.config.emulate:
+            require_gpu("float8", (8, 9), "Set emulate = true to compute with the same rounding in high precision")
+        from torchao.float8 import convert_to_float8_training
+
+        modules = replaceable_linears(model, self.config.exclude_modules)
+        chosen = {fqn for fqn, m in modules.items() if not any(n % _MULTIPLE for n in m.weight.shape)}
+        if not chosen:
+            raise ConverterError(f"float8: {_MULTIPLE} divides the dims of none of the {len(modules)} linear modules")
+        convert_to_float8_training(
+            model, config=_torchao_config(self.config), module_filter_fn=lambda m, name: clean_fqn(name) in chosen
+        )
+        self._exchanged |= chosen
+        if self.config.fsdp_all_gather:
+            from converters.float8.gather import use_byte_gather
+
+            use_byte_gather(model)
+        odd = len(modules) - len(chosen)
+        logger.info("float8 %s: %d modules, %d left for their odd dims", self.config.recipe, len(chosen), odd)
+
+    def state_dict_transform(self, state_dict: StateDict, last_step: bool) -> StateDict:
+        """Return the tensors without torchao's wrapper, aliasing the live memory, in every mode."""
+        return {fqn: _unwrapped(v) if isinstance(v, torch.Tensor) else v for fqn, v in state_dict.items()}
+
+    def weight_quantiser(self) -> BlockQuantiser:
+        """Return the quantiser that stores the replaced modules' weights as float8."""
+        return BlockQuantiser({f"{fqn}.weight" for fqn in self._exchanged})
+
+    def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None:
+        """Discard scales that were computed from weights which a load has replaced."""
+        for part in model_parts:
+            for parameter in part.parameters():
+                local = local_tensor(parameter)
+                if _is_wrapped(local):
+                    local._precomputed_scale = None  # type: ignore[attr-defined]  # noqa: SLF001
+
+    def post_optimizer_hook(self, model_parts: Sequence[nn.Module]) -> None:
+        """Compute the scales of all gathered weights in one reduction instead of one per weight."""
+        if not self.config.fsdp_all_gather:
+            return
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        for part in model_parts:
+            precompute_float8_dynamic_scale_for_fsdp(part)
+
+
+def _torchao_config(config: Float8Config) -> Float8LinearConfig:
+    """Return torchao's settings for the recipe, with our switches for emulation and float8 all-gather."""
+    from torchao.float8 import Float8LinearConfig
+
+    return dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(config.recipe),
+        emulate=config.emulate,
+        enable_fsdp_float8_all_gather=config.fsdp_all_gather,
+    )
+
+
+def _is_wrapped(value: torch.Tensor) -> bool:
+    if "torchao" not in sys.modules:
+        return False
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    return isinstance(value, WeightWithDynamicFloat8CastTensor)
+
+
+def _unwrapped(value: torch.Tensor) -> torch.Tensor:
+    """Return the high-precision tensor inside the wrapper, as a DTensor of the same layout if `value` is one.
+
+    A tensor that is not wrapped is returned unchanged.
+    """
+    local = local_tensor(value)
+    if not _is_wrapped(local):
+        return value
+    inner: torch.Tensor = local._tensor.detach()  # type: ignore[attr-defined]  # noqa: SLF001
+    if not isinstance(value, DTensor):
+        return inner
+    return DTensor.from_local(
+        inner,
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )

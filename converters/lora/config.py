@@ -1,0 +1,75 @@
+"""Settings of the LoRA converter: one frozen dataclass, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+import torch
+
+from converters.targets import matches
+from titan_ckpt.config import PositiveInt
+from titan_ckpt.encoding.toml import Check, Checked
+
+Alpha = Annotated[float, Check("a positive number; at 0 the adapter does nothing", lambda a: a > 0)]
+Dropout = Annotated[float, Check("a probability below 1", lambda p: 0 <= p < 1)]
+AdapterDtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAConfig(Checked):
+    """Low-rank adapters on linear and embedding modules. Source: arXiv 2106.09685."""
+
+    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = {
+        "r": "PEFT's name; here: rank",
+        "lora_alpha": "PEFT's name; here: alpha",
+        "lora_dropout": "PEFT's name; here: dropout",
+    }
+
+    target_modules: tuple[str, ...]
+    """Modules to adapt: the last part or a dotted suffix of the name (`wq`, `attention.wq`), a full name, or a shell
+    pattern over the full name (`layers.*.attention.w[qv]`; `*` also matches dots)."""
+    kind: Literal["lora"] = "lora"
+    rank: PositiveInt = 8
+    """Rows of A and columns of B."""
+    alpha: Alpha = 16.0
+    """The adapter's output is scaled by alpha / rank, or with rsLoRA by alpha / sqrt(rank)."""
+    dropout: Dropout = 0.0
+    """Probability that an input element of the adapter is set to zero in training."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(rank). Source: arXiv 2312.03732."""
+    use_dora: bool = False
+    """Also train a magnitude per output row. Source: arXiv 2402.09353."""
+    rank_pattern: Mapping[str, PositiveInt] = field(default_factory=dict)
+    """Module name as in target_modules -> rank of its adapter; the first matching name counts."""
+    alpha_pattern: Mapping[str, Alpha] = field(default_factory=dict)
+    """Module name as in target_modules -> alpha of its adapter (not the scale); the first matching name counts."""
+    modules_to_save: tuple[str, ...] = ()
+    """Modules to train in full beside the adapters. A copy is trained, so the base does not change."""
+    dtype: AdapterDtype = "float32"
+    """Dtype of all trained tensors; the base keeps its own."""
+    seed: int = 0
+    """Initial values depend only on this and on each tensor's name, so they are equal for any number of ranks."""
+
+    def problems(self) -> Iterator[str]:
+        if not self.target_modules:
+            yield "target_modules: names no module"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.dtype]
+
+    def rank_of(self, fqn: str) -> int:
+        """Return the rank of the adapter on this module."""
+        return next((rank for name, rank in self.rank_pattern.items() if matches(fqn, name)), self.rank)
+
+    def alpha_of(self, fqn: str) -> float:
+        """Return alpha of the adapter on this module."""
+        return next((alpha for name, alpha in self.alpha_pattern.items() if matches(fqn, name)), self.alpha)
+
+    def scaling_of(self, fqn: str) -> float:
+        """Return the factor by which the adapter's output on this module is multiplied."""
+        rank = self.rank_of(fqn)
+        return self.alpha_of(fqn) / (math.sqrt(rank) if self.use_rslora else rank)

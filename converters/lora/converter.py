@@ -1,0 +1,134 @@
+"""LoRA as a model converter: low-rank adapters over a frozen base.
+
+Owns the choice of modules and the keys that adapters add. layers.py has the modules, merge.py the merging, peft.py the
+form of other tools.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from typing import ClassVar
+
+from torch import nn
+
+from converters.lora.config import LoRAConfig
+from converters.lora.init import initialize_adapter
+from converters.lora.layers import (
+    AdaptedStacks,
+    Adapter,
+    LoRAEmbedding,
+    LoRALinear,
+    TrainedCopy,
+    attach,
+    attach_copy,
+    attach_to_stack,
+)
+from converters.lora.merge import AdaptedWeight, check_adapters, merged, rounded
+from converters.lora.peft import PeftAdapter
+from converters.lora.sites import Site, copy_misfits, find_sites, leaf_modules, tied_modules, unused_patterns
+from converters.protocol import ModelConverter, Stage
+from converters.qat.converter import quantised_forward
+from converters.targets import in_lines, select
+from titan_ckpt.errors import ConverterError, ExportError
+from titan_ckpt.geometry.chunks import info_of
+from titan_ckpt.types import StateDict, StateDictAdapter
+from titan_ckpt.weights.wrapper import clean_fqn
+
+logger = logging.getLogger(__name__)
+
+
+class LoRAConverter(ModelConverter):
+    """Adds A and B, DoRA's magnitudes and trained copies of modules; base weights keep their names."""
+
+    stage: ClassVar[Stage] = "adapt"
+    config: LoRAConfig
+
+    def __init__(self, config: LoRAConfig) -> None:
+        super().__init__(config)
+        self._adapted: dict[str, AdaptedWeight] = {}
+        self._copied: dict[str, str] = {}
+        """The fqn of a trained copy's tensor -> the fqn of the base's tensor."""
+        self._owned: set[str] = set()
+        self._others: list[str] = []
+        """Weights that could have an adapter but have none; target_modules of a PEFT export must not select them."""
+
+    def convert(self, model: nn.Module) -> None:
+        """Freeze the model and attach adapters, in place.
+
+        Raises: ConverterError listing unmatched names, weights that cannot be adapted, and ranks that are too large.
+        """
+        sites = find_sites(model)
+        chosen = [sites[fqn] for fqn in select(list(sites), self.config.target_modules, "weight to adapt")]
+        leaves = leaf_modules(model)
+        copied = select(list(leaves), self.config.modules_to_save, "module with parameters and without parts")
+        tied, adapted = tied_modules(model), [site.fqn for site in chosen]
+        problems = [problem for site in chosen for problem in site.misfits(self.config)]
+        problems += [*copy_misfits(copied, adapted, tied), *unused_patterns(self.config, adapted)]
+        if problems:
+            raise ConverterError(f"LoRA: {len(problems)} problem(s){in_lines(problems)}")
+        if shared := [fqn for fqn in adapted if fqn in tied]:
+            logger.warning("LoRA: %s shares its weight with another module: it cannot be merged", ", ".join(shared))
+        model.requires_grad_(False)
+        for site in chosen:
+            self._adapt(site, tied=site.fqn in tied)
+        for fqn in copied:
+            names = [*leaves[fqn].state_dict()]
+            attach_copy(leaves[fqn], self.config.torch_dtype)
+            self._copied |= {f"{fqn}.trained.{name}": f"{fqn}.{name}" for name in names}
+        self._owned = {name for adapted in self._adapted.values() for name in adapted.owned} | set(self._copied)
+        self._others += [site.weight_fqn for fqn, site in sites.items() if fqn not in self._adapted]
+        self.initialize([model])
+        logger.info("LoRA: %d weights adapted, %d modules trained in full", len(chosen), len(copied))
+
+    def key_filter(self, fqn: str) -> bool:
+        """Return whether the key belongs to an adapter or a trained copy; a base key with a similar name does not."""
+        return fqn in self._owned
+
+    def state_dict_transform(self, state_dict: StateDict, last_step: bool) -> StateDict:
+        """Return the same keys, or on the last step the base's keys with lazily merged weights (then collective).
+
+        Raises: ExportError for adapters without effect or with NaN, and if merging would also change another module.
+        """
+        if not last_step:
+            return dict(state_dict)
+        adapters = {a.weight: a for a in self._adapted.values() if a.lora_a in state_dict}
+        if tied := [a.fqn for a in adapters.values() if a.tied]:
+            raise ExportError(
+                f"{', '.join(tied)} shares its weight with another module, and merging the adapter would change both. "
+                'Export the adapter alone (format = "peft"), or train without this target'
+            )
+        check_adapters(self._adapted, state_dict, copies=self._copied)
+        copies = {base: trained for trained, base in self._copied.items() if trained in state_dict}
+        out: StateDict = {}
+        for fqn, value in state_dict.items():
+            if fqn in adapters:
+                out[fqn] = merged(adapters[fqn], state_dict)
+            elif fqn in copies:
+                out[fqn] = rounded(state_dict[copies[fqn]], info_of(value).dtype)
+            elif fqn not in self._owned:
+                out[fqn] = value
+        return out
+
+    def state_dict_adapter(self) -> StateDictAdapter:
+        """Return the adapter that names the keys as PEFT does."""
+        return PeftAdapter(self.config, self._adapted, self._copied, tuple(self._others))
+
+    def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None:
+        """Initialise A, B, magnitudes and trained copies among `fqns`; the last two from the base's values."""
+        wanted = self.key_filter if fqns is None else set(fqns).__contains__
+        for part in model_parts:
+            for name, module in part.named_modules():
+                if isinstance(module, LoRALinear | LoRAEmbedding | AdaptedStacks | TrainedCopy):
+                    initialize_adapter(module, clean_fqn(name), wanted, self.config.seed)
+
+    def _adapt(self, site: Site, *, tied: bool) -> None:
+        config, fqn = self.config, site.fqn
+        rank, scaling = config.rank_of(fqn), config.scaling_of(fqn)
+        adapter = Adapter(rank, scaling, config.dropout, config.use_dora, config.torch_dtype, site.rows)
+        if site.form == "stack":
+            attach_to_stack(site.module, site.parameter, adapter)
+        else:
+            attach(site.module, adapter, quantised_forward(site.module))
+        alpha = config.alpha_of(fqn)
+        self._adapted[fqn] = AdaptedWeight(fqn, site.form, rank, alpha, scaling, site.rows, config.use_dora, tied)

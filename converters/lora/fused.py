@@ -1,0 +1,172 @@
+"""Adapters of weights that another tool fuses: our q, k and v have a pair (A, B) each, its qkv has one pair.
+
+Owns the exact conversion in both directions. Pairs of ranks r1, r2, ... become one pair of rank r1 + r2 + ..., in which
+every B has its own rows and columns. To split one pair, every part takes the whole A and its own rows of B.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from converters.lora.merge import AdaptedWeight
+from titan_ckpt.errors import KeyMapError
+from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo
+from titan_ckpt.geometry.keymap import Concat, KeyGroup, KeyMap, KeyRule, Piece, TensorOp
+
+PARTS = "titan_ckpt_parts"
+"""Key in adapter_config.json: module -> the ranks of the blocks of its pair, if the pair is block diagonal."""
+
+
+@dataclass(frozen=True)
+class BlockDiagonal(TensorOp):
+    """Arrange several matrices as the diagonal blocks of one. Only blocks are written: a new file is zero elsewhere.
+
+    A part with 0 columns has no matrix.
+    """
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    @property
+    def num_native(self) -> int:  # type: ignore[override]
+        return len(self._blocks)
+
+    def file_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        if list(shapes) != (wanted := [block.sizes for block in self._blocks]):
+            raise KeyMapError(f"{[list(s) for s in shapes]} are not blocks {[list(s) for s in wanted]}")
+        return [(sum(self.rows), sum(self.columns))]
+
+    def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        if shapes[0] != (whole := (sum(self.rows), sum(self.columns))):
+            raise KeyMapError(f"{list(shapes[0])} is not {list(whole)}, blocks of ranks {list(self.columns)}")
+        return [block.sizes for block in self._blocks]
+
+    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
+        row, column = (a + b for a, b in zip(self._blocks[index].offsets, chunk.offsets, strict=True))
+        yield Piece(0, Chunk((row, column), chunk.sizes), block)
+
+    @property
+    def _blocks(self) -> list[Chunk]:
+        starts = zip(accumulate(self.rows, initial=0), accumulate(self.columns, initial=0), strict=True)
+        sizes = zip(self.rows, self.columns, strict=True)
+        return [Chunk(start, size) for start, size in zip(starts, sizes, strict=False) if size[1]]
+
+
+@dataclass(frozen=True)
+class Shared(TensorOp):
+    """Read one file tensor into several native tensors, whole. It cannot be written: they would have to be equal."""
+
+    num: int
+
+    @property
+    def num_native(self) -> int:  # type: ignore[override]
+        return self.num
+
+    def file_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        if len({*shapes}) != 1:
+            raise KeyMapError(f"{[list(s) for s in shapes]} cannot be one tensor")
+        return [shapes[0]]
+
+    def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        return [shapes[0]] * self.num
+
+    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
+        yield Piece(0, chunk, block)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One weight of another tool's model and its adapters: one adapter, or one for each part of a fused weight."""
+
+    group: KeyGroup
+    adapters: tuple[AdaptedWeight, ...]
+
+    @property
+    def modules(self) -> list[str]:
+        """Return the other tool's module names."""
+        return [key.removesuffix(".weight") for key in self.group.keys]
+
+    @property
+    def ranks(self) -> list[int]:
+        """Return the rank of each part; 0 for a part without an adapter."""
+        ranks = {adapted.weight: adapted.rank for adapted in self.adapters}
+        return [ranks.get(fqn, 0) for fqn in self.group.fqns]
+
+    @property
+    def is_fused(self) -> bool:
+        return len(self.group.fqns) > 1
+
+    @property
+    def rank(self) -> int:
+        """Return the rank of the exported pair."""
+        return sum(self.ranks)
+
+    @property
+    def scaling(self) -> float:
+        return self.adapters[0].scaling
+
+    @property
+    def expected(self) -> str:
+        """Return a description of the pair that a folder must have."""
+        alone = f" of {', '.join(a.fqn for a in self.adapters)} alone, exported here" if 0 in self.ranks else ""
+        return f"rank {self.adapters[0].rank} scaled by {self.scaling:g}{alone}"
+
+    def alpha(self, use_rslora: bool) -> float:
+        """Return the alpha that gives the exported pair the scale of its parts."""
+        if not self.is_fused:
+            return self.adapters[0].alpha
+        return self.scaling * (math.sqrt(self.rank) if use_rslora else self.rank)
+
+    def accepts(self, rank: int, module: str, parts: Mapping[str, Sequence[int]]) -> bool:
+        """Return whether a folder's pair of this rank can be read; `parts`: the folder's value of PARTS."""
+        if not self.is_fused:
+            return rank == self.rank
+        return {*self.ranks} == {rank} or (rank == self.rank and list(parts.get(module, ())) == self.ranks)
+
+    def rules(self, prefix: str, found: Mapping[str, TensorInfo] | None) -> Iterator[KeyRule]:
+        """Yield the rules that place the parts' pairs in the pair of a fused weight.
+
+        `found`: the tensors of the folder that is read; None for a write.
+        Raises: KeyMapError if the parts have different scales, and for DoRA on only some parts.
+        """
+        what = f"{', '.join(self.modules)} is one module there"
+        if any(not math.isclose(a.scaling, self.scaling) for a in self.adapters):
+            scales = ", ".join(f"{a.fqn} by {a.scaling:g}" for a in self.adapters)
+            raise KeyMapError(f"{what} and has one scale, and here {scales}: give them equal ones")
+        if self.adapters[0].dora and 0 in self.ranks:
+            others = [fqn for fqn, rank in zip(self.group.fqns, self.ranks, strict=True) if not rank]
+            raise KeyMapError(f"{what}, and DoRA gives all its rows lengths: adapt {', '.join(others)} as well")
+        assert isinstance(self.group.op, Concat)
+        a, b = (f"{prefix}{self.modules[0]}.lora_{name}.weight" for name in "AB")
+        of_a: TensorOp
+        of_b: TensorOp
+        if found is not None and a in found and {*self.ranks} == {found[a].shape[0]}:
+            of_a, of_b = Shared(len(self.ranks)), self.group.op
+        else:
+            of_a = Concat(tuple(filter(None, self.ranks)))
+            of_b = BlockDiagonal(self.group.op.rows, tuple(self.ranks))
+        yield KeyRule.of([adapted.lora_a for adapted in self.adapters], a, of_a)
+        yield KeyRule.of([adapted.lora_b for adapted in self.adapters], b, of_b)
+        if self.adapters[0].dora:
+            magnitude = f"{prefix}{self.modules[0]}.lora_magnitude_vector"
+            yield KeyRule.of([adapted.lora_magnitude for adapted in self.adapters], magnitude, self.group.op)
+
+
+def targets_of(adapted: Iterable[AdaptedWeight], base: KeyMap) -> list[Target]:
+    """Return the other tool's weights with their adapters. Raises: KeyMapError for weights that `base` lacks."""
+    by_weight = {a.weight: a for a in adapted}
+    groups: dict[KeyGroup, None] = {}
+    problems: list[str] = []
+    for weight in by_weight:
+        try:
+            groups[base.group_of_fqn(weight)] = None
+        except KeyMapError as error:
+            problems.append(str(error))
+    if problems:
+        raise KeyMapError(f"{len(problems)} adapted weight(s) are unknown\n  " + "\n  ".join(problems))
+    return [Target(group, tuple(by_weight[fqn] for fqn in group.fqns if fqn in by_weight)) for group in groups]

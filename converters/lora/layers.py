@@ -1,0 +1,248 @@
+"""Adapted modules, made by swapping a module's class: every base parameter keeps its name.
+
+Owns the forward computation of adapted modules and their construction. Knows no fqns and no state dicts. init.py has
+the initial values.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import skip_init
+
+from converters.lora.merge import spread
+from converters.qat.converter import QuantisedForward
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Settings of the adapter of one module."""
+
+    rank: int
+    scaling: float
+    dropout: float
+    dora: bool
+    dtype: torch.dtype
+    rows: tuple[int, ...] = ()
+    """Rows of each part of a fused weight; see merge.AdaptedWeight."""
+
+
+class LoRAUp(nn.Linear):
+    """B. It starts at zero, so a new adapter changes nothing. Shape: weight (out_features, rank)."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+class Magnitude(nn.Module):
+    """DoRA's trained norm of every output row. Shape: weight (out_features,)."""
+
+    def __init__(self, num_rows: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_rows, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        """Fill with ones, a finite placeholder; the real values come from the base weight after it is loaded."""
+        nn.init.ones_(self.weight)
+
+
+class LoRALinear(nn.Linear):
+    """A linear module, or a subclass, with an additional low-rank path.
+
+    `super().forward` is the forward of the module's original class, so float8 modules keep their computation.
+    """
+
+    adapter: Adapter
+    lora_a: nn.Linear
+    lora_b: LoRAUp
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name is torch's
+        """Add both paths. The low-rank path computes in the adapter's dtype; the result has the base's dtype."""
+        base: torch.Tensor = super().forward(input)
+        dropped = F.dropout(input, self.adapter.dropout, self.training)
+        inner = self.lora_a(dropped.to(self.lora_a.weight.dtype))
+        rows = self.adapter.rows
+        low = F.linear(inner, spread(self.lora_b.weight, rows)) if rows else self.lora_b(inner)
+        low = low * self.adapter.scaling
+        if not self.adapter.dora:
+            return (base + low).to(base.dtype)
+        with torch.no_grad():
+            norms: torch.Tensor = torch.linalg.vector_norm(self._combined(), dim=1)
+        factor = self.magnitude / norms
+        # dropout also applies to the adapter's share of the base product. Source: peft, tuners/lora/dora.py
+        plain: torch.Tensor = super().forward(dropped) if self.training and self.adapter.dropout else base
+        if self.bias is not None:
+            plain = plain - self.bias
+        return (base + (factor - 1) * plain + factor * low).to(base.dtype)
+
+    @property
+    def magnitude(self) -> torch.Tensor:
+        """Return DoRA's trained row norms."""
+        return child_weight(self, "lora_magnitude")
+
+    def merged_weight(self) -> torch.Tensor:
+        """Return the merged weight of base and adapter in the base's dtype, differentiable in the adapter."""
+        merged = self._combined()
+        if self.adapter.dora:
+            norms = torch.linalg.vector_norm(merged.detach(), dim=1)
+            merged = merged * (self.magnitude / norms)[:, None]
+        return merged.to(self.weight.dtype)
+
+    def _combined(self) -> torch.Tensor:
+        b = spread(self.lora_b.weight, self.adapter.rows)
+        return combine(self.weight, self.lora_a.weight, b, self.adapter.scaling)
+
+
+class QuantisedLoRALinear(LoRALinear):
+    """An adapter on a fake-quantised linear module. It fake-quantises the merged weight, because that is exported.
+
+    Quantising only the base and adding the adapter in high precision would train a different model.
+    """
+
+    quantised: QuantisedForward
+    """Set on the instance, so that it is not bound as a method."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return self.quantised(self, input, self.merged_weight())
+
+
+class LoRAEmbedding(nn.Embedding):
+    """An embedding with an additional low-rank table. A is (rank, num_embeddings), B (embedding_dim, rank)."""
+
+    adapter: Adapter
+    lora_a: nn.Linear
+    lora_b: nn.Linear
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        """Shape: token ids in, (..., embedding_dim) out."""
+        base = super().forward(input)
+        inner = F.embedding(input, self.lora_a.weight.t())
+        if isinstance(inner, DTensor):  # A sharded by columns gives a masked partial sum, which must be reduced
+            inner = inner.redistribute(placements=[Replicate()] * inner.device_mesh.ndim)
+        low = F.linear(inner, self.lora_b.weight)
+        out: torch.Tensor = (base + low * self.adapter.scaling).to(base.dtype)
+        return out
+
+
+class StackAdapter(nn.Module):
+    """A and B of all experts. Shape: (experts, rank, d2) and (experts, d1, rank) for a weight (experts, d1, d2)."""
+
+    def __init__(self, weight: torch.Tensor, rank: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        num, d1, d2 = weight.shape
+        self.lora_a = nn.Parameter(torch.empty(num, rank, d2, device=weight.device, dtype=dtype))
+        self.lora_b = nn.Parameter(torch.empty(num, d1, rank, device=weight.device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        """Draw every expert's A as for a linear module, and set B to zero."""
+        nn.init.uniform_(self.lora_a, -1 / math.sqrt(self.lora_a.shape[-1]), 1 / math.sqrt(self.lora_a.shape[-1]))
+        nn.init.zeros_(self.lora_b)
+
+
+class AdaptedStacks(nn.Module):
+    """A module with stacked experts' weights that computes with merged weights.
+
+    How the module uses its stacks is unknown, so they are merged before each forward. This takes the memory of one
+    layer's stacks.
+    """
+
+    adapters: dict[str, Adapter]
+    """Name of the stacked parameter -> settings of its adapter."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward with the merged stacks in place of its parameters."""
+        merged = {name: self._merged(name, adapter) for name, adapter in self.adapters.items()}
+        # an instance attribute hides the registered parameter only from the lookup `self.name`
+        self.__dict__.update(merged)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            for name in merged:
+                del self.__dict__[name]
+
+    def _merged(self, name: str, adapter: Adapter) -> torch.Tensor:
+        weight, factors = self._parameters[name], self.get_submodule(f"lora_{name}")
+        assert weight is not None and isinstance(factors, StackAdapter)
+        return combine(weight, factors.lora_a, factors.lora_b, adapter.scaling).to(weight.dtype)
+
+
+class TrainedCopy(nn.Module):
+    """A module that computes with a copy, `trained`, trained in full; its own parameters are the frozen base."""
+
+    trained: nn.Module
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        """Compute with the copy in its dtype; the result has the base's dtype."""
+        trained = next(self.trained.parameters()).dtype
+        cast = [a.to(trained) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+        out: torch.Tensor = self.trained(*cast)
+        return out.to(next(self.parameters(recurse=False)).dtype)
+
+
+def combine(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return b @ a * scaling + weight in float32, or in float64 for a float64 weight.
+
+    merge.py does the same operations in the same order, so the export equals what was trained.
+    """
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return (b.to(dtype) @ a.to(dtype)) * scaling + weight
+
+
+def attach(module: nn.Module, adapter: Adapter, quantised: QuantisedForward | None) -> None:
+    """Turn the module into its adapted form in place, with uninitialised adapters on the same device."""
+    assert isinstance(module, nn.Linear | nn.Embedding)
+    where: dict[str, Any] = {"device": module.weight.device, "dtype": adapter.dtype}
+    embedding = isinstance(module, nn.Embedding)
+    num_out, num_in = module.weight.shape[::-1] if embedding else module.weight.shape
+    linear = LoRALinear if quantised is None else QuantisedLoRALinear
+    base: Any = type(module)
+    module.__class__ = _mixed(LoRAEmbedding if embedding else linear, base)
+    # skip_init: values drawn at this point would be overwritten, and would advance the run's generator
+    module.lora_a = skip_init(nn.Linear, num_in, adapter.rank * max(1, len(adapter.rows)), bias=False, **where)
+    up = nn.Linear if embedding else LoRAUp
+    module.lora_b = skip_init(up, adapter.rank, num_out, bias=False, **where)
+    if adapter.dora:
+        module.lora_magnitude = Magnitude(num_out, **where)
+    if quantised is not None:
+        module.quantised = quantised  # type: ignore[assignment]
+    module.adapter = adapter  # type: ignore[assignment]
+
+
+def attach_to_stack(module: nn.Module, name: str, adapter: Adapter) -> None:
+    """Attach an adapter to a parameter of stacked experts, in place."""
+    if not isinstance(module, AdaptedStacks):
+        base: Any = type(module)
+        module.__class__ = _mixed(AdaptedStacks, base)
+        module.__dict__["adapters"] = {}
+    assert isinstance(module, AdaptedStacks)
+    module.adapters[name] = adapter
+    module.add_module(f"lora_{name}", StackAdapter(module.get_parameter(name), adapter.rank, adapter.dtype))
+
+
+def attach_copy(module: nn.Module, dtype: torch.dtype) -> None:
+    """Turn a leaf module into one that computes with a trained copy of itself, in place."""
+    trained = copy.deepcopy(module).to(dtype).requires_grad_(True)
+    base: Any = type(module)
+    module.__class__ = _mixed(TrainedCopy, base)
+    module.trained = trained
+
+
+@cache
+def _mixed(kind: Any, base: Any) -> type[Any]:
+    """Return a subclass of `kind` whose `super().forward` is the forward of `base`."""
+    return kind if base in kind.__mro__ else type(f"{kind.__name__}_{base.__name__}", (kind, base), {})
+
+
+def child_weight(module: nn.Module, child: str) -> torch.Tensor:
+    """Return the weight of a child module that an adapter added."""
+    weight = module.get_submodule(child).weight
+    assert isinstance(weight, torch.Tensor)
+    return weight

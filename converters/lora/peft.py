@@ -1,0 +1,205 @@
+"""LoRA's keys and settings as PEFT writes them, derived from the base model's key table.
+
+Owns the names and adapter_config.json. Reads and writes no files; does not need PEFT.
+Source: peft, utils/save_and_load.py and tuners/lora/config.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from converters.lora.config import LoRAConfig
+from converters.lora.fused import PARTS, targets_of
+from converters.lora.merge import AdaptedWeight
+from titan_ckpt.errors import KeyMapError
+from titan_ckpt.formats.huggingface.peft import PREFIX
+from titan_ckpt.geometry.chunks import TensorInfo
+from titan_ckpt.geometry.keymap import (
+    IDENTITY,
+    Concat,
+    Identity,
+    KeyGroup,
+    KeyMap,
+    KeyRule,
+    PermuteRotary,
+    Split,
+    Unstack,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PeftAdapter:
+    """LoRA's StateDictAdapter; see titan_ckpt.types."""
+
+    config: LoRAConfig
+    adapted: Mapping[str, AdaptedWeight]
+    copied: Mapping[str, str]
+    others: Sequence[str]
+
+    def key_map(self, base: KeyMap, found: Mapping[str, TensorInfo] | None = None) -> KeyMap:
+        """Return the table of the owned keys. If the base's table permutes a weight's rows, B's rows are permuted too.
+
+        The table has no rules if `found` holds no adapter, as in a base's folder.
+        Raises: KeyMapError listing modules that the other tool's model stores in a form that has no adapter.
+        """
+        if found is not None and not any(key.startswith(PREFIX) for key in found):
+            return KeyMap(identity=True)
+        rules: list[KeyRule] = []
+        problems: list[str] = []
+        for target in targets_of(self.adapted.values(), base):
+            try:
+                fused = isinstance(target.group.op, Concat) and target.adapters[0].form == "linear"
+                rules += target.rules(PREFIX, found) if fused else _adapter_rules(target.adapters[0], target.group)
+            except KeyMapError as error:
+                problems.append(str(error))
+        for trained, fqn in self.copied.items():
+            group = base.group_of_fqn(fqn)
+            if len(group.keys) == len(group.fqns) == 1:
+                rules.append(KeyRule.of(trained, PREFIX + group.keys[0], group.op))
+            else:
+                problems.append(f"{fqn}: stored as {', '.join(group.keys)}, and a copy of it cannot be")
+        if problems:
+            raise KeyMapError(f"{len(problems)} adapter(s) have no name in PEFT\n  " + "\n  ".join(problems))
+        return KeyMap(tuple(rules))
+
+    def file_config(self, base: KeyMap) -> dict[str, Any]:
+        """Return adapter_config.json without the base's identity: the keys that PEFT reads and vLLM requires."""
+        config = self.config
+        modules = {module: t for t in targets_of(self.adapted.values(), base) for module in t.modules}
+        alphas = {module: t.alpha(config.use_rslora) for module, t in modules.items()}
+        parts = {module: t.ranks for module, t in modules.items() if t.is_fused}
+        others = [key for fqn in self.others for key in _known(fqn, base)]
+        _warn_of_lost_experts(self.adapted.values(), base)
+        copied = {key for fqn in self.copied.values() for key in _modules(base.group_of_fqn(fqn))}
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": config.rank,
+            "lora_alpha": json_number(config.alpha),
+            "target_modules": _shortest(list(modules), others),
+            "lora_dropout": config.dropout,
+            "bias": "none",
+            "use_rslora": config.use_rslora,
+            "use_dora": config.use_dora,
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "rank_pattern": {module: t.rank for module, t in modules.items() if t.rank != config.rank},
+            "alpha_pattern": {m: json_number(alpha) for m, alpha in alphas.items() if alpha != config.alpha},
+            "modules_to_save": sorted(copied) or None,
+            **({PARTS: parts} if parts else {}),
+        }
+
+    def misfits(self, base: KeyMap, found: Mapping[str, Any]) -> list[str]:
+        """Return why an adapter_config.json would compute something different from this converter with its tensors.
+
+        The load checks keys and shapes; a wrong scale would pass those checks, so it is found by this method.
+        """
+        problems = []
+        if found.get("peft_type", "LORA") != "LORA":
+            return [f"peft_type is {found['peft_type']!r}, and this converter is LoRA"]
+        expected = {"use_dora": self.config.use_dora, "fan_in_fan_out": False, "bias": "none", "lora_bias": False}
+        for name, value in expected.items():
+            if found.get(name, "none" if name == "bias" else False) != value:
+                problems.append(f"{name} is {found[name]!r}, expected {value!r}")
+        for target in targets_of(self.adapted.values(), base):
+            for key in target.modules:
+                rank = _from_pattern(found.get("rank_pattern") or {}, key, found.get("r", 8))
+                alpha = _from_pattern(found.get("alpha_pattern") or {}, key, found.get("lora_alpha", 8))
+                scaling = alpha / (math.sqrt(rank) if found.get("use_rslora") else rank)
+                fits = target.accepts(rank, key, found.get(PARTS) or {})
+                if not fits or not math.isclose(scaling, target.scaling):
+                    problems.append(f"{key}: rank {rank} scaled by {scaling:g}, expected {target.expected}")
+        return problems
+
+
+def _adapter_rules(adapted: AdaptedWeight, group: KeyGroup) -> Iterator[KeyRule]:
+    """Yield rules for A, B and the magnitude that follow the base's operation on the weight.
+
+    Raises: KeyMapError if they cannot follow it.
+    """
+    keys = [PREFIX + key for key in _modules(group)]
+
+    def named(suffix: str) -> list[str]:
+        return [f"{key}.{suffix}" for key in keys]
+
+    if adapted.form == "embedding" and isinstance(group.op, Identity):
+        yield KeyRule.of(adapted.lora_a, named("lora_embedding_A"))
+        yield KeyRule.of(adapted.lora_b, named("lora_embedding_B"))
+    elif adapted.form == "stack" and isinstance(group.op, Unstack):
+        # if the file has W transposed, (B A)^T = A^T B^T: A and B change places
+        a, b = ("lora_B", "lora_A") if group.op.transpose else ("lora_A", "lora_B")
+        yield KeyRule.of(adapted.lora_a, named(f"{a}.weight"), group.op)
+        yield KeyRule.of(adapted.lora_b, named(f"{b}.weight"), group.op)
+    elif adapted.form == "linear" and _keeps_rows(group, adapted.rows):
+        parts = Split((adapted.rank,) * len(adapted.rows)) if adapted.rows else IDENTITY
+        yield KeyRule.of(adapted.lora_a, named("lora_A.weight"), parts)
+        yield KeyRule.of(adapted.lora_b, named("lora_B.weight"), group.op)
+        if adapted.dora:
+            yield KeyRule.of(adapted.lora_magnitude, named("lora_magnitude_vector"), group.op)
+    else:
+        files = f"{', '.join(group.keys[:2])}{', ...' if len(group.keys) > 2 else ''}"
+        what = f"{adapted.fqn}: stored as {files} ({type(group.op).__name__})"
+        raise KeyMapError(f"{what}, and a low-rank product cannot follow", (adapted.fqn,))
+
+
+def _warn_of_lost_experts(adapted: Collection[AdaptedWeight], base: KeyMap) -> None:
+    """Warn of adapters that PEFT on transformers 5, which fuses experts' projections on load, would ignore.
+
+    Source: peft, utils/transformers_weight_conversion.py _convert_peft_config_moe, which compares last parts of names.
+    """
+    last: dict[bool, set[str]] = {True: set(), False: set()}
+    for weight in adapted:
+        keys = _modules(base.group_of_fqn(weight.weight))
+        last[weight.form == "stack"].update(key.rpartition(".")[2] for key in keys)
+    if both := sorted(last[True] & last[False]):
+        logger.warning(
+            "PEFT on transformers 5 ignores the adapters of dense modules called %s beside those of experts called "
+            "alike; the files are right, and other readers use all of them",
+            ", ".join(both),
+        )
+
+
+def _keeps_rows(group: KeyGroup, rows: tuple[int, ...]) -> bool:
+    """Return whether B can follow the operation: it reorders rows, or splits them where the adapter is split."""
+    return isinstance(group.op, Identity | PermuteRotary) or (isinstance(group.op, Split) and group.op.rows == rows)
+
+
+def _modules(group: KeyGroup) -> list[str]:
+    """Return the names of the other tool's modules that hold the weight."""
+    return [key.removesuffix(".weight") for key in group.keys]
+
+
+def _known(weight: str, base: KeyMap) -> list[str]:
+    """Return the names of the other tool's modules that hold a weight; empty if it has no such weight."""
+    try:
+        return _modules(base.group_of_fqn(weight))
+    except KeyMapError:
+        return []
+
+
+def _shortest(adapted: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Return the last parts of names if they select only adapted modules, else the full names.
+
+    If a last part also selected a module without an adapter, PEFT would add an untrained adapter to it.
+    """
+    last = sorted({key.rpartition(".")[2] for key in adapted})
+    if not {key.rpartition(".")[2] for key in others}.intersection(last):
+        return last
+    return sorted(adapted)
+
+
+def _from_pattern(pattern: Mapping[str, Any], key: str, default: Any) -> Any:
+    """Return the value for a module as PEFT looks it up. Source: peft, tuners/tuners_utils.py get_pattern_key."""
+    return next((value for name, value in pattern.items() if re.match(rf"(.*\.)?({name})$", key)), default)
+
+
+def json_number(value: float) -> float | int:
+    """Return a whole number as an int, as vLLM requires."""
+    return int(value) if float(value).is_integer() else value

@@ -1,0 +1,132 @@
+"""Find the weights of a model that can have an adapter, and the reasons why one cannot.
+
+Owns the inspection of a model before it is changed. Changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from converters.lora.config import LoRAConfig
+from converters.lora.layers import AdaptedStacks, LoRAEmbedding, LoRALinear, TrainedCopy
+from converters.lora.merge import Form
+from converters.qat.converter import quantised_forward
+from converters.targets import matches
+from titan_ckpt.errors import KeyMapError
+from titan_ckpt.geometry.keymap import KeyMap, Split
+from titan_ckpt.weights.wrapper import clean_fqn
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A weight that could have an adapter."""
+
+    fqn: str
+    """The fqn of the module; for a stack of experts that of the parameter."""
+    form: Form
+    module: nn.Module
+    parameter: str
+    rows: tuple[int, ...] = ()
+    """Rows of each part of a fused weight, as the model's key table splits it."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.module.get_parameter(self.parameter)
+
+    @property
+    def weight_fqn(self) -> str:
+        return self.fqn if self.form == "stack" else f"{self.fqn}.{self.parameter}"
+
+    def misfits(self, config: LoRAConfig) -> Iterator[str]:
+        """Yield the reasons why this weight cannot have the adapter that `config` gives it."""
+        rank, weight = config.rank_of(self.fqn), self.weight
+        capacity = min(*weight.shape[-2:], *self.rows)
+        if isinstance(self.module, LoRALinear | LoRAEmbedding | TrainedCopy) or self._is_adapted_stack():
+            yield f"{self.fqn}: has an adapter already"
+        elif isinstance(weight, DTensor):
+            yield f"{self.fqn}: is sharded already; convert the model first, then parallelise it"
+        elif not weight.is_floating_point():
+            yield f"{self.fqn}: its weight is {weight.dtype}, and an adapter needs a floating-point base"
+        elif rank > capacity:
+            yield f"{self.fqn}: rank {rank} is more than its {list(weight.shape)} can hold"
+        elif config.use_dora and self.form != "linear":
+            yield f"{self.fqn}: DoRA is for linear modules; leave this {self.form} out, or set use_dora = false"
+        elif config.use_dora and type(weight.data) is not torch.Tensor:
+            yield f"{self.fqn}: DoRA needs plain weights in the forward, and this is a {type(weight.data).__name__}"
+        elif config.dropout and (self.form == "stack" or quantised_forward(self.module) is not None):
+            why = "an adapter's input" if self.form == "stack" else "an adapter's input, and QAT quantises"
+            yield f"{self.fqn}: dropout acts on {why} the merged weight; set dropout = 0"
+
+    def _is_adapted_stack(self) -> bool:
+        return isinstance(self.module, AdaptedStacks) and self.parameter in self.module.adapters
+
+
+def find_sites(model: nn.Module) -> dict[str, Site]:
+    """Return linear and embedding modules, and 3-D parameters of other modules, by fqn, in the model's order."""
+    sites: dict[str, Site] = {}
+    key_map = getattr(model, "key_map", None)
+    table: KeyMap | None = key_map() if callable(key_map) else None
+    for name, module in model.named_modules():
+        fqn = clean_fqn(name)
+        if isinstance(module, nn.Embedding):
+            sites[fqn] = Site(fqn, "embedding", module, "weight")
+        elif isinstance(module, nn.Linear):
+            sites[fqn] = Site(fqn, "linear", module, "weight", _fused_rows(f"{fqn}.weight", table))
+        else:
+            stacks = [n for n, p in module.named_parameters(recurse=False) if p.dim() == 3]
+            sites |= {f"{fqn}.{n}": Site(f"{fqn}.{n}", "stack", module, n) for n in stacks}
+    return sites
+
+
+def leaf_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules with parameters and without child modules, by fqn."""
+    return {
+        clean_fqn(name): module
+        for name, module in model.named_modules()
+        if [*module.parameters(recurse=False)] and not [*module.children()]
+    }
+
+
+def tied_modules(model: nn.Module) -> set[str]:
+    """Return the modules whose weight is used elsewhere: by shared parameters, or by tie_word_embeddings."""
+    users: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        users.setdefault(id(parameter), []).append(clean_fqn(name).rpartition(".")[0])
+    tied = {fqn for names in users.values() if len(names) > 1 for fqn in names}
+    hf_config = getattr(model, "hf_config", None)
+    if callable(hf_config) and hf_config().get("tie_word_embeddings"):
+        tied |= {clean_fqn(name) for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    return tied
+
+
+def copy_misfits(copied: Sequence[str], adapted: Sequence[str], tied: set[str]) -> Iterator[str]:
+    """Yield the reasons why modules cannot be trained as copies."""
+    for fqn in copied:
+        if fqn in adapted:
+            yield f"{fqn}: is in target_modules and in modules_to_save"
+        if fqn in tied:
+            yield f"{fqn}: shares its weight, so no copy can stand for it"
+
+
+def unused_patterns(config: LoRAConfig, adapted: Sequence[str]) -> Iterator[str]:
+    """Yield the patterns that match no adapted module."""
+    for field, table in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
+        for name in table:
+            if not any(matches(fqn, name) for fqn in adapted):
+                yield f"{field}: {name!r} matches none of the adapted weights"
+
+
+def _fused_rows(weight: str, table: KeyMap | None) -> tuple[int, ...]:
+    """Return the rows into which the model's table splits the weight for other tools; empty if it does not."""
+    if table is None:
+        return ()
+    try:
+        op = table.group_of_fqn(weight).op
+    except KeyMapError:
+        return ()
+    return op.rows if isinstance(op, Split) else ()

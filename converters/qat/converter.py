@@ -1,0 +1,225 @@
+"""QAT as a model converter: torchao's fake quantisation in the forward, plain weights in every checkpoint.
+
+Owns the schemes and the choice of modules. torchao is imported only when a model is converted.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from converters.protocol import ModelConverter, Stage
+from converters.qat.export import TorchaoQuantiser
+from converters.quantised import replaceable_linears, require_gpu, require_torchao
+from converters.targets import in_lines
+from titan_ckpt.config import PositiveInt
+from titan_ckpt.encoding.toml import Checked
+from titan_ckpt.errors import ConverterError
+from titan_ckpt.weights.wrapper import clean_fqn
+
+logger = logging.getLogger(__name__)
+
+Scheme = Literal[
+    "int4_weight_only",
+    "int8_weight_only",
+    "int8_dynamic_act_int4_weight",
+    "mxfp8",
+    "mxfp4",
+    "float8_dynamic_act_float8_weight",
+    "float8_dynamic_act_int4_weight",
+    "nvfp4",
+]
+_INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
+_GROUPED = frozenset({"int4_weight_only", "int8_dynamic_act_int4_weight"})
+_FIXED_GROUP = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16, "float8_dynamic_act_int4_weight": 128}
+"""Scheme -> the group size that its format fixes, in elements along the input dim."""
+_CAPABILITY = {
+    "float8_dynamic_act_float8_weight": (8, 9),
+    "float8_dynamic_act_int4_weight": (9, 0),
+    "nvfp4": (10, 0),
+}
+"""Scheme -> the GPU compute capability that it needs to compute with quantised values."""
+
+QuantisedForward = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(module, input, weight) -> output: a fake-quantised module's computation with `weight` in place of its own weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class QATConfig(Checked):
+    """Fake quantisation of linear modules, so that training computes what the quantised export will compute."""
+
+    scheme: Scheme
+    """Scheme of the export: quantised weights alone, or quantised weights and activations."""
+    kind: Literal["qat"] = "qat"
+    group_size: PositiveInt | None = None
+    """Elements along the input dim that share a scale, for the grouped int4 schemes. Absent: 32."""
+    exclude_modules: tuple[str, ...] | None = None
+    """Linear modules to leave unchanged, named as in LoRA's target_modules. Absent: the output head."""
+    embeddings: bool = False
+    """Also quantise embedding tables; only for weight-only schemes."""
+
+    def problems(self) -> Iterator[str]:
+        if self.group_size is not None and self.scheme not in _GROUPED:
+            yield f"group_size: {self.scheme} has none of its own; leave it out"
+        if self.embeddings and not self.scheme.endswith("_weight_only"):
+            yield f"embeddings: {self.scheme} quantises activations, which an embedding has not"
+
+    @property
+    def group(self) -> int | None:
+        """Return how many elements along the input dim share a scale; None if a whole row does."""
+        return (self.group_size or 32) if self.scheme in _GROUPED else _FIXED_GROUP.get(self.scheme)
+
+
+class QATConverter(ModelConverter):
+    """Replaces linear modules by torchao's fake-quantised ones. Adds no keys: weights stay in high precision."""
+
+    stage: ClassVar[Stage] = "replace"
+    config: QATConfig
+
+    def __init__(self, config: QATConfig) -> None:
+        super().__init__(config)
+        self._quantised: set[str] = set()
+        """The fqns of the fake-quantised weights."""
+
+    def convert(self, model: nn.Module) -> None:
+        """Replace the linear modules, and with `embeddings` the embedding tables, by fake-quantised ones.
+
+        Raises: ConverterError without torchao, for a scheme that this machine cannot run, and for modules that do not
+            fit the scheme.
+        """
+        require_torchao("qat")
+        if needed := _CAPABILITY.get(self.config.scheme):
+            others = ", ".join(scheme for scheme in get_args(Scheme) if scheme not in _CAPABILITY)
+            require_gpu(f"QAT scheme {self.config.scheme!r}", needed, f"These run anywhere: {others}")
+        from torchao.quantization import quantize_
+        from torchao.quantization.qat import QATConfig as TorchaoQAT
+
+        chosen: dict[str, nn.Module] = {**replaceable_linears(model, self.config.exclude_modules)}
+        if self.config.embeddings:
+            chosen |= {clean_fqn(n): m for n, m in model.named_modules() if type(m) is nn.Embedding}
+        if problems := [p for fqn, module in chosen.items() for p in _misfits(fqn, module, self.config.group)]:
+            raise ConverterError(f"QAT {self.config.scheme}: {len(problems)} problem(s){in_lines(problems)}")
+        trainable = {clean_fqn(name): p.requires_grad for name, p in model.named_parameters()}
+        prepare = TorchaoQAT(_torchao_config(self.config), step="prepare")
+        quantize_(model, prepare, filter_fn=lambda module, name: clean_fqn(name) in chosen)
+        for name, parameter in model.named_parameters():  # on meta, torchao makes new parameters
+            parameter.requires_grad_(trainable[clean_fqn(name)])
+        if self.config.scheme.startswith("float8"):
+            _pass_gradients_through(model)
+        self._quantised |= {f"{fqn}.weight" for fqn in chosen}
+        logger.info("QAT %s: %d modules", self.config.scheme, len(chosen))
+
+    def weight_quantiser(self) -> TorchaoQuantiser:
+        """Return the quantiser that stores the weights of an export as training fake-quantised them."""
+        return TorchaoQuantiser(_torchao_config(self.config), self._quantised, self.config.embeddings)
+
+
+def quantised_forward(module: nn.Module) -> QuantisedForward | None:
+    """Return how a fake-quantised linear module computes with a given weight; None for any other module."""
+    if "torchao" not in sys.modules:
+        return None
+    from torchao.prototype.qat import MXFakeQuantizedLinear
+    from torchao.quantization.qat.linear import FakeQuantizedLinear
+
+    if isinstance(module, FakeQuantizedLinear):
+        return _fake_quantised
+    return _mx_quantised if isinstance(module, MXFakeQuantizedLinear) else None
+
+
+def _fake_quantised(module: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: A002
+    if module.activation_fake_quantizer is not None:
+        input = module.activation_fake_quantizer(input)  # noqa: A001
+    if module.weight_fake_quantizer is not None:
+        weight = module.weight_fake_quantizer(weight)
+    return F.linear(input, weight, module.bias)
+
+
+def _mx_quantised(module: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: A002
+    from torchao.prototype.qat.mx import _MXQuantizedForwardFakeQuantizedBackward as Product
+
+    out: torch.Tensor = Product.apply(input, weight, module.bias, module.activation_config, module.weight_config)
+    return out
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Forward returns the quantised value, backward passes the gradient through unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, quantiser: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return quantiser(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+class StraightThrough(nn.Module):
+    """A fake quantiser that passes gradients through: the backward of a cast to float8 would round them to zero."""
+
+    def __init__(self, quantiser: nn.Module) -> None:
+        super().__init__()
+        self.quantiser = quantiser
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _StraightThrough.apply(value, self.quantiser)  # type: ignore[no-untyped-call]
+        return out
+
+
+def _pass_gradients_through(model: nn.Module) -> None:
+    from torchao.quantization.qat.fake_quantizer import Float8FakeQuantizer
+
+    for module in model.modules():
+        for name in ("weight_fake_quantizer", "activation_fake_quantizer"):
+            quantiser = getattr(module, name, None)
+            if isinstance(quantiser, Float8FakeQuantizer):
+                setattr(module, name, StraightThrough(quantiser))
+
+
+def _misfits(fqn: str, module: nn.Module, group: int | None) -> Iterator[str]:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    if not weight.is_floating_point():
+        yield f"{fqn}: its weight is {weight.dtype}, which cannot be quantised again"
+    elif group is not None and weight.shape[-1] % group:
+        yield f"{fqn}: its {weight.shape[-1]} inputs do not divide into groups of {group}"
+
+
+def _torchao_config(config: QATConfig) -> Any:
+    """Return torchao's own settings for the scheme."""
+    from torchao import quantization as ao
+    from torchao.quantization.granularity import PerAxis, PerGroup, PerRow
+
+    match config.scheme:
+        case "int4_weight_only":
+            assert config.group is not None
+            return ao.IntxWeightOnlyConfig(weight_dtype=_INT4, granularity=PerGroup(config.group))
+        case "int8_weight_only":
+            return ao.IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
+        case "int8_dynamic_act_int4_weight":
+            assert config.group is not None
+            return ao.Int8DynamicActivationIntxWeightConfig(
+                weight_dtype=_INT4, weight_granularity=PerGroup(config.group)
+            )
+        case "mxfp8" | "mxfp4":
+            from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig
+            from torchao.quantization.quantize_.common import KernelPreference
+
+            dtype = {"mxfp8": torch.float8_e4m3fn, "mxfp4": torch.float4_e2m1fn_x2}[config.scheme]
+            return MXDynamicActivationMXWeightConfig(
+                activation_dtype=dtype, weight_dtype=dtype, kernel_preference=KernelPreference.EMULATED
+            )
+        case "float8_dynamic_act_float8_weight":
+            return ao.Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
+        case "float8_dynamic_act_int4_weight":
+            return ao.Float8DynamicActivationInt4WeightConfig()
+        case "nvfp4":
+            from torchao.prototype.mx_formats import NVFP4DynamicActivationNVFP4WeightConfig
+
+            return NVFP4DynamicActivationNVFP4WeightConfig()

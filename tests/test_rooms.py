@@ -1,0 +1,87 @@
+"""The rooms of the house: folders are layers, their imports make no cycle, and none of them is crowded."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("titan_ckpt", "converters")
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in PACKAGES
+    for path in (ROOT / package).rglob("*.py")
+}
+
+
+def room_of(module: str) -> str:
+    """Return the room that a module is in: its folder, or the module itself where folders stand beside it."""
+    path = MODULES[module]
+    has_folders = any((folder / "__init__.py").exists() for folder in path.parent.iterdir() if folder.is_dir())
+    return module if has_folders else ".".join(path.parent.relative_to(ROOT).parts)
+
+
+def imported(module: str) -> Iterator[str]:
+    """Yield the modules that a module imports when it is imported or when a function runs; not for annotations."""
+    tree = ast.parse(MODULES[module].read_text())
+    ignored = {
+        node
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and ast.unparse(branch.test) == "TYPE_CHECKING"
+        for node in ast.walk(branch)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node not in ignored and node.module in MODULES:
+            for alias in node.names:
+                inside = f"{node.module}.{alias.name}"
+                yield inside if inside in MODULES else node.module
+        if isinstance(node, ast.Import) and node not in ignored:
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+
+
+def rooms() -> dict[str, set[str]]:
+    """Return, for each room, the rooms that it imports; a package's public names are no import of its own."""
+    graph: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        if path.name == "__init__.py":
+            continue
+        room = room_of(module)
+        needed = {room_of(other) for other in imported(module) if MODULES[other].name != "__init__.py"}
+        graph.setdefault(room, set()).update(needed - {room})
+    return graph
+
+
+def test_rooms_import_each_other_in_one_direction() -> None:
+    """The graph of the rooms has an order; a cycle is named."""
+    try:
+        graphlib.TopologicalSorter(rooms()).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"rooms import each other in a circle: {' -> '.join(error.args[1])}")
+
+
+def test_a_cycle_would_be_seen() -> None:
+    """The graph knows the imports: with one more, from the bottom to the top, it has no order."""
+    graph = rooms()
+    assert "titan_ckpt.disk" in graph["titan_ckpt.formats.native"]
+    graph["titan_ckpt.disk"].add("titan_ckpt.manager")
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_no_room_is_crowded() -> None:
+    """At most 14 files lie flat in titan_ckpt, and at most 16 in any folder."""
+    folders = {path.parent for path in MODULES.values()}
+    num_files = {str(folder.relative_to(ROOT)): len(list(folder.glob("*.py"))) for folder in folders}
+    assert num_files["titan_ckpt"] <= 14
+    assert max(num_files.values()) <= 16
+
+
+def test_every_room_says_what_it_is() -> None:
+    """A folder's own docstring is one or two sentences."""
+    for module, path in MODULES.items():
+        if path.name == "__init__.py":
+            assert ast.get_docstring(ast.parse(path.read_text())), module

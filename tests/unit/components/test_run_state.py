@@ -1,0 +1,305 @@
+"""What a run's objects hand over and get back: states of every shape, schedulers, generators, data position."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import OrderedDict, defaultdict, deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as schedules
+from torch.optim.swa_utils import SWALR, AveragedModel
+
+from titan_ckpt import CheckpointConfig, CheckpointManager, ResumeConfig, SaveConfig
+from titan_ckpt.errors import LoadMismatchError, StateEncodingError
+from titan_ckpt.geometry.nested import give_tensors, take_tensors
+
+
+class Holder:
+    """A state that is whatever it is given."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.value = state_dict
+
+
+def manager(folder: Path, model: nn.Module | None = None, **objects: Any) -> CheckpointManager:
+    config = CheckpointConfig(save=SaveConfig(interval=1), resume=objects.pop("resume", ResumeConfig()))
+    return CheckpointManager(config, model_parts=[model or nn.Linear(2, 2)], base_folder=folder, **objects)
+
+
+def there_and_back(folder: Path, value: Any) -> Any:
+    with manager(folder, states={"it": Holder(value)}) as m:
+        m.save(1)
+    found = Holder()
+    with manager(folder, states={"it": found}) as m:
+        m.load()
+    return found.value
+
+
+def flat(value: Any) -> Any:
+    """Return nested state in a form that == compares bit for bit, types included."""
+    if isinstance(value, torch.Tensor):
+        return ("tensor", value.dtype, list(value.shape), value.tolist())
+    if isinstance(value, dict):
+        return (type(value), [(k, flat(v)) for k, v in value.items()])
+    if isinstance(value, (list, tuple, deque)):
+        return (type(value), [flat(v) for v in value])
+    return (type(value), value)
+
+
+NESTED = {
+    "lists": {"history": [torch.arange(3.0), (torch.ones(2, 2), None)], "queue": deque([torch.ones(1)], maxlen=4)},
+    "ordered": OrderedDict(b=torch.ones(2), a=torch.zeros(2)),
+    "defaultdict": {"counts": defaultdict(int, {"x": 3})},
+    "empty": {"a": {}, "b": [], "c": torch.empty(0, 4), "d": ()},
+    "dots": {"a.b": torch.tensor([1.0]), "a": {"b": torch.tensor([2.0])}},
+    "keys": {0: torch.tensor([1.0]), "0": torch.tensor([2.0]), (1, 2): torch.tensor([3.0]), None: 4},
+    "dtypes": {
+        "c": torch.tensor([1 + 2j]),
+        "i": torch.tensor([2**40]),
+        "b": torch.tensor([True]),
+        "n": torch.tensor(3),
+    },
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_state_comes_back_with_its_types(tmp_path: Path, name: str) -> None:
+    """Tensors at any depth, odd keys, empty containers: the same values of the same types."""
+    assert flat(there_and_back(tmp_path, copy.deepcopy(NESTED[name]))) == flat(NESTED[name])
+
+
+def test_large_tensors_in_lists_are_written_as_tensors(tmp_path: Path) -> None:
+    """What is larger than JSON takes inline is no error, however deep it is."""
+    big = torch.randn(5 << 20)
+    back = there_and_back(tmp_path, {"deep": [OrderedDict(weights=big)]})
+    assert torch.equal(back["deep"][0]["weights"], big)
+    assert (tmp_path / "checkpoints/step-1/state.json").stat().st_size < 10_000
+
+
+def test_a_state_name_with_a_dot_keeps_its_tensors(tmp_path: Path) -> None:
+    """Names are the user's; nothing is parsed out of them."""
+    value = {"weight": torch.arange(4.0)}
+    with manager(tmp_path, states={"ema.model": Holder(value)}) as m:
+        m.save(1)
+    other = {"ema.model": Holder({"weight": torch.zeros(4)})}
+    with manager(tmp_path, states=other) as m:
+        m.load()
+    assert torch.equal(other["ema.model"].value["weight"], value["weight"])
+
+
+def test_the_placeholder_cannot_be_forged() -> None:
+    """A state that looks like a tensor's placeholder is refused, not mixed up with one."""
+    with pytest.raises(StateEncodingError, match=r"state\.a: '\$tensor_file' cannot be a key"):
+        take_tensors({"a": {"$tensor_file": "model.weight"}}, "state", {})
+
+
+def test_taking_changes_nothing_that_was_given() -> None:
+    """The user's own containers stay as they are; giving puts equal ones together."""
+    value: dict[str, Any] = {"a": [torch.ones(2)], "b": OrderedDict(c=torch.zeros(1))}
+    before = copy.copy(value)
+    tensors: dict[str, torch.Tensor] = {}
+    taken = take_tensors(value, "s", tensors)
+    assert value["a"] is before["a"] and isinstance(value["a"][0], torch.Tensor)
+    assert flat(give_tensors(taken, tensors)) == flat(value)
+
+
+def test_an_averaged_model_is_a_state(tmp_path: Path) -> None:
+    """EMA of a model: parameters, buffers and its counter."""
+    ema = AveragedModel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), use_buffers=True)
+    ema.update_parameters(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    with manager(tmp_path, states={"ema": ema}) as m:
+        m.save(1)
+    other = AveragedModel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), use_buffers=True)
+    with manager(tmp_path, states={"ema": other}) as m:
+        m.load()
+    assert flat(dict(other.state_dict())) == flat(dict(ema.state_dict()))
+
+
+SCHEDULERS: dict[str, Any] = {
+    "lambda": lambda o: schedules.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "step": lambda o: schedules.StepLR(o, 2),
+    "cosine": lambda o: schedules.CosineAnnealingLR(o, 5),
+    "restarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 3),
+    "plateau": lambda o: schedules.ReduceLROnPlateau(o, patience=0),
+    "cyclic": lambda o: schedules.CyclicLR(o, 0.1, 0.2, step_size_up=2),
+    "one_cycle": lambda o: schedules.OneCycleLR(o, 0.1, total_steps=20),
+    "sequential": lambda o: schedules.SequentialLR(
+        o, [schedules.LinearLR(o, total_iters=2), schedules.ExponentialLR(o, 0.9)], [2]
+    ),
+    "chained": lambda o: schedules.ChainedScheduler([schedules.ConstantLR(o), schedules.ExponentialLR(o, 0.9)]),
+    "swa": lambda o: SWALR(o, 0.05),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
+    """Four more learning rates are those of the run that was not stopped."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, SCHEDULERS[name](optimizer)
+
+    def rates(optimizer: torch.optim.Optimizer, scheduler: Any, count: int) -> list[float]:
+        found = []
+        for i in range(count):
+            optimizer.step()
+            scheduler.step(1.0 + i) if name == "plateau" else scheduler.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a SequentialLR warns about its own calls
+        model, optimizer, scheduler = build()
+        rates(optimizer, scheduler, 3)
+        with manager(tmp_path, model, optimizers=[optimizer], lr_schedulers=[scheduler]) as m:
+            m.save(1)
+        other_model, other, restored = build()
+        with manager(tmp_path, other_model, optimizers=[other], lr_schedulers=[restored]) as m:
+            m.load()
+        assert rates(other, restored, 4) == rates(optimizer, scheduler, 4)
+
+
+def test_schedulers_of_more_stages_take_the_state_they_all_had(tmp_path: Path) -> None:
+    """Two equal schedulers resume as one and as three; two that differ do not."""
+    with manager(tmp_path / "same", lr_schedulers=[Holder({"n": 1}), Holder({"n": 1})]) as m:
+        m.save(1)
+    for count in (1, 3):
+        holders = [Holder() for _ in range(count)]
+        with manager(tmp_path / "same", lr_schedulers=holders) as m:
+            m.load()
+        assert [h.value for h in holders] == [{"n": 1}] * count
+    with manager(tmp_path / "other", lr_schedulers=[Holder({"n": 1}), Holder({"n": 2})]) as m:
+        m.save(1)
+    with manager(tmp_path / "other", lr_schedulers=[Holder()]) as m, pytest.raises(LoadMismatchError, match="lr_sched"):
+        m.load()
+
+
+def test_a_component_that_is_lacking_is_named_before_anything_is_touched(tmp_path: Path) -> None:
+    """A run with a scheduler and a state over a step without them: one error, the weights as they were."""
+    with manager(tmp_path, torch.nn.Linear(2, 2)) as m:
+        m.save(1)
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    with (
+        manager(tmp_path, model, lr_schedulers=[Holder()], states={"it": Holder()}) as m,
+        pytest.raises(LoadMismatchError, match=r'lr_scheduler, states.*exclude = \["lr_scheduler", "states"\]'),
+    ):
+        m.load()
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("component", ["model", "optimizer", "lr_scheduler", "dataloader", "rng", "states"])
+def test_each_component_can_be_left_out(tmp_path: Path, component: Any) -> None:
+    """What is excluded stays as this run made it, extra state of modules included; everything else comes back."""
+
+    class Counts(nn.Linear):
+        count = 0
+
+        def get_extra_state(self) -> Any:
+            return torch.tensor([self.count])
+
+        def set_extra_state(self, state: Any) -> None:
+            self.count = int(state)
+
+    def build(value: int) -> tuple[Counts, dict[str, Any]]:
+        torch.manual_seed(value)
+        model = Counts(2, 2)
+        model.count = value
+        optimizer = torch.optim.SGD(model.parameters(), lr=value)
+        return model, {
+            "optimizers": [optimizer],
+            "lr_schedulers": [Holder(value)],
+            "dataloader": Holder(value),
+            "states": {"it": Holder(value)},
+        }
+
+    def values(model: Counts, objects: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "model": [model.weight.tolist(), model.count],
+            "optimizer": objects["optimizers"][0].param_groups[0]["lr"],
+            "lr_scheduler": objects["lr_schedulers"][0].value,
+            "dataloader": objects["dataloader"].value,
+            "states": objects["states"]["it"].value,
+            "rng": torch.get_rng_state().tolist(),
+        }
+
+    model, objects = build(1)
+    with manager(tmp_path, model, **objects) as m:
+        m.save(1)
+    saved = values(model, objects)
+    model, objects = build(2)
+    own = values(model, objects)
+    with manager(tmp_path, model, resume=ResumeConfig(exclude=(component,)), **objects) as m:
+        m.load()
+    assert values(model, objects) == {**saved, component: own[component]}
+
+
+def test_extra_state_that_is_a_tensor_reaches_its_module(tmp_path: Path) -> None:
+    """It is a fresh tensor each time it is asked for: filling it would fill nothing."""
+
+    class Scaled(nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.scale = scale
+
+        def get_extra_state(self) -> torch.Tensor:
+            return torch.tensor([self.scale])
+
+        def set_extra_state(self, state: torch.Tensor) -> None:
+            self.scale = state.item()
+
+    with manager(tmp_path, nn.Sequential(Scaled(0.5), nn.Linear(2, 2))) as m:
+        m.save(1)
+    other = nn.Sequential(Scaled(0.0), nn.Linear(2, 2))
+    with manager(tmp_path, other) as m:
+        m.load()
+    assert other[0].scale == 0.5
+    more = nn.Sequential(Scaled(0.0), nn.Linear(2, 2), Scaled(0.0))
+    with manager(tmp_path, more) as m, pytest.raises(LoadMismatchError, match=r"extra state of 1 .*2\._extra_state"):
+        m.load()
+
+
+def test_a_dataloader_that_draws_when_asked_for_its_state_disturbs_nothing(tmp_path: Path) -> None:
+    """StatefulDataLoader makes its iterator then: saved and restored generators stand where the run goes on."""
+
+    class Loader(Holder):
+        calls = 0
+
+        def state_dict(self) -> Any:
+            self.calls += 1
+            torch.rand(1)
+            return {"n": 1}
+
+    with manager(tmp_path, dataloader=Loader()) as m:
+        m.save(1)
+        after = torch.get_rng_state()
+    loader = Loader()
+    with manager(tmp_path, dataloader=loader) as m:
+        m.load()
+        assert not loader.calls
+        assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.gpu
+def test_a_devices_generator_is_restored_with_the_others(tmp_path: Path) -> None:
+    """What a resumed run draws on a CUDA device is what the run would have drawn there."""
+    with manager(tmp_path) as m:
+        m.save(1)
+    drawn = torch.rand(8, device="cuda")
+    torch.cuda.manual_seed(99)
+    with manager(tmp_path) as m:
+        m.load()
+    assert torch.equal(torch.rand(8, device="cuda"), drawn)

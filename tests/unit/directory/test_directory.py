@@ -1,0 +1,801 @@
+"""A checkpoint folder: what counts as a step, how one is committed, kept, set aside and removed, and by whom."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.small_checkpoints import (
+    commit_step,
+    load,
+    manifest_of,
+    open_directory,
+    payload,
+    read_value,
+    save,
+    write_files,
+)
+from titan_ckpt.config import KeepConfig
+from titan_ckpt.directory import directory as directory_module
+from titan_ckpt.directory import store as step_store
+from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.directory.lease import LEASE_NAME, Holder
+from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
+from titan_ckpt.directory.names import read_manifest_bytes, survey
+from titan_ckpt.disk import posix
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import (
+    CheckpointNotFoundError,
+    CommitConflictError,
+    CorruptCheckpointError,
+    NotACheckpointError,
+    PeerError,
+    PreflightError,
+    SaveError,
+)
+from titan_ckpt.testing import distributed
+
+
+def everything(root: Path) -> dict[str, bytes | str]:
+    """Return every entry under a folder with its bytes, link target or kind."""
+    found: dict[str, bytes | str] = {}
+    for folder, names, files in os.walk(root):
+        for name in names + files:
+            path = Path(folder, name)
+            key = str(path.relative_to(root))
+            found[key] = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else "folder"
+    return found
+
+
+def in_child(act: Callable[[], Any]) -> Any:
+    """Run `act` in a forked process and return what it returned, as JSON."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            answer = json.dumps(act())
+        except BaseException as error:
+            answer = json.dumps([type(error).__name__, str(error)])
+        os.write(write, answer.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        answer = pipe.read()
+    os.waitpid(pid, 0)
+    return json.loads(answer)
+
+
+def link(path: Path) -> None:
+    """Move something away and leave a link to it."""
+    elsewhere = path.with_name("elsewhere")
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+def remove(path: Path) -> Path:
+    """Delete a folder and return its path."""
+    shutil.rmtree(path)
+    return path
+
+
+def remove_file(path: Path) -> Path:
+    """Delete a file and return its path."""
+    path.unlink()
+    return path
+
+
+# commit
+
+
+def test_a_commit_leaves_the_step_and_nothing_else(tmp_path: Path) -> None:
+    """The step holds the written bytes and a manifest that lists them; staging and trash are empty again."""
+    root = tmp_path / "a" / "checkpoints"
+    directory = open_directory(root)
+    assert directory.steps() == []
+    assert not root.exists()
+    manifest = commit_step(directory, 500, value=7)
+    assert sorted(os.listdir(root)) == [".lease", ".staging", ".trash", "step-500"]
+    assert sorted(os.listdir(root / "step-500")) == [MANIFEST_NAME, "rank-00000.safetensors", "state.json"]
+    assert os.listdir(root / ".staging") == os.listdir(root / ".trash") == []
+    assert directory.steps() == [500]
+    assert directory.manifest(500) == manifest
+    assert directory.step_path(500) == root / "step-500"
+    assert read_value(root / "step-500", manifest) == 7
+    directory.close()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: (path / "state.json").unlink(), "state.json is missing"),
+        (lambda path: (path / "rank-00007.safetensors").write_bytes(b"x"), "rank-00007.safetensors is not expected"),
+        (lambda path: (path / "state.json").write_bytes(b"x"), "state.json has 1 bytes, "),
+        (lambda path: shutil.rmtree(path), "rank-00000.safetensors is missing; state.json is missing"),
+    ],
+)
+def test_what_does_not_match_the_reports_is_not_committed(
+    tmp_path: Path, spoil: Callable[[Path], Any], message: str
+) -> None:
+    """A file missing, left over or of another size fails the save; the step before stays, the attempt is gone."""
+    directory = open_directory(tmp_path)
+    commit_step(directory, 10)
+    attempt = directory.begin(20)
+    records = write_files(attempt, 0)
+    spoil(attempt.path)
+    with pytest.raises(SaveError, match=message):
+        directory.commit(attempt, manifest_of(attempt, records))
+    assert directory.steps() == [10]
+    assert os.listdir(tmp_path / ".staging") == os.listdir(tmp_path / ".trash") == []
+    commit_step(directory, 20)
+    directory.close()
+
+
+def test_an_abandoned_attempt_is_removed_at_once(tmp_path: Path) -> None:
+    """After a failed write nothing of the attempt is left, and the same step can be saved again."""
+    directory = open_directory(tmp_path)
+    attempt = directory.begin(5)
+    write_files(attempt, 0)
+    directory.abandon(attempt)
+    directory.abandon(attempt)
+    assert os.listdir(tmp_path / ".staging") == os.listdir(tmp_path / ".trash") == []
+    commit_step(directory, 5)
+    directory.close()
+
+
+def test_a_committed_step_does_not_change(tmp_path: Path) -> None:
+    """Saving it again is a conflict, and its files stay as they are."""
+    directory = open_directory(tmp_path)
+    commit_step(directory, 10, value=1)
+    before = everything(tmp_path / "step-10")
+    with pytest.raises(CommitConflictError, match="step 10 is committed already"):
+        directory.begin(10)
+    assert everything(tmp_path / "step-10") == before
+    assert os.listdir(tmp_path / ".staging") == os.listdir(tmp_path / ".trash") == []
+    directory.close()
+
+
+def test_a_step_that_is_in_the_way_and_not_ours_is_named(tmp_path: Path) -> None:
+    """A torchtitan folder of the same name is a conflict found before anything is written."""
+    (tmp_path / "step-10").mkdir()
+    (tmp_path / "step-10" / ".metadata").write_bytes(b"x")
+    directory = open_directory(tmp_path)
+    with pytest.raises(CommitConflictError, match="step-10 is in the way and is not a checkpoint"):
+        directory.begin(10)
+    commit_step(directory, 20)
+    assert (tmp_path / "step-10" / ".metadata").read_bytes() == b"x"
+    directory.close()
+
+
+def test_a_run_that_did_not_load_does_not_write_below_what_is_there(tmp_path: Path) -> None:
+    """Step 5 after somebody's step 10 would never be the newest: an error now, not a surprise at the resume."""
+    save(tmp_path, 10, 0)
+    directory = open_directory(tmp_path)
+    with pytest.raises(CommitConflictError, match="older than step 10"):
+        directory.begin(5)
+    directory.close()
+
+
+def test_errors_of_the_system_are_typed_and_keep_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk at the manifest is a SaveError with ENOSPC, naming the step; the attempt is gone."""
+    directory = open_directory(tmp_path)
+    attempt = directory.begin(3)
+    records = write_files(attempt, 0)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(posix, "pwrite_all", full)
+    with pytest.raises(SaveError, match=r"step 3 was not saved: .*No space left") as caught:
+        directory.commit(attempt, manifest_of(attempt, records))
+    assert caught.value.errno == errno.ENOSPC
+    assert os.listdir(tmp_path / ".staging") == []
+    directory.close()
+
+
+# discovery
+
+FOREIGN = [
+    *("old-step-3", "step-10-backup", "step-4.tmp", "step-99-backup", "step-5.abandoned-0123abcd", "Step-5", "xstep-9"),
+    *("step-007", "step--1", "step-+5", "step_6", "step-1e3", "step-٣", "step-5 ", " step-5", "step-", "step"),
+    "step-12345678901234567890",
+]
+
+
+def test_only_whole_names_are_steps(tmp_path: Path) -> None:
+    """Copies of a valid step under other names are neither listed nor counted nor touched."""
+    directory = open_directory(tmp_path)
+    for step in (1, 2, 3):
+        commit_step(directory, step)
+    for name in FOREIGN:
+        shutil.copytree(tmp_path / "step-2", tmp_path / name)
+        shutil.copytree(tmp_path / "step-2", tmp_path / ".staging" / name)
+        shutil.copytree(tmp_path / "step-2", tmp_path / ".trash" / name)
+    (tmp_path / "notes.txt").write_text("mine")
+    ours = {LEASE_NAME, "step-1", "step-2", "step-3"}
+    foreign = {key: value for key, value in everything(tmp_path).items() if key.split("/")[0] not in ours}
+    assert directory.steps() == [1, 2, 3]
+    assert directory.expire(KeepConfig(latest=1)) == [1, 2]
+    directory.close()
+    directory._store.open()
+    commit_step(directory, 4)
+    directory.close()
+    after = everything(tmp_path)
+    assert {key: after.get(key) for key in foreign} == foreign
+    assert directory.steps() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda p: (p / MANIFEST_NAME).unlink(), "no MANIFEST.json"),
+        (lambda p: (p / MANIFEST_NAME).write_bytes(b""), "no seal"),
+        (lambda p: link(p / MANIFEST_NAME), "not a manifest, which is a regular file"),
+        (lambda p: remove_file(p / MANIFEST_NAME).mkdir(), "not a manifest, which is a regular file"),
+        (lambda p: os.mkfifo(remove_file(p / MANIFEST_NAME)), "not a manifest, which is a regular file"),
+        (lambda p: os.truncate(p / MANIFEST_NAME, 1 << 40), "not a manifest, which is a regular file"),
+        (lambda p: (p / "state.json").unlink(), "state.json: No such file"),
+        (lambda p: os.truncate(p / "state.json", 3), "state.json: 3 bytes"),
+        (lambda p: os.truncate(p / "state.json", 3000), "state.json: 3000 bytes"),
+        (lambda p: link(p / "state.json"), "not a regular file"),
+        (lambda p: link(p), "a link or a file"),
+        (lambda p: remove(p).write_text("step"), "a link or a file"),
+        (lambda p: shutil.copytree(p.parent / "step-10", remove(p)), "its manifest says step 10"),
+        (lambda p: remove(p).mkdir(), "no MANIFEST.json"),
+    ],
+)
+def test_a_damaged_step_is_skipped_with_its_reason(
+    tmp_path: Path, damage: Callable[[Path], Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The older one is taken, and the log says, once, what is wrong with the newer one."""
+    directory = open_directory(tmp_path)
+    commit_step(directory, 10)
+    commit_step(directory, 20)
+    damage(tmp_path / "step-20")
+    with caplog.at_level(logging.WARNING):
+        assert directory.steps() == [10]
+        assert directory.steps() == [10]
+    assert len([line for line in caplog.messages if "step-20" in line and reason in line]) == 1, caplog.messages
+    with pytest.raises(CorruptCheckpointError, match="step-20"):
+        directory.manifest(20)
+    directory.close()
+
+
+def test_a_step_asked_for_by_number_never_falls_back(tmp_path: Path) -> None:
+    """A missing step names those that are there."""
+    save(tmp_path, 10, 0)
+    save(tmp_path, 20, 0)
+    with pytest.raises(CheckpointNotFoundError, match="step 15 is not there; committed steps: 10, 20"):
+        open_directory(tmp_path).manifest(15)
+
+
+@pytest.mark.parametrize("name", ["step-10", "step-4.tmp", "old-step-3", "checkpoint-500", "global_step12", "anything"])
+def test_content_that_looks_like_checkpoints_refuses_a_fresh_start(tmp_path: Path, name: str) -> None:
+    """Nothing valid, but something that looks like a checkpoint: an error that lists it, with what to do."""
+    (tmp_path / name).mkdir()
+    (tmp_path / name / ".metadata").write_bytes(b"")
+    with pytest.raises(CorruptCheckpointError, match=f"(?s){name}.*move it away"):
+        open_directory(tmp_path).steps()
+
+
+def test_other_content_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    """Logs, a config and exports beside an empty run are no reason to refuse."""
+    for name in ("tensorboard", "exports", ".git"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-1.log").write_text("")
+    assert open_directory(tmp_path).steps() == []
+
+
+def test_looking_changes_nothing(tmp_path: Path) -> None:
+    """Listing and reading steps leaves a folder as it was, attempts of a living save included."""
+    directory = open_directory(tmp_path)
+    commit_step(directory, 10)
+    attempt = directory.begin(20)
+    write_files(attempt, 0)
+    before = everything(tmp_path)
+    reader = open_directory(tmp_path)
+    assert reader.steps() == [10]
+    reader.manifest(10)
+    reader.resume_from(10)
+    assert reader.expired(KeepConfig(latest=1)) == []
+    reader.close()
+    assert everything(tmp_path) == before
+    directory.close()
+
+
+# rollback
+
+
+def test_a_rollback_sets_newer_steps_aside(tmp_path: Path) -> None:
+    """Going on from 10 leaves 20 and 30 under other names, whole or not; nothing happens before the first save."""
+    for step in (10, 20, 30):
+        save(tmp_path, step, step, keep=None)
+    os.truncate(tmp_path / "step-30" / "state.json", 1)
+    directory = open_directory(tmp_path)
+    directory.resume_from(10)
+    assert directory.steps() == [10, 20]
+    commit_step(directory, 15, value=15)
+    assert directory.steps() == [10, 15]
+    aside = sorted(name for name in os.listdir(tmp_path) if "abandoned" in name)
+    assert [name.split(".abandoned-")[0] for name in aside] == ["step-20", "step-30"]
+    assert (tmp_path / aside[0] / "state.json").read_bytes() == payload(20, 20, "state.json")
+    commit_step(directory, 20, value=21)
+    directory.expire(KeepConfig(latest=1))
+    assert directory.steps() == [10, 20]  # 10 is what this run stands on.
+    assert read_value(tmp_path / "step-20", directory.manifest(20)) == 21
+    assert set(aside) <= set(os.listdir(tmp_path))
+    directory.close()
+
+
+def test_a_rollback_that_was_interrupted_by_an_error_is_finished_by_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One failed rename among several fails that save alone; the branch is not taken for another run's."""
+    for step in (10, 20, 30):
+        save(tmp_path, step, step, keep=None)
+    directory = open_directory(tmp_path)
+    directory.resume_from(10)
+    rename = posix.rename_noreplace
+
+    def fail(source: Any, target: Any) -> None:
+        if Path(source).name == "step-20":
+            raise OSError(errno.EIO, "no luck")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(posix, "rename_noreplace", fail)
+        with pytest.raises(SaveError, match="no luck"):
+            commit_step(directory, 15)
+    assert directory.steps() == [10, 20]
+    commit_step(directory, 15)
+    assert directory.steps() == [10, 15]
+    directory.close()
+
+
+# retention
+
+
+def test_retention_counts_only_valid_steps(tmp_path: Path) -> None:
+    """Two newer torn folders and latest=2: the valid steps stay, and so do the torn ones."""
+    directory = open_directory(tmp_path)
+    for step in (10, 20, 30, 40):
+        commit_step(directory, step)
+    os.truncate(tmp_path / "step-30" / "state.json", 1)
+    (tmp_path / "step-40" / MANIFEST_NAME).unlink()
+    assert directory.expire(KeepConfig(latest=2)) == []
+    assert directory.steps() == [10, 20]
+    assert sorted(os.listdir(tmp_path / "step-30")) == [MANIFEST_NAME, "rank-00000.safetensors", "state.json"]
+    directory.close()
+
+
+def test_retention_keeps_pinned_foreign_protected_and_weights_apart(tmp_path: Path) -> None:
+    """What somebody pinned, put a file into or asked to protect stays; weights-only steps do not crowd out others."""
+    directory = open_directory(tmp_path)
+    for step in range(1, 9):
+        commit_step(directory, step, kind="model" if step in (7, 8) else "full")
+    directory.pin(1)
+    directory.pin(1)
+    (tmp_path / "step-2" / "notes.txt").write_text("look at this one")
+    keep = KeepConfig(latest=1)
+    assert directory.expired(keep, {3}) == [4, 5, 7]
+    assert directory.steps() == list(range(1, 9))
+    assert directory.expire(keep, {3}) == [4, 5, 7]
+    assert directory.steps() == [1, 2, 3, 6, 8]
+    directory.unpin(1)
+    assert directory.expire(keep, {3}) == [1]
+    assert directory.expire(None) == []
+    with pytest.raises(SaveError, match=r"notes\.txt"):
+        directory.remove(2)
+    directory.remove(3)
+    with pytest.raises(CheckpointNotFoundError):
+        directory.remove(3)
+    assert directory.steps() == [2, 6, 8]
+    assert os.listdir(tmp_path / ".trash") == []
+    directory.close()
+
+
+def test_a_deletion_that_fails_is_reported_and_finished_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step is no checkpoint any more, the error is in the log, and the next opening removes the rest."""
+    directory = open_directory(tmp_path)
+    for step in (1, 2):
+        commit_step(directory, step)
+    unlink = posix.unlink
+
+    def broken(path: Any) -> None:
+        if os.fspath(path).endswith("state.json"):
+            raise OSError(errno.EIO, "Input/output error")
+        unlink(path)
+
+    monkeypatch.setattr(posix, "unlink", broken)
+    directory.expire(KeepConfig(latest=1))
+    assert directory.steps() == [2]
+    assert any("state.json: Input/output error" in line for line in caplog.messages)
+    assert len(os.listdir(tmp_path / ".trash")) == 1
+    monkeypatch.setattr(posix, "unlink", unlink)
+    directory.close()
+    directory._store.open()
+    assert os.listdir(tmp_path / ".trash") == []
+    directory.close()
+
+
+def test_dead_attempts_are_cleared_by_the_next_writer(tmp_path: Path) -> None:
+    """A killed save's staging folder stays while others only read, and goes when somebody opens for writing."""
+    save(tmp_path, 1, 0)
+
+    def die() -> None:
+        attempt = open_directory(tmp_path).begin(2)
+        write_files(attempt, 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    pid = os.fork()
+    if pid == 0:
+        die()
+    os.waitpid(pid, 0)
+    assert len(os.listdir(tmp_path / ".staging")) == 1
+    assert open_directory(tmp_path).steps() == [1]
+    assert len(os.listdir(tmp_path / ".staging")) == 1
+    save(tmp_path, 2, 5)
+    assert os.listdir(tmp_path / ".staging") == os.listdir(tmp_path / ".trash") == []
+    assert load(tmp_path) == (2, 5)
+
+
+# one writer
+
+
+def test_a_second_writer_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    """Another process and another object of this process both learn who holds the folder; reading stays possible."""
+    first = open_directory(tmp_path)
+    commit_step(first, 1)
+    with pytest.raises(CommitConflictError, match="this process already writes here"):
+        open_directory(tmp_path).begin(2)
+    kind, message = in_child(lambda: open_directory(tmp_path).begin(2).step)
+    assert kind == "CommitConflictError"
+    assert f"process {os.getpid()} on " in message
+    assert in_child(lambda: open_directory(tmp_path).steps()) == [1]
+    commit_step(first, 2)
+    first.close()
+    assert in_child(lambda: save(tmp_path, 3, 0)) is None
+
+
+def test_a_killed_writer_is_succeeded_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """SIGKILL leaves the lease file behind but not the lease, even while the dead process is not reaped."""
+    pid = os.fork()
+    if pid == 0:
+        commit_step(open_directory(tmp_path), 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    save(tmp_path, 2, 0)
+    os.waitpid(pid, 0)
+    assert any(f"taking over from process {pid} " in line for line in caplog.messages)
+    assert open_directory(tmp_path).steps() == [1, 2]
+
+
+def test_a_forked_process_cannot_commit(tmp_path: Path) -> None:
+    """A writer process that outlives its trainer holds a copy of everything but the right to commit."""
+    directory = open_directory(tmp_path)
+    attempt = directory.begin(1)
+    records = write_files(attempt, 0)
+    kind, message = in_child(lambda: directory._store.commit(attempt, manifest_of(attempt, records)))
+    assert kind == "CommitConflictError"
+    assert "a process it forked may not commit" in message
+    directory.close()
+    assert directory.steps() == []
+
+
+@pytest.mark.parametrize("moment", ["writing", "checked"])
+def test_a_stopped_writer_that_was_succeeded_never_commits(tmp_path: Path, moment: str) -> None:
+    """A writer on another machine is stopped, replaced, and wakes up: before its last check, and right after it.
+
+    The other machine is played by a lock that does not reach and a record that names another boot.
+    """
+
+    def elsewhere(pretend: Callable[[], Any]) -> None:
+        posix.lock = lambda fd: None
+        holder = Holder("1" * 32, "elsewhere", "other-boot", "", os.getpid(), "1")
+        Holder.current = staticmethod(lambda: holder)  # type: ignore[method-assign]
+        pretend()
+
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+
+        def write_slowly() -> None:
+            directory = open_directory(tmp_path)
+            attempt = directory.begin(10)
+            records = write_files(attempt, 1)
+            check, lease = directory._store.open().check, directory._store.open()
+            checks = iter(range(2))
+
+            def check_and_stop() -> None:
+                check()
+                if next(checks) == 1:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+
+            if moment == "writing":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            lease.check = check_and_stop  # type: ignore[method-assign]
+            try:
+                directory.commit(attempt, manifest_of(attempt, records))
+                os.write(write, b"committed")
+            except SaveError as error:
+                os.write(write, f"{type(error).__name__}: {error}".encode())
+
+        elsewhere(write_slowly)
+        os._exit(0)
+    os.waitpid(pid, os.WUNTRACED)
+    successor = open_directory(tmp_path)
+    assert successor.steps() == []
+    commit_step(successor, 10, value=2)
+    before = everything(tmp_path)
+    os.kill(pid, signal.SIGCONT)
+    os.waitpid(pid, 0)
+    answer = os.read(read, 10_000).decode()
+    assert answer.startswith("CommitConflictError" if moment == "writing" else "SaveError"), answer
+    assert everything(tmp_path) == before
+    assert load(tmp_path) == (10, 2)
+    commit_step(successor, 20, value=3)
+    successor.close()
+
+
+def test_a_folder_that_is_moved_away_under_its_writer_is_noticed(tmp_path: Path) -> None:
+    """The run's folder is renamed while it runs: the next save says so instead of writing somewhere new."""
+    directory = open_directory(tmp_path / "run")
+    commit_step(directory, 10)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    with pytest.raises(CommitConflictError, match=r"\.lease is gone: the folder was moved or cleared"):
+        directory.begin(20)
+    assert not (tmp_path / "run").exists()
+    directory.close()
+
+
+def test_a_file_in_place_of_the_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    """A path that is a file is named as such."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotACheckpointError, match="is not a folder"):
+        open_directory(tmp_path / "file").steps()
+
+
+def test_a_torn_lease_file_is_no_obstacle(tmp_path: Path) -> None:
+    """A lease cut by a power failure, or scribbled over, names nobody."""
+    for data in (b"", b"{", b"[]", b'{"id": 1}', b"\xff" * 10_000):
+        (tmp_path / LEASE_NAME).write_bytes(data)
+        directory = open_directory(tmp_path)
+        directory._store.open()
+        directory.close()
+
+
+@pytest.mark.parametrize("name", [LEASE_NAME, ".staging", ".trash"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder or file"])
+def test_what_has_the_name_of_something_of_ours_is_named_with_what_to_do(tmp_path: Path, name: str, kind: str) -> None:
+    """A link, a pipe, a folder in place of the lease or a file in place of a folder: one typed error, nothing hangs."""
+    path = tmp_path / name
+    if kind == "link":
+        path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif name == LEASE_NAME:
+        path.mkdir()
+    else:
+        path.write_text("")
+    with pytest.raises(PreflightError, match=rf"{re.escape(str(path))}: must be .* Move it away"):
+        open_directory(tmp_path).preflight(1)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_folder_that_may_not_be_looked_into_is_none_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lost+found of a disk that is mounted as the checkpoint folder belongs to root."""
+    save(tmp_path, 1, 1)
+    (tmp_path / "lost+found").mkdir()
+    stat = os.stat
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if "lost+found/" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert open_directory(tmp_path).steps() == [1]
+
+
+def test_staging_must_be_a_folder_here(tmp_path: Path) -> None:
+    """A staging folder that is a link, perhaps to another disk, could not be renamed from."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / ".staging").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PreflightError, match=r"\.staging: must be a folder of its own"):
+        open_directory(tmp_path / "root").begin(1)
+
+
+# pre-flight
+
+
+def test_a_preflight_that_passes_leaves_nothing(tmp_path: Path) -> None:
+    """A tiny save goes all the way and is deleted; the folder is ready."""
+    directory = open_directory(tmp_path / "new" / "run")
+    directory.preflight(1_000_000)
+    assert sorted(os.listdir(directory.root)) == [".lease", ".staging", ".trash"]
+    assert os.listdir(directory.root / ".staging") == os.listdir(directory.root / ".trash") == []
+    commit_step(directory, 1)
+    directory.close()
+
+
+def test_too_little_space_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    """1.05 times the bytes must be free, at the pre-flight and at each save; the message has the numbers."""
+    status = os.statvfs(tmp_path)
+    free = status.f_bavail * status.f_frsize
+    directory = open_directory(tmp_path)
+    for act in (directory.preflight, lambda size: directory.begin(1, size)):
+        with pytest.raises(PreflightError, match=r"wants [\d.]+ MiB free, found [\d.]+ MiB"):
+            act(free)
+    assert os.listdir(tmp_path / ".staging") == []
+    directory.close()
+
+
+@pytest.mark.parametrize("name", ["mkdir", "open_exclusive", "pwrite_all", "fsync", "fsync_folder", "rename_noreplace"])
+def test_a_folder_where_saves_fail_is_found_at_the_preflight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Each operation of a save failing, as on a read-only or broken mount, is one PreflightError with what to check."""
+    directory = open_directory(tmp_path)
+    directory._store.open()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(posix, name, fail)
+    with pytest.raises(PreflightError, match=r"saves cannot work here: .*Read-only file system") as caught:
+        directory.preflight(10)
+    assert caught.value.errno == errno.EROFS
+    monkeypatch.undo()
+    directory.close()
+
+
+def test_a_file_where_the_folder_should_be_is_typed(tmp_path: Path) -> None:
+    """A path that cannot be a folder is named by the pre-flight."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PreflightError, match="file"):
+        open_directory(tmp_path / "file" / "checkpoints").preflight(1)
+
+
+# several ranks
+
+
+def collective_save(directory: CheckpointDirectory, line: Coordinator, step: int, value: int) -> None:
+    """Save one file per rank, as a manager does."""
+    attempt = directory.begin(step, num_bytes=100)
+    records = write_files(attempt, value, (f"rank-{line.rank:05d}.safetensors",))
+    gathered: Any = line.gather("written", [[r.name, r.num_bytes, r.digest] for r in records])
+    files = [FileRecord(*record) for rank in gathered for record in rank]
+    moment: Any = line.broadcast("time", time.time())
+    directory.commit(attempt, manifest_of(attempt, files, world_size=line.world_size, created_unix_seconds=moment))
+
+
+@distributed(nproc=3)
+def test_ranks_save_and_see_alike(tmp_path: Path) -> None:
+    """Three ranks commit one step together and agree on the list and on the manifest."""
+    line = Coordinator.current(20)
+    directory = CheckpointDirectory(tmp_path, line)
+    directory.preflight(1000)
+    collective_save(directory, line, 10, 1)
+    collective_save(directory, line, 20, 2)
+    assert directory.steps() == [10, 20]
+    manifest = directory.manifest(20)
+    assert [record.name for record in manifest.files] == [f"rank-{rank:05d}.safetensors" for rank in range(3)]
+    assert read_value(tmp_path / "step-20", manifest) == 2
+    directory.expire(KeepConfig(latest=1))
+    assert directory.steps() == [20]
+    directory.close()
+
+
+@distributed(nproc=2)
+def test_rank_0s_failure_is_every_ranks(tmp_path: Path) -> None:
+    """A conflict that only rank 0 can see stops rank 1 as well, and names it; both go on together."""
+    line = Coordinator.current(20)
+    directory = CheckpointDirectory(tmp_path, line)
+    collective_save(directory, line, 10, 1)
+    expected = CommitConflictError if line.rank == 0 else PeerError
+    with pytest.raises(expected, match="step 10 is committed already"):
+        directory.begin(10)
+    with pytest.raises(CheckpointNotFoundError if line.rank == 0 else PeerError, match="step 11 is not there"):
+        directory.manifest(11)
+    collective_save(directory, line, 20, 2)
+    assert directory.steps() == [10, 20]
+    directory.close()
+
+
+@distributed(nproc=2)
+def test_files_that_are_seen_late_are_waited_for(tmp_path: Path) -> None:
+    """Rank 0's listing lacks rank 1's file for two tenths of a second, as over a network file system: no error."""
+    line = Coordinator.current(20)
+    directory = CheckpointDirectory(tmp_path, line)
+    list_folder, start = posix.list_folder, time.monotonic()
+
+    def late(path: Any) -> list[str]:
+        seen = time.monotonic() - start > 0.2
+        return [name for name in list_folder(path) if seen or not name.startswith("rank-00001")]
+
+    posix.list_folder = late
+    collective_save(directory, line, 10, 1)
+    assert directory.steps() == [10]
+    step_store.VISIBLE_SECONDS = 0.3
+    posix.list_folder = lambda path: [name for name in list_folder(path) if not name.startswith("rank-00001")]
+    with pytest.raises(SaveError if line.rank == 0 else PeerError, match=r"rank-00001\.safetensors is missing"):
+        collective_save(directory, line, 20, 2)
+    posix.list_folder = list_folder
+    assert directory.steps() == [10]
+    directory.close()
+
+
+@distributed(nproc=2)
+def test_a_folder_that_is_not_shared_is_found_at_the_preflight(tmp_path: Path) -> None:
+    """Rank 1's path leads to another disk: the pre-flight names the rank instead of a save failing hours later."""
+    line = Coordinator.current(20)
+    root = tmp_path / f"disk-of-rank-{line.rank}"
+    directory = CheckpointDirectory(root, line)
+    expected = PreflightError if line.rank == 1 else PeerError
+    with pytest.raises(expected, match=r"rank 1 on .* does not see what rank 0 makes there"):
+        directory.preflight(10)
+    if line.rank == 0:
+        assert os.listdir(root / ".staging") == os.listdir(root / ".trash") == []
+    directory.close()
+
+
+@distributed(nproc=2)
+def test_ranks_that_see_different_saves_do_not_load_a_mix(tmp_path: Path) -> None:
+    """Rank 1's view of step 10 is another attempt, or nothing: every rank refuses, naming rank 1."""
+    step_store.VISIBLE_SECONDS = 0.5
+    line = Coordinator.current(20)
+    root = tmp_path / f"view-of-rank-{line.rank}"
+    if line.rank == 0:
+        save(tmp_path / "view-of-rank-0", 10, 1)
+        save(tmp_path / "view-of-rank-0", 20, 1)
+        save(tmp_path / "view-of-rank-1", 10, 2)
+    line.barrier("saved")
+    directory = CheckpointDirectory(root, line)
+    assert directory.steps() == [10, 20]
+    for step, seen in ((10, "another save"), (20, "nothing")):
+        with pytest.raises(CorruptCheckpointError if line.rank == 1 else PeerError, match=f"rank 1 sees {seen}"):
+            directory.manifest(step)
+    directory.close()
+
+
+@distributed(nproc=2)
+def test_a_listing_that_arrives_late_is_waited_for(tmp_path: Path) -> None:
+    """Rank 1 sees the step two tenths of a second after rank 0, as over a network file system: no error."""
+    line = Coordinator.current(20)
+    if line.rank == 0:
+        save(tmp_path, 10, 1)
+    line.barrier("saved")
+    if line.rank == 1:
+        start = time.monotonic()
+
+        def late(path: Path) -> bytes:
+            return read_manifest_bytes(path if time.monotonic() - start > 0.2 else path.with_name("not-yet"))
+
+        setattr(directory_module, "read_manifest_bytes", late)  # noqa: B010 - it is not exported there.
+    directory = CheckpointDirectory(tmp_path, line)
+    assert directory.manifest(10).step == 10
+    directory.close()
+
+
+def test_a_survey_says_what_was_rejected_and_why(tmp_path: Path) -> None:
+    """The same view that a listing tool shows, without any coordinator."""
+    save(tmp_path, 10, 1)
+    (tmp_path / "step-20").mkdir()
+    found = survey(tmp_path)
+    assert [step.step for step in found.steps] == [10]
+    assert isinstance(found.steps[0].manifest, Manifest)
+    assert found.rejected[0][0] == "step-20"
+    assert "step-20: " in found.explain()

@@ -1,0 +1,79 @@
+"""Bytes at any place of a file that several writers share."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.faults.shim import Counter, intercepted
+from titan_ckpt.disk.memory import ALIGNMENT, Buffer
+from titan_ckpt.disk.shared_file import SharedFile
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("first", [0, 8, ALIGNMENT - 8])
+def test_every_byte_lands_where_it_belongs(tmp_path: Path, direct: bool, first: int) -> None:
+    """Writers of neighbouring ranges of any length, in any order, in memory aligned or not, make up the file."""
+    lengths = [8, 4088, 4096, 5000, 3 * 4096, 3 * 4096 + 16, 70_000, 0, 2]
+    expected = random.Random(first).randbytes(first + sum(lengths))
+    path = tmp_path / "shared"
+    path.write_bytes(bytes(len(expected)))
+    ranges, start = [], first
+    for length in lengths:
+        ranges.append((start, length))
+        start += length
+    random.Random(7).shuffle(ranges)
+    writers = [SharedFile(path, direct), SharedFile(path, direct)]
+    for number, (offset, length) in enumerate(ranges):
+        buffer = Buffer.allocate(length + 2 * ALIGNMENT)
+        at = offset % ALIGNMENT + number % 2 * (0 if direct else 8)  # direct writes ask for alignment
+        buffer.view[at : at + length] = expected[offset : offset + length]
+        writers[number % 2].write(buffer.view[at : at + length], offset)
+    for writer in writers:
+        writer.sync()
+        writer.close()
+        writer.close()
+    assert path.read_bytes()[first:] == expected[first:]
+
+
+def test_small_neighbours_are_written_at_once_and_none_is_kept_for_long(tmp_path: Path) -> None:
+    """A thousand tensors of some bytes are one write when they are flushed; a MiB of them does not wait for that."""
+    (tmp_path / "file").write_bytes(bytes(3 << 20))
+    data = random.Random(1).randbytes(3 << 20)
+    file = SharedFile(tmp_path / "file", direct=True)
+    calls = Counter()
+    with intercepted(calls):
+        for start in range(8, 8 + 1000 * 24, 24):
+            file.write(memoryview(data[start : start + 24]), start)
+        assert calls.names == []
+        file.flush()
+        file.flush()
+        assert calls.names == ["pwrite_all"]
+        for start in range(1 << 20, 3 << 20, 2048):
+            file.write(memoryview(data[start : start + 2048]), start)
+        assert calls.names == ["pwrite_all"] * 3
+    file.close()
+    found = (tmp_path / "file").read_bytes()
+    assert found[8 : 8 + 24_000] == data[8 : 8 + 24_000]
+    assert found[1 << 20 :] == data[1 << 20 :]
+
+
+def test_a_link_is_not_written_through(tmp_path: Path) -> None:
+    """A symbolic link in a staging folder is somebody else's doing."""
+    (tmp_path / "real").write_bytes(b"12345678")
+    (tmp_path / "link").symlink_to("real")
+    with pytest.raises(OSError, match="link"):
+        SharedFile(tmp_path / "link", direct=True)
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    """Closing closes both ways into the file."""
+    (tmp_path / "file").write_bytes(bytes(8192))
+    before = set(os.listdir("/proc/self/fd"))
+    file = SharedFile(tmp_path / "file", direct=True)
+    file.write(Buffer.allocate(8192).view, 0)
+    file.close()
+    assert set(os.listdir("/proc/self/fd")) == before

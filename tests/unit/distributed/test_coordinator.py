@@ -1,0 +1,220 @@
+"""Ranks agree, fail together and never wait without bound: real processes over a real TCP store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from tests.faults.forked_ranks import Ranks, outcome, run
+from titan_ckpt.distributed.coordinator import Coordinator, bounded
+
+
+def test_every_rank_gets_every_value_in_order_of_ranks() -> None:
+    """Three ranks exchange values twice under the same tag and then broadcast."""
+
+    def body(line: Coordinator) -> Any:
+        first = line.gather("x", {"rank": line.rank, "text": "ü"})
+        second = line.gather("x", line.rank * 10)
+        return [first, second, line.broadcast("y", [line.rank, None])]
+
+    expected = [[{"rank": rank, "text": "ü"} for rank in range(3)], [0, 10, 20], [0, None]]
+    assert run(3, body) == [expected] * 3
+
+
+def test_one_process_needs_no_store() -> None:
+    """World 1 returns its own value, as JSON would, and raises its own error."""
+    line = Coordinator.current()
+    assert (line.rank, line.world_size) == (0, 1)
+    assert line.gather("x", {"a": 1}) == [{"a": 1}]
+    assert line.background().broadcast("x", 3) == 3
+    with pytest.raises(OSError, match="disk"):
+        line.barrier("x", OSError("disk"))
+    line.close()
+
+
+def test_lines_of_code_called_by_a_run_are_bounded_as_the_run_is() -> None:
+    """A converter that asks the other ranks does not wait longer for a dead one than the run itself."""
+    with bounded(3.0):
+        assert Coordinator.current().timeout_seconds == 3.0
+        assert Coordinator.current(5.0).timeout_seconds == 5.0
+    assert Coordinator.current().timeout_seconds == 1800.0
+
+
+def test_an_error_on_one_rank_is_raised_on_all_and_named() -> None:
+    """The failing rank keeps its own exception; the others learn rank, type and message; the line stays usable."""
+
+    def body(line: Coordinator) -> Any:
+        error = OSError(28, "No space left on device") if line.rank == 2 else None
+        failed = outcome(lambda: line.gather("write", line.rank, error))
+        return [failed, outcome(lambda: line.gather("again", line.rank))]
+
+    results = run(4, body)
+    for rank, (failed, again) in enumerate(results):
+        assert again == ["ok", [0, 1, 2, 3]]
+        if rank == 2:
+            assert failed == ["OSError", "[Errno 28] No space left on device"]
+        else:
+            assert failed[:2] == ["PeerError", [2]]
+            assert "rank 2 failed: OSError: [Errno 28] No space left on device" in failed[2]
+            assert failed[2].startswith("write:")
+
+
+def test_errors_of_several_ranks_arrive_in_one_message() -> None:
+    """Rank 0 learns of both failures at once; a failing rank 0 is carried as well."""
+
+    def body(line: Coordinator) -> Any:
+        return outcome(lambda: line.barrier("t", ValueError(f"bad {line.rank}") if line.rank != 1 else None))
+
+    results = run(3, body)
+    assert results[0] == ["ValueError", "bad 0"]
+    assert results[2] == ["ValueError", "bad 2"]
+    assert results[1][:2] == ["PeerError", [0, 2]]
+    assert "rank 0 failed: ValueError: bad 0" in results[1][2] and "rank 2 failed: ValueError: bad 2" in results[1][2]
+
+
+def test_ranks_at_different_places_are_told_so() -> None:
+    """A rank that calls something else is named with the place it is at, instead of mixing values."""
+    results = run(2, lambda line: outcome(lambda: line.gather("save" if line.rank == 0 else "load", 1)))
+    for kind, ranks, message in results:
+        assert (kind, ranks) == ("PeerError", [1])
+        assert "rank 1 is at 'load' while rank 0 is at 'save'" in message
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_stopped_or_dead_rank_is_named_within_the_bound(silent: int, how: signal.Signals) -> None:
+    """Three ranks, one silenced after the first exchange: the other two raise PeerError naming it, in time."""
+
+    def body(line: Coordinator) -> Any:
+        line.barrier("before")
+        if line.rank == silent:
+            os.kill(os.getpid(), how)
+        start = time.monotonic()
+        failed = outcome(lambda: line.barrier("after", timeout_seconds=1.0))
+        return [failed, time.monotonic() - start]
+
+    ranks = Ranks(3, body, timeout=20, rank_0_serves=False)
+    try:
+        for rank in {0, 1, 2} - {silent}:
+            (kind, named, message), seconds = ranks.result(rank)
+            assert (kind, named) == ("PeerError", [silent]), message
+            assert f"rank {silent} did not" in message
+            assert seconds < 1.0 + 4 * 1.05
+    finally:
+        ranks.stop()
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_losing_the_store_itself_is_bounded(how: signal.Signals) -> None:
+    """Rank 0 serves the store and stops or dies: no call waits on, though the store's own client would."""
+
+    def body(line: Coordinator) -> Any:
+        line.barrier("before")
+        if line.rank == 0:
+            time.sleep(0.3)
+            os.kill(os.getpid(), how)
+        time.sleep(0.6)
+        start = time.monotonic()
+        first = outcome(lambda: line.barrier("after", timeout_seconds=1.0))
+        middle = time.monotonic()
+        second = outcome(lambda: line.barrier("later", timeout_seconds=1.0))
+        return [first, second, middle - start, time.monotonic() - middle]
+
+    ranks = Ranks(2, body, timeout=20, rank_0_serves=True)
+    try:
+        first, second, seconds, again = ranks.result(1)
+        assert first[:2] == second[:2] == ["PeerError", [0]]
+        assert seconds < 1.0 + 4 * 1.05 + 1.0
+        assert again < 0.5
+    finally:
+        ranks.stop()
+
+
+def test_a_late_rank_reads_the_verdict_and_all_go_on_together() -> None:
+    """A rank that sleeps past the bound fails like the others, and the next exchange is in step again."""
+
+    def body(line: Coordinator) -> Any:
+        if line.rank == 1:
+            time.sleep(3)
+        first = outcome(lambda: line.gather("a", line.rank, timeout_seconds=1.0))
+        return [first[:2], line.gather("b", line.rank), line.gather("c", line.rank)]
+
+    assert run(2, body) == [[["PeerError", [1]], [0, 1], [0, 1]]] * 2
+
+
+def test_a_background_line_works_beside_a_blocked_one() -> None:
+    """While the main line of each rank waits for a late one, the background lines complete exchanges."""
+
+    def body(line: Coordinator) -> Any:
+        import threading
+
+        other = line.background()
+        seconds: list[float] = []
+
+        def talk() -> None:
+            start = time.monotonic()
+            for index in range(20):
+                assert other.gather("bg", [line.rank, index]) == [[0, index], [1, index]]
+            seconds.append(time.monotonic() - start)
+
+        thread = threading.Thread(target=talk)
+        thread.start()
+        if line.rank == 1:
+            thread.join()
+        line.barrier("main")
+        thread.join()
+        return seconds[0] < 10
+
+    assert run(2, body) == [True, True]
+
+
+def test_the_store_does_not_grow() -> None:
+    """After a hundred exchanges, good, failing and late, as many keys are left as after a few."""
+
+    def body(line: Coordinator) -> Any:
+        counts = []
+        for index in range(100):
+            if index == 50:
+                outcome(lambda: line.barrier("bad", ValueError() if line.rank else None))
+                if line.rank == 1:
+                    time.sleep(2.5)
+                outcome(lambda: line.barrier("late", timeout_seconds=0.5))
+            line.gather("x", "v" * 100)
+            line.gather("sync", None)
+            if line.rank == 0:
+                store: Any = line._store
+                counts.append(store.num_keys())
+        return [counts[5], counts[-1]] if line.rank == 0 else None
+
+    few, many = run(2, body)[0]
+    assert many <= few + 1
+
+
+def test_rank_0_may_end_right_after_the_last_exchange() -> None:
+    """close() keeps the store's server alive until the others have read the last verdict."""
+
+    def body(line: Coordinator) -> Any:
+        value = line.gather("last", line.rank)
+        line.close()
+        return value
+
+    for _ in range(5):
+        assert run(2, body, rank_0_serves=True) == [[0, 1], [0, 1]]
+
+
+def test_one_exchange_costs_milliseconds() -> None:
+    """The median of many exchanges on two ranks is small beside the commit's budget of 50 ms."""
+
+    def body(line: Coordinator) -> Any:
+        seconds = []
+        for _ in range(50):
+            start = time.monotonic()
+            line.barrier("t")
+            seconds.append(time.monotonic() - start)
+        return sorted(seconds)[25]
+
+    assert max(run(2, body)) < 0.03

@@ -1,0 +1,510 @@
+"""The native format in one process: what is written is a safetensors file, and comes back bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.rank_files import verify
+from titan_ckpt.directory.manifest import FileRecord, Manifest
+from titan_ckpt.disk import posix
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    NotACheckpointError,
+    SaveError,
+    StateEncodingError,
+)
+from titan_ckpt.formats.native.header import header_bytes
+from titan_ckpt.formats.native.layout import BLOCK_BYTES, STORED_DTYPES
+from titan_ckpt.formats.native.reader import NativeReader
+from titan_ckpt.formats.native.writer import NativeWriter
+from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.requests import ReadRequest
+
+Tensors = dict[str, torch.Tensor]
+FILE = "rank-00000.safetensors"
+MIB = 1 << 20
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """Return a tensor's bytes in row-major order."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def of(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Return a tensor of any dtype with random bits."""
+    count = int(torch.Size(shape).numel()) * dtype.itemsize
+    bits = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return (bits % 2 if dtype == torch.bool else bits).view(dtype).view(shape)
+
+
+def save(folder: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
+    writer = NativeWriter()
+    writer.plan(tensors, Coordinator.current())
+    (record,) = writer.write(folder, tensors)
+    return record
+
+
+def load(folder: Path, like: Mapping[str, torch.Tensor]) -> Tensors:
+    """Read every tensor whole, into fresh memory full of other bits."""
+    into = {fqn: of(value.dtype, *value.shape, seed=1) for fqn, value in like.items()}
+    with NativeReader(folder) as reader:
+        reader.read([ReadRequest(fqn, Chunk.whole(value.shape), value) for fqn, value in into.items()])
+    return into
+
+
+def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for fqn, value in expected.items():
+        assert found[fqn].dtype == value.dtype and found[fqn].shape == value.shape, fqn
+        assert raw(found[fqn]) == raw(value), fqn
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    for file in folder.iterdir():
+        fd = os.open(file, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def every_kind() -> Tensors:
+    """Return tensors of every dtype and of every shape of memory."""
+    base = of(torch.float32, 64, 50)
+    tensors = {f"dtype.{dtype}": of(dtype, 5, 3) for dtype in STORED_DTYPES}
+    return tensors | {
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "scalar.bool": torch.tensor(True),
+        "empty": torch.empty(0),
+        "empty.inner": torch.empty(4, 0, 3, dtype=torch.int16),
+        "one": torch.ones(1, 1, 1),
+        "transposed": base.t(),
+        "strided": base[::3, 1::2],
+        "expanded": torch.arange(4.0).expand(3, 4),
+        "conjugate": of(torch.complex64, 4, 4).conj(),
+        "negative": of(torch.complex64, 4, 4).conj().imag,
+        "shared.a": base[:10],
+        "shared.b": base[5:15],
+        "large": of(torch.float32, 1500, 1000),
+        "large.odd": of(torch.uint8, 3 * MIB + 1),
+        "large.strided": of(torch.bfloat16, 1001, 1203).t(),
+        "name with spaces / ünïcode \U0001f9ed #1": torch.zeros(2),
+        "__metadata__": torch.ones(3),
+    }
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "cold"])
+@pytest.mark.parametrize("staged", [True, False], ids=["staged", "live"])
+def test_every_dtype_and_shape_of_memory_comes_back(tmp_path: Path, staged: bool, cached: bool) -> None:
+    """Written from live memory or from the arena, read through the page cache or around it."""
+    tensors = every_kind()
+    writer = NativeWriter()
+    writer.plan(tensors, Coordinator.current())
+    if staged:
+        writer.stage(tensors)
+    (record,) = writer.write_staged(tmp_path) if staged else writer.write(tmp_path, tensors)
+    assert (tmp_path / record.name).stat().st_size == record.num_bytes == writer.num_bytes
+    if not cached:
+        drop_from_page_cache(tmp_path)
+    assert_same(load(tmp_path, tensors), {fqn: value.resolve_conj().resolve_neg() for fqn, value in tensors.items()})
+    with NativeReader(tmp_path) as reader:
+        verify(reader)
+
+
+def test_any_safetensors_reader_opens_the_file(tmp_path: Path) -> None:
+    """The upstream library reads names, shapes, dtypes and values."""
+    tensors = {"a": torch.randn(7, 3), "b": of(torch.float8_e4m3fn, 9), "c": torch.tensor(5), "none": torch.empty(0, 2)}
+    save(tmp_path, tensors)
+    with safetensors.safe_open(tmp_path / FILE, "pt") as file:
+        assert_same({name: file.get_tensor(name) for name in file.keys()}, tensors)  # noqa: SIM118
+        assert file.metadata()["format"] == "pt"
+
+
+def test_data_begins_aligned_and_elements_too(tmp_path: Path) -> None:
+    """Direct I/O needs the one, typed views of mapped memory the other."""
+    tensors = {"small": of(torch.uint8, 3), "wide": of(torch.float64, 5), "half": of(torch.bfloat16, 7)}
+    save(tmp_path, tensors)
+    content = (tmp_path / FILE).read_bytes()
+    start = header_bytes(content[:8], len(content), FILE)
+    assert start % 4096 == 0
+    header = json.loads(content[8:start])
+    assert header["wide"]["data_offsets"][0] % 8 == 0 and header["half"]["data_offsets"][0] % 2 == 0
+
+
+def test_the_same_values_make_the_same_file(tmp_path: Path) -> None:
+    """Live and staged writes agree byte for byte, and so do their digests."""
+    tensors = every_kind()
+    writer = NativeWriter()
+    writer.plan(tensors, Coordinator.current())
+    writer.stage(tensors)
+    records = []
+    for name, write in (("live", lambda f: writer.write(f, tensors)), ("staged", writer.write_staged)):
+        (tmp_path / name).mkdir()
+        records.append(write(tmp_path / name))
+    assert records[0] == records[1]
+    assert (tmp_path / "live" / FILE).read_bytes() == (tmp_path / "staged" / FILE).read_bytes()
+
+
+def test_a_staged_copy_is_not_the_live_memory(tmp_path: Path) -> None:
+    """What is written is what was staged, whatever happens to the tensors afterwards; and again for the next save."""
+    tensors = {"a": torch.arange(3 * MIB), "b": torch.ones(5)}
+    writer = NativeWriter()
+    writer.plan(tensors, Coordinator.current())
+    writer.allocate(tensors)
+    for step in range(3):
+        expected = {fqn: value.clone() for fqn, value in tensors.items()}
+        handle = writer.begin_staging(tensors)
+        handle.wait()
+        for value in tensors.values():
+            value.add_(1)
+        (tmp_path / str(step)).mkdir()
+        handle.finish()
+        writer.write_staged(tmp_path / str(step))
+        assert_same(load(tmp_path / str(step), tensors), expected)
+
+
+def test_the_plan_is_kept_while_names_shapes_and_dtypes_are(tmp_path: Path) -> None:
+    """Other values, and other memory, do not change it; another tensor does."""
+    writer, coordinator = NativeWriter(), Coordinator.current()
+    tensors = {"a": torch.zeros(10), "b": torch.zeros(3, 3)}
+    writer.plan(tensors, coordinator)
+    kept = writer._plan
+    writer.plan({fqn: torch.randn(value.shape) for fqn, value in tensors.items()}, coordinator)
+    assert writer._plan is kept
+    for other in (
+        {"a": torch.zeros(10), "c": torch.zeros(3, 3)},
+        {"a": torch.zeros(10), "b": torch.zeros(3, 4)},
+        {"a": torch.zeros(10), "b": torch.zeros(3, 3, dtype=torch.int32)},
+        {"b": torch.zeros(3, 3), "a": torch.zeros(10)},
+        {"a": torch.zeros(10)},
+    ):
+        before = writer._plan
+        writer.plan(other, coordinator)
+        assert writer._plan is not before
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        writer.write(folder, other)
+        assert_same(load(folder, other), other)
+
+
+SHAPE = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
+
+
+@given(SHAPE, st.data())
+def test_any_box_is_read_into_any_memory(
+    tmp_path_factory: pytest.TempPathFactory, shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    """A box of a stored tensor, into contiguous or strided views, cast on the way where the dtypes differ."""
+    folder = tmp_path_factory.mktemp("box")
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    save(folder, {"before": torch.zeros(7), "x": value, "after": of(torch.uint8, 100)})
+    offsets = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    sizes = tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, offsets, strict=True))
+    box = Chunk(offsets, sizes)
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+    into = torch.zeros([2 * n for n in sizes], dtype=dtype)[tuple(slice(0, None, 2) for _ in sizes)]
+    if data.draw(st.booleans()):
+        into = torch.zeros(sizes, dtype=dtype)
+    with NativeReader(folder) as reader:
+        reader.read([ReadRequest("x", box, into)])
+    assert torch.equal(into, value[box.within(Chunk.whole(shape))].to(dtype))
+
+
+def test_boxes_of_large_tensors_touch_only_their_blocks(tmp_path: Path) -> None:
+    """Columns and far-apart rows of tensors larger than a window, several requests of one tensor at once."""
+    value = of(torch.int32, 3000, 1024)
+    wide = of(torch.int16, 3, 4 * MIB)
+    save(tmp_path, {"x": value, "wide": wide})
+    drop_from_page_cache(tmp_path)
+    column, corner, ends = torch.zeros(3000, 5, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32), []
+    requests = [
+        ReadRequest("x", Chunk((0, 500), (3000, 5)), column),
+        ReadRequest("x", Chunk((2998, 0), (2, 2)), corner),
+    ]
+    for row in range(3):
+        ends.append(torch.zeros(1, 3, dtype=torch.int16))
+        requests.append(ReadRequest("wide", Chunk((row, 4 * MIB - 3), (1, 3)), ends[-1]))
+    with NativeReader(tmp_path) as reader:
+        reader.read(requests)
+    assert torch.equal(column, value[:, 500:505]) and torch.equal(corner, value[2998:, :2])
+    assert torch.equal(torch.cat(ends), wide[:, -3:])
+
+
+def test_a_target_of_another_shape_takes_the_elements_in_row_major_order(tmp_path: Path) -> None:
+    """As rotary permutations of a key map ask for, viewed where strides allow, arranged afterwards where not."""
+    value = torch.arange(24.0).view(4, 6)
+    save(tmp_path, {"x": value})
+    viewed, arranged = torch.zeros(2, 2, 6), torch.zeros(6, 2, 2).permute(1, 2, 0)
+    with NativeReader(tmp_path) as reader:
+        reader.read([ReadRequest("x", Chunk.whole((4, 6)), viewed), ReadRequest("x", Chunk.whole((4, 6)), arranged)])
+    assert torch.equal(viewed.reshape(4, 6), value) and torch.equal(arranged.reshape(4, 6), value)
+
+
+def test_parameters_that_need_gradients_are_filled_in_place(tmp_path: Path) -> None:
+    """Strided or contiguous, cast or not, without autograd noticing."""
+    save(tmp_path, {"a": torch.ones(4, 4), "b": torch.ones(4, 4)})
+    a, b = torch.nn.Parameter(torch.zeros(4, 4)), torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.float64).t())
+    with NativeReader(tmp_path) as reader:
+        reader.read([ReadRequest("a", Chunk.whole((4, 4)), a), ReadRequest("b", Chunk.whole((4, 4)), b)])
+    assert torch.equal(a.detach(), torch.ones(4, 4)) and torch.equal(b.detach(), torch.ones(4, 4).double())
+    assert a.grad_fn is None and b.grad_fn is None
+
+
+def test_without_direct_io_the_same_bytes_are_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that refuses O_DIRECT when opening gets buffered writes and reads."""
+    tensors = every_kind()
+    (tmp_path / "direct").mkdir()
+    save(tmp_path / "direct", tensors)
+    refused = []
+    real_open, real_exclusive = os.open, posix.open_exclusive
+
+    def check(flags: int) -> None:
+        if flags & os.O_DIRECT:
+            refused.append(flags)
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    def without_direct(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        check(flags)
+        return real_open(path, flags, *rest, **named)
+
+    def exclusive_without_direct(path: Any, flags: int = 0) -> int:
+        check(flags)
+        return real_exclusive(path, flags)
+
+    monkeypatch.setattr(os, "open", without_direct)
+    monkeypatch.setattr(posix, "open_exclusive", exclusive_without_direct)
+    (tmp_path / "buffered").mkdir()
+    save(tmp_path / "buffered", tensors)
+    drop_from_page_cache(tmp_path / "buffered")
+    load(tmp_path / "buffered", tensors)
+    assert len(refused) >= 2
+    assert (tmp_path / "buffered" / FILE).read_bytes() == (tmp_path / "direct" / FILE).read_bytes()
+
+
+# errors
+
+
+def test_what_cannot_be_stored_is_named_all_at_once() -> None:
+    """Meta, sparse, quantised and wrapped tensors and other objects, each with its reason."""
+    bad: dict[str, Any] = {
+        "a.meta": torch.empty(3, device="meta"),
+        "b.sparse": torch.eye(3).to_sparse(),
+        "c.object": [1, 2],
+        "d.nested": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+        "fine": torch.ones(2),
+    }
+    with pytest.raises(StateEncodingError) as caught:
+        NativeWriter().plan(bad, Coordinator.current())
+    for fqn in bad:
+        assert (fqn in str(caught.value)) == (fqn != "fine"), caught.value
+
+
+def test_a_file_that_is_there_is_never_overwritten(tmp_path: Path) -> None:
+    """O_EXCL: a second writer fails, the first one's bytes stay."""
+    save(tmp_path, {"a": torch.ones(3)})
+    before = (tmp_path / FILE).read_bytes()
+    with pytest.raises(FileExistsError):
+        save(tmp_path, {"a": torch.zeros(3)})
+    assert (tmp_path / FILE).read_bytes() == before
+
+
+def test_absent_folders_and_files_are_told_apart(tmp_path: Path) -> None:
+    """Nothing there, nothing of this format there, a committed file missing."""
+    with pytest.raises(CheckpointNotFoundError):
+        NativeReader(tmp_path / "nowhere")
+    with pytest.raises(NotACheckpointError):
+        NativeReader(tmp_path)
+    with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.safetensors.*missing"):
+        NativeReader(tmp_path, files=[FileRecord(FILE, 10, "0" * 32)])
+
+
+def test_a_name_that_is_not_stored_is_an_error(tmp_path: Path) -> None:
+    """Planning should have found it; it is never skipped in silence."""
+    save(tmp_path, {"a": torch.ones(3)})
+    with NativeReader(tmp_path) as reader, pytest.raises(KeyError, match="b"):
+        reader.read([ReadRequest("b", Chunk.whole((3,)), torch.zeros(3))])
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "cold"])
+def test_a_damaged_block_is_named_with_its_tensors_and_never_scattered(tmp_path: Path, cached: bool) -> None:
+    """The message lists file, bytes, damaged tensors, and those that were overwritten: none that memory could tell."""
+    tensors = {f"t{i}": of(torch.uint8, BLOCK_BYTES, seed=i) for i in range(40)}
+    save(tmp_path, tensors)
+    path = tmp_path / FILE
+    content = bytearray(path.read_bytes())
+    start = header_bytes(bytes(content[:8]), len(content), FILE)
+    content[start + 17 * BLOCK_BYTES + 5] ^= 8
+    path.write_bytes(content)
+    if not cached:
+        drop_from_page_cache(tmp_path)
+    into = {fqn: torch.zeros_like(value) for fqn, value in tensors.items()}
+    with NativeReader(tmp_path) as reader:
+        unharmed = {fqn: value for fqn, value in into.items() if fqn != "t17"}
+        reader.read([ReadRequest(fqn, Chunk.whole(value.shape), value) for fqn, value in unharmed.items()])
+        assert_same(unharmed, {fqn: tensors[fqn] for fqn in unharmed})
+        for value in into.values():
+            value.zero_()
+        with pytest.raises(CorruptCheckpointError, match=r"values of 1 tensor\(s\): t17\.") as caught:
+            reader.read([ReadRequest(fqn, Chunk.whole(value.shape), value) for fqn, value in into.items()])
+        changed = {fqn for fqn, value in into.items() if value.any()}
+        assert changed == set(caught.value.overwritten) and "t17" not in changed
+        assert bool(changed) != cached
+        with pytest.raises(CorruptCheckpointError, match="t17"):
+            verify(reader)
+    assert caught.value.path == str(path) and f"{start + 17 * BLOCK_BYTES}-" in str(caught.value)
+
+
+def test_one_flipped_bit_anywhere_is_noticed(tmp_path: Path) -> None:
+    """In the length, the header, its padding or the data: a typed error naming the file."""
+    tensors = {"a": torch.randn(300), "b": of(torch.bool, 11)}
+    save(tmp_path, tensors)
+    path = tmp_path / FILE
+    content = path.read_bytes()
+    for at in [*range(400), *range(4000, len(content), 7)]:
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << at % 8
+        path.write_bytes(damaged)
+        with pytest.raises(CorruptCheckpointError, match=FILE):
+            load(tmp_path, tensors)
+
+
+def test_a_cut_or_grown_file_is_noticed(tmp_path: Path) -> None:
+    """Whatever its length."""
+    tensors = {"a": torch.randn(300)}
+    save(tmp_path, tensors)
+    path = tmp_path / FILE
+    content = path.read_bytes()
+    for length in [0, 1, 7, 8, 100, 4095, 4096, len(content) - 1]:
+        path.write_bytes(content[:length])
+        with pytest.raises(CorruptCheckpointError, match=FILE):
+            load(tmp_path, tensors)
+    path.write_bytes(content + b"\0")
+    with pytest.raises(CorruptCheckpointError, match=FILE):
+        load(tmp_path, tensors)
+
+
+def test_links_folders_and_pipes_are_no_rank_files(tmp_path: Path) -> None:
+    """Refused by name, without following or blocking."""
+    (tmp_path / "real").mkdir()
+    save(tmp_path / "real", {"a": torch.ones(3)})
+    for make in (
+        lambda path: path.symlink_to(tmp_path / "real" / FILE),
+        lambda path: path.mkdir(),
+        lambda path: os.mkfifo(path),
+    ):
+        folder = tmp_path / f"case{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        make(folder / FILE)
+        with pytest.raises(CorruptCheckpointError, match=FILE):
+            NativeReader(folder)
+
+
+def manifest(folder: Path, *records: FileRecord) -> None:
+    """Commit the files by hand."""
+    committed = Manifest(1, "full", "0" * 32, 1, 1.0, ("model",), [], None, None, records)
+    (folder / "MANIFEST.json").write_bytes(committed.to_bytes())
+
+
+def test_a_file_of_another_save_is_refused_by_the_manifest(tmp_path: Path) -> None:
+    """Whole and valid in itself, but not what was committed."""
+    tensors = {"a": torch.ones(3)}
+    for name in ("mine", "other"):
+        (tmp_path / name).mkdir()
+    record = save(tmp_path / "mine", tensors)
+    save(tmp_path / "other", {"a": torch.zeros(3)})
+    manifest(tmp_path / "mine", record)
+    assert_same(load(tmp_path / "mine", tensors), tensors)
+    os.replace(tmp_path / "other" / FILE, tmp_path / "mine" / FILE)
+    with pytest.raises(CorruptCheckpointError, match="of another save"):
+        load(tmp_path / "mine", tensors)
+    manifest(tmp_path / "mine", dataclasses.replace(record, name="rank-00001.safetensors"))
+    with pytest.raises(CorruptCheckpointError, match="no such file"):
+        NativeReader(tmp_path / "mine")
+
+
+def test_a_failing_write_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in any worker thread is raised, and no thread is left behind."""
+    tensors = {"a": of(torch.uint8, 40 * MIB)}
+    real = posix.pwrite_all
+
+    def failing(fd: int, buffer: Any, offset: int) -> None:
+        if offset > 20 * MIB:
+            raise OSError(28, "No space left on device")
+        real(fd, buffer, offset)
+
+    monkeypatch.setattr(posix, "pwrite_all", failing)
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, tensors)
+    assert not [thread for thread in threading.enumerate() if "titan_ckpt-io" in thread.name]
+
+
+def test_a_process_of_its_own_writes_the_same_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """From shared memory, save after save, also after the tensors' shapes have changed, and without a word."""
+    tensors = every_kind()
+    (tmp_path / "here").mkdir()
+    expected = save(tmp_path / "here", tensors)
+    writer = NativeWriter(in_process=True)
+    try:
+        for name in ("first", "second"):
+            writer.plan(tensors, Coordinator.current())
+            writer.stage(tensors)
+            (tmp_path / name).mkdir()
+            assert writer.write_staged(tmp_path / name) == [expected]
+            assert (tmp_path / name / FILE).read_bytes() == (tmp_path / "here" / FILE).read_bytes()
+        with pytest.raises(FileExistsError):
+            writer.write_staged(tmp_path / "first")
+        other = {"a": torch.ones(7)}
+        writer.plan(other, Coordinator.current())
+        writer.stage(other)
+        (tmp_path / "other").mkdir()
+        writer.write_staged(tmp_path / "other")
+        assert_same(load(tmp_path / "other", other), other)
+    finally:
+        writer.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_killed_writer_process_fails_one_save_only(tmp_path: Path) -> None:
+    """The save says how it ended, the next one starts another process."""
+    tensors = {"a": torch.randn(1000)}
+    writer = NativeWriter(in_process=True)
+    try:
+        writer.plan(tensors, Coordinator.current())
+        writer.stage(tensors)
+        assert writer._process is not None
+        writer._process._process.kill()
+        with pytest.raises(SaveError, match="SIGKILL"):
+            writer.write_staged(tmp_path)
+        (tmp_path / "next").mkdir()
+        writer.stage(tensors)
+        writer.write_staged(tmp_path / "next")
+        assert_same(load(tmp_path / "next", tensors), tensors)
+    finally:
+        writer.close()
+
+
+def test_an_error_while_staging_reaches_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both the training thread and the writing one."""
+    tensors = {"a": torch.ones(5)}
+    writer = NativeWriter()
+    writer.plan(tensors, Coordinator.current())
+    writer.allocate(tensors)
+    monkeypatch.setattr("titan_ckpt.formats.native.arena.Segments.fill", lambda *_: 1 / 0)
+    handle = writer.begin_staging(tensors)
+    for wait in (handle.wait, handle.finish):
+        with pytest.raises(ZeroDivisionError):
+            wait()

@@ -1,0 +1,49 @@
+"""Scattering windows of a file into tensors, against the same boxes taken by torch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.formats.native.scatter import Transfer, scatter
+from titan_ckpt.geometry.chunks import Chunk
+
+
+@pytest.mark.parametrize("kind", ["plain", "strided", "cast"])
+@given(st.data())
+def test_any_box_comes_out_of_any_windows(kind: str, data: st.DataObject) -> None:
+    """Of arrays of 0 to 4 dims behind other bytes, into plain, strided and cast memory, nothing beside it."""
+    dtype = data.draw(st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]))
+    num_dims, num_cut = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 2))
+    sizes = tuple(data.draw(st.integers(1, 7)) for _ in range(num_dims))
+    offsets = tuple(data.draw(st.integers(0, n - 1)) if dim < num_cut else 0 for dim, n in enumerate(sizes))
+    counts = tuple(
+        data.draw(st.integers(1, n - o)) if dim < num_cut else n
+        for dim, (n, o) in enumerate(zip(sizes, offsets, strict=True))
+    )
+    box = Chunk(offsets, counts)
+    start = data.draw(st.integers(0, 3)) * dtype.itemsize
+    numel = int(torch.Size(sizes).numel())
+    section = torch.randint(0, 100, (start // dtype.itemsize + numel + 5,)).to(dtype)
+    beside = torch.full((*box.sizes, 2), 101, dtype=torch.float64 if kind == "cast" else dtype)
+    into = beside[..., 0] if kind != "plain" else beside[..., 0].contiguous()
+    transfer = Transfer("x", start, sizes, dtype, None if box.sizes == sizes else box, into)
+    is_run = transfer.stop - transfer.first == box.numel * dtype.itemsize
+    assert (transfer.rows is not None) == (into.is_contiguous() and kind == "plain" and not is_run)
+    step = data.draw(st.one_of(st.integers(1, 5), st.integers(6, 400)))
+    edges = [cut * dtype.itemsize for cut in (*range(0, len(section), step), len(section))]
+    for window in pairwise(edges):
+        if window[1] <= transfer.first or window[0] >= transfer.stop:
+            continue
+        bounce = Buffer.allocate(window[1] - window[0])
+        bounce.tensor.copy_(section.view(torch.uint8)[slice(*window)])
+        scatter([transfer], window, bounce)
+    values = section[start // dtype.itemsize :][:numel].view(sizes)
+    expected = values[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+    assert torch.equal(into, expected.to(into.dtype))
+    assert bool((beside[..., 1] == 101).all())

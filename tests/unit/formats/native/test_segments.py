@@ -1,0 +1,99 @@
+"""Gathering live tensors into one run of bytes, against the bytes torch itself would give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.formats.native import segments
+from titan_ckpt.formats.native.segments import Places, Segments
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def some_tensors() -> list[torch.Tensor]:
+    """Return tensors of every shape of memory, wider elements first."""
+    base = torch.randn(37, 21, generator=torch.Generator().manual_seed(1))
+    return [
+        torch.complex(base, base).conj(),
+        base,
+        base.t(),
+        base[::2, 1::3],
+        base.view(37, 7, 3).permute(2, 0, 1),
+        torch.tensor(4.0),
+        *base[:9, :6].view(9, 2, 3),
+        *torch.complex(base, base).conj().imag[:6, :2],
+        *torch.arange(5.0),
+        base.expand(3, 37, 21),
+        torch.empty(0),
+        base.bfloat16().t(),
+        torch.arange(11, dtype=torch.uint8),
+        *[torch.full((3,), i, dtype=torch.uint8) for i in range(8)],
+        base.t() > 0,
+    ]
+
+
+def laid_out(tensors: Sequence[torch.Tensor]) -> tuple[Segments, bytes]:
+    places = Places.of([(tensor.dtype, tensor.shape) for tensor in tensors])
+    return Segments(places, tensors), b"".join(map(raw, tensors))
+
+
+@given(st.data())
+def test_any_part_of_the_run_is_copied_out(data: st.DataObject) -> None:
+    """From any element to any other, to any place in the target, nothing beside it."""
+    run, expected = laid_out(some_tensors())
+    start = data.draw(st.integers(0, len(expected) // 8)) * 8
+    stop = data.draw(st.integers(start // 8, len(expected) // 8)) * 8
+    at = data.draw(st.integers(0, 4)) * 16
+    target = Buffer.allocate(len(expected) + 128)
+    target.tensor.fill_(7)
+    run.fill(start, stop, target, at)
+    copied = bytes(target.view)
+    assert copied[at : at + stop - start] == expected[start:stop]
+    assert set(copied[:at] + copied[at + stop - start :]) <= {7}
+
+
+def test_device_tensors_are_packed_and_copied_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small neighbours in packs, large ones alone, host memory at once: the run is the same."""
+    tensors = some_tensors()
+    expected = laid_out(tensors)[1]
+
+    class OnDevice(torch.Tensor):
+        """Host memory that says it is not, so that it takes a device's way."""
+
+        is_cpu = False
+
+    for packed, pack in ((1 << 18, 1 << 24), (2000, 4000), (1, 1)):
+        monkeypatch.setattr(segments, "_PACKED_BYTES", packed)
+        monkeypatch.setattr(segments, "_PACK_BYTES", pack)
+        mixed = [t if i in (1, 5) else t.as_subclass(OnDevice) for i, t in enumerate(tensors)]
+        target = Buffer.allocate(len(expected))
+        laid_out(mixed)[0].enqueue(target)
+        assert bytes(target.view) == expected
+
+
+@pytest.mark.gpu
+def test_a_device_is_staged_through_pinned_memory() -> None:
+    """On a real device, with the live tensors changed as soon as the stream has passed the copy."""
+    from titan_ckpt.formats.native.arena import Arena
+
+    tensors = [t.cuda() for t in some_tensors()] + [torch.randn(3, 1 << 20).cuda()]
+    tensors = sorted(tensors, key=lambda t: -t.dtype.itemsize)
+    expected = b"".join(raw(t.cpu()) for t in tensors)
+    arena = Arena(len(expected), pinned=True)
+    try:
+        handle = arena.stage(Places.of([(t.dtype, t.shape) for t in tensors]), tensors)
+        handle.wait()
+        for tensor in tensors:
+            tensor.zero_()
+        handle.finish()
+        assert bytes(arena.buffer.view[: len(expected)]) == expected
+    finally:
+        arena.close()

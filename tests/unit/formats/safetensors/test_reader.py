@@ -1,0 +1,206 @@
+"""Regions of files land where they belong: any box, any destination, any dtype, warm and cold."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from titan_ckpt.disk.direct import IO_BYTES, FileReader
+from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.formats.safetensors import regions
+from titan_ckpt.formats.safetensors.container import read_header
+from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
+from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.keymap import PermuteRotary
+from titan_ckpt.geometry.requests import ReadRequest
+
+
+@contextmanager
+def opened(*paths: Path) -> Iterator[SafetensorsFiles]:
+    files = SafetensorsFiles([read_header(path) for path in paths])
+    try:
+        yield files
+    finally:
+        files.close()
+
+
+def drop_from_cache(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def memory(sizes: tuple[int, ...], dtype: torch.dtype, kind: str) -> torch.Tensor:
+    """A destination of these sizes: contiguous, transposed, or with gaps between its elements."""
+    if kind == "transposed":
+        return torch.zeros(sizes[::-1], dtype=dtype).permute(list(range(len(sizes)))[::-1])
+    if kind == "gaps":
+        return torch.zeros([2 * n for n in sizes], dtype=dtype)[tuple(slice(None, None, 2) for _ in sizes)]
+    return torch.zeros(sizes, dtype=dtype)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_box_lands_in_any_memory(data: st.DataObject) -> None:
+    """A random box of a random tensor, in memory of any strides and of the same or another dtype, is exact."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 7), max_size=4)))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]))
+    value = torch.randint(0, 2 if dtype is torch.bool else 100, shape).to(dtype)
+    starts = [data.draw(st.integers(0, n - 1)) for n in shape]
+    sizes = tuple(data.draw(st.integers(1, n - a)) for n, a in zip(shape, starts, strict=True))
+    chunk = Chunk(tuple(starts), sizes)
+    kind = data.draw(st.sampled_from(["plain", "transposed", "gaps"]))
+    into = memory(sizes, data.draw(st.sampled_from([dtype, torch.float64])), kind)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "a.safetensors")
+        save_file({"before": torch.zeros(3, dtype=torch.uint8), "x": value}, path)
+        with opened(path) as files:
+            files.read([ReadRequest("x", chunk, into)])
+    assert torch.equal(into, value[chunk.within(Chunk.whole(shape))].to(into.dtype))
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_a_tensor_larger_than_every_buffer(tmp_path: Path, cold: bool) -> None:
+    """Long runs are cut into blocks, strided boxes into maps, and come together again, also past the page cache."""
+    value = torch.arange(900_001 * 7, dtype=torch.int32).view(-1, 7)
+    assert value.nbytes > 3 * IO_BYTES
+    path = tmp_path / "a.safetensors"
+    save_file({"x": value, "y": torch.arange(1000.0)}, path)
+    rows = value.shape[0]
+    whole, cast = torch.zeros_like(value), torch.zeros(value.shape, dtype=torch.float64)
+    strided = torch.zeros(7, rows, dtype=torch.int32).t()
+    columns = torch.zeros(rows, 3, dtype=torch.int64)
+    small = torch.zeros(10)
+    if cold:
+        drop_from_cache(path)
+    with opened(path) as files:
+        files.read(
+            [
+                ReadRequest("x", Chunk.whole(value.shape), whole),
+                ReadRequest("x", Chunk.whole(value.shape), cast),
+                ReadRequest("x", Chunk.whole(value.shape), strided),
+                ReadRequest("x", Chunk((0, 2), (rows, 3)), columns),
+                ReadRequest("y", Chunk((990,), (10,)), small),
+            ]
+        )
+    assert torch.equal(whole, value)
+    assert torch.equal(cast, value.double())
+    assert torch.equal(strided, value)
+    assert torch.equal(columns, value[:, 2:5].long())
+    assert torch.equal(small, torch.arange(990.0, 1000.0))
+
+
+def test_neighbours_in_file_and_memory_are_one_direct_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boxes that make up a run, into memory aligned as the file is, need no copy; edges come through the page cache."""
+    value = torch.randint(0, 100, (301, 1000), dtype=torch.int32)
+    path = tmp_path / "a.safetensors"
+    save_file({"x": value}, path)
+    start = read_header(path).entries["x"].start + 4 * 500
+    buffer = Buffer.allocate(2 << 20)
+    boxes = [Chunk((0, 500), (1, 500)), Chunk((1, 0), (299, 1000)), Chunk((300, 0), (1, 7))]
+    requests, at = [], start % 4096
+    for box in boxes:
+        requests.append(ReadRequest("x", box, buffer.tensor[at : at + 4 * box.numel].view(torch.int32)))
+        at += 4 * box.numel
+    reads: list[int] = []
+    true = FileReader.read_blocks
+
+    def counted(self: FileReader, view: memoryview, offset: int) -> None:
+        reads.append(len(view))
+        true(self, view, offset)
+
+    monkeypatch.setattr(FileReader, "read_blocks", counted)
+    drop_from_cache(path)
+    with opened(path) as files:
+        files.read(requests)
+    assert reads == [at - start % 4096]
+    assert torch.equal(torch.cat([r.into.view(-1) for r in requests]), value.view(-1)[500 : 300 * 1000 + 7])
+
+
+def test_columns_of_permuted_heads_in_small_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard of columns whose memory is split into heads is read map by map, every map whole heads."""
+    monkeypatch.setattr(regions, "_MAP_BYTES", 256)
+    value = torch.randn(24, 10)
+    save_file({"x": value}, tmp_path / "a.safetensors")
+    native = torch.zeros(24, 4)
+    pieces = list(PermuteRotary(3).pieces(0, [(24, 10)], Chunk((0, 3), (24, 4)), native))
+    with opened(tmp_path / "a.safetensors") as files:
+        files.read([ReadRequest("x", p.chunk, p.view) for p in pieces])
+    expected = value[:, 3:7].view(3, 2, 4, 4).transpose(1, 2).reshape(24, 4)
+    assert torch.equal(native, expected)
+
+
+def test_tensors_at_odd_offsets_are_read(tmp_path: Path) -> None:
+    """Other writers need not align: runs and strided boxes from odd bytes are exact."""
+    value = torch.randn(6, 5)
+    header = {
+        "b": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+        "x": {"dtype": "F32", "shape": [6, 5], "data_offsets": [3, 123]},
+    }
+    text = json.dumps(header).encode()
+    raw = struct.pack("<Q", len(text)) + text + bytes(3) + value.numpy().tobytes()
+    (tmp_path / "a.safetensors").write_bytes(raw)
+    run, box = torch.zeros(6, 5, dtype=torch.float64), torch.zeros(6, 2)
+    for cold in (False, True):
+        if cold:
+            drop_from_cache(tmp_path / "a.safetensors")
+        with opened(tmp_path / "a.safetensors") as files:
+            files.read([ReadRequest("x", Chunk.whole((6, 5)), run), ReadRequest("x", Chunk((0, 1), (6, 2)), box)])
+        assert torch.equal(run, value.double())
+        assert torch.equal(box, value[:, 1:3])
+
+
+def test_a_file_behind_a_link_is_read(tmp_path: Path) -> None:
+    """Download caches hold links to their files."""
+    (tmp_path / "blobs").mkdir()
+    save_file({"x": torch.ones(3)}, tmp_path / "blobs" / "1f2e")
+    (tmp_path / "model.safetensors").symlink_to("blobs/1f2e")
+    into = torch.zeros(3)
+    with opened(tmp_path / "model.safetensors") as files:
+        files.read([ReadRequest("x", Chunk.whole((3,)), into)])
+    assert torch.equal(into, torch.ones(3))
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    """Which of the two values counts cannot be known."""
+    for name in ("a", "b"):
+        save_file({"x": torch.ones(3)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(CorruptCheckpointError, match=r"x is in a\.safetensors and in b\.safetensors"):
+        SafetensorsFiles([read_header(tmp_path / "a.safetensors"), read_header(tmp_path / "b.safetensors")])
+
+
+def test_a_file_that_changed_since_it_was_checked_is_refused(tmp_path: Path) -> None:
+    """A file replaced between the check and the read is not read by the old header."""
+    path = tmp_path / "a.safetensors"
+    save_file({"x": torch.ones(3)}, path)
+    with opened(path) as files:
+        save_file({"x": torch.ones(5)}, path)
+        with pytest.raises(CorruptCheckpointError, match="changed"):
+            files.read([ReadRequest("x", Chunk.whole((3,)), torch.zeros(3))])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 6), max_size=4), st.integers(1, 40))
+def test_windows_and_boxes_cut_alike_in_row_major_order(sizes: list[int], limit: int) -> None:
+    """Windows of memory and boxes of a region are the same cuts: bounded, in order, complete."""
+    value = torch.arange(torch.Size(sizes).numel()).view(sizes)
+    cut = list(regions.windows(value, limit))
+    assert all(part.numel() <= limit for part in cut)
+    assert torch.equal(torch.cat([part.reshape(-1) for part in cut]), value.reshape(-1))
+    whole = Chunk.whole(tuple(sizes))
+    parts = [value[box.within(whole)] for box in regions.boxes(whole, limit)]
+    assert all(part.numel() <= limit for part in parts)
+    assert torch.equal(torch.cat([part.reshape(-1) for part in parts]), value.reshape(-1))

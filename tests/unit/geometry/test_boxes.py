@@ -1,0 +1,56 @@
+"""Boxes of row-major arrays, against numpy's own indexing."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_ckpt.geometry.boxes import boxes_of_range, element_span, spans
+from titan_ckpt.geometry.chunks import Chunk
+
+SIZES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Chunk]:
+    sizes = draw(SIZES)
+    offsets = tuple(draw(st.integers(0, n - 1)) for n in sizes)
+    return sizes, Chunk(offsets, tuple(draw(st.integers(1, n - o)) for n, o in zip(sizes, offsets, strict=True)))
+
+
+def elements(sizes: tuple[int, ...], box: Chunk) -> set[int]:
+    numbers = np.arange(np.prod(sizes, dtype=int)).reshape(sizes)
+    return set(numbers[box.within(Chunk.whole(sizes))].ravel().tolist())
+
+
+@given(boxes())
+def test_the_span_reaches_from_the_first_to_the_last_element(case: tuple[tuple[int, ...], Chunk]) -> None:
+    """element_span is the hull of the box in memory."""
+    inside = elements(*case)
+    assert element_span(*case) == (min(inside), max(inside) + 1)
+
+
+@given(boxes(), st.integers(0, 40))
+def test_spans_cover_the_box_and_leave_out_long_gaps(case: tuple[tuple[int, ...], Chunk], max_gap: int) -> None:
+    """All elements of the box, in order, and no run with a gap longer than allowed inside."""
+    inside = sorted(elements(*case))
+    found = list(spans(*case, max_gap))
+    covered = [i for first, stop in found for i in range(first, stop)]
+    assert covered == sorted(set(covered)), "runs are in order and apart"
+    assert set(inside) <= set(covered)
+    gaps = [b - a - 1 for a, b in itertools.pairwise(inside)]
+    assert len(found) - 1 == sum(gap > max_gap for gap in gaps)
+
+
+@given(SIZES, st.data())
+def test_a_range_of_elements_is_a_list_of_boxes(sizes: tuple[int, ...], data: st.DataObject) -> None:
+    """boxes_of_range gives the range's elements, once each and in order."""
+    total = int(np.prod(sizes, dtype=int))
+    start = data.draw(st.integers(0, total))
+    stop = data.draw(st.integers(start, total))
+    numbers = np.arange(total).reshape(sizes)
+    found = [numbers[box.within(Chunk.whole(sizes))].ravel().tolist() for box in boxes_of_range(sizes, start, stop)]
+    assert [i for part in found for i in part] == list(range(start, stop))

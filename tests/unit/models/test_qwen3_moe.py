@@ -1,0 +1,276 @@
+"""Qwen3-MoE without any other library: routing, gradients, what is counted, table, sharded experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.geometry.chunks import Chunk, TensorInfo, blocks_of, info_of
+from titan_ckpt.models.qwen3_moe import FLAVORS, MixtureOfExperts, Qwen3Moe, Qwen3MoeConfig
+from titan_ckpt.testing import distributed
+from titan_ckpt.weights.transforms import StateDictTransforms
+from titan_ckpt.weights.wrapper import ModelWrapper
+
+TINY = replace(FLAVORS["debug-1m"], num_layers=2, vocab_size=64, max_seq_len=32, num_experts=5, expert_dim=6)
+"""Five experts do not divide by two ranks."""
+
+
+def initialised(config: Qwen3MoeConfig, seed: int = 0) -> Qwen3Moe:
+    torch.manual_seed(seed)
+    model = Qwen3Moe(config)
+    model.init_weights()
+    return model
+
+
+def mixture(num_experts: int, per_token: int, norm: bool = True) -> MixtureOfExperts:
+    config = replace(TINY, num_experts=num_experts, experts_per_token=per_token, norm_topk_prob=norm)
+    made = MixtureOfExperts(config)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+def one_by_one(moe: MixtureOfExperts, token: torch.Tensor) -> torch.Tensor:
+    """Compute one token the obvious way."""
+    probabilities = (moe.router.weight @ token).softmax(-1)
+    best = probabilities.argsort(descending=True)[: moe.router.experts_per_token]
+    total = probabilities[best].sum() if moe.router.norm_topk_prob else 1.0
+    out = torch.zeros_like(token)
+    for e in best.tolist():
+        hidden = F.silu(moe.experts.w1[e] @ token) * (moe.experts.w3[e] @ token)
+        out += probabilities[e] / total * (moe.experts.w2[e] @ hidden)
+    return out
+
+
+def test_the_true_shape_has_the_published_number_of_parameters() -> None:
+    """A model built on meta counts what was published for this shape."""
+    with torch.device("meta"):
+        model = Qwen3Moe(FLAVORS["30B-A3B"])
+    assert sum(p.numel() for p in model.parameters()) == 30_532_122_624
+    assert len(model.routers()) == 48
+
+
+@pytest.mark.parametrize("flavor", list(FLAVORS))
+def test_the_table_knows_every_parameter_and_the_config_survives_hugging_face(flavor: str) -> None:
+    """Every fqn has file keys, one per expert where it is stacked, and config.json gives the same shape again."""
+    config = FLAVORS[flavor]
+    with torch.device("meta"):
+        model = Qwen3Moe(config)
+    table = model.key_map()
+    for fqn, value in model.state_dict().items():
+        group = table.group_of_fqn(fqn)
+        assert len(group.keys) == (config.num_experts if ".experts." in fqn else 1)
+        assert group.op.native_shapes(group.op.file_shapes([tuple(value.shape)])) == [tuple(value.shape)]
+        assert table.group_of_key(group.keys[-1]) == group
+    assert Qwen3MoeConfig.from_hf(model.hf_config()) == config
+
+
+@pytest.mark.parametrize(("num_experts", "per_token"), [(5, 2), (4, 4), (3, 1), (16, 3)])
+@pytest.mark.parametrize("norm", [True, False])
+def test_each_token_gets_the_weighted_sum_of_its_experts(num_experts: int, per_token: int, norm: bool) -> None:
+    """Sorting tokens by expert and back gives what computing token by token gives; experts without tokens are fine."""
+    moe = mixture(num_experts, per_token, norm)
+    x = torch.randn(2, 3, 96)
+    with torch.no_grad():
+        expected = torch.stack([torch.stack([one_by_one(moe, token) for token in row]) for row in x])
+        assert (moe(x) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_gradients_are_those_of_computing_token_by_token() -> None:
+    """Router, chosen experts and input get the same gradients either way; an expert nobody chose gets zeros."""
+    moe = mixture(16, 2)
+    x = torch.randn(1, 4, 96, requires_grad=True)
+    wanted = [x, *moe.parameters()]
+    mine = torch.autograd.grad(moe(x).square().sum(), wanted)
+    one_after_another = torch.stack([one_by_one(moe, token) for token in x[0]])
+    obvious = torch.autograd.grad(one_after_another.square().sum(), wanted)
+    for a, b in zip(mine, obvious, strict=True):
+        assert (a - b).abs().max() < 1e-5 * b.abs().max()
+    assert any(bool((expert == 0).all()) for expert in mine[2])
+
+
+def test_a_few_steps_learn_a_batch_by_heart() -> None:
+    """Dense and sparse layers, routers included, all learn; the loss of one batch falls by more than half."""
+    model = initialised(TINY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.randint(0, 64, (4, 17))
+    before = {fqn: value.clone() for fqn, value in model.state_dict().items()}
+    losses = []
+    for _ in range(15):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    assert losses[-1] < losses[0] / 2
+    assert not [fqn for fqn, value in model.state_dict().items() if torch.equal(value, before[fqn])]
+
+
+def test_a_router_counts_what_it_gave_to_whom_while_training() -> None:
+    """Counts add up over forward passes, stop outside training, start again on reset, and are in no state dict."""
+    model = initialised(TINY)
+    (router,) = model.routers().values()
+    for _ in range(2):
+        model(torch.randint(0, 64, (3, 10)))
+    load = router.load()
+    assert load.tokens.sum() == 2 * 30 * TINY.experts_per_token
+    assert load.probability.sum() == pytest.approx(60, rel=1e-5)
+    assert not load.probability.requires_grad
+    assert 1 <= load.imbalance() <= TINY.num_experts
+    model.eval()(torch.randint(0, 64, (3, 10)))
+    assert torch.equal(router.load().tokens, load.tokens)
+    model.reset_buffers()
+    assert router.load().tokens.sum() == 0
+    assert load.tokens.sum() > 0, "what was read is a copy"
+    assert not [key for key in model.state_dict() if "tokens" in key.split(".")[-1] or "probability" in key]
+
+
+def test_an_even_router_is_told_from_one_with_a_favourite() -> None:
+    """Equal use has imbalance 1 and the smallest loss, a favourite expert the largest of both."""
+    moe = mixture(4, 1)
+    x = torch.eye(96)[:4].unsqueeze(0) * 50
+    with torch.no_grad():
+        moe.router.weight.copy_(torch.eye(96)[:4])
+    moe(x)
+    even = moe.router.load()
+    moe.router.reset_buffers()
+    moe(x[:, :1].expand(1, 4, 96))
+    favourite = moe.router.load()
+    assert (even.imbalance(), favourite.imbalance()) == (1.0, 4.0)
+    assert even.auxiliary_loss() == pytest.approx(1.0)
+    assert favourite.auxiliary_loss() == pytest.approx(4.0)
+
+
+def test_counts_and_rotary_table_survive_casting_and_materialising() -> None:
+    """`.to(bfloat16)` leaves what is counted exact; meta -> to_empty starts at zero, with a right table."""
+    model = initialised(TINY)
+    model(torch.randint(0, 64, (3, 10)))
+    (router,) = model.routers().values()
+    before = router.load()
+    model.to(torch.bfloat16)
+    assert router.probability.dtype == torch.float32
+    assert torch.equal(router.load().probability, before.probability)
+    with torch.device("meta"):
+        empty = Qwen3Moe(TINY)
+    empty.to_empty(device="cpu")
+    (router,) = empty.routers().values()
+    assert router.load().tokens.tolist() == [0] * TINY.num_experts
+    assert torch.equal(empty.rope_table, model.rope_table)
+
+
+def test_a_shape_that_cannot_be_routed_is_refused() -> None:
+    """More experts per token than there are, or a step of no layers, is an error with all reasons."""
+    with pytest.raises(ConfigError) as caught:
+        replace(TINY, experts_per_token=9, sparse_step=0)
+    assert {p.split(":")[0] for p in caught.value.problems} == {"experts_per_token", "sparse_step"}
+
+
+def test_both_spellings_of_the_number_of_experts_are_read() -> None:
+    """The published folders say num_experts, transformers 5 writes num_local_experts; neither is an error."""
+    config = TINY.to_hf()
+    config["num_local_experts"] = config.pop("num_experts")
+    assert Qwen3MoeConfig.from_hf(config) == TINY
+    del config["num_local_experts"]
+    with pytest.raises(ConfigError, match="num_experts: missing"):
+        Qwen3MoeConfig.from_hf(config)
+
+
+def numbered(config: Qwen3MoeConfig) -> dict[str, torch.Tensor]:
+    """Whole native tensors in which every value is different, in the order of the model."""
+    start, made = 0, {}
+    with torch.device("meta"):
+        shapes = {fqn: value.shape for fqn, value in Qwen3Moe(config).state_dict().items()}
+    for fqn, shape in shapes.items():
+        made[fqn] = torch.arange(start, start + shape.numel(), dtype=torch.float64).view(shape)
+        start += shape.numel()
+    return made
+
+
+def file_tensors(natives: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Compute the folder's tensors the obvious way, on whole tensors."""
+    table = Qwen3Moe(TINY).key_map()
+    made: dict[str, torch.Tensor] = {}
+    for fqn, value in natives.items():
+        keys = table.group_of_fqn(fqn).keys
+        made |= dict(zip(keys, value if len(keys) > 1 else [value], strict=True))
+    return made
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_any_slice_of_the_stacked_experts_is_filled_from_the_experts_it_covers(dim: int, parts: int) -> None:
+    """Shards along experts, rows or columns, dividing or not, ask for exactly their values."""
+    natives = numbered(TINY)
+    files = file_tensors(natives)
+    fqn = "layers.1.feed_forward.experts.w1"
+    whole = natives[fqn]
+    group = Qwen3Moe(TINY).key_map().group_of_fqn(fqn)
+    filled = torch.full_like(whole, -1)
+    step = -(-whole.shape[dim] // parts)
+    for start in range(0, whole.shape[dim], step):
+        size = min(step, whole.shape[dim] - start)
+        chunk = Chunk(
+            tuple(start if d == dim else 0 for d in range(3)),
+            tuple(size if d == dim else n for d, n in enumerate(whole.shape)),
+        )
+        block = filled[chunk.within(Chunk.whole(whole.shape))]
+        for piece in group.op.pieces(0, [tuple(whole.shape)], chunk, block):
+            source = files[group.keys[piece.file_index]]
+            piece.view.copy_(source[piece.chunk.within(Chunk.whole(source.shape))])
+    assert torch.equal(filled, whole)
+
+
+@distributed(nproc=2)
+def test_two_ranks_of_fsdp_fill_and_write_five_experts() -> None:
+    """Rank 0 holds three experts and rank 1 two: each reads just those, and together they write the folder's tensors.
+
+    Then the sharded model takes a training step, and both ranks see the same loss as an unsharded one.
+    """
+    natives = numbered(TINY)
+    files = file_tensors(natives)
+    model = Qwen3Moe(TINY).double()
+    for layer in model.layers.children():
+        fully_shard(layer)
+    fully_shard(model)
+    transforms = StateDictTransforms(model.key_map())
+    infos = {key: TensorInfo(tuple(value.shape), value.dtype) for key, value in files.items()}
+    plan = transforms.from_file(ModelWrapper([model]).state_dict(), infos, None, cast=False)
+    assert not (plan.report.missing or plan.report.unexpected or plan.report.mismatched)
+    for request in plan.requests:
+        source = files[request.key]
+        request.into.copy_(source[request.chunk.within(Chunk.whole(source.shape))].reshape(request.into.shape))
+    for fqn, value in ModelWrapper([model]).state_dict().items():
+        for block in blocks_of(value):
+            assert torch.equal(block.data, natives[fqn][block.chunk.within(Chunk.whole(info_of(value).shape))])
+    touched = {request.key for request in plan.requests if ".experts." in request.key}
+    experts = {int(key.split(".experts.")[1].split(".")[0]) for key in touched}
+    assert experts == ({0, 1, 2} if torch.distributed.get_rank() == 0 else {3, 4})
+    for group in transforms.to_file(ModelWrapper([model]).state_dict(), None, None):
+        for piece in group.pieces():
+            expected = files[piece.key][piece.chunk.within(Chunk.whole(files[piece.key].shape))]
+            assert torch.equal(piece.view.reshape(expected.shape), expected)
+
+    tokens = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+    whole = initialised(TINY)
+    with torch.no_grad():
+        for fqn, value in ModelWrapper([model]).state_dict().items():
+            for block in blocks_of(value):
+                block.data.copy_(whole.state_dict()[fqn][block.chunk.within(Chunk.whole(info_of(value).shape))])
+    losses = []
+    for one in (model, whole.double()):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
+        for _ in range(2):
+            loss = F.cross_entropy(one(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[:2] == pytest.approx(losses[2:], rel=1e-9)
+    assert losses[1] < losses[0]

@@ -1,0 +1,145 @@
+"""D1: the thirteen build steps of the trainer, each called, overridden and left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tiny_run import settings
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.models.registry import build_model
+from titan_ckpt.training.callbacks import Callbacks
+from titan_ckpt.training.callbacks.checkpoint import Checkpointing
+from titan_ckpt.training.data.loader import Batch
+from titan_ckpt.training.parallel.ranks import Ranks
+from titan_ckpt.training.trainer import Trainer
+from titan_ckpt.weights.initialize import construct, materialise
+
+STEPS = [
+    "setup", "build_model", "freeze_model", "build_assets", "build_data_transform", "build_dataset", "build_collate",
+    "build_dataloader", "parallelise_model", "build_optimizer", "build_lr_scheduler", "build_training_context",
+    "build_callbacks",
+]  # fmt: skip
+
+
+def test_d1_thirteen_steps_are_called_once_each_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a subclass puts in the place of a step is what runs, at its place."""
+    called: list[str] = []
+
+    def noting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(self: Trainer) -> Any:
+            called.append(name)
+            return original(self)
+
+        return step
+
+    for name in STEPS:
+        monkeypatch.setattr(Trainer, name, noting(name, getattr(Trainer, name)))
+    Trainer(settings(tmp_path, training={"steps": 1})).run()
+    assert called == STEPS
+
+
+def test_d1_a_step_can_be_called_by_itself(tmp_path: Path) -> None:
+    """Tools that need a part build it, and what it stands on, without a run; nothing is written."""
+    trainer = Trainer(settings(tmp_path))
+    with trainer.setup() as trainer.ranks:
+        trainer.model = trainer.build_model()
+        trainer.tokenizer = trainer.build_assets()
+        trainer.encode = trainer.build_data_transform()
+        trainer.dataset = trainer.build_dataset()
+        trainer.collate = trainer.build_collate()
+        batch = next(iter(trainer.build_dataloader()))
+    assert batch["tokens"].shape == (4, 16)
+    assert not (tmp_path / "run").exists()
+
+
+def test_d7_degrees_are_checked_before_anything_is_built(tmp_path: Path) -> None:
+    """Three ranks of tensor parallelism in one process: an error out of the first step, and no second one."""
+
+    class Unbuilt(Trainer):
+        def build_model(self) -> LanguageModel:
+            raise AssertionError("nothing is to be built")
+
+    with pytest.raises(ConfigError, match="tensor_parallel 3 = 3 does not divide the 1 ranks"):
+        Unbuilt(settings(tmp_path, parallel={"tensor_parallel": 3})).run()
+    assert not (tmp_path / "run").exists()
+
+
+class RandomBatches:
+    """A loader with a position and without a dataset."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            self.position += 1
+            tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(self.position))
+            yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class Bare(Trainer):
+    """Leaves out every step that can be left out."""
+
+    @contextmanager
+    def setup(self) -> Iterator[Ranks]:
+        torch.manual_seed(0)
+        yield Ranks(0, 1, torch.device("cpu"))
+
+    def build_model(self) -> LanguageModel:
+        return construct(lambda: build_model("llama3", flavor="debug-0.5m"))
+
+    def freeze_model(self) -> None:
+        return
+
+    def build_assets(self) -> None:
+        return
+
+    def build_data_transform(self) -> None:
+        return
+
+    def build_dataset(self) -> None:
+        return
+
+    def build_dataloader(self) -> RandomBatches:
+        return RandomBatches()
+
+    def parallelise_model(self) -> Sequence[nn.Module]:
+        materialise(self.model, self.ranks.device)
+        return [self.model]
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.trainable(), lr=0.1)
+
+    def build_lr_scheduler(self) -> None:
+        return
+
+    def build_training_context(self) -> Callable[[], AbstractContextManager[object]]:
+        return nullcontext
+
+    def build_callbacks(self) -> Callbacks:
+        return Callbacks(checkpoint=Checkpointing())
+
+
+def test_d1_steps_that_are_left_out_leave_a_run_that_saves_and_resumes(tmp_path: Path) -> None:
+    """Without tokenizer, transform, dataset, schedule, sharding and reports, four steps are two and two."""
+    whole = Bare(settings(tmp_path / "whole", training={"steps": 4}))
+    whole.run()
+    Bare(settings(tmp_path / "cut", training={"steps": 2})).run()
+    resumed = Bare(settings(tmp_path / "cut", training={"steps": 4}))
+    assert resumed.run().step == 4
+    assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
+    assert [p.name for p in (tmp_path / "cut" / "run").iterdir()] == ["checkpoints"]

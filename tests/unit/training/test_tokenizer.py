@@ -1,0 +1,153 @@
+"""Corpora and tokenizers: what is read, what is cached, what other libraries make of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.training.data.corpus import Corpus, open_corpus
+from titan_ckpt.training.data.tokenizer import BOS, EOS, read_tokenizer, train_tokenizer
+
+ROOT = Path(__file__).parents[3]
+TEXTS = ["One document about checkpoints.\n", "Another — with ünïcode, 数字 and\ttabs.", "  leading spaces\n\n\n"]
+
+
+def test_the_builtin_corpus_is_half_a_megabyte_of_text() -> None:
+    """Every Python carries the text that the demo trains on."""
+    corpus = open_corpus("builtin")
+    assert len(corpus.documents) > 70
+    assert 400_000 < sum(map(len, corpus.documents)) < 700_000
+    assert open_corpus("builtin").digest == corpus.digest
+
+
+def test_a_jsonl_file_is_one_document_a_line(tmp_path: Path) -> None:
+    """Blank lines and empty documents are no documents; the digest follows the text, not the file."""
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(json.dumps({"text": t, "id": 1}) for t in [*TEXTS, " "]) + "\n\n")
+    corpus = open_corpus(str(path))
+    assert corpus.documents == tuple(TEXTS)
+    assert corpus.digest == Corpus.of("elsewhere", TEXTS).digest
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    """Any UTF-8 file is text."""
+    path = tmp_path / "corpus.txt"
+    path.write_text(TEXTS[1])
+    assert open_corpus(str(path)).documents == (TEXTS[1],)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("absent.txt", None, "is not there"),
+        ("binary.txt", b"\xff\xfe\x00", "is not UTF-8"),
+        ("empty.txt", b" \n", "holds no text"),
+        ("bad.jsonl", b'{"text": "x"}\n{"txt": "y"}\nnot json\n', "bad.jsonl:2"),
+    ],
+)
+def test_a_corpus_that_cannot_be_read_is_a_config_error(
+    tmp_path: Path, name: str, content: bytes | None, expected: str
+) -> None:
+    """The message names the file, and the line where there is one."""
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=expected):
+        open_corpus(str(tmp_path / name))
+
+
+def test_every_bad_line_is_listed(tmp_path: Path) -> None:
+    """One error names all lines of a jsonl file that hold no text."""
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"text": 1}\n{"text": "fine"}\n[]\n')
+    with pytest.raises(ConfigError) as caught:
+        open_corpus(str(path))
+    assert [p.split(":")[2] for p in caught.value.problems] == ["1", "3"]
+
+
+def test_text_survives_the_tokenizer(tmp_path: Path) -> None:
+    """Any text decodes to itself, unseen characters included."""
+    tokenizer = train_tokenizer(Corpus.of("texts", TEXTS), 400, tmp_path)
+    for text in [*TEXTS, "🙂 never seen"]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    ids = tokenizer.encode_document("x")
+    assert (ids[0], ids[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
+
+
+def test_a_tokenizer_is_trained_once(tmp_path: Path) -> None:
+    """The same corpus and size are read from the cache; another size is another entry."""
+    corpus = Corpus.of("texts", TEXTS)
+    first = train_tokenizer(corpus, 300, tmp_path)
+    written = (first.folder / "tokenizer.json").stat().st_mtime_ns
+    again = train_tokenizer(corpus, 300, tmp_path)
+    assert again.folder == first.folder
+    assert (again.folder / "tokenizer.json").stat().st_mtime_ns == written
+    assert train_tokenizer(corpus, 320, tmp_path).folder != first.folder
+
+
+TRAIN = """
+import sys
+from pathlib import Path
+from titan_ckpt.training.data.corpus import open_corpus
+from titan_ckpt.training.data.tokenizer import train_tokenizer
+print("ready", flush=True)
+sys.stdin.readline()
+print(train_tokenizer(open_corpus("builtin"), 600, Path(sys.argv[1])).digest)
+"""
+
+
+def test_ranks_that_train_at_once_agree(tmp_path: Path) -> None:
+    """Two processes that start on an empty cache together end with one tokenizer and no leftovers."""
+    command = [sys.executable, "-c", TRAIN, str(tmp_path)]
+    ranks = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)
+    ]
+    for rank in ranks:
+        assert rank.stdout is not None and rank.stdin is not None
+        assert rank.stdout.readline() == "ready\n"
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.write("go\n")
+        rank.stdin.flush()
+    digests = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert len(set(digests)) == 1
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_auto_tokenizer_loads_what_was_trained(tmp_path: Path) -> None:
+    """transformers gives the same ids, the same special tokens, and the same text back, beside a Llama config.json."""
+    tokenizer = train_tokenizer(open_corpus("builtin"), 600, tmp_path)
+    folder = tmp_path / "export"
+    folder.mkdir()
+    for file in tokenizer.folder.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    loaded = AutoTokenizer.from_pretrained(folder)
+    for text in [*TEXTS, "def f(x): return x"]:
+        ids = tokenizer.encode(text)
+        assert loaded(text, add_special_tokens=False)["input_ids"] == ids
+        assert loaded(text)["input_ids"] == [tokenizer.bos_id, *ids]
+        assert loaded.decode(ids) == text
+    assert (loaded.bos_token, loaded.eos_token, loaded.eos_token_id) == (BOS, EOS, tokenizer.eos_id)
+    assert len(loaded) == tokenizer.vocab_size
+
+
+def test_a_tokenizer_saved_by_transformers_is_read(tmp_path: Path) -> None:
+    """What AutoTokenizer saves again is the same tokenizer here."""
+    tokenizer = train_tokenizer(Corpus.of("texts", TEXTS), 300, tmp_path / "cache")
+    AutoTokenizer.from_pretrained(tokenizer.folder).save_pretrained(tmp_path / "saved")
+    again = read_tokenizer(tmp_path / "saved")
+    assert (again.bos_id, again.eos_id) == (tokenizer.bos_id, tokenizer.eos_id)
+    assert again.encode(TEXTS[1]) == tokenizer.encode(TEXTS[1])
+
+
+def test_a_folder_without_a_tokenizer_is_a_config_error(tmp_path: Path) -> None:
+    """The message names the file that was looked for."""
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not there"):
+        read_tokenizer(tmp_path)

@@ -1,0 +1,210 @@
+"""The trainer's loop and its build steps, in this process and on two ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.tiny_run import Recorder, losses, rows, settings
+from titan_ckpt.errors import ConfigError, LoadMismatchError
+from titan_ckpt.loading.external import ExternalLoad
+from titan_ckpt.loading.restore import LoadResult
+from titan_ckpt.saving import Saver
+from titan_ckpt.training.callbacks import Callback
+from titan_ckpt.training.callbacks.console import MetricsFile, read_metrics
+from titan_ckpt.training.data.loader import Batch
+from titan_ckpt.training.trainer import Trainer
+
+
+def test_d3_a_finished_run_trains_no_further(tmp_path: Path) -> None:
+    """Running it again takes no step and changes nothing that was written."""
+    Trainer(settings(tmp_path)).run()
+    before = losses(tmp_path)
+    recorder = Recorder()
+    assert Trainer(settings(tmp_path), callbacks=[recorder]).run().step == 3
+    assert recorder.events == ["init_end", "load 3"]
+    assert losses(tmp_path) == before
+
+
+def test_a_finished_run_makes_the_exports_that_are_missing(tmp_path: Path) -> None:
+    """Running it again leaves an export that is there alone, and makes one that a crash had left out."""
+    exports = [{"format": "hf"}, {"format": "dcp", "folder": "other"}]
+    config = settings(tmp_path, checkpoint={"save": {"interval": 2}, "export": exports})
+    Trainer(config).run()
+    there = tmp_path / "run" / "exports" / "step-3" / "model.safetensors"
+    written = there.stat().st_mtime_ns
+    shutil.rmtree(tmp_path / "run" / "other")
+    Trainer(config).run()
+    assert there.stat().st_mtime_ns == written
+    assert (tmp_path / "run" / "other" / "step-3").is_dir()
+
+
+def test_a_busy_writer_skips_any_step_but_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With if_busy = "skip" a run may leave steps out, and still ends with its last one saved."""
+    monkeypatch.setattr(Saver, "busy", True)
+    Trainer(settings(tmp_path, checkpoint={"save": {"interval": 1, "async_mode": "thread", "if_busy": "skip"}})).run()
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-3"]
+
+
+def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(tmp_path: Path) -> None:
+    """Raising training.steps resumes, and the counters count on."""
+    constant = {"kind": "constant", "warmup_ratio": 0.0}
+    Trainer(settings(tmp_path, schedule=constant)).run()
+    state = Trainer(settings(tmp_path, schedule=constant, training={"steps": 5})).run()
+    assert (state.step, state.num_tokens) == (5, 5 * 4 * 16)
+    assert state.seconds == pytest.approx(sum(row["seconds"] for row in rows(tmp_path)), rel=1e-4)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    Trainer(settings(whole, schedule=constant, training={"steps": 5})).run()
+    assert losses(tmp_path) == losses(whole)
+
+
+def test_training_learns(tmp_path: Path) -> None:
+    """Thirty steps bring the loss well below that of a uniform guess."""
+    Trainer(settings(tmp_path, training={"steps": 30, "batch_size": 8, "max_grad_norm": 1.0})).run()
+    course = losses(tmp_path)
+    assert course[0] == pytest.approx(math.log(2048), rel=0.05)
+    assert course[-1] < course[0] - 2
+
+
+def test_frozen_parameters_stay_and_have_no_optimizer_state(tmp_path: Path) -> None:
+    """What a pattern freezes keeps its initial values; the optimizer holds the rest."""
+    trainer = Trainer(settings(tmp_path, model={"flavor": "debug-0.5m", "freeze": ["tok_embeddings.*", "*norm*"]}))
+    initial = {}
+
+    class Remember(Callback):
+        def on_load(self, trainer: Trainer, result: LoadResult) -> None:
+            initial.update({k: v.clone() for k, v in trainer.model.state_dict().items()})
+
+    trainer.user_callbacks = (Remember(),)
+    trainer.run()
+    after = trainer.model.state_dict()
+    same = {fqn for fqn in after if torch.equal(after[fqn], initial[fqn])}
+    assert same == {fqn for fqn in after if fqn.startswith("tok_embeddings") or "norm" in fqn}
+    assert len(trainer.optimizer.state) == len(after) - len(same)
+
+
+def test_d5_vectors_are_not_decayed_and_every_parameter_comes_once(tmp_path: Path) -> None:
+    """Every trained parameter is in one group, matrices with decay and norms without."""
+    trainer = Trainer(settings(tmp_path, optimizer={"lr": 1e-3, "weight_decay": 0.3}))
+    trainer.run()
+    dims = {group["weight_decay"]: {p.dim() for p in group["params"]} for group in trainer.optimizer.param_groups}
+    assert dims == {0.3: {2}, 0.0: {1}}
+    grouped = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    assert len(grouped) == len(set(grouped)) == len(list(trainer.model.parameters()))
+
+
+def test_d5_every_step_has_the_rate_of_the_schedule(tmp_path: Path) -> None:
+    """Linear to nothing over four steps."""
+    schedule = {"kind": "linear", "warmup_ratio": 0.0, "min_ratio": 0.0}
+    Trainer(settings(tmp_path, training={"steps": 4}, schedule=schedule)).run()
+    assert [row["lr"] for row in rows(tmp_path)] == pytest.approx([3e-3, 2.25e-3, 1.5e-3, 0.75e-3])
+
+
+def test_autocast_computes_in_bfloat16_over_float32_weights(tmp_path: Path) -> None:
+    """The logits are bfloat16, what is stored is float32, and the loss is close to float32's."""
+    seen = []
+
+    class Watch(Trainer):
+        def compute_loss(self, batch: Batch) -> torch.Tensor:
+            seen.append(self.model(batch["tokens"]).dtype)
+            return super().compute_loss(batch)
+
+    trainer = Watch(settings(tmp_path / "bf16", training={"compute_dtype": "bfloat16"}))
+    trainer.run()
+    Trainer(settings(tmp_path / "fp32")).run()
+    assert set(seen) == {torch.bfloat16}
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    assert losses(tmp_path / "bf16") == pytest.approx(losses(tmp_path / "fp32"), rel=5e-3)
+
+
+def test_d1_a_step_of_ones_own_replaces_a_build_step(tmp_path: Path) -> None:
+    """A subclass returns its own optimizer, and the run trains and saves with it."""
+
+    class WithSGD(Trainer):
+        def build_optimizer(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.trainable(), lr=0.1, momentum=0.9)
+
+    trainer = WithSGD(settings(tmp_path))
+    trainer.run()
+    assert isinstance(trainer.optimizer, torch.optim.SGD)
+    assert WithSGD(settings(tmp_path, training={"steps": 4})).run().step == 4
+
+
+def test_c3_a_trainers_method_delivers_the_weights_at_the_start_and_at_a_resume(tmp_path: Path) -> None:
+    """Where components leave the model out; a trainer without the method says so before anything is written."""
+    components = ["optimizer", "lr_scheduler", "dataloader", "rng", "states"]
+
+    class Worker(Trainer):
+        steps: tuple[int, ...] = ()
+
+        def external_weights(self, event: ExternalLoad) -> None:
+            self.steps += (event.step,)
+            event.fill({name: torch.full(value.shape, 0.25) for name, value in event.tensors.items()})
+
+        def load(self) -> None:
+            super().load()
+            assert all(torch.all(p == 0.25) for p in self.model.parameters())
+
+    table = {"components": components, "save": {"interval": 1}}
+    with pytest.raises(ConfigError, match='"model" is left out'):
+        Trainer(settings(tmp_path, checkpoint=table)).run()
+    assert not (tmp_path / "run").exists()
+    for steps in (1, 2):
+        trainer = Worker(settings(tmp_path, training={"steps": steps}, checkpoint=table))
+        assert trainer.run().step == steps and trainer.steps == (steps - 1,)
+        assert not all(torch.all(p == 0.25) for p in trainer.model.parameters()), "trained"
+    stored = load_file(tmp_path / "run" / "checkpoints" / "step-2" / "rank-00000.safetensors")
+    assert stored and not any(name.startswith("model.") for name in stored)
+
+
+def test_a_resume_with_other_data_is_refused(tmp_path: Path) -> None:
+    """A position means nothing in other data; excluding the dataloader starts it afresh."""
+    Trainer(settings(tmp_path)).run()
+    other = settings(tmp_path, data={"sequence_length": 17}, training={"steps": 4})
+    with pytest.raises(LoadMismatchError, match=r'exclude = \["dataloader"\]'):
+        Trainer(other).run()
+    checkpoint = replace(other.checkpoint, resume=replace(other.checkpoint.resume, exclude=("dataloader",)))
+    assert Trainer(replace(other, checkpoint=checkpoint)).run().step == 4
+
+
+def test_metrics_are_logged_at_the_interval_and_at_both_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The file and the console have the first step, every third, and the last."""
+    with caplog.at_level(logging.INFO):
+        Trainer(settings(tmp_path, training={"steps": 8, "log_interval": 3})).run()
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 3, 6, 8]
+    assert "step 6/8  loss" in caplog.text
+
+
+def test_a_resume_removes_the_metrics_of_steps_it_does_again(tmp_path: Path) -> None:
+    """Rows after the resumed step go, and so does a line that a kill cut short."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": i, "loss": 1.0 / i}) + "\n" for i in range(1, 6)) + '{"step": 6, "lo')
+    MetricsFile(path).truncate_after(3)
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+    MetricsFile(path).append({"step": 4})
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4]
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.fixture(autouse=True)
+def _quiet_generators() -> Iterator[None]:
+    """Leave the global determinism switch as it was."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_deterministic_run_is_the_same_run(tmp_path: Path) -> None:
+    """Refusing operations without a deterministic form changes no loss on the CPU."""
+    Trainer(settings(tmp_path / "a", training={"deterministic": True})).run()
+    Trainer(settings(tmp_path / "b")).run()
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")

@@ -1,0 +1,506 @@
+"""Meta construction: materialise, load, then initialise what no source provided, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from converters import LoRAConfig, LoRAConverter, ModelConverters
+from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, SaveConfig
+from titan_ckpt.errors import CheckpointNotFoundError, LoadMismatchError
+from titan_ckpt.geometry.chunks import blocks_of
+from titan_ckpt.loading.sources import PreparedLoad
+from titan_ckpt.models import hf
+from titan_ckpt.models.decoder import Decoder
+from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.models.qwen3_moe import FLAVORS, Router
+from titan_ckpt.models.registry import build_model
+from titan_ckpt.testing import distributed
+from titan_ckpt.weights.initialize import construct, empty_tensors, initialise, mark_filled, materialise
+from titan_ckpt.weights.transforms import StateDictTransforms
+from titan_ckpt.weights.wrapper import ModelWrapper
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MODELS: dict[str, Callable[[], LanguageModel]] = {
+    "llama3": lambda: build_model("llama3", flavor="debug-0.5m"),
+    "qwen3 tied": lambda: build_model("qwen3", flavor="debug-0.5m"),
+    "qwen3_moe": lambda: build_model("qwen3_moe", flavor="debug-1m"),
+    "transformers": lambda: hf.build(LLAMA),
+    "transformers tied": lambda: hf.build({**LLAMA, "tie_word_embeddings": True}),
+}
+
+
+def on_one_device(name: str) -> LanguageModel:
+    """Return what a model is without any of this: built whole on the CPU, and initialised."""
+    torch.manual_seed(3)
+    model = MODELS[name]()
+    model.init_weights()
+    return model
+
+
+def on_meta(name: str) -> LanguageModel:
+    torch.manual_seed(3)
+    return construct(MODELS[name])
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def different(model: nn.Module, expected: nn.Module) -> list[str]:
+    """Return the tensors of which this rank holds anything but the expected values."""
+    whole = tensors(expected)
+    return [
+        fqn
+        for fqn, value in tensors(model).items()
+        for block in blocks_of(value)
+        if not torch.equal(block.data, whole[fqn][tuple(map(slice, block.chunk.offsets, ends(block.chunk)))])
+    ]
+
+
+def ends(chunk: Any) -> list[int]:
+    return [o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
+
+
+def spoil(model: nn.Module) -> None:
+    """Fill fresh memory with what it may hold: anything."""
+    for value in tensors(model).values():
+        for block in blocks_of(value):
+            block.data.fill_(True if value.dtype is torch.bool else 77)
+
+
+def load(model: nn.Module, folder: Path, **options: Any) -> CheckpointManager:
+    manager = CheckpointManager(CheckpointConfig(**options), model_parts=[model], base_folder=folder)
+    with manager:
+        manager.load()
+    return manager
+
+
+def save(model: nn.Module, folder: Path) -> None:
+    with CheckpointManager(CheckpointConfig(save=SaveConfig(interval=1)), model_parts=[model], base_folder=folder) as m:
+        m.save(1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_b4_values_from_scratch_are_those_of_one_device(name: str, tmp_path: Path) -> None:
+    """Built on meta, a model gets bit for bit what building it on the CPU gives, the constructor's draws included."""
+    expected, model = on_one_device(name), on_meta(name)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    materialise(model, "cpu")
+    spoil(model)
+    torch.manual_seed(99)
+    generators = torch.get_rng_state()
+    load(model, tmp_path)
+    assert different(model, expected) == []
+    assert torch.equal(generators, torch.get_rng_state()), "initialisation must not move the run's generators"
+
+
+def laid_out(name: str, layout: str) -> LanguageModel:
+    """Return what this one of two ranks has of a model: on meta until it is laid out, then in memory that is spoilt."""
+    model, mesh = on_meta(name), init_device_mesh("cpu", (2,))
+    if layout == "sharded":
+        for layer in model.layers.children():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif layout == "tensor parallel":
+        plan = {"layers.*.feed_forward.w1": ColwiseParallel(), "layers.*.feed_forward.w2": RowwiseParallel()}
+        parallelize_module(model, mesh, plan)
+    else:
+        assert isinstance(model, Decoder)
+        if mesh.get_rank() == 0:
+            model.norm = model.output = None
+            del model.layers["2"]
+        else:
+            model.tok_embeddings = None
+            del model.layers["0"], model.layers["1"]
+    materialise(model, "cpu")
+    spoil(model)
+    return model
+
+
+LAYOUTS = [
+    ("llama3", "sharded"), ("transformers tied", "sharded"), ("llama3", "tensor parallel"), ("llama3", "a stage of two")
+]  # fmt: skip
+
+
+@distributed(nproc=2)
+def test_b4_values_from_scratch_are_the_same_sharded_split_in_stages_and_whole(tmp_path: Path) -> None:
+    """FSDP2, tensor parallel and a pipeline stage hold their part of what one device has."""
+    for name, layout in LAYOUTS:
+        model = laid_out(name, layout)
+        torch.manual_seed(100 + torch.distributed.get_rank())
+        load(model, tmp_path / f"{name} {layout}")
+        assert different(model, on_one_device(name)) == [], layout
+
+
+@distributed(nproc=2)
+def test_b1_shards_and_stages_are_loaded_and_the_rest_is_computed(tmp_path: Path) -> None:
+    """The mechanism is that of whole models: each layout has its part of the checkpoint, and whole rotary tables."""
+    for name, layout in LAYOUTS:
+        source, folder = on_one_device(name), tmp_path / f"{name} {layout}"
+        with torch.no_grad():
+            for parameter in source.parameters():
+                parameter.mul_(1.5)
+        save(source, folder)
+        model = laid_out(name, layout)
+        load(model, folder)
+        assert different(model, source) == [], layout
+        assert empty_tensors([model]) == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_b1_what_the_checkpoint_holds_is_loaded_and_the_rest_is_computed(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Parameters come from the checkpoint, rotary tables from the model's code, in float32; the logits are right.
+
+    The rest is computed in place: no second model is built for it.
+    """
+    source = on_one_device(name).eval()
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.mul_(1.5)
+    save(source, tmp_path)
+    model = on_meta(name).eval()
+    materialise(model, "cpu")
+    spoil(model)
+    load(model, tmp_path)
+    assert different(model, source) == []
+    assert empty_tensors([model]) == []
+    assert "builds the whole model" not in caplog.text
+    tokens = torch.arange(12).view(1, 12)
+    assert torch.equal(model(tokens), source(tokens))
+
+
+def test_b1_a_pure_transformers_model_computes_the_right_logits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """from_config on meta, materialised and loaded from its own folder: what from_pretrained computes, bit for bit."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**{k: v for k, v in LLAMA.items() if k != "model_type"})
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    build: Any = AutoModelForCausalLM.from_config
+    model = construct(lambda: build(config))
+    materialise(model, "cpu")
+    spoil(model)
+    load(model, tmp_path / "run", initial_load=(InitialLoadConfig(path=str(tmp_path / "base")),))
+    tokens = torch.arange(40).view(1, 40)
+    assert torch.equal(model(tokens).logits, expected(tokens).logits)
+    assert "builds the whole model" not in caplog.text
+    garbage = copy.deepcopy(model)
+    garbage.model.rotary_emb.inv_freq.fill_(77)
+    assert not torch.allclose(garbage(tokens).logits, expected(tokens).logits), "the logits must depend on inv_freq"
+
+
+def test_b1_a_converters_own_tensors_are_initialised_by_it(tmp_path: Path) -> None:
+    """After the base is loaded, LoRA draws A and takes DoRA's magnitudes from the base; nothing else is touched."""
+    base = on_one_device("llama3")
+    save(base, tmp_path / "base")
+    found = []
+    for meta in (True, False):
+        torch.manual_seed(3)
+        model = construct(MODELS["llama3"]) if meta else MODELS["llama3"]()
+        converters = ModelConverters([LoRAConverter(LoRAConfig(rank=4, target_modules=("wq",), use_dora=True))])
+        converters.convert(model)
+        if meta:
+            materialise(model, "cpu")
+            spoil(model)
+        source = InitialLoadConfig(path=str(tmp_path / "base" / "checkpoints" / "step-1"))
+        config = CheckpointConfig(initial_load=(source,))
+        transforms = StateDictTransforms(model.key_map())
+        with CheckpointManager(
+            config, model_parts=[model], sd_transforms=transforms, model_converters=converters, base_folder=tmp_path
+        ) as manager:
+            manager.load()
+        assert empty_tensors([model]) == []
+        found.append(model)
+    assert different(found[0], found[1]) == []
+
+
+class Plain(nn.Module):
+    """A model whose init_weights knows of no marks, and overwrites everything in every way there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.register_buffer("table", torch.empty(4), persistent=False)
+        self.touched: list[str] = []
+
+    def init_weights(self) -> None:
+        self.touched.append("init_weights")
+        for linear in (self.first, self.second):
+            nn.init.normal_(linear.weight)
+            linear.weight.data.zero_()
+            linear.weight.data[0] = 5.0
+            linear.bias = nn.Parameter(torch.full((4,), 7.0))
+        self.second.weight.data = torch.ones(4, 4)
+        self.table = torch.arange(4.0)
+
+
+def test_b2_a_mark_per_tensor_protects_what_was_loaded(tmp_path: Path) -> None:
+    """Of one module the weight is loaded, the bias is not: only the bias gets a value, whatever the init writes."""
+    model = construct(Plain)
+    materialise(model, "cpu")
+    wrapper = ModelWrapper([model])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(3.0)
+    objects = dict(model.named_parameters())
+    assert len(empty_tensors([model])) == 5
+    mark_filled(wrapper, ["first.weight", "first.bias", "second.weight"])
+    assert empty_tensors([model]) == ["table", "second.bias"]
+    del model.__dict__["_titan_ckpt_origin"]  # as if by torch.device("meta") alone
+    initialise(wrapper)
+    assert {fqn: value.mean().item() for fqn, value in tensors(model).items()} == {
+        "first.weight": 3.0, "first.bias": 3.0, "second.weight": 3.0, "second.bias": 7.0, "table": 1.5,
+    }  # fmt: skip
+    assert all(objects[fqn] is value for fqn, value in model.named_parameters()), "an optimizer may hold them"
+
+
+def test_b2_a_model_without_an_unmarked_tensor_is_not_touched(tmp_path: Path) -> None:
+    """Its init is not even called, and a second load marks and initialises nothing."""
+    model = construct(Plain)
+    materialise(model, "cpu")
+    load(model, tmp_path)
+    assert empty_tensors([model]) == []
+    model.touched.clear()
+    save(model, tmp_path)
+    load(model, tmp_path)
+    assert model.touched == []
+
+
+def test_b2_tensors_are_marked_once_per_load_not_once_per_source(tmp_path: Path, monkeypatch: Any) -> None:
+    """Two sources are one load: marked after both were read."""
+    marked = []
+    monkeypatch.setattr("titan_ckpt.loading.restore.mark_filled", lambda wrapper, fqns: marked.append(sorted(fqns)))
+    save(nn.ModuleDict({"a": nn.Linear(2, 2)}), tmp_path / "a")
+    save(nn.ModuleDict({"b": nn.Linear(2, 2)}), tmp_path / "b")
+    both = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    sources = [InitialLoadConfig(path=str(tmp_path / name / "checkpoints" / "step-1")) for name in "ab"]
+    load(both, tmp_path, initial_load=tuple(sources))
+    assert marked == [["a.bias", "a.weight", "b.bias", "b.weight"]]
+
+
+def test_b3_everything_is_read_before_anything_is_initialised(tmp_path: Path, monkeypatch: Any) -> None:
+    """The order of events, as the reader and the model's own code see them: of a resume, and of an initial load."""
+    save(on_one_device("llama3"), tmp_path / "old")
+    source = InitialLoadConfig(path=str(tmp_path / "old" / "checkpoints" / "step-1"))
+    order: list[str] = []
+    read = PreparedLoad.read
+    reset = Decoder.reset_buffers
+
+    def noted(what: str, act: Callable[..., None]) -> Callable[..., None]:
+        def run(self: Any) -> None:
+            order.append(what)
+            act(self)
+
+        return run
+
+    monkeypatch.setattr(PreparedLoad, "read", noted("read", read))
+    monkeypatch.setattr(Decoder, "reset_buffers", noted("initialise", reset))
+    for folder, options in (("old", {}), ("new", {"initial_load": (source,)})):
+        model = on_meta("llama3")
+        materialise(model, "cpu")
+        order.clear()  # building a model computes its tables too
+        load(model, tmp_path / folder, **options)
+        assert order == ["read", "initialise"], folder
+
+
+def test_b3_tied_parameters_are_tied_again() -> None:
+    """to_empty gives each alias memory of its own; materialise makes them one tensor, parameters and buffers alike."""
+
+    class Tied(nn.Module):
+        here: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+            self.head.weight = self.embedding.weight
+            self.register_buffer("here", torch.zeros(2))
+            self.head.register_buffer("there", self.here)
+
+    model = construct(Tied)
+    materialise(model, "cpu")
+    assert model.head.weight is model.embedding.weight
+    assert model.head.there is model.here
+    mark_filled(ModelWrapper([model]), ["embedding.weight"])
+    assert "head.weight" not in empty_tensors([model])
+
+
+def test_b3_a_stage_without_an_init_resets_its_buffers_only(tmp_path: Path) -> None:
+    """A stage cut out of a transformers model, without its `_init_weights`: weights loaded, frequencies computed.
+
+    Of other models what modules can reset is reset: `reset_buffers` of a router, not `reset_parameters` beside it.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**{k: v for k, v in LLAMA.items() if k != "model_type"})
+    whole = LlamaForCausalLM(config)
+
+    def stage_of(model: nn.Module) -> nn.Module:
+        parts = {"layer": "model.layers.1", "rotary": "model.rotary_emb"}
+        return nn.ModuleDict({name: model.get_submodule(fqn) for name, fqn in parts.items()})
+
+    save(stage_of(whole), tmp_path)
+    with torch.device("meta"):
+        stage = stage_of(LlamaForCausalLM(config))
+    materialise(stage, "cpu")
+    spoil(stage)
+    load(stage, tmp_path)
+    assert different(stage, stage_of(whole)) == []
+
+    def counting() -> nn.Module:
+        return nn.ModuleDict({"router": Router(FLAVORS["debug-1m"]), "linear": nn.Linear(2, 2)})
+
+    expected = counting()
+    nn.init.normal_(expected.get_parameter("router.weight"))
+    save(expected, tmp_path / "ours")
+    with torch.device("meta"):
+        stage = counting()
+    materialise(stage, "cpu")
+    spoil(stage)
+    load(stage, tmp_path / "ours")
+    assert different(stage, expected) == []
+
+
+def test_b3_a_buffer_that_nothing_computes_is_an_error(tmp_path: Path) -> None:
+    """Garbage is never computed with: the message names the buffer and what the model lacks."""
+
+    class Forgetful(nn.Module):
+        scale: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.register_buffer("scale", torch.ones(2), persistent=False)
+
+    save(Forgetful(), tmp_path)
+    with torch.device("meta"):
+        model = Forgetful()
+    materialise(model, "cpu")
+    with pytest.raises(LoadMismatchError, match=r"1 tensors have no values.*scale.*reset_buffers"):
+        load(model, tmp_path)
+    model = construct(Forgetful)
+    materialise(model, "cpu")
+    load(model, tmp_path)
+    assert torch.equal(model.scale, torch.ones(2)), "a constructed model can be asked again for what it computes"
+
+
+def test_b4_values_that_only_the_constructor_gives_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A model with no init of its own starts as its constructor leaves it, and the log says what that costs."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+    torch.manual_seed(3)
+    expected = build()
+    torch.manual_seed(3)
+    model = construct(build)
+    materialise(model, "cpu")
+    spoil(model)
+    with caplog.at_level(logging.WARNING):
+        load(model, tmp_path)
+    assert different(model, expected) == []
+    assert "only the constructor gives values to 0.weight" in caplog.text
+
+
+def test_b4_a_model_that_cannot_be_built_on_meta_is_built_on_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    """With the values it would have had, and a warning that says why."""
+
+    class Reads(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noise = float(torch.rand((), device="cpu"))  # moves the generators before it fails on meta
+            self.scale = float(torch.full((3,), 0.5).sum().item())
+
+    torch.manual_seed(3)
+    expected = Reads()
+    expected.init_weights()
+    torch.manual_seed(3)
+    with caplog.at_level(logging.WARNING):
+        model = construct(Reads)
+    assert different(model, expected) == [] and empty_tensors([model]) == []
+    assert model.noise == expected.noise
+    assert "cannot be built on meta" in caplog.text and "item()" in caplog.text
+
+
+def test_d6_a_weights_path_that_cannot_be_loaded_stops_the_run(tmp_path: Path) -> None:
+    """Never a silent random start, on meta as elsewhere: nothing is initialised, nothing is marked."""
+    model = construct(Plain)
+    materialise(model, "cpu")
+    with pytest.raises(CheckpointNotFoundError, match=r"nowhere is not there; name an existing folder"):
+        load(model, tmp_path, initial_load=(InitialLoadConfig(path=str(tmp_path / "nowhere")),))
+    assert model.touched == [] and len(empty_tensors([model])) == 5
+
+
+MEASURE = """
+import json, resource, sys, torch
+from torch import nn
+from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig
+from titan_ckpt.weights.initialize import construct, materialise
+
+def rss():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def build():
+    return nn.ModuleList([nn.Linear(4096, 4096, bias=False) for _ in range(12)] + [nn.Embedding(16384, 4096)])
+
+sources = (InitialLoadConfig(path=sys.argv[1]),)
+tiny = nn.ModuleList([nn.Linear(2, 2, bias=False)])
+with CheckpointManager(CheckpointConfig(), model_parts=[tiny], base_folder=sys.argv[2]) as manager:
+    manager.load()  # imports and first uses
+before = rss()
+model = construct(build)
+materialise(model, "cpu")
+with CheckpointManager(CheckpointConfig(initial_load=sources), model_parts=[model], base_folder=sys.argv[2]) as manager:
+    manager.load()
+sizes = [p.nbytes for p in model.parameters()]
+last = model[12].weight[-1, -1].item()
+print(json.dumps({"extra": rss() - before, "last": last, "model": sum(sizes), "largest": max(sizes)}))
+"""
+
+
+def test_b1_loading_takes_the_models_memory_the_largest_tensor_and_64_mib_at_most(tmp_path: Path) -> None:
+    """A Hugging Face folder of 1.07 GB into a model from meta, in a process of its own; the kernel counts the peak."""
+    shapes = {f"{i}.weight": [4096, 4096] for i in range(12)} | {"12.weight": [16384, 4096]}
+    header, end = {}, 0
+    for name, (rows, columns) in shapes.items():
+        start, end = end, end + rows * columns * 4
+        header[name] = {"dtype": "F32", "shape": [rows, columns], "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    with (folder / "model.safetensors").open("wb") as file:  # sparse: zeros, but for the last number
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.seek(8 + len(text) + end - 4)
+        file.write(struct.pack("<f", 0.5))
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(folder), str(tmp_path)],
+        capture_output=True, text=True, check=False, env=os.environ, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["model"] > 1e9 and found["last"] == 0.5
+    assert found["extra"] <= found["model"] + found["largest"] + 64 * 2**20, found

@@ -1,0 +1,130 @@
+"""ModelWrapper: names, ties, modes, and what aliases what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from titan_ckpt.errors import ConverterError, StateEncodingError
+from titan_ckpt.weights.wrapper import ModelWrapper
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("kept", torch.ones(2))
+        self.register_buffer("cache", torch.ones(2), persistent=False)
+
+
+class OwnsAdapters:
+    """Owns names that end in lora, as a converter would."""
+
+    def key_filter(self, fqn: str) -> bool:
+        return fqn.endswith("lora")
+
+    def state_dict_transform(self, state_dict: dict[str, Any], last_step: bool) -> dict[str, Any]:
+        return {k: v for k, v in state_dict.items() if not (last_step and self.key_filter(k))}
+
+    def state_dict_adapter(self) -> None:
+        return None
+
+    def initialize(self, model_parts: Any, fqns: Any = None) -> None: ...
+
+    def describe(self) -> list[dict[str, Any]]:
+        return []
+
+
+def test_values_alias_the_live_parameters() -> None:
+    """A load fills the model by filling these tensors."""
+    model = nn.Linear(2, 2)
+    ModelWrapper([model]).state_dict()["weight"].fill_(7)
+    assert (model.weight == 7).all()
+
+
+def test_a_tied_weight_appears_once_under_its_first_name() -> None:
+    """The alias is known and not saved; non-persistent buffers are not either."""
+    wrapper = ModelWrapper([Tied()])
+    assert sorted(wrapper.state_dict()) == ["embed.weight", "kept"]
+    assert wrapper.tied == {"head.weight": "embed.weight"}
+
+
+@pytest.mark.parametrize("wrap", ["compile", "checkpoint", "both"])
+def test_wrappers_leave_no_trace_in_names(wrap: str) -> None:
+    """torch.compile and activation checkpointing do not reach a checkpoint."""
+    layer: nn.Module = nn.Linear(2, 2)
+    if wrap != "compile":
+        layer = checkpoint_wrapper(layer)
+    model: Any = nn.Sequential(layer)
+    if wrap != "checkpoint":
+        model = torch.compile(model, backend="eager")
+    wrapper = ModelWrapper([model])
+    assert list(wrapper.state_dict()) == ["0.weight", "0.bias"]
+    assert sorted(wrapper.parameter_names().values()) == ["0.bias", "0.weight"]
+
+
+def test_modes_split_what_converters_own() -> None:
+    """full = base + owned, disjoint; export is what the transform leaves."""
+    model = nn.Linear(2, 2)
+    model.register_parameter("lora", nn.Parameter(torch.zeros(2)))
+    wrapper = ModelWrapper([model], OwnsAdapters())
+    full, base, owned = wrapper.state_dict("full"), wrapper.state_dict("base"), wrapper.owned_state_dict()
+    assert list(full) == ["weight", "bias", "lora"]
+    assert list(base) == ["weight", "bias"]
+    assert list(owned) == ["lora"]
+    assert list(wrapper.state_dict("export")) == ["weight", "bias"]
+
+
+def test_parts_that_share_a_name_are_refused() -> None:
+    """Two pipeline stages with the same parameter name would overwrite each other."""
+    with pytest.raises(ConverterError, match=r"'weight'"):
+        ModelWrapper([nn.Linear(2, 2), nn.Linear(2, 2)]).state_dict()
+
+
+def test_extra_state_goes_round() -> None:
+    """What a module keeps beside tensors is given back to it."""
+
+    class Counts(nn.Module):
+        def __init__(self, count: int) -> None:
+            super().__init__()
+            self.count = count
+
+        def get_extra_state(self) -> dict[str, int]:
+            return {"count": self.count}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            self.count = state["count"]
+
+    model = nn.Sequential(Counts(3))
+    extra = ModelWrapper([model]).extra_state()
+    assert extra == {"0._extra_state": {"count": 3}}
+    other = nn.Sequential(Counts(0))
+    ModelWrapper([other]).load_extra_state(extra)
+    assert other[0].count == 3
+
+
+def test_a_value_that_no_load_could_fill_is_refused() -> None:
+    """A state_dict() that makes tensors or objects of its own would save them, and load into nothing."""
+
+    class Packed(nn.Linear):
+        def __init__(self, make: Any) -> None:
+            super().__init__(2, 2)
+            self.make = make
+
+        def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination |= self.make(prefix)
+
+    for make in (
+        lambda prefix: {prefix + "packed": torch.ones(2)},
+        lambda prefix: {prefix + "weight": torch.ones(2, 2)},
+        lambda prefix: {prefix + "version": 3},
+    ):
+        with pytest.raises(StateEncodingError, match=r"no parameter or buffer .*0\.(packed|weight|version)"):
+            ModelWrapper([nn.Sequential(Packed(make))]).state_dict()

@@ -1,0 +1,86 @@
+"""The names of a step's state files and of the tensors in them, and how run state is divided between the files.
+
+State that is equal on all ranks is stored once, in state.json; the rest in each rank's own file (docs/format.md). The
+writer (saving.py) and the reader (loading/training_state.py) both use this module. It opens no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from titan_ckpt.components.optimizer import merge_groups
+from titan_ckpt.geometry.chunks import TensorInfo
+
+MODEL = "model."
+"""Prefix of a model tensor's name."""
+STATES = "states."
+"""Prefix of a user state's name."""
+OTHER_COMPONENTS = ("optimizer.", "optim.", "lr_scheduler", "dataloader", "train_state", "states.")
+"""Prefixes of the names that are not the model's, in checkpoints that keep the model at the top level."""
+RUN_STATE = "state.json"
+
+
+def rank_state_name(rank: int) -> str:
+    """Return the name of the file that holds one rank's state."""
+    return f"rank-{rank:05d}.json"
+
+
+def model_tensors(
+    stored: Mapping[str, TensorInfo], format_: str, wanted: Collection[str] | None = None
+) -> tuple[str, dict[str, TensorInfo]]:
+    """Return the prefix of the model in a native or DCP checkpoint, and its tensors by name without the prefix.
+
+    A DCP checkpoint has the model at the top level or under `model.`: where more `wanted` tensors are; if these are
+    None, under `model.` if nothing else is at the top.
+    Source of the names at the top: torchtitan, components/checkpoint.py, which flattens the model there.
+    """
+    inside = {key.removeprefix(MODEL): info for key, info in stored.items() if key.startswith(MODEL)}
+    top = {key: info for key, info in stored.items() if not key.startswith(OTHER_COMPONENTS)}
+    if wanted is None:
+        has_prefix = len(inside) == len(top)
+    else:
+        has_prefix = sum(name in inside for name in wanted) > sum(name in top for name in wanted)
+    return (MODEL, inside) if format_ == "native" or has_prefix else ("", top)
+
+
+def run_parts(run: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts of a run state that are compared between ranks one by one; each user state is a part."""
+    parts = {name: value for name, value in run.items() if name != "states"}
+    return parts | {f"{STATES}{name}": value for name, value in run.get("states", {}).items()}
+
+
+def divide(
+    run: dict[str, Any], rank: dict[str, Any], differing: Sequence[str], of_ranks: Sequence[dict[str, Any]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (run state, rank state); each differing part is merged over the ranks or moved to the rank's state."""
+    run, rank = dict(run), dict(rank)
+    states = dict(run.get("states", {}))
+    for name in differing:
+        if name in MERGE:
+            run[name] = MERGE[name]([state[name] for state in of_ranks if name in state])
+        elif name.startswith(STATES):
+            key = name.removeprefix(STATES)
+            if key in states:
+                rank.setdefault("states", {})[key] = states.pop(key)
+        elif name in run:
+            rank[name] = run.pop(name)
+    if "states" in run:
+        run["states"] = states
+    return run, rank
+
+
+def with_rank_parts(run: dict[str, Any], rank: dict[str, Any] | None) -> dict[str, Any]:
+    """Undo `divide` for one rank: return the run state with the parts that its own file holds."""
+    if rank is None:
+        return run
+    own = {"lr_scheduler": rank["lr_scheduler"]} if "lr_scheduler" in rank else {}
+    return {**run, **own, "states": run.get("states", {}) | rank.get("states", {})}
+
+
+def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {fqn: value for state in reversed(of_ranks) for fqn, value in state.items()}
+
+
+MERGE: dict[str, Callable[[Sequence[Any]], Any]] = {"optimizer": merge_groups, "model": _joined}
+"""Merge functions of the parts that are keyed by parameter or module, of which each pipeline stage has its own."""

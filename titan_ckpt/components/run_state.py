@@ -1,0 +1,358 @@
+"""The state of a run besides model weights: gathered from the run's objects, and given back to them.
+
+Owns the closed set of components, and the split into tensors, state of the run (stored once) and state of a rank
+(stored by each). Knows no files.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, get_args
+
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from titan_ckpt.components.data_position import DataRank, restorer
+from titan_ckpt.components.files import MODEL, STATES
+from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
+from titan_ckpt.components.optimizer import OptimizerState
+from titan_ckpt.config import Component
+from titan_ckpt.distributed.sharing import describe
+from titan_ckpt.encoding import typed_json
+from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError, SaveError, StateEncodingError
+from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.geometry.chunks import TensorInfo, blocks_of, local_tensor
+from titan_ckpt.geometry.nested import MAX_DEPTH, give_tensors, names_of, take_tensors
+from titan_ckpt.rng import RandomState
+from titan_ckpt.types import StateDict, Stateful
+from titan_ckpt.weights.wrapper import ModelWrapper, without_memory
+
+logger = logging.getLogger(__name__)
+
+COMPONENTS: tuple[str, ...] = get_args(Component)
+_COPIED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A run at one step: live tensors by file name, and the state that is stored as typed JSON."""
+
+    tensors: StateDict
+    run: dict[str, Any]
+    """Once per checkpoint: step, hyperparameters, schedulers, states."""
+    rank: dict[str, Any]
+    """Per rank: random generators, dataloader position."""
+    components: tuple[str, ...]
+    volatile: frozenset[str] = frozenset()
+    """Tensors that a forward pass may change: buffers and user states. Only an optimizer changes the others."""
+
+    def frozen_tensors(self) -> StateDict:
+        """Return the tensors with copies of the volatile ones; the others do not change until an optimizer steps."""
+        return {name: value.clone() if name in self.volatile else value for name, value in self.tensors.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """The state of a run besides weights and optimizer state, in the same parts as Snapshot."""
+
+    run: dict[str, Any]
+    rank: dict[str, Any]
+    tensors: StateDict
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A copy of the state that the next step overwrites before `optimizer.step()`."""
+
+    step: int
+    counters: Counters
+    versions: dict[str, int]
+    """Version counters of tensors too large to copy at every step, to show whether a tensor has changed since."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """The state that a rank takes over from the ranks' own files."""
+
+    rng: dict[str, Any] | None
+    """Generator states; None if the layout of ranks has changed, because then none belongs to this rank."""
+    positions: Sequence[Any] = ()
+    """The dataloader's state of each data-parallel rank, in their order; empty if none was stored."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The objects of a run whose state a resume needs, besides model weights."""
+
+    model: ModelWrapper
+    optimizers: Sequence[Optimizer] = ()
+    lr_schedulers: Sequence[Stateful] = ()
+    dataloader: Stateful | None = None
+    states: Mapping[str, Stateful] = field(default_factory=dict)
+    rng: RandomState = field(default_factory=RandomState)
+    rank: int = 0
+    world_size: int = 1
+    left_out: frozenset[str] = frozenset()
+    """Components that are neither saved nor loaded."""
+
+    def __post_init__(self) -> None:
+        """Raises: LoadMismatchError for optimizers that do not train this model's parameters."""
+        _ = self.optimizer
+
+    @property
+    def optimizer(self) -> OptimizerState | None:
+        """Return the optimizers' state by the current names of parameters, because a model may replace parameters."""
+        return OptimizerState(self.optimizers, self.model.parameter_names()) if self.optimizers else None
+
+    @property
+    def data_rank(self) -> DataRank:
+        """Return the share of the data that this process reads."""
+        return DataRank.of(self.dataloader, self.rank, self.world_size)
+
+    @functools.cached_property
+    def layout(self) -> str:
+        """Return a digest of the facts that decide which random numbers this rank draws: its shards and its data."""
+        names = self.model.parameter_names()
+        sharded: StateDict = {fqn: value for value, fqn in names.items() if isinstance(value, DTensor)}
+        data = self.data_rank
+        facts = [self.world_size, self.rank, data.rank, data.size, sorted(names.values()), describe(sharded)]
+        return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
+
+    def snapshot(self, step: int, model: StateDict) -> Snapshot:
+        """Return the run at `step`. Tensors alias live memory; everything else has the values of this moment.
+
+        Raises: StateEncodingError for tensors that hold no values.
+        """
+        if names := without_memory(model):
+            raise StateEncodingError(
+                f"{len(names)} tensors of the model have no memory yet, such as {names[0]}: materialise a model that "
+                "was built on meta (to_empty), and run a lazy one once, before it is saved",
+                names[0],
+            )
+        tensors: StateDict = {MODEL + fqn: value for fqn, value in model.items()}
+        run: dict[str, Any] = {"step": step}
+        if "model" not in self.left_out and (extra := self.model.extra_state()):
+            run["model"] = extra
+        if (optimizer := self.optimizer) is not None:
+            optimizer_tensors, run["optimizer"] = optimizer.split()
+            tensors |= optimizer_tensors
+        counters = self._counters()
+        run |= counters.run
+        tensors |= counters.tensors
+        parameters = {MODEL + fqn for fqn in self.model.parameter_names().values()}
+        volatile = frozenset(n for n in tensors if n not in parameters and not n.startswith(OPTIMIZER))
+        objects = (self.optimizers, self.lr_schedulers, self.dataloader is not None, self.states)
+        has = dict(zip(("optimizer", "lr_scheduler", "dataloader", "states"), objects, strict=True))
+        components = tuple(c for c in COMPONENTS if has.get(c, True) and c not in self.left_out)
+        return Snapshot(tensors, run, counters.rank, components, volatile)
+
+    def _counters(self) -> Counters:
+        """Return state besides weights and optimizer state; generators last, because the others may use them."""
+        run: dict[str, Any] = {}
+        rank: dict[str, Any] = {}
+        tensors: StateDict = {}
+        if self.lr_schedulers:
+            run["lr_scheduler"] = [s.state_dict() for s in self.lr_schedulers]
+        if self.dataloader is not None:
+            rank["data_parallel"] = [self.data_rank.rank, self.data_rank.size]
+            rank["dataloader"] = self.dataloader.state_dict()
+        if self.states:
+            run["states"] = {
+                name: take_tensors(state.state_dict(), f"{STATES}{name}", tensors)
+                for name, state in self.states.items()
+            }
+        rank["layout"] = self.layout
+        if "rng" not in self.left_out:
+            rank["rng"] = self.rng.state_dict()
+        return Counters(run, rank, tensors)
+
+    @functools.cached_property
+    def _has_extra_state(self) -> bool:
+        return "model" not in self.left_out and bool(self.model.extra_state_names())
+
+    def mark(self, step: int) -> Mark:
+        """Record the state that the next step changes before `optimizer.step()`, so that this step can still be saved.
+
+        Cheap: it copies generators, counters, buffers and small state, and takes the version counters of large state.
+        """
+        counters = self._counters()
+        run = counters.run | ({"model": self.model.extra_state()} if self._has_extra_state else {})
+        # State dicts may alias live state; generator states are copies already, and large.
+        rank = {name: value if name == "rng" else copy.deepcopy(value) for name, value in counters.rank.items()}
+        marked = Counters(copy.deepcopy(run), rank, {})
+        volatile = counters.tensors | {MODEL + fqn: value for fqn, value in self.model.buffers().items()}
+        versions = {}
+        for name, value in volatile.items():
+            if value.nbytes <= _COPIED_BYTES:
+                marked.tensors[name] = value.clone()
+            else:
+                versions[name] = value._version  # noqa: SLF001 - torch has no other name for it
+        return Mark(step, marked, versions)
+
+    def snapshot_of(self, mark: Mark, model: StateDict) -> Snapshot:
+        """Return the run at a marked step, if no optimizer has stepped since.
+
+        Raises: SaveError for large state that has changed since.
+        """
+        now = self.snapshot(mark.step, model)
+        large = {name: now.tensors[name] for name in mark.versions if name in now.tensors}
+        if changed := [n for n, value in large.items() if value._version != mark.versions[n]]:  # noqa: SLF001
+            raise SaveError(f"step {mark.step} can no longer be saved: {', '.join(changed[:8])} changed after its end")
+        tensors = now.tensors | {n: value for n, value in mark.counters.tensors.items() if n in now.tensors}
+        return Snapshot(tensors, now.run | mark.counters.run, mark.counters.rank, now.components, now.volatile)
+
+    @gc_paused()
+    def expected_bytes(self, model: StateDict) -> int:
+        """Estimate this rank's bytes in a save, counting two float32 moments for parameters not yet stepped.
+
+        Does not call the dataloader or user states, which might advance generators: their state is small or counted
+        with the model.
+        """
+        total = _local_bytes(model)
+        for optimizer in self.optimizers:
+            total += sum(_local_bytes(state) for state in optimizer.state.values())
+            for group in optimizer.param_groups:
+                fresh = [p for p in group["params"] if p not in optimizer.state]
+                total += sum(8 * block.data.numel() for p in fresh for block in blocks_of(p))
+        return total
+
+    def check(self, run: dict[str, Any], rank: RankState, exclude: frozenset[str]) -> None:
+        """Check that every component of this run can be restored; change nothing.
+
+        Raises: LoadMismatchError listing the components that the checkpoint lacks or that cannot be carried over.
+        """
+        optimizer = self.optimizer
+        restorers = self._restorers(optimizer, run, rank, {}, exclude)
+        lacking = [name for name, restore in restorers.items() if restore is None and name not in exclude]
+        if lacking:
+            raise LoadMismatchError(
+                f"the checkpoint has no state for: {', '.join(lacking)}. It was saved by a run without them, or by "
+                f"another number of ranks; to start afresh with them: checkpoint.resume.exclude = {json.dumps(lacking)}"
+            )
+        if optimizer is not None and "optimizer" not in exclude:
+            optimizer.match(run["optimizer"])
+        absent = [name for name in self.model.extra_state_names() if name not in run.get("model", {})]
+        if absent and "model" not in exclude:
+            raise LoadMismatchError(
+                f"the checkpoint lacks the extra state of {len(absent)} modules: {', '.join(absent[:8])}. Was it saved "
+                "from a different model?"
+            )
+
+    def destinations(
+        self, available: Mapping[str, TensorInfo], run: dict[str, Any], exclude: frozenset[str]
+    ) -> tuple[StateDict, list[str]]:
+        """Return a tensor to fill for every stored one that is not the model's; nothing is attached yet.
+
+        Also return the keys of optimizer state that belongs to no parameter of this rank, perhaps to a pipeline stage.
+        Raises: CorruptCheckpointError for a user state whose tensors are not stored.
+        """
+        out: StateDict = {}
+        strangers: list[str] = []
+        if "optimizer" not in exclude:
+            stored = {k: v for k, v in available.items() if k.startswith(OPTIMIZER)}
+            optimizer = self.optimizer
+            out, strangers = ({}, list(stored)) if optimizer is None else optimizer.destinations(stored)
+        if "states" not in exclude:
+            for name, state in self.states.items():
+                wanted = list(names_of(run.get("states", {}).get(name)))
+                if lost := [key for key in wanted if key not in available]:
+                    raise CorruptCheckpointError(f"state {name!r}: its tensors {', '.join(lost[:8])} are not stored")
+                live: StateDict = {}
+                if wanted:
+                    take_tensors(state.state_dict(), f"{STATES}{name}", live)
+                out |= {key: _room_for(available[key], live.get(key)) for key in wanted}
+        return out, strangers
+
+    @gc_paused()
+    def apply(self, run: dict[str, Any], rank: RankState, tensors: StateDict, exclude: frozenset[str]) -> None:
+        """Give all state that was read to its owners, after `check`; random generators last."""
+        if "model" not in exclude:
+            self.model.load_extra_state(run.get("model", {}))
+        for name, restore in self._restorers(self.optimizer, run, rank, tensors, exclude).items():
+            if name not in exclude:
+                assert restore is not None, "check() comes first"
+                restore()
+
+    def _restorers(
+        self,
+        optimizer: OptimizerState | None,
+        run: dict[str, Any],
+        rank: RankState,
+        tensors: StateDict,
+        exclude: frozenset[str],
+    ) -> dict[str, Callable[[], None] | None]:
+        """Return for each component of this run a function that restores it, or None if the checkpoint lacks it."""
+        out: dict[str, Callable[[], None] | None] = {}
+        if optimizer is not None:
+            own = {k: v for k, v in tensors.items() if k.startswith(OPTIMIZER)}
+            out["optimizer"] = (lambda: optimizer.apply(own, run["optimizer"])) if "optimizer" in run else None
+        if self.lr_schedulers:
+            schedules = _one_for_each(run.get("lr_scheduler", []), len(self.lr_schedulers))
+            out["lr_scheduler"] = (lambda: self._load_schedulers(schedules)) if schedules else None
+        if self.states:
+            stored = run.get("states", {})
+            complete = set(self.states) <= set(stored)
+            out["states"] = (lambda: self._load_states(stored, tensors)) if complete else None
+        if self.dataloader is not None and "dataloader" not in exclude:
+            positions = rank.positions
+            out["dataloader"] = restorer(self.dataloader, self.data_rank, positions) if positions else None
+        out["rng"] = partial(self.rng.load_state_dict, rank.rng) if rank.rng else partial(self._reseed, run["step"])
+        return out
+
+    def _load_schedulers(self, stored: list[dict[str, Any]]) -> None:
+        for scheduler, state in zip(self.lr_schedulers, stored, strict=True):
+            scheduler.load_state_dict(state)
+
+    def _load_states(self, stored: dict[str, Any], tensors: StateDict) -> None:
+        for name, state in self.states.items():
+            state.load_state_dict(give_tensors(stored[name], tensors))
+
+    def _reseed(self, step: int) -> None:
+        """Seed the generators from this rank's own seed and the step, when the layout of ranks has changed.
+
+        So ranks that were seeded alike at the start of the process stay alike, and others stay different.
+        """
+        seed = (torch.initial_seed() + 0x9E3779B97F4A7C15 * (step + 1)) % 2**63
+        logger.warning(
+            "random generators: the checkpoint was saved by another layout of ranks, so their states mean nothing "
+            "here; reseeded with %d, from this rank's seed and step %d",
+            seed,
+            step,
+        )
+        self.rng.reseed(seed)
+
+
+def _one_for_each(stored: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Return a state for each of `count` schedulers; of a different number stored, copies if all are equal, or nothing.
+
+    Another layout of ranks may have more or fewer of the same schedulers.
+    """
+    if len(stored) == count:
+        return stored
+    alike = len({typed_json.dumps(state) for state in stored}) == 1
+    return [copy.deepcopy(stored[0]) for _ in range(count)] if alike else []
+
+
+def _room_for(info: TensorInfo, live: torch.Tensor | None) -> torch.Tensor:
+    """Return a new tensor for stored state, sharded like the live one."""
+    if isinstance(live, DTensor) and tuple(live.shape) == info.shape:
+        return torch.empty_like(live, dtype=info.dtype)
+    return torch.empty(info.shape, dtype=info.dtype)
+
+
+def _local_bytes(value: Any, depth: int = 0) -> int:
+    """Return the bytes that this rank holds of the tensors in nested state."""
+    if isinstance(value, torch.Tensor):
+        return local_tensor(value).nbytes
+    if depth == MAX_DEPTH:
+        return 0
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return sum(_local_bytes(item, depth + 1) for item in items)

@@ -1,0 +1,183 @@
+"""Offline conversion between Hugging Face, native and DCP folders, in one process and bounded memory.
+
+Turns the tensors of a reader into lazy native ones. Tables, formats and proofs are those of a training run.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from titan_ckpt.components.files import MODEL, model_tensors
+from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
+from titan_ckpt.disk import posix
+from titan_ckpt.disk.unpublished_folder import StagedFolder
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import ExportError, KeyMapError, NotACheckpointError
+from titan_ckpt.formats.dcp.dcp import export_dcp
+from titan_ckpt.formats.huggingface.export import export_huggingface
+from titan_ckpt.formats.native.rank_file import write_stream
+from titan_ckpt.formats.open import open_reader
+from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, TensorInfo
+from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap
+from titan_ckpt.geometry.requests import ReadRequest, TensorReader
+from titan_ckpt.weights.transforms import StateDictTransforms
+from titan_ckpt.weights.write_view import CASTABLE, cast_all
+
+Format = Literal["hf", "native", "dcp"]
+_BLOCK_BYTES = 64 << 20
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    to: Format,
+    *,
+    key_map: KeyMap | None = None,
+    hf_config: Mapping[str, Any] | None = None,
+    assets: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write the model weights of a checkpoint in the format `to`; `target` must not exist.
+
+    `key_map`: the model's table; needed to or from Hugging Face unless its names are the native ones. `hf_config`:
+    config.json of a Hugging Face target. `dtype`: the dtype of floating tensors in `target`. Training state is not
+    converted. Memory: blocks of 64 MiB and the I/O buffers.
+    Raises: NotACheckpointError for an adapter; KeyMapError; CorruptCheckpointError; ExportError. Nothing is
+    written to `target` then.
+    """
+    source, target = Path(source), Path(target)
+    problems = [] if to in get_args(Format) else [f"to: {to!r} is not one of {', '.join(get_args(Format))}"]
+    if dtype not in (None, *CASTABLE):
+        problems.append(f"dtype: {dtype} takes scales, so values cannot be cast to it; take a float of 16 bits or more")
+    if max_shard_bytes <= 0:
+        problems.append(f"max_shard_bytes: {max_shard_bytes} is no size")
+    if os.path.lexists(target):
+        problems.append(f"{target} is there already; remove it or choose another folder")
+    if problems:
+        raise ExportError(f"{source} cannot be converted: {'; '.join(problems)}")
+    transforms = StateDictTransforms(key_map or KeyMap(identity=True), hf_config)
+    with open_reader(source) as reader:
+        tensors: dict[str, Any] = native_tensors(reader, transforms.key_map)
+        try:
+            if to == "hf":
+                export_huggingface(
+                    target,
+                    transforms.to_file(tensors, None, dtype),
+                    config=dict(hf_config or {}),
+                    assets=None if assets is None else Path(assets),
+                    max_shard_bytes=max_shard_bytes,
+                    coordinator=Coordinator.current(),
+                )
+            elif to == "dcp":
+                export_dcp(target, cast_all(tensors, dtype), Coordinator.current())
+            else:
+                _write_native(target, cast_all(tensors, dtype))
+        except OSError as error:
+            raise ExportError(f"{source} could not be converted to {target}: {error}") from error
+
+
+def native_tensors(reader: TensorReader, key_map: KeyMap) -> dict[str, LazyTensor]:
+    """Return a checkpoint's model weights by native name; values are read in blocks of 64 MiB when they are written.
+
+    Raises: KeyMapError listing keys that the table lacks and groups that are incomplete; NotACheckpointError.
+    """
+    manifest = reader.path / MANIFEST_NAME
+    native = reader.format == "native"
+    kind = Manifest.from_bytes(posix.read_whole(manifest, MAX_BYTES), str(manifest)).kind if native else reader.format
+    if kind in ("peft", "adapter"):
+        raise NotACheckpointError(
+            f"{reader.path} holds an adapter, which is no model by itself: load base and adapter in a run and export"
+        )
+    if kind == "external":
+        raise NotACheckpointError(f"{reader.path} holds no model weights: its run took them from outside")
+    if reader.format == "hf":
+        prefix, groups = "", _groups(reader, key_map)
+    else:
+        prefix, names = model_tensors(reader.tensors, reader.format)
+        groups = [KeyGroup((name,), (name,), IDENTITY) for name in names]
+    out = {}
+    for group in groups:
+        infos = [reader.tensors[prefix + key] for key in group.keys]
+        shapes = group.op.native_shapes([info.shape for info in infos])
+        for index, fqn in enumerate(group.fqns):
+            out[fqn] = _lazy(reader, prefix, group, index, shapes, infos[0].dtype)
+    return out
+
+
+def _groups(reader: TensorReader, key_map: KeyMap) -> list[KeyGroup]:
+    """Return the groups of all file keys. Raises: KeyMapError listing every fault."""
+    groups: dict[tuple[str, ...], KeyGroup] = {}
+    problems = []
+    for key in reader.tensors:
+        if key_map.ignores(key):
+            continue
+        try:
+            group = key_map.group_of_key(key)
+        except KeyMapError as error:
+            problems.append(str(error))
+            continue
+        groups.setdefault(group.keys, group)
+        if absent := [k for k in group.keys if k not in reader.tensors]:
+            problems.append(f"{key} is of no use without {', '.join(absent)}")
+    if problems:
+        raise KeyMapError(f"{reader.path}: {len(problems)} problem(s)\n  " + "\n  ".join(sorted(set(problems))))
+    return list(groups.values())
+
+
+def _lazy(
+    reader: TensorReader, prefix: str, group: KeyGroup, index: int, shapes: list[Shape], dtype: torch.dtype
+) -> LazyTensor:
+    shape = shapes[index]
+
+    def blocks() -> Iterator[Block]:
+        for chunk in _row_chunks(shape, dtype.itemsize):
+            data = torch.empty(chunk.sizes, dtype=dtype)
+            pieces = group.op.pieces(index, shapes, chunk, data)
+            reader.read([ReadRequest(prefix + group.keys[p.file_index], p.chunk, p.view) for p in pieces])
+            yield Block(chunk, data)
+
+    return LazyTensor(TensorInfo(shape, dtype), blocks)
+
+
+def _row_chunks(shape: Shape, itemsize: int) -> Iterator[Chunk]:
+    """Cut a tensor into runs of rows of at most 64 MiB, or of one row."""
+    whole = Chunk.whole(shape)
+    if not shape or not whole.numel:
+        yield whole
+        return
+    rows = max(1, _BLOCK_BYTES // (whole.numel // shape[0] * itemsize))
+    for start in range(0, shape[0], rows):
+        yield Chunk((start, *whole.offsets[1:]), (min(rows, shape[0] - start), *shape[1:]))
+
+
+def _write_native(target: Path, tensors: Mapping[str, LazyTensor]) -> None:
+    """Write a folder of kind "model": a source of weights that no run can resume from."""
+    staged = StagedFolder.begin(target)
+    try:
+        record = write_stream(staged.path, {MODEL + fqn: value for fqn, value in tensors.items()})
+        manifest = Manifest(
+            step=0,
+            kind="model",
+            attempt=uuid.uuid4().hex,
+            world_size=1,
+            created_unix_seconds=time.time(),
+            components=("model",),
+            converters=[],
+            base=None,
+            resumed_from=None,
+            files=(record,),
+        )
+        posix.write_file(staged.path / MANIFEST_NAME, manifest.to_bytes())
+        staged.publish(fsync=True)
+    except BaseException:
+        if staged.path.exists():
+            staged.abandon()
+        raise

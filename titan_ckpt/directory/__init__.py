@@ -1,0 +1,1 @@
+"""Checkpoint folders: how steps are saved, committed, listed, kept and removed."""

@@ -1,0 +1,236 @@
+"""CheckpointDirectory: the committed steps of a run, the same for all of its ranks.
+
+Owns the agreement between ranks: rank 0 alone reads, decides and changes the folder (`StepStore`), and every rank gets
+its result or its error. Knows no tensors and no file formats. docs/format.md specifies the files on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from titan_ckpt.config import KeepConfig
+from titan_ckpt.directory import preflight
+from titan_ckpt.directory import store as step_store
+from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
+from titan_ckpt.directory.names import read_manifest_bytes
+from titan_ckpt.directory.store import Attempt, StepStore, attempt_at
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.encoding.strict_json import Json
+from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, PreflightError, SaveError
+
+_Value = TypeVar("_Value")  # JSON
+
+
+class CheckpointDirectory:
+    """A folder of committed steps. Methods are collective unless they say otherwise; one thread uses it at a time.
+
+    Reading changes nothing. The first `begin` or `preflight` takes the lease, and clears away what interrupted
+    processes left.
+    """
+
+    def __init__(self, root: Path, coordinator: Coordinator) -> None:
+        """Bind to a folder, which need not exist; nothing is touched."""
+        self.root = Path(os.path.abspath(root))
+        self._coordinator = coordinator
+        self._store = StepStore(self.root)
+
+    def steps(self) -> list[int]:
+        """Return the committed steps, ascending.
+
+        Raises: CorruptCheckpointError if there is no committed step but content that looks like one, because a fresh
+        start beside it would hide a loss; NotACheckpointError if the path is a file.
+        """
+
+        def look() -> list[int]:
+            survey = self._store.look()
+            if survey.rejected and not survey.steps:
+                raise CorruptCheckpointError(
+                    f"{self.root} holds no checkpoint that can be loaded, but content that looks like one:"
+                    f"{survey.explain()}\nRepair it, name it in [[checkpoint.initial_load]], move it away, or choose "
+                    "another folder: a run is not started afresh beside it",
+                    str(self.root),
+                )
+            return [step.step for step in survey.steps]
+
+        return self._on_rank_0("steps", look)
+
+    def manifest(self, step: int) -> Manifest:
+        """Return a committed step's manifest, after checking that every rank sees the same save of that step.
+
+        Raises: CheckpointNotFoundError; CorruptCheckpointError, naming a rank that sees a different save.
+        """
+        text = self._on_rank_0(f"manifest of step {step}", lambda: self._store.inspect(step).manifest_bytes.decode())
+        error: Exception | None = None
+        try:
+            self._await_same_manifest(step, text.encode())
+        except CheckpointError as e:
+            error = e
+        self._coordinator.barrier(f"view of step {step}", error)
+        return Manifest.from_bytes(text.encode(), str(self.step_path(step) / MANIFEST_NAME))
+
+    def step_path(self, step: int) -> Path:
+        """Return the path of a step, whether or not it exists. Not collective."""
+        return self._store.step_path(step)
+
+    def resume_from(self, step: int) -> None:
+        """Record that this run continues from `step`: it never expires, and newer steps are an abandoned branch.
+
+        The next `begin` sets those aside, so that only loading an old step changes nothing. Not collective.
+        """
+        self._store.resume_from(step)
+
+    def preflight(self, num_bytes: int) -> None:
+        """Check that saves can work in this folder: the lease, space for all ranks' `num_bytes`, and a tiny real save.
+
+        1. All ranks tell their bytes. 2. Rank 0 checks the space and makes a folder. 3. All ranks write into it.
+        4. Rank 0 renames it, reads it back and deletes it.
+        Raises: PreflightError; CommitConflictError; PeerError.
+        """
+        sizes = self._coordinator.gather("preflight bytes", num_bytes)
+        what = f"{self.root}: saves cannot work here"
+
+        def begin() -> str:
+            self._store.open()
+            preflight.require_space(self.root, _sum(sizes))
+            return preflight.begin_probe(self.root)
+
+        name = self._on_rank_0("preflight", begin, PreflightError, what)
+        error: Exception | None = None
+        try:
+            with _typed(PreflightError, what):
+                preflight.write_probe(self.root, name, self._coordinator.rank)
+        except PreflightError as e:
+            error = e
+        try:
+            self._coordinator.barrier("preflight write", error)
+            ranks = self._coordinator.world_size
+            self._on_rank_0("preflight end", lambda: preflight.end_probe(self.root, name, ranks), PreflightError, what)
+        except BaseException:
+            if self._coordinator.rank == 0:
+                preflight.abandon_probe(self.root, name)
+            raise
+
+    def begin(self, step: int, num_bytes: int = 0) -> Attempt:
+        """Start a save: 1. all ranks tell their bytes, 2. rank 0 makes the staging folder, 3. all learn its name.
+
+        Raises: CommitConflictError; PreflightError for lack of space; SaveError; PeerError.
+        """
+        sizes = self._coordinator.gather(f"begin step {step}", num_bytes)
+        attempt_id = self._on_rank_0(
+            f"staging of step {step}",
+            lambda: self._store.begin(step, _sum(sizes)).id,
+            SaveError,
+            f"{self.root}: step {step} cannot be saved",
+        )
+        return attempt_at(self.root, step, attempt_id)
+
+    def commit(self, attempt: Attempt, manifest: Manifest) -> None:
+        """Make the attempt a committed step; every rank's files are durable and rank 0's `manifest` lists them.
+
+        When this returns, the step survives a power failure. When it raises, the attempt is gone and nothing else has
+        changed.
+        Raises: SaveError naming files that are missing, unexpected or of a wrong size; CommitConflictError; PeerError.
+        """
+        assert (manifest.step, manifest.attempt) == (attempt.step, attempt.id)
+
+        def finish() -> None:
+            try:
+                self._store.commit(attempt, manifest)
+            except BaseException:
+                self._store.abandon(attempt)
+                raise
+
+        self._on_rank_0(f"commit of step {attempt.step}", finish, SaveError, f"step {attempt.step} was not saved")
+
+    def abandon(self, attempt: Attempt) -> None:
+        """Remove an attempt that will not be committed, as far as possible. Not collective: rank 0 acts."""
+        if self._coordinator.rank == 0:
+            self._store.abandon(attempt)
+
+    def expired(self, keep: KeepConfig | None, protected: AbstractSet[int] = frozenset()) -> list[int]:
+        """Return the steps that `expire` would delete."""
+        return self._on_rank_0("expired", lambda: [step.step for step in self._store.expired(keep, protected)])
+
+    def expire(self, keep: KeepConfig | None, protected: AbstractSet[int] = frozenset()) -> list[int]:
+        """Delete the committed steps that the policy no longer keeps; return them on rank 0. Not collective.
+
+        Only committed steps count, weights-only ones apart from those that a run can resume from. Pinned steps, the
+        step resumed from and steps with foreign files stay. Never raises, because the save before it is committed.
+        """
+        return self._store.expire(keep, protected) if self._coordinator.rank == 0 else []
+
+    def remove(self, step: int) -> None:
+        """Delete one committed step. Raises: CheckpointNotFoundError; SaveError, also if it holds foreign files."""
+        what = f"{self.root}: step {step} was not removed"
+        self._on_rank_0(f"remove step {step}", lambda: self._store.remove(self._store.inspect(step)), SaveError, what)
+
+    def pin(self, step: int) -> None:
+        """Keep a step until `unpin`, whatever the policy says."""
+        self._on_rank_0(f"pin step {step}", lambda: self._store.pin(step), SaveError, f"step {step} was not pinned")
+
+    def unpin(self, step: int) -> None:
+        """Let the policy decide about a pinned step again."""
+        self._on_rank_0(f"unpin step {step}", lambda: self._store.unpin(step), SaveError, f"step {step} stays pinned")
+
+    def close(self) -> None:
+        """Give the lease back. Not collective; idempotent."""
+        self._store.close()
+
+    def _on_rank_0(
+        self, tag: str, act: Callable[[], _Value], error_type: type[SaveError] | None = None, what: str = ""
+    ) -> _Value:
+        """Run `act` on rank 0 and give its value or its error to every rank; an OSError becomes `error_type`."""
+        value: Any = None
+        error: Exception | None = None
+        if self._coordinator.rank == 0:
+            try:
+                with _typed(error_type, what):
+                    value = act()
+            except Exception as e:
+                error = e
+        return cast(_Value, self._coordinator.broadcast(tag, value, error))
+
+    def _await_same_manifest(self, step: int, expected: bytes) -> None:
+        """Wait until this rank sees the save that rank 0 chose. Raises: CorruptCheckpointError."""
+        if self._coordinator.rank == 0:
+            return
+        deadline = time.monotonic() + step_store.VISIBLE_SECONDS
+        while True:
+            try:
+                manifest = read_manifest_bytes(self.step_path(step))
+            except (CorruptCheckpointError, OSError):
+                manifest = b""
+            if manifest == expected:
+                return
+            if time.monotonic() > deadline:
+                seen = "another save" if manifest else "nothing"
+                raise CorruptCheckpointError(
+                    f"{self.step_path(step)}: rank {self._coordinator.rank} sees {seen}, rank 0 a committed step. "
+                    "Is the folder on a file system that all ranks share?"
+                )
+            time.sleep(0.1)
+
+
+def _sum(sizes: list[Json]) -> int:
+    return sum(size for size in sizes if isinstance(size, int))
+
+
+@contextlib.contextmanager
+def _typed(error_type: type[SaveError] | None, what: str) -> Iterator[None]:
+    """Raise an OSError of the block as `error_type`, with its errno."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        if error_type is None:
+            raise
+        failure = error_type(f"{what}: {error}")
+        failure.errno = error.errno
+        raise failure from error

@@ -1,0 +1,152 @@
+"""Names in a checkpoint folder, and which of its folders are committed steps. Reads only.
+
+A name is ours only if all of it matches: `old-step-3`, `step-10-backup` and `step-4.tmp` belong to somebody else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
+from titan_ckpt.disk import posix
+from titan_ckpt.errors import CorruptCheckpointError
+
+STAGING = ".staging"
+TRASH = ".trash"
+PIN_NAME = "PINNED"
+
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
+_ATTEMPT = re.compile(r"step-(?:0|[1-9][0-9]{0,18})\.[0-9a-f]{32}")
+_TRASHED = re.compile(r"(?:removed|dead|preflight)-step-(?:0|[1-9][0-9]{0,18})\.[0-9a-f]{32}")
+_LOOKS_LIKE_A_STEP = re.compile(r"(?i).*(?:step|checkpoint|ckpt|epoch|iter)[-_.]?[0-9]+.*")
+_MAX_LISTED = 10
+
+
+def step_name(step: int) -> str:
+    """Return the name of a committed step's folder."""
+    return f"step-{step}"
+
+
+def step_of(name: str) -> int | None:
+    """Return N for the name `step-N`, None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def listed_steps(root: Path) -> list[int]:
+    """Return the number of every entry named `step-N`, ascending, whether or not it is a committed step."""
+    return sorted(step for name in posix.list_folder(root) if (step := step_of(name)) is not None)
+
+
+def is_attempt_name(name: str) -> bool:
+    """Return whether this is the name of a save in progress, in the staging folder."""
+    return _ATTEMPT.fullmatch(name) is not None
+
+
+def is_trashed_name(name: str) -> bool:
+    """Return whether this is the name of a folder being deleted, in the trash folder."""
+    return _TRASHED.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedStep:
+    """A step with a valid manifest, whose files all have the listed sizes. Digests are checked when files are read."""
+
+    step: int
+    path: Path
+    manifest: Manifest
+    manifest_bytes: bytes
+    foreign: tuple[str, ...]
+    """Names in the folder that the manifest does not list; a step with any is never deleted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The committed steps of a checkpoint folder, and the entries that only look like one."""
+
+    steps: tuple[CommittedStep, ...]
+    """Ascending."""
+    rejected: tuple[tuple[str, str], ...]
+    """(name, reason) of every entry that looks like a checkpoint and is not a committed step."""
+
+    def explain(self) -> str:
+        """Return one indented line per rejected name."""
+        lines = [f"\n  {name}: {reason}" for name, reason in self.rejected[:_MAX_LISTED]]
+        more = len(self.rejected) - _MAX_LISTED
+        return "".join(lines) + (f"\n  ... and {more} more" if more > 0 else "")
+
+
+def survey(root: Path) -> Survey:
+    """Inspect every entry of a checkpoint folder; an absent folder is empty. Raises: OSError if it cannot be listed."""
+    steps: list[CommittedStep] = []
+    rejected: list[tuple[str, str]] = []
+    for name in posix.list_folder(root):
+        path = root / name
+        step = step_of(name)
+        if step is not None:
+            try:
+                steps.append(inspect(path, step))
+            except (CorruptCheckpointError, OSError) as error:
+                rejected.append((name, str(error)))
+        elif not name.startswith(".") and path.is_dir() and _looks_like_a_checkpoint(path):
+            rejected.append((name, "not named step-N"))
+    return Survey(tuple(sorted(steps, key=lambda step: step.step)), tuple(rejected))
+
+
+def inspect(path: Path, step: int) -> CommittedStep:
+    """Read one step's manifest and compare its files' sizes. Raises: CorruptCheckpointError naming every fault."""
+    if not posix.is_real_folder(path):
+        raise CorruptCheckpointError(f"{path}: not a folder of its own, but a link or a file", str(path))
+    data = read_manifest_bytes(path)
+    manifest = Manifest.from_bytes(data, str(path / MANIFEST_NAME))
+    faults = [fault for record in manifest.files if (fault := _fault(path / record.name, record.num_bytes))]
+    if manifest.step != step:
+        faults.append(f"its manifest says step {manifest.step}; give the folder its name back")
+    if faults:
+        more = f" and {len(faults) - _MAX_LISTED} more" if len(faults) > _MAX_LISTED else ""
+        raise CorruptCheckpointError(f"{path}: {'; '.join(faults[:_MAX_LISTED])}{more}", str(path))
+    known = {MANIFEST_NAME, *(record.name for record in manifest.files)}
+    foreign = tuple(name for name in posix.list_folder(path) if name not in known)
+    return CommittedStep(step, path, manifest, data, foreign)
+
+
+def read_manifest_bytes(path: Path) -> bytes:
+    """Read a step folder's manifest. Raises: CorruptCheckpointError if there is none; OSError."""
+    try:
+        return posix.read_whole(path / MANIFEST_NAME, MAX_BYTES)
+    except FileNotFoundError:
+        raise CorruptCheckpointError(
+            f"{path}: no {MANIFEST_NAME}: not a checkpoint of this format, or not a whole one", str(path)
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EFBIG, errno.ELOOP):
+            raise  # another attempt may succeed
+        raise CorruptCheckpointError(
+            f"{path / MANIFEST_NAME}: not a manifest, which is a regular file of at most {MAX_BYTES} bytes: "
+            f"{error.strerror}. Take another checkpoint",
+            str(path / MANIFEST_NAME),
+        ) from None
+
+
+def _fault(path: Path, num_bytes: int) -> str | None:
+    try:
+        status = os.lstat(path)
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"
+    if not stat.S_ISREG(status.st_mode):
+        return f"{path.name}: not a regular file"
+    if status.st_size != num_bytes:
+        return f"{path.name}: {status.st_size} bytes, {num_bytes} were committed"
+    return None
+
+
+def _looks_like_a_checkpoint(path: Path) -> bool:
+    if _LOOKS_LIKE_A_STEP.fullmatch(path.name):
+        return True
+    # os.path.exists is False in a folder that we may not enter, such as lost+found at the root of a disk
+    return any(os.path.exists(path / name) for name in (MANIFEST_NAME, ".metadata"))

@@ -1,0 +1,68 @@
+"""Pure decision which committed steps have expired; touches no folder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from titan_ckpt.config import KeepConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """Data of a committed step that the rules use."""
+
+    unix_seconds: float
+    metrics: Mapping[str, float]
+
+
+def expired_steps(
+    steps: Sequence[int],
+    keep: KeepConfig | None,
+    protected: AbstractSet[int] = frozenset(),
+    facts: Mapping[int, StepFacts] = MappingProxyType({}),
+) -> list[int]:
+    """Return the steps to remove, oldest first; `steps` are committed, valid steps.
+
+    `protected` steps, such as pinned ones and the one resumed from, always stay. A rule that uses `facts` keeps no step
+    that has none.
+    """
+    if keep is None:
+        return []
+    return sorted(set(steps) - _kept(sorted(set(steps)), keep, facts) - protected)
+
+
+def _kept(ascending: Sequence[int], keep: KeepConfig, facts: Mapping[int, StepFacts]) -> set[int]:
+    """Return the union of the steps that each rule keeps; the others have expired."""
+    newest = set(ascending[-(keep.latest or 1) :])
+    every = {step for step in ascending if keep.every is not None and step % keep.every == 0}
+    known = [step for step in ascending if step in facts]
+    return newest | every | _first_of_each_span(known, keep, facts) | _best(known, keep, facts)
+
+
+def _first_of_each_span(ascending: Sequence[int], keep: KeepConfig, facts: Mapping[int, StepFacts]) -> set[int]:
+    """Return the first step of each span of `every_hours`.
+
+    A span starts with the step that is kept, so that a second decision after the removal keeps the same steps.
+    """
+    kept: set[int] = set()
+    if keep.every_hours is None:
+        return kept
+    start = -math.inf
+    for step in ascending:
+        if abs(facts[step].unix_seconds - start) >= keep.every_hours * 3600:  # abs: a clock may have been put back
+            kept.add(step)
+            start = facts[step].unix_seconds
+    return kept
+
+
+def _best(ascending: Sequence[int], keep: KeepConfig, facts: Mapping[int, StepFacts]) -> set[int]:
+    """Return the best steps by `keep.metric`; of equal values, the newer step is better."""
+    if keep.best is None:
+        return set()
+    sign = 1.0 if keep.mode == "min" else -1.0
+    rated = [step for step in ascending if keep.metric in facts[step].metrics]
+    return set(sorted(rated, key=lambda step: (sign * facts[step].metrics[keep.metric], -step))[: keep.best])

@@ -1,0 +1,284 @@
+"""StepStore: the operations of the one process that changes a checkpoint folder. docs/format.md specifies them.
+
+Owns how steps are started, committed, removed and pinned on a POSIX file system, and the lease that keeps a second
+writer out.
+Knows no other ranks (`directory` handles them), no tensors and no file formats.
+
+A step is committed by one rename of a complete, durable folder. Without the rename the save never happened; after it
+the step never changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_ckpt.config import KeepConfig
+from titan_ckpt.directory import preflight, trash
+from titan_ckpt.directory.lease import Lease
+from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
+from titan_ckpt.directory.names import (
+    PIN_NAME,
+    STAGING,
+    TRASH,
+    CommittedStep,
+    Survey,
+    inspect,
+    listed_steps,
+    step_name,
+    step_of,
+    survey,
+)
+from titan_ckpt.directory.retention import StepFacts, expired_steps
+from titan_ckpt.disk import posix
+from titan_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CommitConflictError,
+    CorruptCheckpointError,
+    NotACheckpointError,
+    PreflightError,
+    SaveError,
+)
+
+logger = logging.getLogger(__name__)
+
+VISIBLE_SECONDS = 30.0
+"""Longest time that a rank may see an older listing than the others; network file systems cache for seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A save in progress: every rank writes its files into `path`, and `commit` makes it a checkpoint."""
+
+    step: int
+    id: str
+    path: Path
+
+
+def attempt_at(root: Path, step: int, attempt_id: str) -> Attempt:
+    """Return the attempt with this id; its path is the same on every rank."""
+    return Attempt(step, attempt_id, root / STAGING / f"{step_name(step)}.{attempt_id}")
+
+
+class StepStore:
+    """A folder of committed steps, as its writer sees it. Building the object touches nothing."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._lease: Lease | None = None
+        self._protected: set[int] = set()
+        self._rolled_back_to: int | None = None
+        self._reported: set[tuple[str, str]] = set()
+
+    def step_path(self, step: int) -> Path:
+        """Return the path of a step, whether or not it exists."""
+        return self.root / step_name(step)
+
+    def look(self) -> Survey:
+        """Return the folder's survey; log once every `step-N` that is not a committed step.
+
+        Raises: NotACheckpointError; OSError.
+        """
+        nearest = next(path for path in (self.root, *self.root.absolute().parents) if os.path.lexists(path))
+        if not nearest.is_dir():
+            raise NotACheckpointError(f"{nearest} is not a folder, so it cannot hold checkpoints; choose another path")
+        seen = survey(self.root)
+        for name, reason in seen.rejected:
+            if step_of(name) is not None and (name, reason) not in self._reported:
+                self._reported.add((name, reason))
+                logger.warning("%s: %s is not a checkpoint that can be loaded: %s", self.root, name, reason)
+        return seen
+
+    def inspect(self, step: int) -> CommittedStep:
+        """Return one committed step. Raises: CheckpointNotFoundError; CorruptCheckpointError; OSError."""
+        if not os.path.lexists(self.step_path(step)):
+            steps = ", ".join(str(committed.step) for committed in survey(self.root).steps) or "none"
+            raise CheckpointNotFoundError(f"{self.root}: step {step} is not there; committed steps: {steps}")
+        return inspect(self.step_path(step), step)
+
+    def open(self) -> Lease:
+        """Take the lease and clear away what interrupted processes left; a second call only returns the lease.
+
+        Raises: CommitConflictError; PreflightError; OSError.
+        """
+        if self._lease is None:
+            posix.make_folders(self.root)
+            lease = Lease.acquire(self.root)
+            try:
+                for name in (STAGING, TRASH):
+                    self._make_own_folder(name)
+                self._report(trash.recover(self.root))
+            except BaseException:
+                lease.release()
+                raise
+            self._lease = lease
+        return self._lease
+
+    def close(self) -> None:
+        """Give the lease back; idempotent."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
+
+    def resume_from(self, step: int) -> None:
+        """Record that this run continues from `step`; the next `begin` sets newer steps aside."""
+        self._protected = {step}
+        self._rolled_back_to = step
+
+    def begin(self, step: int, num_bytes: int) -> Attempt:
+        """Make the staging folder of a save of `num_bytes`. Raises: CommitConflictError; PreflightError; OSError."""
+        self.open().check()
+        self._leave_abandoned_branch()
+        self._refuse_conflict(step)
+        preflight.require_space(self.root, num_bytes)
+        attempt = attempt_at(self.root, step, uuid.uuid4().hex)
+        posix.mkdir(attempt.path)
+        return attempt
+
+    def commit(self, attempt: Attempt, manifest: Manifest) -> None:
+        """Check what was written, write the manifest, and rename the folder: the rename is the commit.
+
+        A failed fsync fails the attempt and is not tried again. Raises: SaveError; CommitConflictError; OSError.
+        """
+        assert self._lease is not None, "begin() comes first"
+        self._lease.check()
+        _require_exactly(attempt.path, manifest)
+        posix.write_file(attempt.path / MANIFEST_NAME, manifest.to_bytes())
+        posix.fsync_folder(attempt.path)
+        posix.fsync_folder(attempt.path.parent)
+        self._lease.check()
+        posix.rename_noreplace(attempt.path, self.step_path(attempt.step))
+        try:
+            posix.fsync_folder(self.root)
+        except BaseException:
+            self._undo(attempt)
+            raise
+
+    def abandon(self, attempt: Attempt) -> None:
+        """Remove an attempt that will not be committed, as far as possible."""
+        if attempt.path.exists():
+            try:
+                self._report(trash.discard(self.root, attempt.path, "dead"))
+            except OSError as error:
+                self._report([f"{attempt.path}: {error.strerror}"])
+
+    def expired(self, keep: KeepConfig | None, protected: AbstractSet[int]) -> list[CommittedStep]:
+        """Return the committed steps that the policy no longer keeps; weights-only steps are counted apart.
+
+        The step resumed from stays, and so does every step that holds a foreign file, such as a pin.
+        """
+        if keep is None:
+            return []
+        steps = survey(self.root).steps
+        stay = self._protected | protected | {step.step for step in steps if step.foreign}
+        expired: list[CommittedStep] = []
+        for weights_only in (False, True):
+            group = {step.step: step for step in steps if (step.manifest.kind == "model") is weights_only}
+            facts = {n: StepFacts(s.manifest.created_unix_seconds, s.manifest.metrics) for n, s in group.items()}
+            expired += [group[step] for step in expired_steps(sorted(group), keep, stay, facts)]
+        return expired
+
+    def expire(self, keep: KeepConfig | None, protected: AbstractSet[int]) -> list[int]:
+        """Delete expired steps and return them. Failures are logged and tried again when the folder is next opened."""
+        gone: list[int] = []
+        try:
+            for step in self.expired(keep, protected):
+                self.remove(step)
+                gone.append(step.step)
+        except (OSError, CheckpointError) as error:
+            self._report([f"expired steps: {error}"])
+        return gone
+
+    def remove(self, step: CommittedStep) -> None:
+        """Delete a committed step. Raises: SaveError if it holds foreign files; CommitConflictError; OSError."""
+        self.open().check()
+        if step.foreign:
+            raise SaveError(f"{step.path}: holds what is not ours: {', '.join(step.foreign)}. Take it out first")
+        self._report(trash.discard(self.root, step.path, "removed"))
+
+    def pin(self, step: int) -> None:
+        """Write a file PINNED into a step; a step that holds a foreign file never expires."""
+        if PIN_NAME not in self.inspect(step).foreign:
+            posix.write_file(self.step_path(step) / PIN_NAME, b"")
+            posix.fsync_folder(self.step_path(step))
+
+    def unpin(self, step: int) -> None:
+        """Delete the file PINNED."""
+        if PIN_NAME in self.inspect(step).foreign:
+            posix.unlink(self.step_path(step) / PIN_NAME)
+
+    def _make_own_folder(self, name: str) -> None:
+        path = self.root / name
+        if not os.path.lexists(path):
+            posix.make_folders(path)
+        if not posix.is_real_folder(path) or path.stat().st_dev != self.root.stat().st_dev:
+            raise PreflightError(
+                f"{path}: must be a folder of its own on the file system of {self.root}, not a file, a link or a "
+                "mount. Move it away"
+            )
+
+    def _leave_abandoned_branch(self) -> None:
+        step = self._rolled_back_to
+        if step is not None:
+            for name in trash.set_aside(self.root, step):
+                logger.warning("%s: set aside as %s: this run went back to step %d", self.root, name, step)
+        self._rolled_back_to = None  # only now: if a rename failed, the next save tries it again
+
+    def _refuse_conflict(self, step: int) -> None:
+        path = self.step_path(step)
+        newer = [n for n in listed_steps(self.root) if n > step and (self.step_path(n) / MANIFEST_NAME).is_file()]
+        if newer:
+            raise CommitConflictError(
+                f"{self.root}: step {step} would be older than step {max(newer)}, which is there and which this run "
+                "does not go on from. Load a step first, or save to another folder"
+            )
+        if not os.path.lexists(path):
+            return
+        try:
+            inspect(path, step)
+        except (CorruptCheckpointError, OSError) as error:
+            raise CommitConflictError(f"{path} is in the way and is not a checkpoint: {error}. Move it away") from None
+        raise CommitConflictError(f"{path}: step {step} is committed already, and committed steps do not change")
+
+    def _undo(self, attempt: Attempt) -> None:
+        """Rename a step whose commit failed back into staging, as far as possible."""
+        try:
+            posix.rename_noreplace(self.step_path(attempt.step), attempt.path)
+            posix.fsync_folder(self.root)
+        except OSError as error:
+            self._report([f"step {attempt.step}: {error}"])
+
+    def _report(self, problems: list[str]) -> None:
+        for problem in problems:
+            logger.warning("%s: left for the next opening: %s", self.root, problem)
+
+
+def _require_exactly(path: Path, manifest: Manifest) -> None:
+    """Wait until this process sees the files that other ranks wrote.
+
+    Raises: SaveError unless the folder then holds exactly the manifest's files in their sizes.
+    """
+    deadline = time.monotonic() + (VISIBLE_SECONDS if manifest.world_size > 1 else 0.0)
+    while faults := _faults(path, manifest):
+        if time.monotonic() > deadline:
+            raise SaveError(f"{path}: {'; '.join(faults)}")
+        time.sleep(0.1)
+
+
+def _faults(path: Path, manifest: Manifest) -> list[str]:
+    expected = {record.name: record.num_bytes for record in manifest.files}
+    actual = {name: (path / name).lstat().st_size for name in posix.list_folder(path)}
+    missing = [f"{name} is missing" for name in sorted(expected.keys() - actual.keys())]
+    foreign = [f"{name} is not expected" for name in sorted(actual.keys() - expected.keys())]
+    sizes = [
+        f"{name} has {actual[name]} bytes, {size} were written"
+        for name, size in expected.items()
+        if actual.get(name, size) != size
+    ]
+    return [*missing, *foreign, *sizes]

@@ -1,0 +1,82 @@
+"""Deletion of folders: rename into `.trash`, sync, then unlink, so that no reader meets a half-deleted step.
+
+Owns deletion, setting steps aside, and the clean-up after interrupted saves and deletions. The caller holds the lease
+and decides which steps go.
+"""
+
+from __future__ import annotations
+
+import logging
+import stat
+import uuid
+from pathlib import Path
+
+from titan_ckpt.directory.manifest import MANIFEST_NAME
+from titan_ckpt.directory.names import STAGING, TRASH, is_attempt_name, is_trashed_name, listed_steps, step_name
+from titan_ckpt.disk import posix
+
+logger = logging.getLogger(__name__)
+
+
+def discard(root: Path, folder: Path, why: str) -> list[str]:
+    """Delete one of our folders; return one line per failure. The next `recover` tries those again.
+
+    `why` is "removed", "dead" or "preflight". Raises: OSError if the folder could not be renamed.
+    """
+    place = root / TRASH / f"{why}-{folder.name.partition('.')[0]}.{uuid.uuid4().hex}"
+    posix.rename_noreplace(folder, place)
+    posix.fsync_folder(root / TRASH)
+    posix.fsync_folder(folder.parent)
+    return empty(place)
+
+
+def empty(place: Path) -> list[str]:
+    """Unlink a trashed folder's files, manifest first, then the folder; return one line per failure."""
+    problems: list[str] = []
+    for name in sorted(posix.list_folder(place), key=lambda name: name != MANIFEST_NAME):
+        path = place / name
+        try:
+            if stat.S_ISDIR(path.lstat().st_mode):
+                problems.append(f"{path}: a folder that is not ours")
+            else:
+                posix.unlink(path)
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror}")
+    if not problems:
+        try:
+            posix.rmdir(place)
+        except OSError as error:
+            problems.append(f"{place}: {error.strerror}")
+    return problems
+
+
+def set_aside(root: Path, above: int) -> list[str]:
+    """Rename every step above `above`, newest first, to `step-N.abandoned-<id>`; return the new names.
+
+    Damaged steps are renamed too: they belong to the branch that a rollback left. Folders without a manifest are not
+    ours.
+    """
+    renamed = []
+    for step in reversed(listed_steps(root)):
+        folder = root / step_name(step)
+        if step > above and posix.is_real_folder(folder) and (folder / MANIFEST_NAME).is_file():
+            aside = f"{folder.name}.abandoned-{uuid.uuid4().hex[:8]}"
+            posix.rename_noreplace(folder, root / aside)
+            renamed.append(aside)
+    if renamed:
+        posix.fsync_folder(root)
+    return renamed
+
+
+def recover(root: Path) -> list[str]:
+    """Delete interrupted saves and finish interrupted deletions; return one line per failure."""
+    problems = []
+    for name in posix.list_folder(root / STAGING):
+        if is_attempt_name(name) and posix.is_real_folder(root / STAGING / name):
+            logger.info("%s: discarding %s, a save that was interrupted", root, name)
+            problems += discard(root, root / STAGING / name, "dead")
+    for name in posix.list_folder(root / TRASH):
+        place = root / TRASH / name
+        if is_trashed_name(name) and posix.is_real_folder(place):
+            problems += empty(place)
+    return problems

@@ -1,0 +1,1 @@
+"""Bytes and the kernel. Knows no checkpoint and no tensor."""

@@ -1,0 +1,285 @@
+"""Bulk I/O: worker threads, bounce buffers, direct writes and reads.
+
+Owns the fallback from O_DIRECT to buffered I/O and the size of one I/O. Knows no formats and no tensors' geometry.
+Direct I/O is used because one thread with 8 MiB blocks saturates the disk at an eighth of the processor time of
+buffered writes, which also fill the page cache with bytes that nobody reads again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self, TypeVar
+
+import torch
+
+from titan_ckpt.disk import posix
+from titan_ckpt.disk.memory import ALIGNMENT, Buffer, round_up
+from titan_ckpt.disk.page_cache import Witness, cached_bytes
+from titan_ckpt.errors import CorruptCheckpointError
+
+IO_BYTES = 4 << 20
+"""Bytes of one read or write; also of each worker's bounce buffer."""
+
+_MAX_VIEWS = 1024
+"""Buffers of one preadv; Linux accepts no more (IOV_MAX)."""
+
+NUM_WORKERS = 4
+"""Threads of one save or load on one rank: while one copies and hashes, the others' reads or writes are in flight."""
+
+
+def num_copy_workers() -> int:
+    """Return the number of threads that copy memory: this rank's share of the processors, at most NUM_WORKERS.
+
+    Copying, unlike waiting for a disk, uses a processor, so more threads would only slow each other and the other ranks
+    of this machine (LOCAL_WORLD_SIZE, which torchrun sets).
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(NUM_WORKERS, len(os.sched_getaffinity(0)) // max(1, ranks)))
+
+
+_Item = TypeVar("_Item")
+
+
+def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_workers: int = NUM_WORKERS) -> None:
+    """Call the function with every item, in order, on several threads; the caller's thread is one of them.
+
+    The first error stops all threads at their next item and is raised to the caller. If no thread can be started, as at
+    the exit of Python 3.12 and later while it waits for a save, the caller's thread does all the work.
+    """
+    todo = iter(items)
+    end = object()
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            while not errors:
+                with lock:
+                    item = next(todo, end)
+                if item is end:
+                    return
+                function(item)  # type: ignore[arg-type]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = []
+    for _ in range(num_workers - 1):
+        thread = threading.Thread(target=work, name="titan_ckpt-io", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            break
+        threads.append(thread)
+    work()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@contextmanager
+def meanwhile(action: Callable[[], None] | None) -> Iterator[None]:
+    """Run the action in a second thread while the block runs; leaving waits for it and raises its error."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            if action is not None:
+                action()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="titan_ckpt-meanwhile", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+_bounces: list[Buffer] = []
+
+
+@contextmanager
+def bounce_buffer() -> Iterator[Buffer]:
+    """Lend an aligned buffer of IO_BYTES; buffers stay for later saves and loads, at most one per worker exists."""
+    try:
+        buffer = _bounces.pop()
+    except IndexError:  # `if _bounces` first would race with other threads
+        buffer = Buffer.allocate(IO_BYTES)
+        if torch.cuda.is_initialized():
+            buffer.pin()
+    try:
+        yield buffer
+    finally:
+        _bounces.append(buffer)
+
+
+def open_direct(path: Path, flags: int) -> int:
+    """Open an existing file with O_DIRECT; return -1 where the file system cannot. Raises: OSError."""
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return -1
+
+
+class FileWriter:
+    """A new file written in aligned blocks, with O_DIRECT where the file system can, buffered where it cannot.
+
+    A context manager that closes the file; `finish` makes it durable. Several threads may write.
+    """
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        try:
+            self._fd = posix.open_exclusive(path, os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._fd = posix.open_exclusive(path)
+        try:
+            posix.fallocate(self._fd, round_up(num_bytes))
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write a block whose memory, offset and length are aligned; `finish` cuts off bytes past the end."""
+        try:
+            posix.pwrite_all(self._fd, view, offset)
+        except OSError as error:
+            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                raise
+            # some file systems accept O_DIRECT at open and refuse the write
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            posix.pwrite_all(self._fd, view, offset)
+
+    def finish(self) -> None:
+        """Cut the padding of the last block and sync the file."""
+        if round_up(self.num_bytes) != self.num_bytes:
+            posix.truncate(self._fd, self.num_bytes)
+        posix.fsync(self._fd)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            posix.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class FileReader:
+    """An open regular file, read at offsets through the page cache or around it. Threads may share it."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file. Raises: OSError, also for a symbolic link; CorruptCheckpointError if it is no regular file."""
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        self._direct_fd = -1
+        status = os.fstat(self._fd)
+        self.num_bytes = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise CorruptCheckpointError(f"{path}: is no regular file; remove it and copy the right one", str(path))
+
+    def read_into(self, views: list[memoryview], offset: int) -> None:
+        """Fill the views in order with the bytes from `offset` on, through the page cache.
+
+        Raises: EOFError if the file is too short.
+        """
+        views = [view for view in views if len(view)]
+        while views:
+            got = os.preadv(self._fd, views[:_MAX_VIEWS], offset)
+            if got == 0:
+                raise EOFError(f"{self.path} ends at byte {offset}")
+            offset += got
+            while views and got >= len(views[0]):
+                got -= len(views.pop(0))
+            if got:
+                views[0] = views[0][got:]
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Return `num_bytes` from `offset` on; fewer if the file ends."""
+        parts = []
+        while num_bytes > 0 and (part := os.pread(self._fd, num_bytes, offset)):
+            parts.append(part)
+            offset += len(part)
+            num_bytes -= len(part)
+        return b"".join(parts)
+
+    def read_aligned(self, buffer: memoryview, offset: int, num_bytes: int) -> None:
+        """Fill the aligned buffer's first `num_bytes` from an aligned offset, around the page cache where possible.
+
+        The buffer must have room for `num_bytes` rounded up. Raises: EOFError if the file is too short.
+        """
+        done = 0
+        while done < num_bytes:
+            fd = self._direct() if done % ALIGNMENT == 0 else self._fd
+            try:
+                got = os.preadv(fd, [buffer[done : round_up(num_bytes)]], offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or fd == self._fd:
+                    raise
+                self._direct_fd = self._fd
+                continue
+            if got == 0:
+                raise EOFError(f"{self.path} ends at byte {offset + done}")
+            done += got
+
+    def read_blocks(self, view: memoryview, offset: int) -> None:
+        """Fill the view; whole blocks bypass the page cache where possible, partial ones at both ends go through it.
+
+        The view's memory address and the offset are equal modulo ALIGNMENT. Raises: EOFError if the file is too short.
+        """
+        first = min(-offset % ALIGNMENT, len(view))
+        stop = first + (len(view) - first) // ALIGNMENT * ALIGNMENT
+        self.read_into([view[:first]], offset)
+        self.read_aligned(view[first:stop], offset + first, stop - first)
+        self.read_into([view[stop:]], offset + stop)
+
+    def _direct(self) -> int:
+        if self._direct_fd < 0:
+            fd = open_direct(self.path, os.O_RDONLY)
+            self._direct_fd = fd if fd >= 0 else self._fd
+        return self._direct_fd
+
+    def cached_bytes(self, offset: int, num_bytes: int) -> int:
+        """Return how many of these bytes are in the page cache, in whole pages; 0 where the kernel cannot tell."""
+        return cached_bytes(self._fd, offset, num_bytes)
+
+    def is_cached(self, offset: int, num_bytes: int) -> bool:
+        """Return whether at least 95 % of these bytes are in the page cache."""
+        return self.cached_bytes(offset, num_bytes) >= 0.95 * num_bytes
+
+    def witness(self) -> Witness | None:
+        """Watch the file's cached pages for changes; None where that is impossible."""
+        return Witness.of(self._fd)
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Return text that tells this file, in its current state, from all others of this host."""
+        status = os.fstat(self._fd)
+        return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        for fd in {self._fd, self._direct_fd} - {-1}:
+            os.close(fd)
+        self._fd = self._direct_fd = -1

@@ -1,0 +1,95 @@
+"""Page-aligned memory, raw copies, and views of tensors as bytes; direct I/O needs such buffers.
+
+Knows no files and no formats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+from dataclasses import dataclass
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 4096
+"""Bytes. Direct I/O needs offsets, lengths and memory aligned to the device's logical block; 4 KiB suits all."""
+
+move_bytes = ctypes.memmove
+"""memmove(to_address, from_address, num_bytes); releases the interpreter lock."""
+
+
+def round_up(num_bytes: int, multiple: int = ALIGNMENT) -> int:
+    return -(-num_bytes // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Aligned memory; `view`, `tensor` (uint8) and `address` name the same bytes."""
+
+    view: memoryview
+    tensor: torch.Tensor
+    address: int
+
+    @staticmethod
+    def allocate(num_bytes: int) -> Buffer:
+        """Map anonymous zero pages, huge ones where the kernel gives them; they are not touched yet."""
+        return Buffer.of(mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), num_bytes)
+
+    @staticmethod
+    def of(mapping: mmap.mmap, num_bytes: int) -> Buffer:
+        """Wrap a writable mapping, which lives as long as the tensor or the view."""
+        if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= 2 << 20:
+            with contextlib.suppress(OSError):  # a kernel without huge pages copies a little slower
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=max(num_bytes, 1))[:num_bytes]
+        return Buffer(memoryview(mapping)[:num_bytes], tensor, tensor.data_ptr() if num_bytes else 0)
+
+    def part(self, start: int, num_bytes: int) -> Buffer:
+        """Return the buffer of `num_bytes` from the aligned byte `start` on; it shares the memory."""
+        return Buffer(
+            self.view[start : start + num_bytes], self.tensor[start : start + num_bytes], self.address + start
+        )
+
+    def pin(self) -> bool:
+        """Pin the pages for the copy engines of CUDA devices; return whether that worked.
+
+        Registers existing memory, because allocating pinned memory rounds the size up to a power of two.
+        """
+        status = int(torch.cuda.cudart().cudaHostRegister(self.address, len(self.view), 0))
+        if status:
+            logger.warning("cannot pin %d bytes (CUDA error %d): copies will be slower", len(self.view), status)
+        return not status
+
+    def unpin(self) -> None:
+        """Undo `pin`."""
+        torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBuffer:
+    """A buffer that other processes can map by its descriptor."""
+
+    buffer: Buffer
+    fd: int
+
+    @staticmethod
+    def allocate(num_bytes: int) -> SharedBuffer:
+        """Map unnamed memory; it is freed with its last descriptor and view."""
+        fd = os.memfd_create("titan_ckpt-arena", os.MFD_CLOEXEC)
+        os.ftruncate(fd, num_bytes)
+        return SharedBuffer(Buffer.of(mmap.mmap(fd, num_bytes), num_bytes), fd)
+
+
+def bytes_at(address: int, num_bytes: int) -> memoryview:
+    """Return a writable view of raw memory; the caller keeps the memory's owner alive."""
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor's values are one run of bytes in host memory, in row-major order."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

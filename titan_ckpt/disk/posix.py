@@ -1,0 +1,234 @@
+"""Every change this package makes to a file system, one small function per operation.
+
+Owns the operations; knows no checkpoints. Call them as `posix.name(...)` and never import a name from this module: the
+fault tests wrap each function in `MUTATING` to number, kill, fail and record operations. A test refuses modules that
+change files without this one, so that no operation escapes the fault tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from titan_ckpt.disk.kernel import libc
+
+MUTATING: set[str] = set()
+"""Names of the functions of this module that change a file system."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
+
+
+def _mutating(function: _Function) -> _Function:
+    MUTATING.add(function.__name__)
+    return function
+
+
+@_mutating
+def open_exclusive(path: str | os.PathLike[str], extra_flags: int = 0) -> int:
+    """Create a new file and return its descriptor, open for reading and writing; `extra_flags` may add O_DIRECT.
+
+    Raises: FileExistsError, also where a dangling link has the name.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW | extra_flags
+    return os.open(path, flags, 0o644)
+
+
+@_mutating
+def open_or_create(path: str | os.PathLike[str]) -> int:
+    """Open a file for reading and writing, creating it empty where it is absent; never through a symbolic link."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+
+
+@_mutating
+def pwrite_all(fd: int, buffer: Any, offset: int) -> None:
+    """Write the whole buffer at a byte offset; a short write is continued.
+
+    Raises: OSError; part of the buffer may have been written.
+    """
+    view = memoryview(buffer).cast("B")
+    while len(view):
+        written = os.pwrite(fd, view, offset)
+        if written == 0:
+            raise OSError(errno.EIO, "write made no progress")
+        view = view[written:]
+        offset += written
+
+
+@_mutating
+def map_shared(fd: int, offset: int, num_bytes: int) -> mmap.mmap:
+    """Map part of a file that is open for reading and writing; stores into the memory change the file.
+
+    The range must be allocated: a store that finds the disk full ends the process.
+    """
+    return mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+
+
+@_mutating
+def truncate(fd: int, num_bytes: int) -> None:
+    """Set the file's size."""
+    os.ftruncate(fd, num_bytes)
+
+
+@_mutating
+def fallocate(fd: int, num_bytes: int) -> None:
+    """Reserve the first `num_bytes` where the file system can, so that a full disk fails before anything is written."""
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+
+
+@_mutating
+def fsync(fd: int) -> None:
+    """Make the file's bytes durable. A failure is final: the kernel may have dropped the dirty pages."""
+    os.fsync(fd)
+
+
+@_mutating
+def close(fd: int) -> None:
+    """Close a descriptor that was written to. Raises: OSError; network file systems report late write errors now."""
+    os.close(fd)
+
+
+@_mutating
+def fsync_folder(path: str | os.PathLike[str]) -> None:
+    """Make the folder's entries durable, where the file system can sync folders.
+
+    Source: PostgreSQL fd.c fsync_fname_ext, which ignores the same two errors for folders.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.EINVAL):
+            raise
+    finally:
+        os.close(fd)
+
+
+@_mutating
+def mkdir(path: str | os.PathLike[str]) -> None:
+    """Create one folder. Raises: FileExistsError."""
+    os.mkdir(path)
+
+
+def make_folders(path: Path) -> None:
+    """Create a folder and its missing parents; each new entry is durable in its parent."""
+    if path.is_dir():
+        return
+    make_folders(path.parent)
+    try:
+        mkdir(path)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    fsync_folder(path.parent)
+
+
+def write_file(path: str | os.PathLike[str], data: bytes, durable: bool = True) -> None:
+    """Write a new file; `durable` syncs its bytes, `fsync_folder` its entry. Raises: FileExistsError."""
+    fd = open_exclusive(path)
+    try:
+        pwrite_all(fd, data, 0)
+        if durable:
+            fsync(fd)
+    finally:
+        close(fd)
+
+
+@_mutating
+def unlink(path: str | os.PathLike[str]) -> None:
+    """Remove one file."""
+    os.unlink(path)
+
+
+@_mutating
+def rmdir(path: str | os.PathLike[str]) -> None:
+    """Remove one empty folder."""
+    os.rmdir(path)
+
+
+@_mutating
+def rename_noreplace(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Rename a file or folder within one file system, never over an existing target.
+
+    Where the kernel or file system lacks RENAME_NOREPLACE, the target is looked for first. Two writers could pass that
+    check together, which is why a folder has one leased writer.
+    Raises: FileExistsError; OSError.
+    """
+    code = _renameat2(os.fspath(source), os.fspath(target))
+    if code == 0:
+        return
+    if code not in _UNSUPPORTED:
+        raise OSError(code, os.strerror(code), os.fspath(source), None, os.fspath(target))
+    if os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(source), None, os.fspath(target))
+    os.rename(source, target)
+
+
+def read_whole(path: str | os.PathLike[str], max_bytes: int) -> bytes:
+    """Read a regular file of at most `max_bytes`; never follows a symbolic link, never blocks on a pipe.
+
+    Raises: OSError, with EFBIG if the file is larger and EINVAL if it is not a regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    with os.fdopen(fd, "rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", os.fspath(path))
+    return data
+
+
+def list_folder(path: str | os.PathLike[str]) -> list[str]:
+    """Return the names in a folder, sorted; [] if the folder is absent."""
+    try:
+        return sorted(os.listdir(path))
+    except FileNotFoundError:
+        return []
+
+
+def is_real_folder(path: Path) -> bool:
+    """Return whether `path` is a folder and not a link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def lock(fd: int) -> bool | None:
+    """Take the POSIX lock of the whole file; return whether we hold it, None where the file system has no locks.
+
+    Forked children (dataloader workers) do not inherit a POSIX lock, unlike flock, so it ends with the process that
+    took it. It also ends when this process closes *any* descriptor of the file.
+    """
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        if error.errno in (errno.ENOLCK, *_UNSUPPORTED):
+            return None
+        raise
+    return True
+
+
+def _renameat2(source: str, target: str) -> int:
+    """Return 0, or the errno of renameat2(..., RENAME_NOREPLACE)."""
+    try:
+        function = libc().renameat2
+    except AttributeError:
+        return errno.ENOSYS
+    result = function(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE)
+    return 0 if result == 0 else ctypes.get_errno()

@@ -1,0 +1,104 @@
+"""One file that several ranks write at the same time, each rank its own bytes.
+
+Owns how the bytes reach the file: whole blocks bypass the page cache; the partial blocks at both ends of a write, which
+other writers may share, go through it. Knows no tensors and creates no file.
+
+Whole blocks bypass the page cache because buffered writers of one file wait for each other's inode lock, and all of
+them for the kernel's limit of dirty pages; direct writers of reserved space share the lock and need a third of the
+processor time. Partial blocks are collected and joined, because each buffered write would wait for all direct writes in
+flight and hold back the next one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+from titan_ckpt.disk import posix
+from titan_ckpt.disk.direct import open_direct
+from titan_ckpt.disk.memory import ALIGNMENT
+
+_PUT_OFF_BYTES = 1 << 20
+"""Collected bytes of partial blocks are written when they reach this size."""
+
+
+class SharedFile:
+    """An existing file of its final size. Threads may write at the same time."""
+
+    def __init__(self, path: Path, direct: bool) -> None:
+        """Open the file; `direct` bypasses the page cache where the file system can. Raises: OSError."""
+        self.path = path
+        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        """Descriptor for mappings, which are coherent with all writes."""
+        self._direct_fd = open_direct(path, os.O_RDWR) if direct else -1
+        self._put_off: list[tuple[int, bytes]] = []
+        self._put_off_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def is_direct(self) -> bool:
+        return self._direct_fd >= 0
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write bytes; whole blocks bypass the page cache, partial blocks are copied and written by `flush`.
+
+        The caller makes the memory address equal to the offset modulo ALIGNMENT. Raises: OSError.
+        """
+        first = -offset % ALIGNMENT
+        stop = len(view) - (offset + len(view)) % ALIGNMENT
+        if self.is_direct and first >= stop:
+            self._put_off_writing(view, offset)
+        elif not self.is_direct or not self._write_direct(view[first:stop], offset + first):
+            posix.pwrite_all(self.fd, view, offset)
+        else:
+            self._put_off_writing(view[:first], offset)
+            self._put_off_writing(view[stop:], offset + stop)
+
+    def _put_off_writing(self, view: memoryview, offset: int) -> None:
+        if not len(view):
+            return
+        with self._lock:
+            self._put_off.append((offset, bytes(view)))
+            self._put_off_bytes += len(view)
+            full = self._put_off_bytes >= _PUT_OFF_BYTES
+        if full:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the collected partial blocks; adjacent ones in one write. Raises: OSError."""
+        with self._lock:
+            parts, self._put_off, self._put_off_bytes = sorted(self._put_off), [], 0
+        runs: list[tuple[int, list[bytes]]] = []
+        end = -1
+        for offset, data in parts:
+            if offset != end:
+                runs.append((offset, []))
+            runs[-1][1].append(data)
+            end = offset + len(data)
+        for offset, neighbours in runs:
+            posix.pwrite_all(self.fd, b"".join(neighbours), offset)
+
+    def _write_direct(self, view: memoryview, offset: int) -> bool:
+        """Write whole blocks; return False if the file system accepted O_DIRECT and refuses the write."""
+        try:
+            posix.pwrite_all(self._direct_fd, view, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        return True
+
+    def sync(self) -> None:
+        """Make all written bytes durable. Raises: OSError."""
+        self.flush()
+        posix.fsync(self.fd)
+
+    def close(self) -> None:
+        """Close the file; idempotent. Raises: OSError, when a network file system reports a late error."""
+        fds = (self._direct_fd, self.fd)
+        self.fd = self._direct_fd = -1
+        for fd in fds:
+            if fd >= 0:
+                posix.close(fd)

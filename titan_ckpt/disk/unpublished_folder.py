@@ -1,0 +1,158 @@
+"""A folder that appears complete or not at all: it is written beside its target, then renamed to it.
+
+Owns the staging folder's name, lock, removal and publication. Knows no tensors and no ranks: one process creates and
+publishes the folder, other processes may write into it meanwhile.
+
+`.staging-<id>` is a sibling of the target, on the same file system. Its process holds the lock on `.staging-<id>.lock`,
+so that a later export can tell the leftovers of a killed process from a folder that is being written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_ckpt.disk import posix
+from titan_ckpt.disk.direct import IO_BYTES
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = ".staging-"
+_LOCK = ".lock"
+_LOCK_NAME = re.compile(re.escape(_PREFIX) + "[0-9a-f]{32}" + re.escape(_LOCK))
+_live: set[str] = set()
+"""Names of the folders that this process holds: a POSIX lock never conflicts with one of the same process."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedFolder:
+    """A staging folder at `path` that will be renamed to `target`."""
+
+    target: Path
+    path: Path
+    lock_fd: int
+
+    @staticmethod
+    def begin(target: Path) -> StagedFolder:
+        """Create an empty staging folder beside the target; remove those of killed processes first.
+
+        Raises: FileExistsError if the target exists; OSError.
+        """
+        if os.path.lexists(target):
+            raise FileExistsError(f"{target} is there already; remove it or choose another folder")
+        posix.make_folders(target.parent)
+        _sweep(target.parent)
+        staged = StagedFolder._claim(target)
+        try:
+            posix.mkdir(staged.path)
+        except BaseException:
+            staged.release()
+            raise
+        return staged
+
+    @staticmethod
+    def _claim(target: Path) -> StagedFolder:
+        """Choose a name beside the target and lock it. Raises: OSError."""
+        while True:
+            path = target.parent / f"{_PREFIX}{uuid.uuid4().hex}"
+            staged = StagedFolder(target, path, posix.open_exclusive(_lock_of(path)))
+            _live.add(path.name)
+            if posix.lock(staged.lock_fd) is not False and _lock_of(path).exists():
+                return staged
+            staged.release()  # the sweep of another process took the unlocked file for a dead one's
+
+    def publish(self, fsync: bool) -> None:
+        """Rename the folder to its target. Raises: FileExistsError if the target exists by now; OSError."""
+        if fsync:
+            for folder, _, _ in os.walk(self.path, topdown=False):
+                posix.fsync_folder(folder)
+        posix.rename_noreplace(self.path, self.target)
+        try:
+            if fsync:
+                posix.fsync_folder(self.target.parent)
+        except OSError:
+            posix.rename_noreplace(self.target, self.path)
+            raise
+        self.release()
+
+    def abandon(self) -> None:
+        """Remove the folder and everything in it. Raises: OSError; a later export then removes the rest."""
+        try:
+            if self.path.exists():
+                _remove(self.path)
+        finally:
+            self.release()
+
+    @staticmethod
+    def discard(folder: Path) -> None:
+        """Remove a published folder: rename it first, so that after a kill a later export removes the rest."""
+        staged = StagedFolder._claim(folder)
+        try:
+            posix.rename_noreplace(folder, staged.path)
+            posix.fsync_folder(folder.parent)
+            _remove(staged.path)
+        finally:
+            staged.release()
+
+    def release(self) -> None:
+        """Release the lock; a later export removes what cannot be removed now."""
+        with contextlib.suppress(OSError):
+            posix.unlink(_lock_of(self.path))
+        with contextlib.suppress(OSError):
+            posix.close(self.lock_fd)
+        _live.discard(self.path.name)
+
+
+def copy_file(source: Path, path: Path, fsync: bool) -> None:
+    """Copy the bytes of a file, but no metadata, to a new file; a link, as in download caches, becomes a file."""
+    fd = posix.open_exclusive(path)
+    try:
+        offset = 0
+        with source.open("rb") as file:
+            while block := file.read(IO_BYTES):
+                posix.pwrite_all(fd, block, offset)
+                offset += len(block)
+        if fsync:
+            posix.fsync(fd)
+    finally:
+        posix.close(fd)
+
+
+def _sweep(parent: Path) -> None:
+    """Remove staging folders whose process is gone; keep locked ones, and all where the file system has no locks."""
+    for name in filter(_LOCK_NAME.fullmatch, posix.list_folder(parent)):
+        folder = (parent / name).with_suffix("")
+        if folder.name in _live:
+            continue
+        try:
+            _remove_if_dead(folder)
+        except FileNotFoundError:  # another process has removed it
+            continue
+        except OSError as error:  # such as a folder of another user; the export goes on
+            logger.info("%s stays as it is: %s", folder, error)
+
+
+def _remove_if_dead(folder: Path) -> None:
+    fd = os.open(_lock_of(folder), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if posix.lock(fd):
+            _remove(folder)
+            posix.unlink(_lock_of(folder))
+    finally:
+        os.close(fd)
+
+
+def _remove(folder: Path) -> None:
+    for parent, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            posix.unlink(Path(parent) / name)
+        posix.rmdir(parent)
+
+
+def _lock_of(folder: Path) -> Path:
+    return folder.with_name(folder.name + _LOCK)

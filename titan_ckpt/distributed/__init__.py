@@ -1,0 +1,1 @@
+"""Agreement between ranks, and the division of tensors that several ranks hold."""

@@ -1,0 +1,285 @@
+"""Agreement between ranks: bounded exchanges of values and errors through the job's key-value store.
+
+Starts no process group and sends nothing through one, so it works beside training traffic, from a background thread,
+and while another rank hangs in a collective. Knows no files and no tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.distributed_c10d import _get_default_store
+
+from titan_ckpt.disk import kernel
+from titan_ckpt.encoding.strict_json import Json
+from titan_ckpt.errors import PeerError
+
+Store = Any
+"""A torch.distributed Store; its stubs lack `clone`."""
+
+FAILURES = (Exception, CheckpointException)
+"""Exceptions of foreign code that a rank reports to the others: torch's own derives from BaseException."""
+
+_instances = itertools.count()
+_bound = ContextVar("titan_ckpt bound", default=1800.0)
+
+
+@contextlib.contextmanager
+def bounded(timeout_seconds: float) -> Iterator[None]:
+    """Set the timeout of Coordinators that code in this context makes for itself, such as a converter."""
+    token = _bound.set(timeout_seconds)
+    try:
+        yield
+    finally:
+        _bound.reset(token)
+
+
+class Coordinator:
+    """This rank's line to all others. Collective: every rank makes the same calls, in the same order.
+
+    One instance serves one thread at a time; `background()` returns one for a second thread.
+    """
+
+    def __init__(self, rank: int, world_size: int, store: Store | None, prefix: str, timeout_seconds: float) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_seconds = timeout_seconds
+        self._store = store
+        self._prefix = prefix
+        self._sequence = itertools.count()
+        self._clones = itertools.count()
+        self._stale: list[str] = []
+        self._stuck: PeerError | None = None
+        self._host: Coordinator | None = None
+        self._ranks: Sequence[int] = range(world_size)
+
+    @staticmethod
+    def current(timeout_seconds: float | None = None) -> Coordinator:
+        """Build from the default process group, or for one rank without a group. Collective.
+
+        `timeout_seconds`: by default the timeout of `bounded`, or half an hour.
+        """
+        timeout_seconds = _bound.get() if timeout_seconds is None else timeout_seconds
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return Coordinator(0, 1, None, "", timeout_seconds)
+        # A clone has its own connection: a long wait must not block other users of the default store.
+        default: Store = _get_default_store()
+        return Coordinator(
+            dist.get_rank(), dist.get_world_size(), default.clone(), f"titan_ckpt/{next(_instances)}", timeout_seconds
+        )
+
+    def background(self) -> Coordinator:
+        """Return an independent line with its own connection, for use by one other thread. Collective."""
+        store = None if self._store is None else self._store.clone()
+        prefix = f"{self._prefix}/line-{next(self._clones)}"
+        return Coordinator(self.rank, self.world_size, store, prefix, self.timeout_seconds)
+
+    def on_host(self) -> Coordinator:
+        """Return a line between the ranks that share a kernel with this rank, numbered from 0. Collective; cached.
+
+        It serves the same thread as this line.
+        """
+        if self._host is None:
+            hosts = self.gather("hosts", kernel.boot_id() or f"rank {self.rank}")
+            ranks = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+            store = self._store if len(ranks) > 1 else None
+            prefix = f"{self._prefix}/host-of-{ranks[0]}"
+            self._host = Coordinator(ranks.index(self.rank), len(ranks), store, prefix, self.timeout_seconds)
+            self._host._ranks = ranks  # noqa: SLF001 - how its messages name them
+        return self._host
+
+    def close(self) -> None:
+        """Keep rank 0, which may serve the store, until all have read its last verdict. Collective; never raises."""
+        if self._store is None or self._stuck is not None:
+            return
+        timeout_seconds = min(10.0, self.timeout_seconds)
+        exchange = _Exchange(self._store, f"{self._prefix}/{next(self._sequence)}", self.rank, self.world_size)
+        with contextlib.suppress(PeerError):
+            self._run(lambda: exchange.part(timeout_seconds, self._stale), "close", timeout_seconds)
+
+    def barrier(self, tag: str, error: BaseException | None = None, timeout_seconds: float | None = None) -> None:
+        """Wait until every rank has called. Raises: as `gather`."""
+        self.gather(tag, None, error, timeout_seconds)
+
+    def broadcast(self, tag: str, value: Json, error: BaseException | None = None) -> Json:
+        """Return rank 0's value on every rank; the others' is ignored. Also a barrier. Raises: as `gather`."""
+        return self.gather(tag, value if self.rank == 0 else None, error)[0]
+
+    def gather(
+        self, tag: str, value: Json, error: BaseException | None = None, timeout_seconds: float | None = None
+    ) -> list[Json]:
+        """Return every rank's value on every rank, or fail on all of them.
+
+        1. Every rank posts its value, or its error. 2. Rank 0 collects them and posts one verdict. 3. All read it.
+        Raises: `error` itself on the rank that passed one; PeerError on the others, naming each rank that failed and
+        why, and each that did not post within `timeout_seconds`.
+        """
+        if self._store is None:
+            if error is not None:
+                raise error
+            return [json.loads(json.dumps(value))]
+        if self._stuck is not None:
+            raise error or self._stuck
+        bound = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        post: dict[str, Json] = {"tag": tag, "value": value}
+        if error is not None:
+            post = {"tag": tag, "error": f"{type(error).__name__}: {error}"}
+        try:
+            exchange = _Exchange(self._store, f"{self._prefix}/{next(self._sequence)}", self.rank, self.world_size)
+            text = json.dumps(post)
+            verdict = self._run(lambda: exchange.run(text, bound, self._stale), tag, bound)
+        except PeerError:
+            if error is not None:
+                raise error from None
+            raise
+        if error is not None:
+            raise error
+        if verdict.failures:
+            failures = [(self._ranks[rank], cause) for rank, cause in verdict.failures]
+            lines = "".join(f"\n  rank {rank} {cause}" for rank, cause in failures)
+            raise PeerError(f"{tag}: stopped on all ranks because{lines}", [rank for rank, _ in failures])
+        return verdict.values
+
+    def first_post(self, key: str, text: str | None) -> str | None:
+        """Post a text under a key unless a rank has posted one, and return the posted text or None. Not collective.
+
+        Raises: dist.DistError if the store is gone.
+        """
+        if self._store is None:
+            return text
+        key = f"{self._prefix}/{key}"
+        if text is not None:
+            posted: bytes = self._store.compare_set(key, "", text)
+            return posted.decode()
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _run(self, conversation: Callable[[], _Verdict], tag: str, bound: float) -> _Verdict:
+        """Run the exchange in a thread of its own, because some store calls have no timeout if the store's host stops.
+
+        If no thread can be started, as while Python 3.12 and later wait for a save at exit, it runs in this thread.
+        """
+        done: list[_Verdict | BaseException] = []
+
+        def target() -> None:
+            try:
+                done.append(conversation())
+            except BaseException as error:
+                done.append(error)
+
+        thread = threading.Thread(target=target, name=f"titan_ckpt exchange {tag}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            target()
+        else:
+            thread.join(bound + 4 * _grace(bound))
+        outcome = done[0] if done else None
+        if isinstance(outcome, _Verdict):
+            return outcome
+        if outcome is None:
+            fault = (
+                f"the store of the process group has not answered for {bound:g} s. It is served by rank 0 or its "
+                "launcher, which hangs or cannot be reached"
+            )
+        elif isinstance(outcome, dist.DistError):
+            fault = f"lost the store of the process group, which rank 0 or its launcher serves: {outcome}"
+        else:
+            raise outcome
+        self._stuck = PeerError(f"{tag}: {fault}", [0])
+        raise self._stuck from outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """The answer of rank 0 to all: each failed rank with its cause, or every rank's value."""
+
+    failures: list[tuple[int, str]]
+    values: list[Json]
+
+
+class _Exchange:
+    """One gather: its keys in the store and both sides of the conversation."""
+
+    def __init__(self, store: Store, prefix: str, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._posts = [f"{prefix}/{peer}" for peer in range(world_size)]
+        self._verdict = f"{prefix}/verdict"
+
+    def run(self, post: str, bound: float, stale: list[str]) -> _Verdict:
+        self._store.set(self._posts[self._rank], post)
+        if self._rank != 0:
+            return self._await_verdict(bound)
+        verdict, complete = self._collect(bound)
+        self._store.set(self._verdict, json.dumps([verdict.failures, verdict.values]))
+        self._forget(complete, stale)
+        return verdict
+
+    def part(self, bound: float, stale: list[str]) -> _Verdict:
+        """End the conversation: every rank posts, and rank 0 waits for all posts."""
+        self._store.set(self._posts[self._rank], "")
+        if self._rank == 0:
+            self._forget(self._wait(self._posts, bound), stale)
+        return _Verdict([], [])
+
+    def _collect(self, bound: float) -> tuple[_Verdict, bool]:
+        """On rank 0, wait for every post; return the verdict and whether all ranks have posted."""
+        complete = self._wait(self._posts, bound)
+        present = [complete or self._store.check([key]) for key in self._posts]
+        keys = list(itertools.compress(self._posts, present))
+        texts = iter(self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys))
+        posts = [json.loads(next(texts)) if posted else None for posted in present]
+        tag = json.loads(self._store.get(self._posts[0]))["tag"]
+        failures: list[tuple[int, str]] = []
+        for rank, post in enumerate(posts):
+            if post is None:
+                failures.append((rank, f"did not arrive within {bound:g} s"))
+            elif "error" in post:
+                failures.append((rank, f"failed: {post['error']}"))
+            elif post["tag"] != tag:
+                failures.append((rank, f"is at {post['tag']!r} while rank 0 is at {tag!r}"))
+        values = [] if failures else [post["value"] for post in posts if post is not None]
+        return _Verdict(failures, values), complete
+
+    def _await_verdict(self, bound: float) -> _Verdict:
+        """On other ranks, wait a little longer than rank 0, whose verdict names the silent ranks for all."""
+        if not self._wait([self._verdict], bound + _grace(bound)):
+            silent = [rank for rank, key in enumerate(self._posts) if not self._store.check([key])]
+            if not silent and not self._wait([self._verdict], _grace(bound)):
+                silent = [0]
+            if silent:
+                return _Verdict([(rank, f"did not answer within {bound:g} s") for rank in silent], [])
+        return _Verdict(*json.loads(self._store.get(self._verdict)))
+
+    def _wait(self, keys: Sequence[str], seconds: float) -> bool:
+        try:
+            self._store.wait(list(keys), timedelta(seconds=seconds))
+        except dist.DistStoreError:
+            return False
+        return True
+
+    def _forget(self, complete: bool, stale: list[str]) -> None:
+        """On rank 0, delete keys that nobody will read again, so that the store does not grow.
+
+        A rank that has posted has read every earlier verdict; after an incomplete exchange a late rank may still read.
+        """
+        if complete:
+            for key in (*stale, *self._posts):
+                self._store.delete_key(key)
+            stale[:] = [self._verdict]
+        else:
+            stale += [*self._posts, self._verdict]
+
+
+def _grace(bound: float) -> float:
+    return 1.0 + 0.05 * bound

@@ -1,0 +1,131 @@
+"""Check that replicas are equal: their digests are compared before a save divides the writing among ranks.
+
+Owns the comparison. sharing.py decides which ranks are replicas of each other.
+
+A save writes each replicated byte once, some from one rank and some from another. If replicas have drifted apart (a
+rank that missed a gradient, a flipped bit, shards that are no DTensors and look like copies), the checkpoint would be
+a mixture that no rank has trained, and nobody would know.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+import xxhash
+
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import ReplicaMismatchError
+from titan_ckpt.geometry.chunks import local_tensor
+
+logger = logging.getLogger(__name__)
+
+SAMPLED_BYTES = 16 << 20
+"""About this many bytes of each rank are sampled per save; the part of each tensor changes with the step."""
+SAMPLED_TENSORS = 1 << 10
+"""At most about this many tensors of each rank are sampled per save; the selection changes with the step."""
+_LEAST_BYTES = 1 << 12
+_PIECE_BYTES = 32 << 20
+_LISTED = 8
+
+Groups = Mapping[tuple[int, ...], tuple[str, ...]]
+"""Ranks that are replicas of each other -> the names of the tensors that this rank holds as one of them."""
+
+
+def check_replicas(
+    tensors: Mapping[str, torch.Tensor],
+    groups: Groups,
+    volatile: Collection[str],
+    coordinator: Coordinator,
+    mode: Literal["sampled", "full"],
+    step: int,
+) -> None:
+    """Compare replicas of the same tensors. Collective.
+
+    1 Every rank posts one digest for each group it is in. 2 If members of a group differ, they post one for each
+    tensor. Only `volatile` tensors may differ, with a warning: ranks may keep statistics of their own in buffers.
+    Raises: ReplicaMismatchError naming tensors and ranks.
+    """
+    total = max(1, sum(map(len, groups.values())))
+    budget = SAMPLED_BYTES // min(total, SAMPLED_TENSORS) if mode == "sampled" else None
+    keys = {ranks: xxhash.xxh3_64_hexdigest(repr(ranks).encode()) for ranks in groups}
+    digests: dict[str, dict[str, str]] = {}
+    error: Exception | None = None
+    try:
+        for ranks, names in groups.items():
+            chosen = names if budget is None else _some(names, SAMPLED_TENSORS * len(names) // total, step)
+            digests[keys[ranks]] = {name: _digest(name, tensors[name], budget, step) for name in chosen}
+    except Exception as e:
+        error = e
+    of_groups: Any = {key: xxhash.xxh3_128_hexdigest(repr(of_names).encode()) for key, of_names in digests.items()}
+    posted: list[Any] = coordinator.gather("replicas", of_groups, error)
+    distinct = {key_and_digest for of_rank in posted for key_and_digest in of_rank.items()}
+    differing = {key for key, count in Counter(key for key, _ in distinct).items() if count > 1}
+    if differing:
+        of_tensors: Any = {key: of_names for key, of_names in digests.items() if key in differing}
+        _name(coordinator.gather("replicas by tensor", of_tensors), volatile, step)
+
+
+def _name(posted: list[Any], volatile: Collection[str], step: int) -> None:
+    """Raise for, or warn about, the tensors that are not equal on all ranks of a group."""
+    by_tensor: dict[tuple[str, str], dict[int, str]] = {}
+    for rank, of_groups in enumerate(posted):
+        for key, of_names in of_groups.items():
+            for name, digest in of_names.items():
+                by_tensor.setdefault((key, name), {})[rank] = digest
+    lines: dict[str, str] = {}
+    for (_, name), of_ranks in by_tensor.items():
+        usual, count = Counter(of_ranks.values()).most_common(1)[0]
+        if count < len(of_ranks):
+            odd = [rank for rank, digest in of_ranks.items() if digest != usual]
+            lines[name] = f"{name}: rank {', '.join(map(str, odd[:_LISTED]))} of {len(of_ranks)} ranks"
+    wrong = [name for name in lines if name not in volatile]
+    if not wrong:
+        logger.warning(
+            "step %d: %d buffers or states are not the same on all ranks, and each is saved from one of them: %s",
+            step,
+            len(lines),
+            "; ".join(list(lines.values())[:_LISTED]),
+        )
+        return
+    raise ReplicaMismatchError(
+        f"step {step} is not saved: {len(wrong)} tensors that ranks hold as copies of each other are not the same: "
+        f"{'; '.join(lines[name] for name in wrong[:_LISTED])}. Shards must be DTensors; copies drift apart where a "
+        "gradient is not reduced. To save all the same, some from one rank and some from another: "
+        'checkpoint.save.check_replicas = "off"',
+        wrong,
+    )
+
+
+def _some(names: tuple[str, ...], count: int, step: int) -> tuple[str, ...]:
+    """Return about `count` consecutive names, starting at one that depends on the step; all if there are no more."""
+    if len(names) <= count:
+        return names
+    first = xxhash.xxh3_64_intdigest(str(step).encode()) % len(names)
+    return (names + names[:count])[first : first + max(count, 1)]
+
+
+def _digest(name: str, value: torch.Tensor, budget: int | None, step: int) -> str:
+    hasher = xxhash.xxh3_128()
+    for piece in _pieces(name, local_tensor(value).detach(), budget, step):
+        hasher.update(piece.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+    return hasher.hexdigest()
+
+
+def _pieces(name: str, local: torch.Tensor, budget: int | None, step: int) -> Iterator[torch.Tensor]:
+    """Yield rows of a tensor: all, or about `budget` bytes starting at a row that depends on name and step."""
+    if not local.numel():
+        return
+    rows = local.reshape(1) if local.dim() == 0 else local
+    row_bytes = rows[:1].nbytes
+    if budget is not None and rows.nbytes > max(budget, _LEAST_BYTES):
+        count = max(1, max(budget, _LEAST_BYTES) // row_bytes)
+        first = xxhash.xxh3_64_intdigest(f"{name}@{step}".encode()) % (len(rows) - count + 1)
+        yield rows[first : first + count]
+        return
+    count = max(1, _PIECE_BYTES // row_bytes)
+    for first in range(0, len(rows), count):
+        yield rows[first : first + count]

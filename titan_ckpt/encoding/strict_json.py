@@ -1,0 +1,103 @@
+"""Strict JSON: bounded size, no duplicate keys, no literals that are not JSON; and typed access to parsed values.
+
+Owns parsing of untrusted bytes. `parse` raises CorruptCheckpointError; the other functions raise ValueError or
+TypeError. Knows neither the manifest nor typed values.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+from typing import NoReturn, TypeAlias
+
+from titan_ckpt.errors import CorruptCheckpointError
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+_MAX_DIMS = 64
+
+
+def parse(data: bytes, max_bytes: int, source: str) -> Json:
+    """Parse strict JSON: no duplicate keys, no NaN or overflowing literals, bounded size and nesting.
+
+    Raises: CorruptCheckpointError.
+    """
+    if len(data) > max_bytes:
+        raise CorruptCheckpointError(f"{source}: {len(data)} bytes, at most {max_bytes} are allowed", source)
+    try:
+        parsed: Json = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_object_without_duplicates,
+            parse_constant=_refuse_constant,
+            parse_float=_finite_float,
+        )
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{source}: not the JSON that was written: {error}", source) from None
+    return parsed
+
+
+def as_list(value: Json, length: int | None = None) -> list[Json]:
+    """Return the value if it is a list, of `length` if given. Raises: TypeError, as do all functions `as_*`."""
+    if not isinstance(value, list) or length not in (None, len(value)):
+        raise TypeError(f"expected a list{'' if length is None else f' of {length}'}, found {value!r:.80}")
+    return value
+
+
+def as_str(value: Json) -> str:
+    """Return the value if it is text."""
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, found {value!r:.80}")
+    return value
+
+
+def as_int(value: Json) -> int:
+    """Return the value if it is an integer and not a boolean."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"expected an integer, found {value!r:.80}")
+    return value
+
+
+def as_shape(value: Json) -> tuple[int, ...]:
+    """Return the value as a tensor's shape. Raises: ValueError if no tensor can have it."""
+    sizes = tuple(as_int(size) for size in as_list(value))
+    if len(sizes) > _MAX_DIMS or any(size < 0 or size > 2**62 for size in sizes):
+        raise ValueError(f"shape {sizes!r:.80}")
+    return sizes
+
+
+def to_base64(data: bytes | bytearray) -> str:
+    """Return padded base64 in the standard alphabet."""
+    return base64.b64encode(data).decode("ascii")
+
+
+def from_base64(value: Json) -> bytes:
+    """Return the decoded bytes. Raises: ValueError on anything but padded base64."""
+    try:
+        return base64.b64decode(as_str(value), validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"not base64: {error}") from None
+
+
+def to_text(value: Json) -> str:
+    """Return compact JSON text. Raises: ValueError for NaN and infinities."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _object_without_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key is there twice")
+    return made
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text:.40} is out of range")
+    return value

@@ -1,0 +1,1 @@
+"""Hugging Face model folders and PEFT adapter folders."""

@@ -1,0 +1,239 @@
+"""Writing Hugging Face folders: the files' names, the index, config.json, and the files copied from the base.
+
+Owns the folder's content besides tensors. formats/publish writes and proves the tensors.
+Source: transformers, `modeling_utils.py` save_pretrained; huggingface_hub, `serialization/_base.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import ExportError, listed
+from titan_ckpt.formats.huggingface.reader import CONFIG, INDEX, TIED, HuggingFaceReader, read_config, to_json
+from titan_ckpt.formats.publish.plan import ExportPlan, pack_as, pack_model_files
+from titan_ckpt.formats.publish.run import ExportSummary, FolderFormat, export_folder
+from titan_ckpt.geometry.chunks import TensorInfo
+from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.weights.quantise import WeightQuantiser, check_quantised, quantised
+from titan_ckpt.weights.write_view import CASTABLE, FileGroup
+
+GENERATION_CONFIG = "generation_config.json"
+_COPIED = (
+    GENERATION_CONFIG,
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "tekken.json",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "*.py",
+    "LICENSE*",
+)
+"""Files of the base's folder that are copied. The README is not: it describes other weights."""
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_FROM_BASE = ("auto_map", *_TOKENS)
+"""Fields of config.json that are taken from the base's if the model has none: they belong to the copied files."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_OUTPUT = "lm_head.weight"
+_OUTPUTS = (_OUTPUT, "embed_out.weight", "head.weight", "decoder.weight", "output_projection.weight")
+"""Names of the output matrix: nearly always the first; the others in GPT-NeoX, RWKV, ModernBERT and BioGPT."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The folder that the weights came from, with which an export of them has to agree."""
+
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+    """The tensors that a load sees: dequantised, without those that models compute themselves."""
+    file_of: Mapping[str, str]
+    dtype: str | None
+    """The dtype in its config.json."""
+
+    @staticmethod
+    def read(path: Path, ignores: Callable[[str], bool]) -> Base:
+        """Read the folder's headers, without the keys that `ignores` accepts. Raises: as HuggingFaceReader."""
+        with HuggingFaceReader(path) as reader:
+            tensors = {key: info for key, info in reader.tensors.items() if not ignores(key)}
+            config = reader.metadata()
+            return Base(path, tensors, reader.file_of, config.get("dtype") or config.get("torch_dtype"))
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {key: info.dtype for key, info in self.tensors.items()}
+
+
+def export_huggingface(
+    folder: Path,
+    groups: Sequence[FileGroup],
+    *,
+    config: Mapping[str, Any],
+    assets: Path | None,
+    max_shard_bytes: int,
+    coordinator: Coordinator,
+    quantiser: WeightQuantiser | None = None,
+    base: Base | None = None,
+    as_base: bool = False,
+) -> ExportSummary:
+    """Write a folder that transformers opens, prove it, and publish it atomically. Collective.
+
+    `config`: the model's config.json; if empty, the one in `assets`. `assets`: a Hugging Face folder whose tokenizer,
+    chat template, generation config and custom code are copied. `max_shard_bytes`: limit of one file's tensors.
+    `base`: a folder that must have the same keys and shapes; with `as_base` every tensor goes into the file of the same
+    name as there. `quantiser`: stores the weights that it claims (weights/quantise.py).
+    Memory: at most one shard of a tensor, as lazy tensors compute it, and less than 64 MiB.
+    Raises: ExportError on every rank, with nothing under the folder's name.
+    """
+
+    def pack(infos: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
+        return pack_as(base.file_of, infos) if base and as_base else pack_model_files(infos, max_shard_bytes)
+
+    stored = groups if quantiser is None else quantised(groups, quantiser)
+
+    def check(reader: TensorReader) -> None:
+        if quantiser is None:
+            return
+        assert isinstance(reader, HuggingFaceReader)
+        with HuggingFaceReader(reader.path) as dequantised:
+            if base is not None and coordinator.rank == 0:
+                _compare(dequantised.tensors, base)
+            check_quantised(stored, dequantised)
+
+    layout = FolderFormat(
+        pack,
+        lambda plan: _companions(plan, config, assets, base, quantiser),
+        partial(HuggingFaceReader, dequantise=False),  # the proof reads the stored tensors
+        check,
+        None if quantiser is None else quantiser.header,
+    )
+    return export_folder(folder, stored, layout, coordinator)
+
+
+def _companions(
+    plan: ExportPlan,
+    config: Mapping[str, Any],
+    assets: Path | None,
+    base: Base | None,
+    quantiser: WeightQuantiser | None,
+) -> dict[str, bytes | Path]:
+    """Return the files beside the tensors, by name. Raises: ExportError if they and the tensors disagree."""
+    if base is not None and quantiser is None:
+        _compare(plan.infos, base)
+    files: dict[str, bytes | Path] = dict(_assets(assets))
+    beside = read_config(assets / CONFIG) if assets is not None else {}
+    made = _config(config, beside)
+    made["dtype"] = _dtype(plan.infos, base)
+    if quantiser is not None:
+        made["quantization_config"] = quantiser.config(plan.infos, plan.quantised)
+    _check_tied(made, {*plan.infos, *plan.quantised})
+    _check_shape(made, plan)
+    files[CONFIG] = to_json(made)
+    if GENERATION_CONFIG not in files:
+        files[GENERATION_CONFIG] = to_json(_generation_config(made))
+    if len(plan.layouts) > 1:
+        files[INDEX] = to_json(_index(plan))
+    return files
+
+
+def _compare(infos: Mapping[str, TensorInfo], base: Base) -> None:
+    """Raise ExportError unless the export has the base's keys, each with the base's shape."""
+    faults = [f"{key} is not in the base" for key in infos if key not in base.tensors]
+    faults += [f"{key} is only in the base" for key in base.tensors if key not in infos]
+    shapes = [(key, info, base.tensors[key]) for key, info in infos.items() if key in base.tensors]
+    faults += [f"{key}: base {of_base}, export {info}" for key, info, of_base in shapes if info.shape != of_base.shape]
+    if faults:
+        raise ExportError(
+            f"{len(faults)} tensor(s) are not those of {base.path}, from which the weights came: "
+            f"{listed(faults)}. Is the model's table of names the right one?"
+        )
+
+
+def _assets(folder: Path | None) -> Iterator[tuple[str, Path]]:
+    """Yield (relative name, file) for each file to copy. Raises: ExportError if the folder is not there."""
+    if folder is None:
+        return
+    if not folder.is_dir():
+        raise ExportError(f"assets folder {folder} is not there; name a Hugging Face folder to copy the tokenizer from")
+    for pattern in _COPIED:
+        for path in sorted(folder.glob(pattern)):
+            if path.is_file():
+                yield str(path.relative_to(folder)), path
+
+
+def _config(config: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of these weights as if they were not quantised, without their dtype."""
+    made = dict(config) if config else dict(base)
+    if not made.get("model_type"):
+        raise ExportError("no config.json can be written: give the model's Hugging Face config, or an assets folder")
+    if not made.get("architectures"):
+        if not base.get("architectures"):
+            raise ExportError('config has no "architectures", so nothing says which class opens it: add it')
+        made["architectures"] = base["architectures"]
+    for name in _FROM_BASE:
+        if made.get(name) is None and base.get(name) is not None:
+            made[name] = base[name]
+    for name in ("quantization_config", "compression_config", "torch_dtype"):
+        made.pop(name, None)
+    return made
+
+
+def _dtype(infos: Mapping[str, TensorInfo], base: Base | None) -> str:
+    """Return the base's dtype if all tensors have the base's dtypes; else the floating dtype of most bytes."""
+    if base is not None and base.dtype and all(info == base.tensors.get(key) for key, info in infos.items()):
+        return base.dtype
+    num_bytes: dict[torch.dtype, int] = {}
+    for info in infos.values():
+        if info.dtype in CASTABLE:
+            num_bytes[info.dtype] = num_bytes.get(info.dtype, 0) + info.nbytes
+    return str(max(num_bytes, key=num_bytes.__getitem__, default=torch.float32)).removeprefix("torch.")
+
+
+def _check_tied(config: Mapping[str, Any], keys: Collection[str]) -> None:
+    """Raise if config and weights disagree on the output matrix: transformers would untie it, or initialise one."""
+    tied = config.get("tie_word_embeddings")
+    causal = any(str(name).endswith("ForCausalLM") for name in config["architectures"])
+    wrong = "config says tie_word_embeddings = {} and the export has {} {}: one of them is wrong"
+    if tied and _OUTPUT in keys:
+        raise ExportError(wrong.format("true", "a", _OUTPUT))
+    if tied is False and causal and not any(key in keys for key in _OUTPUTS):
+        raise ExportError(wrong.format("false", "no", _OUTPUT))
+
+
+def _check_shape(config: Mapping[str, Any], plan: ExportPlan) -> None:
+    """Raise if config.json describes a model of a different size: transformers would initialise or drop weights."""
+    faults = []
+    wanted = tuple(config.get(name) for name in ("vocab_size", "hidden_size"))
+    embeddings = plan.infos.get(TIED[1])
+    if embeddings is not None and None not in wanted and embeddings.shape != wanted:
+        faults.append(f"vocab_size = {wanted[0]} and hidden_size = {wanted[1]}, and {TIED[1]} is {embeddings}")
+    layers = {match[1] for key in (*plan.infos, *plan.quantised) if (match := _LAYER.match(key))}
+    if layers and config.get("num_hidden_layers") not in (None, len(layers)):
+        faults.append(f"num_hidden_layers = {config['num_hidden_layers']}, and there are {len(layers)}")
+    if faults:
+        raise ExportError(f"config says {'; '.join(faults)}: is it another model's?")
+
+
+def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the generation config that transformers derives from a config when it saves a model without one."""
+    return {"_from_model_config": True, **{name: config[name] for name in _TOKENS if config.get(name) is not None}}
+
+
+def _index(plan: ExportPlan) -> dict[str, Any]:
+    metadata = {"total_size": plan.num_bytes}
+    if not plan.quantised:  # scales and zero points are no parameters
+        metadata["total_parameters"] = sum(torch.Size(info.shape).numel() for info in plan.infos.values())
+    return {"metadata": metadata, "weight_map": {key: plan.file_of[key] for key in sorted(plan.infos)}}

@@ -1,0 +1,273 @@
+"""Reading and writing PEFT adapter folders: adapter_model.safetensors and adapter_config.json.
+
+Owns the meaning of such a folder to PEFT and vLLM, and every check of it: PEFT itself ignores keys that it does not
+know, fills in a missing rank, and hardly warns when an adapter does nothing. Knows no model.
+Source: peft, utils/save_and_load.py, tuners/lora/config.py; vLLM, vllm/lora/peft_helper.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, ExportError, NotACheckpointError, listed
+from titan_ckpt.formats.huggingface.reader import read_config, to_json
+from titan_ckpt.formats.publish.plan import ExportPlan
+from titan_ckpt.formats.publish.run import ExportSummary, FolderFormat, export_folder
+from titan_ckpt.formats.safetensors.container import read_header
+from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
+from titan_ckpt.geometry.chunks import Chunk, TensorInfo
+from titan_ckpt.geometry.requests import ReadRequest, TensorReader
+from titan_ckpt.weights.write_view import CASTABLE, FileGroup
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+RECORD = "titan_ckpt.json"
+"""Holds what this package records of an adapter beyond PEFT's fields; PEFT warns of fields that it does not know."""
+PREFIX = "base_model.model."
+_OWN = "titan_ckpt_"
+_PARTNERS = {
+    ".lora_A.weight": ".lora_B.weight",
+    ".lora_B.weight": ".lora_A.weight",
+    ".lora_embedding_A": ".lora_embedding_B",
+    ".lora_embedding_B": ".lora_embedding_A",
+}
+PAIRS = {a: b for a, b in _PARTNERS.items() if a.endswith(("_A.weight", "_A"))}
+"""End of the name of an A matrix -> end of the name of its B matrix."""
+MAGNITUDE = ".lora_magnitude_vector"
+_DEFAULTS: Mapping[str, Any] = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "lora_dropout": 0.0,
+    "bias": "none",
+    "use_rslora": False,
+    "use_dora": False,
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "modules_to_save": None,
+    "base_model_name_or_path": None,
+    "revision": None,
+}
+_NUMBERS = {"rank_pattern": "positive number", "alpha_pattern": "number"}
+_AGAIN = "Save the adapter again, or take another"
+
+
+class PeftReader(TensorReader):
+    """A LoRA adapter folder. Names are the file's own; nothing is stripped."""
+
+    format = "peft"
+
+    def __init__(self, path: Path) -> None:
+        """Check config and names; read no tensor.
+
+        Raises: CheckpointNotFoundError; NotACheckpointError without safetensors or if it is no LoRA adapter;
+        CorruptCheckpointError listing names and shapes that PEFT would ignore or misread.
+        """
+        self.path = path
+        if not path.is_dir():
+            raise CheckpointNotFoundError(f"{path} is not there; name a PEFT adapter folder")
+        self._config = _read_adapter_config(path)
+        if not (path / WEIGHTS).exists():
+            hint = "; adapter_model.bin is a pickle: save it again as safetensors" if list(path.glob("*.bin")) else ""
+            raise NotACheckpointError(f"{path}: no {WEIGHTS} beside {CONFIG}{hint}")
+        self._files = SafetensorsFiles([read_header(path / WEIGHTS)])
+        self._tensors = {key: entry.info for key, entry in self._files.entries.items()}
+        if faults := check_adapter(self._tensors, self._config):
+            raise CorruptCheckpointError(f"{path / WEIGHTS}: {listed(faults)}. {_AGAIN}", str(path / WEIGHTS))
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._tensors
+
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Fill every request. Raises: CorruptCheckpointError for values that are not finite; OSError."""
+        self._files.read(requests)
+        bad = {r.key for r in requests if r.into.dtype in CASTABLE and not bool(torch.isfinite(r.into).all())}
+        if bad:
+            file = self.path / WEIGHTS
+            raise CorruptCheckpointError(f"{file}: not finite: {listed(sorted(bad))}. {_AGAIN}", str(self.path))
+
+    def metadata(self) -> dict[str, Any]:
+        """Return adapter_config.json, merged with this package's record if there is one."""
+        return self._config
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def export_peft(
+    folder: Path,
+    groups: Sequence[FileGroup],
+    *,
+    config: Mapping[str, Any],
+    coordinator: Coordinator,
+) -> ExportSummary:
+    """Write an adapter folder that PEFT and vLLM open, prove it, and publish it atomically. Collective.
+
+    `config`: adapter_config.json; r, lora_alpha and target_modules are required, the others have PEFT's defaults.
+    Fields named `titan_ckpt_*` go to titan_ckpt.json.
+    Raises: ExportError on every rank, with nothing under the folder's name; also for an adapter that changes nothing.
+    """
+
+    def companions(plan: ExportPlan) -> dict[str, bytes | Path]:
+        public = {**_DEFAULTS, **{name: value for name, value in config.items() if not name.startswith(_OWN)}}
+        own = {name: value for name, value in config.items() if name.startswith(_OWN)}
+        if faults := list(_config_faults(public)) or check_adapter(plan.infos, public):
+            raise ExportError(listed(faults))
+        files: dict[str, bytes | Path] = {CONFIG: to_json(public)}
+        if own:
+            files[RECORD] = to_json(own)
+        return files
+
+    def check(reader: TensorReader) -> None:
+        if coordinator.rank == 0:
+            _check_values(reader)
+
+    layout = FolderFormat(lambda infos: {WEIGHTS: sorted(infos)}, companions, PeftReader, check)
+    return export_folder(folder, groups, layout, coordinator)
+
+
+def check_adapter(infos: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> list[str]:
+    """Return one line for each tensor that PEFT would ignore, or that contradicts its partner or the config."""
+    faults = []
+    for key, info in infos.items():
+        if not key.startswith(PREFIX):
+            faults.append(f"{key} does not start with {PREFIX}: PEFT would ignore it, and the adapter would do nothing")
+            continue
+        suffix = next((suffix for suffix in (*_PARTNERS, MAGNITUDE) if key.endswith(suffix)), None)
+        if suffix is None:
+            if ".base_layer." in key:
+                faults.append(f"{key} is a copy of a base weight; save the adapter with save_embedding_layers=False")
+            elif not _is_saved_module(key, config):
+                faults.append(f"{key} is no LoRA tensor, nor of a module that modules_to_save names")
+            continue
+        module = key.removesuffix(suffix)
+        if suffix == MAGNITUDE:
+            if not config.get("use_dora"):
+                faults.append(f"{key} is a DoRA magnitude, and the config does not say use_dora")
+            continue
+        if (partner := module + _PARTNERS[suffix]) not in infos:
+            faults.append(f"{key} has no partner {partner}")
+        rank = _rank(module.removeprefix(PREFIX), config)
+        dim = 0 if suffix.endswith(("_A", "_A.weight")) else 1
+        if len(info.shape) < 2 or info.shape[dim] != rank:
+            faults.append(f"{key} is {info}, expected {rank} in dim {dim}, the rank that the config gives this module")
+        if config.get("use_dora") and module + MAGNITUDE not in infos and ".lora_embedding_" not in key:
+            faults.append(f"{key} has no {module + MAGNITUDE}, and the config says use_dora")
+    return faults
+
+
+def _is_saved_module(key: str, config: Mapping[str, Any]) -> bool:
+    """Return whether `modules_to_save` names the module. As in PEFT, "norm" also matches "input_layernorm"."""
+    module = key.removeprefix(PREFIX).rpartition(".")[0]
+    return any(module.endswith(name) for name in config.get("modules_to_save") or ())
+
+
+def scaling_of(module: str, config: Mapping[str, Any]) -> float:
+    """Return the factor of a module's product B @ A."""
+    rank, alpha = _rank(module, config), float(_from_pattern("alpha_pattern", "lora_alpha", module, config))
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _rank(module: str, config: Mapping[str, Any]) -> int:
+    return int(_from_pattern("rank_pattern", "r", module, config))
+
+
+def _from_pattern(patterns: str, default: str, module: str, config: Mapping[str, Any]) -> float:
+    """Return a module's number as PEFT looks it up: by pattern, else the default, else 8.
+
+    Source: peft, utils/other.py get_pattern_key.
+    """
+    table: Mapping[str, float] = config.get(patterns) or {}
+    matched = next((value for pattern, value in table.items() if re.match(rf"(.*\.)?({pattern})$", module)), None)
+    number: float = config.get(default, 8) if matched is None else matched
+    return number
+
+
+def _read_adapter_config(path: Path) -> dict[str, Any]:
+    file = path / CONFIG
+    if not file.exists():
+        raise NotACheckpointError(f"{path}: no {CONFIG}, so nothing says the adapter's kind and scale")
+    config = read_config(file)
+    if config.get("peft_type") != "LORA":
+        raise NotACheckpointError(f"{file}: peft_type is {config.get('peft_type')!r}; only LORA adapters can be read")
+    if faults := list(_pattern_faults(config)):
+        raise CorruptCheckpointError(f"{file}: {listed(faults)}. {_AGAIN}", str(file))
+    own = read_config(path / RECORD)
+    if faults := [f"{name} is {value!r:.80}" for name, value in own.items() if not _is_record(value)]:
+        raise CorruptCheckpointError(
+            f"{path / RECORD}: {listed(faults)}, expected what an export writes. Without the file the adapter opens, "
+            "with less known of it",
+            str(path / RECORD),
+        )
+    return config | own
+
+
+def _is_record(value: object) -> bool:
+    """Return whether this is the identity of a base, or a map from modules to ranks of their parts."""
+    if not isinstance(value, dict):
+        return False
+    ranks = all(isinstance(v, list) and all(type(rank) is int for rank in v) for v in value.values())
+    return ranks or (
+        isinstance(value.get("digest"), str) and all(v is None or isinstance(v, str) for v in value.values())
+    )
+
+
+def _config_faults(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each setting that PEFT or vLLM would not read as intended."""
+    if config["peft_type"] != "LORA":
+        yield f"peft_type is {config['peft_type']!r}, expected 'LORA'"
+    for name in ("r", "lora_alpha"):
+        if name not in config:
+            yield f"{name} is left out, and PEFT would take 8"
+    if not config.get("target_modules"):
+        yield "target_modules is empty: PEFT would adapt nothing"
+    yield from _pattern_faults(config)
+
+
+def _pattern_faults(config: Mapping[str, Any]) -> Iterator[str]:
+    for name in _NUMBERS:
+        patterns = config.get(name) or {}
+        if not isinstance(patterns, dict):
+            yield f"{name} is {patterns!r:.80}, expected a map from module names to numbers"
+            continue
+        for pattern, value in patterns.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield f"{name} has {pattern!r}, which is no regular expression: {error}"
+            if type(value) not in (int, float) or not math.isfinite(value) or (name == "rank_pattern" and value < 1):
+                yield f"{name} has {value!r:.80} for {pattern!r}, expected a {_NUMBERS[name]}"
+    if "r" in config and not (type(config["r"]) is int and config["r"] > 0):
+        yield f"r is {config['r']!r:.80}, expected a positive integer"
+    alpha = config.get("lora_alpha", 8)
+    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+        yield f"lora_alpha is {alpha!r:.80}, expected a number"
+
+
+def _check_values(reader: TensorReader) -> None:
+    """Read the written adapter once more, tensor by tensor, and refuse one that would change nothing.
+
+    A pair adds B @ A, so it does nothing where either is all zero; DoRA magnitudes scale by themselves.
+    Raises: CorruptCheckpointError for values that are not finite; ExportError.
+    """
+    zero: set[str] = set()
+    for key, info in reader.tensors.items():
+        value = torch.empty(info.shape, dtype=info.dtype)
+        reader.read([ReadRequest(key, Chunk.whole(info.shape), value)])
+        if not bool(value.any()):
+            zero.add(key)
+    pairs = [(a, a.removesuffix(s) + b) for a in reader.tensors for s, b in PAIRS.items() if a.endswith(s)]
+    others = any(not key.endswith(tuple(_PARTNERS)) for key in reader.tensors)
+    if not others and all(a in zero or b in zero for a, b in pairs):
+        raise ExportError(
+            f"the adapter changes nothing: of all {len(pairs)} modules lora_A or lora_B is zero. Was it trained?"
+        )

@@ -1,0 +1,208 @@
+"""The layout of a rank's file: its entries, where they lie in global tensors, and the space for its digests.
+
+Owns the layout that docs/format-rank-file.md describes; header.py reads it. Moves no values, opens no files.
+
+The file is a safetensors file. The digests of the data section are known only after it is written, but the header
+stands before it. So their space is fixed when the file is laid out, and `Layout.seal` fills it in at the end. The
+header's own digest covers the digests of all blocks, so it stands for the whole file (a tree of two levels).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import xxhash
+
+from titan_ckpt.disk.memory import round_up
+from titan_ckpt.errors import StateEncodingError
+from titan_ckpt.formats.safetensors import container
+from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo
+
+FORMAT_VERSION = 1
+BLOCK_BYTES = 1 << 20
+"""Bytes of the data section per digest: so few that a resharded load reads little more than it needs."""
+
+MAX_HEADER_BYTES = container.MAX_HEADER_BYTES
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = {
+    **container.DTYPE_NAMES,
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}
+
+CARRIERS: Mapping[torch.dtype, tuple[torch.dtype, int]] = {
+    torch.complex128: (torch.float64, 2),
+    torch.complex32: (torch.float16, 2),
+    torch.float4_e2m1fn_x2: (torch.uint8, 1),
+}
+"""Dtypes that not all safetensors readers know -> (dtype that carries their bytes, carriers per element)."""
+STORED_DTYPES = (*DTYPE_NAMES, *CARRIERS)
+
+PREFIX = b'{"__metadata__":{"titan_ckpt.digest":"'
+DIGEST_AT = 8 + len(PREFIX)
+DIGEST_CHARS = 32
+NO_DIGEST = b"0" * DIGEST_CHARS
+_BLOCKS_KEY = b'","titan_ckpt.blocks":"'
+_quoted = json.encoder.encode_basestring
+
+
+def rank_file_name(rank: int) -> str:
+    """Return the name of a rank's file inside a checkpoint's folder."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a rank's file: a chunk of the global tensor `fqn`. `start`: its first byte in the data section."""
+
+    name: str
+    fqn: str
+    info: TensorInfo
+    chunk: Chunk
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.chunk.numel * self.info.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A rank's file before it is written."""
+
+    entries: tuple[Entry, ...]
+    data_start: int
+    data_bytes: int
+    template: bytes
+    """The header with zeros for digests."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data_start + self.data_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.data_bytes // BLOCK_BYTES)
+
+    def seal(self, block_digests: Sequence[str]) -> tuple[bytes, str]:
+        """Return the header's bytes and its digest, which stands for the whole file."""
+        assert len(block_digests) == self.num_blocks
+        header = bytearray(self.template)
+        at = DIGEST_AT + DIGEST_CHARS + len(_BLOCKS_KEY)
+        header[at : at + DIGEST_CHARS * self.num_blocks] = "".join(block_digests).encode()
+        digest = xxhash.xxh3_128_hexdigest(header)
+        header[DIGEST_AT : DIGEST_AT + DIGEST_CHARS] = digest.encode()
+        return bytes(header), digest
+
+
+def lay_out(
+    chunks: Sequence[tuple[str, TensorInfo, Chunk]],
+    rank: int,
+    world_size: int,
+    elsewhere: Mapping[str, TensorInfo] | None = None,
+) -> Layout:
+    """Lay out a rank's file for chunks of global tensors.
+
+    `elsewhere` (rank 0): tensors of the checkpoint that this file has no chunk of, so that rank 0's file names all.
+    Wider elements come first, so that every entry starts at a multiple of its element size without gaps.
+    Raises: StateEncodingError if the header is over the limit of the safetensors format.
+    """
+    order = sorted(chunks, key=lambda c: -c[1].dtype.itemsize)
+    names = _entry_names([fqn for fqn, _, _ in order])
+    sizes = [chunk.numel * info.dtype.itemsize for _, info, chunk in order]
+    starts = list(accumulate(sizes, initial=0))
+    data_bytes = starts.pop()
+    entries = tuple(
+        Entry(name, fqn, info, chunk, start)
+        for name, (fqn, info, chunk), start in zip(names, order, starts, strict=True)
+    )
+    metadata = {
+        "titan_ckpt.version": str(FORMAT_VERSION),
+        "titan_ckpt.rank": str(rank),
+        "titan_ckpt.world_size": str(world_size),
+        "titan_ckpt.block_bytes": str(BLOCK_BYTES),
+        "format": "pt",
+        **_chunk_texts(entries),
+    }
+    if elsewhere:
+        infos = {fqn: [_plain_name(i.dtype), list(i.shape)] for fqn, i in elsewhere.items()}
+        metadata["titan_ckpt.elsewhere"] = _compact(infos)
+    tensors = _tensor_rows(entries)
+    blocks = b"0" * (DIGEST_CHARS * -(-data_bytes // BLOCK_BYTES))
+    head = PREFIX + NO_DIGEST + _BLOCKS_KEY + blocks + b'",' + _compact(metadata).encode()[1:]
+    text = b"".join([head, b"," if tensors else b"", tensors, b"}"])
+    length = round_up(8 + len(text)) - 8
+    if length > MAX_HEADER_BYTES:
+        raise StateEncodingError(
+            f"rank {rank} would write {len(entries)} tensors under a header of {length} bytes, over the "
+            f"{MAX_HEADER_BYTES} of the safetensors format: stack small tensors, or use more ranks"
+        )
+    return Layout(entries, 8 + length, data_bytes, struct.pack("<Q", length) + text.ljust(length))
+
+
+def _entry_names(fqns: Sequence[str]) -> list[str]:
+    """Name the second and later chunks of an fqn `<fqn>#<n>`, avoiding names of tensors."""
+    taken = set(fqns)
+    seen = {"__metadata__": 1}
+    names = []
+    for fqn in fqns:
+        count = seen.get(fqn, 0)
+        name = fqn
+        while count and (name := f"{fqn}#{count}") in taken:
+            count += 1
+        taken.add(name)
+        seen[fqn] = count + 1
+        names.append(name)
+    return names
+
+
+def _chunk_texts(entries: Sequence[Entry]) -> dict[str, str]:
+    """Return the header's metadata on chunks; entries with equal shape, offsets and carrier share one description."""
+    kinds: dict[tuple[Shape, Shape, torch.dtype | None], int] = {}
+    numbers = []
+    for entry in entries:
+        carried = entry.info.dtype if entry.info.dtype in CARRIERS else None
+        if carried is None and entry.chunk.sizes == entry.info.shape:
+            numbers.append(0)
+        else:
+            numbers.append(kinds.setdefault((entry.info.shape, entry.chunk.offsets, carried), len(kinds) + 1))
+    fqns = {entry.name: entry.fqn for entry in entries if entry.name != entry.fqn}
+    texts = {"titan_ckpt.fqns": _compact(fqns)} if fqns else {}
+    if kinds:
+        rows = [[*place] if carried is None else [*place, _plain_name(carried)] for *place, carried in kinds]
+        texts |= {"titan_ckpt.kinds": _compact(rows), "titan_ckpt.kind_of": _compact(numbers)}
+    return texts
+
+
+def _tensor_rows(entries: Sequence[Entry]) -> bytes:
+    """Return `"name":{...}` of every entry as JSON, without the outer braces."""
+    kinds: dict[tuple[torch.dtype, Shape], tuple[str, int]] = {}
+    rows = []
+    for entry in entries:
+        kind = entry.info.dtype, entry.chunk.sizes
+        if kind not in kinds:
+            kinds[kind] = _kind_of_row(*kind), entry.nbytes
+        text, nbytes = kinds[kind]
+        rows.append(f"{_quoted(entry.name)}{text}{entry.start},{entry.start + nbytes}]}}")
+    return ",".join(rows).encode()
+
+
+def _kind_of_row(dtype: torch.dtype, shape: Shape) -> str:
+    if dtype in CARRIERS:
+        dtype, count = CARRIERS[dtype]
+        shape = (*shape, count)
+    return f':{{"dtype":"{DTYPE_NAMES[dtype]}","shape":{_compact(shape)},"data_offsets":['
+
+
+def _plain_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)

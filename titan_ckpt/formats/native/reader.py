@@ -1,0 +1,288 @@
+"""Reading a native checkpoint: any part of any tensor, from the ranks' files that hold it.
+
+Owns the index over the files of one folder. Knows neither how a folder became a checkpoint nor what a model needs.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import sub
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, FileRecord, Manifest
+from titan_ckpt.disk import posix
+from titan_ckpt.disk.direct import FileReader
+from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, NotACheckpointError
+from titan_ckpt.formats.native.header import RankFile, header_bytes, parse_header
+from titan_ckpt.formats.native.layout import Entry, rank_file_name
+from titan_ckpt.formats.native.scatter import Transfer
+from titan_ckpt.formats.native.transfers import BlockReader, execute
+from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.geometry.boxes import overlap
+from titan_ckpt.geometry.chunks import Chunk, TensorInfo
+from titan_ckpt.geometry.requests import ReadRequest, TensorReader
+
+
+class _Source(NamedTuple):
+    """The open file of one rank, and its header."""
+
+    file: FileReader
+    header: RankFile
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """Requests, and the reader of each file that they need.
+
+    `arranged`: (target, memory that is filled in its place and copied into it afterwards).
+    """
+
+    requests: Sequence[ReadRequest]
+    readers: list[BlockReader]
+    arranged: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class NativeReader(TensorReader):
+    """Reads the ranks' files of one folder. Each is opened when it is needed; this rank's own comes first."""
+
+    format = "native"
+
+    def __init__(self, path: Path, files: Sequence[FileRecord] | None = None) -> None:
+        """Open this rank's file, or that of rank 0 if this rank has none.
+
+        `files`: the committed files, whose sizes and digests must agree; by default those of the folder's manifest. In
+        a folder without a manifest (an attempt, a single rank's file) neither is compared.
+        Raises: CheckpointNotFoundError; NotACheckpointError if there is no rank's file; CorruptCheckpointError.
+        """
+        self.path = Path(path)
+        self._sources: dict[int, _Source] = {}
+        self._planned: _Planned | None = None
+        self._borrows = False
+        if not self.path.is_dir():
+            raise CheckpointNotFoundError(f"{self.path}: no such folder")
+        committed = _committed_files(self.path) if files is None else files
+        self._records = None if committed is None else {record.name: record for record in committed}
+        ready = dist.is_available() and dist.is_initialized()
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
+        # a checkpoint of this run's own layout needs this one file, and a large header takes long to read
+        name = rank_file_name(rank)
+        has_own = (self.path / name).exists() if self._records is None else name in self._records
+        self._own = self._open(rank if has_own else 0)
+        self._world_size = self._own.header.world_size
+        position = rank * self._world_size / world_size
+        self._by_distance = sorted(range(self._world_size), key=lambda r: abs(r - position))
+
+    def another(self) -> NativeReader:
+        """Return a second reader of the same open files, with requests of its own. This reader closes the files."""
+        other = copy.copy(self)
+        other._planned, other._borrows = None, True  # noqa: SLF001
+        return other
+
+    @functools.cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Return every tensor of the checkpoint; the file of rank 0 names them all. Raises: CorruptCheckpointError."""
+        first = self._open(0).header
+        with gc_paused():
+            return {**first.infos(), **first.elsewhere}
+
+    def _open(self, rank: int) -> _Source:
+        """Open and check one rank's file, once."""
+        if rank in self._sources:
+            return self._sources[rank]
+        name = rank_file_name(rank)
+        path = self.path / name
+        try:
+            file = FileReader(path)
+        except FileNotFoundError:
+            if rank == 0 and not self._records:
+                raise NotACheckpointError(f"{self.path}: holds no {name}, so no checkpoint of this format") from None
+            raise CorruptCheckpointError(
+                f"{path}: is missing. Load another step, or copy the folder again from where it is whole", str(path)
+            ) from None
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise CorruptCheckpointError(f"{path}: is a symbolic link; put the file itself there", str(path)) from None
+        try:
+            header = read_header(file)
+            if header.rank != rank or (self._sources and header.world_size != self._world_size):
+                raise CorruptCheckpointError(
+                    f"{path}: was written by rank {header.rank} of {header.world_size}; it belongs to another "
+                    "checkpoint. Copy the folder again from where it is whole",
+                    str(path),
+                )
+            self._check_record(name, header, file.num_bytes)
+        except BaseException:
+            file.close()
+            raise
+        self._sources[rank] = _Source(file, header)
+        return self._sources[rank]
+
+    def _check_record(self, name: str, header: RankFile, num_bytes: int) -> None:
+        if self._records is None:
+            return
+        record = self._records.get(name)
+        found = f"{num_bytes} bytes, digest {header.digest}"
+        expected = "no such file" if record is None else f"{record.num_bytes} bytes, digest {record.digest}"
+        if found != expected:
+            raise CorruptCheckpointError(
+                f"{header.path}: expected {expected} by the manifest, found {found}; the file is of another save. "
+                "Load another step, or copy the folder again from where it is whole",
+                header.path,
+            )
+
+    def plan(self, requests: Sequence[ReadRequest]) -> Sequence[BlockReader]:
+        """Find the blocks of every request, and watch cached files until `read` is done. Raises: OSError."""
+        with gc_paused():
+            self._drop_plan()
+            self._planned = self._plan(requests)
+            for reader in self._planned.readers:
+                reader.prepare()
+        return self._planned.readers
+
+    def check(self, requests: Sequence[ReadRequest]) -> None:
+        """Verify the blocks of cached files that `read` would use, without writing to any tensor.
+
+        Blocks of other files are verified while they are read, or the disk would be read twice. Raises: as `read`.
+        """
+        cached = [reader for reader in self.plan(requests) if reader.to_check]
+        with gc_paused():
+            execute(cached, check_only=True)
+        for reader in cached:
+            reader.trust()
+
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Fill the memory of every request from verified blocks. Calls `check` unless these requests are planned.
+
+        Raises: CorruptCheckpointError naming the file, the damaged tensors and those overwritten in memory so far, or
+        a tensor whose stored chunks do not cover it exactly once; KeyError for a name that is not in `tensors`.
+        """
+        if self._planned is None or self._planned.requests is not requests:
+            self.check(requests)
+        assert self._planned is not None
+        with gc_paused(), torch.no_grad():
+            try:
+                execute(self._planned.readers)
+                for target, values in self._planned.arranged:
+                    target.copy_(values.view(target.shape))
+            finally:
+                self._drop_plan()
+
+    def _drop_plan(self) -> None:
+        planned, self._planned = self._planned, None
+        for reader in planned.readers if planned is not None else ():
+            reader.close()
+
+    def _plan(self, requests: Sequence[ReadRequest]) -> _Planned:
+        own: list[Transfer] = []
+        transfers = {self._own.header.rank: own}
+        arranged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for request in requests:
+            chunk, into = request.chunk, request.into
+            if into.shape != chunk.sizes:
+                into = _reshaped(into.detach(), request, arranged)
+            if (entire := self._own.header.entire(request.key, chunk)) is not None:
+                own.append(Transfer(request.key, *entire, None, into))
+                continue
+            for source, entry, part in self._locate(request.key, chunk):
+                target = into if part is chunk else into[part.within(chunk)]
+                transfers.setdefault(source.header.rank, []).append(_transfer(entry, part, target))
+        return _Planned(
+            requests,
+            [BlockReader(*self._sources[rank], of_file) for rank, of_file in sorted(transfers.items())],
+            arranged,
+        )
+
+    def _locate(self, fqn: str, chunk: Chunk) -> list[tuple[_Source, Entry, Chunk]]:
+        """Find the stored parts that make up a chunk, first in this rank's file, then in those of neighbouring ranks.
+
+        If tensors are sharded by rows, as with FSDP, the files of a few neighbours suffice; the others are not opened.
+        """
+        if fqn not in self.tensors:
+            raise KeyError(f"{self.path}: holds no tensor {fqn}")
+        if not chunk.numel:
+            return []
+        parts = _parts(self._own, fqn, chunk)
+        missing = chunk.numel - sum(part.numel for _, _, part in parts)
+        for rank in self._by_distance:
+            if missing <= 0:
+                break
+            if rank != self._own.header.rank:
+                more = _parts(self._open(rank), fqn, chunk)
+                missing -= sum(part.numel for _, _, part in more)
+                parts += more
+        _check_cover(fqn, chunk, [part for _, _, part in parts], str(self.path))
+        return parts
+
+    def close(self) -> None:
+        self._drop_plan()
+        if self._borrows:
+            return
+        sources, self._sources = self._sources, {}
+        for source in sources.values():
+            source.file.close()
+
+
+def _committed_files(folder: Path) -> tuple[FileRecord, ...] | None:
+    """Return the files that the folder's manifest lists, or None without one. Raises: CorruptCheckpointError."""
+    path = folder / MANIFEST_NAME
+    try:
+        data = posix.read_whole(path, MAX_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CorruptCheckpointError(f"{path}: cannot be read ({error}). Load another step", str(path)) from error
+    return Manifest.from_bytes(data, str(path)).files
+
+
+def read_header(file: FileReader) -> RankFile:
+    """Read and check the header of an open file. Raises: CorruptCheckpointError; OSError."""
+    path = str(file.path)
+    length = header_bytes(file.read(0, 8), file.num_bytes, path)
+    return parse_header(file.read(0, length), file.num_bytes, path)
+
+
+def _transfer(entry: Entry, part: Chunk, into: torch.Tensor) -> Transfer:
+    """Return the transfer that fills `into` with a part of a stored chunk. `part`: in global coordinates."""
+    sizes = entry.chunk.sizes
+    box = None if part == entry.chunk else Chunk(tuple(map(sub, part.offsets, entry.chunk.offsets)), part.sizes)
+    return Transfer(entry.fqn, entry.start, sizes, entry.info.dtype, box, into)
+
+
+def _parts(source: _Source, fqn: str, chunk: Chunk) -> list[tuple[_Source, Entry, Chunk]]:
+    """Return the parts of a chunk that a file holds, in global coordinates."""
+    hits = ((entry, entry.chunk.intersect(chunk)) for entry in source.header.entries_of(fqn))
+    return [(source, entry, part) for entry, part in hits if part is not None]
+
+
+def _reshaped(
+    into: torch.Tensor, request: ReadRequest, arranged: list[tuple[torch.Tensor, torch.Tensor]]
+) -> torch.Tensor:
+    """Return the target in the chunk's shape. If its strides forbid a view, return memory to copy from later."""
+    try:
+        return into.view(request.chunk.sizes)
+    except RuntimeError:
+        aside = torch.empty(request.chunk.sizes, dtype=into.dtype)
+        arranged.append((into, aside))
+        return aside
+
+
+def _check_cover(fqn: str, chunk: Chunk, parts: Sequence[Chunk], path: str) -> None:
+    """Check that the parts, which lie within the chunk, tile it exactly once. Raises: CorruptCheckpointError."""
+    covered = sum(part.numel for part in parts)
+    if covered == chunk.numel and overlap(parts) is None:
+        return
+    what = "overlap" if covered >= chunk.numel else "leave a hole"
+    raise CorruptCheckpointError(
+        f"{path}: the stored chunks of {fqn} {what}: {covered} of {chunk.numel} elements at {list(chunk.offsets)}"
+        f"+{list(chunk.sizes)}. A rank's file is missing, or from another save: load another step",
+        path,
+    )

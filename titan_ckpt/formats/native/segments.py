@@ -1,0 +1,182 @@
+"""Live tensors as one run of bytes: where each part of a file's data section lies in memory, and copies of it.
+
+Owns the gather from many tensors, contiguous or not, on host or device. Knows no files.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, groupby
+from math import prod
+from operator import itemgetter
+from typing import Self
+
+import torch
+
+from titan_ckpt.disk.memory import Buffer, is_plain_memory, move_bytes
+
+_PACKED_BYTES = 256 << 10
+"""Device tensors smaller than this are packed before they are copied to the host."""
+_PACK_BYTES = 16 << 20
+"""Most device memory that one pack takes."""
+
+_MIN_PACK = 4
+"""At least so many small neighbours of one dtype and shape are copied in one call."""
+_LARGEST_IN_PACK = 64 << 10
+"""Bytes. Tensors of this size and more are copied one by one: the overhead of a call is then small."""
+_PACKABLE = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+}  # fmt: skip
+"""Dtypes that torch.stack copies bit for bit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Positions and sizes, in bytes, of tensors that are laid end to end. Kept between saves.
+
+    `packs`: [first, last) of small neighbours of one dtype and shape, which can be copied in one call.
+    """
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    packs: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> Self:
+        """Lay out tensors of these (dtype, shape)."""
+        sizes = [dtype.itemsize * prod(shape) for dtype, shape in kinds]
+        packs, first = [], 0
+        for (dtype, _), group in groupby(kinds):
+            last = first + sum(1 for _ in group)
+            if last - first >= _MIN_PACK and dtype in _PACKABLE and 0 < sizes[first] < _LARGEST_IN_PACK:
+                packs.append((first, last))
+            first = last
+        return cls(tuple(accumulate(sizes[:-1], initial=0)) if sizes else (), tuple(sizes), tuple(packs))
+
+
+class Segments:
+    """Tensors laid end to end. Keeps them alive.
+
+    Holds addresses, which are valid until the tensors' memory is moved or freed: make it anew for every save.
+    """
+
+    def __init__(self, places: Places, tensors: Sequence[torch.Tensor]) -> None:
+        self._starts, self._sizes, self._tensors = places.starts, places.sizes, tensors
+        on_host = [tensor.is_cpu for tensor in tensors]
+        self.has_device_tensors = not all(on_host)
+        self._packs = [pack for pack in places.packs if all(on_host[slice(*pack)])]
+        self._addresses = [0] * len(tensors)
+        alone, position = [], 0
+        for first, last in (*self._packs, (len(tensors), 0)):
+            alone.append(range(position, first))
+            position = last
+        for i in chain.from_iterable(alone):
+            if is_plain_memory(tensors[i]):
+                self._addresses[i] = tensors[i].data_ptr()
+
+    def fill(self, start: int, stop: int, target: Buffer, at: int = 0) -> None:
+        """Copy bytes [start, stop) of the run to byte `at` of the target. Several threads may fill different parts."""
+        first = max(0, bisect_right(self._starts, start) - 1)
+        last = bisect_left(self._starts, stop)
+        for a, b in self._packs[bisect_left(self._packs, first, key=itemgetter(1)) :]:
+            if a >= last:
+                break
+            self._fill_each(first, a, start, stop, target, at)
+            first = self._fill_pack(max(a, first), min(b, last), start, stop, target, at)
+        self._fill_each(first, last, start, stop, target, at)
+
+    @torch.no_grad()
+    def _fill_pack(self, first: int, last: int, start: int, stop: int, target: Buffer, at: int) -> int:
+        """Copy the tensors of a pack that lie within the range in one call, the others one by one; return `last`."""
+        begin = first if self._starts[first] >= start else first + 1
+        end = last if self._end(last - 1) <= stop else last - 1
+        if end > begin:
+            tensors = list(self._tensors[begin:end])
+            out = target.tensor[at + self._starts[begin] - start : at + self._end(end - 1) - start]
+            torch.stack(tensors, out=out.view(tensors[0].dtype).view(end - begin, *tensors[0].shape))
+        self._fill_each(first, begin, start, stop, target, at)
+        self._fill_each(max(begin, end), last, start, stop, target, at)
+        return last
+
+    def _fill_each(self, first: int, last: int, start: int, stop: int, target: Buffer, at: int) -> None:
+        starts, sizes, addresses = self._starts, self._sizes, self._addresses
+        base = target.address + at - start
+        for i in range(first, last):
+            low, address = starts[i], addresses[i]
+            if address and low >= start and low + sizes[i] <= stop:
+                move_bytes(base + low, address, sizes[i])
+                continue
+            high = min(stop, low + sizes[i])
+            begin = max(start, low)
+            if high <= begin:
+                continue
+            if address:
+                move_bytes(base + begin, address + begin - low, high - begin)
+            else:
+                tensor, itemsize = self._tensors[i].detach(), self._tensors[i].dtype.itemsize
+                out = target.tensor[at + begin - start : at + high - start].view(tensor.dtype)
+                _copy_range(tensor, (begin - low) // itemsize, (high - low) // itemsize, out)
+
+    @torch.no_grad()
+    def enqueue(self, target: Buffer) -> None:
+        """Copy everything to the start of the target; device tensors on the current stream, without waiting for it.
+
+        Small neighbours are packed on the device first: separate copies would take longer than moving all the bytes.
+        """
+        packed: list[int] = []
+        for i, tensor in enumerate(self._tensors):
+            if not self._sizes[i]:
+                continue
+            small = not tensor.is_cpu and self._sizes[i] < _PACKED_BYTES
+            if packed and not (small and self._starts[i] == self._end(packed[-1]) and self._fits(packed, i)):
+                self._enqueue_packed(packed, target)
+                packed = []
+            if small:
+                packed.append(i)
+            elif self._addresses[i]:
+                move_bytes(target.address + self._starts[i], self._addresses[i], self._sizes[i])
+            else:
+                out = target.tensor[self._starts[i] : self._end(i)].view(tensor.dtype).view(tensor.shape)
+                out.copy_(tensor.detach(), non_blocking=True)
+        if packed:
+            self._enqueue_packed(packed, target)
+
+    def _end(self, i: int) -> int:
+        return self._starts[i] + self._sizes[i]
+
+    def _fits(self, packed: list[int], i: int) -> bool:
+        same_device = self._tensors[packed[0]].device == self._tensors[i].device
+        return same_device and self._end(i) - self._starts[packed[0]] <= _PACK_BYTES
+
+    def _enqueue_packed(self, packed: list[int], target: Buffer) -> None:
+        values = [self._tensors[i].detach().resolve_conj().resolve_neg().reshape(-1) for i in packed]
+        block = torch.cat([value.contiguous().view(torch.uint8) for value in values])
+        target.tensor[self._starts[packed[0]] : self._end(packed[-1])].copy_(block, non_blocking=True)
+
+
+def _copy_range(source: torch.Tensor, start: int, stop: int, flat: torch.Tensor) -> None:
+    """Copy elements [start, stop) of a tensor, counted in row-major order, into `flat`.
+
+    Works for any strides and device, without a contiguous copy of the source.
+    """
+    if start == stop:
+        return
+    if source.is_contiguous():
+        flat.copy_(source.reshape(-1)[start:stop])
+        return
+    row = source[0].numel()
+    first, last = -(-start // row), stop // row
+    if first > last:  # within one row
+        _copy_range(source[last], start - last * row, stop - last * row, flat)
+        return
+    head = first * row - start
+    if head:
+        _copy_range(source[first - 1], row - head, row, flat[:head])
+    body = (last - first) * row
+    if body:
+        flat[head : head + body].view(last - first, *source.shape[1:]).copy_(source[first:last])
+    if head + body < stop - start:
+        _copy_range(source[last], 0, stop - last * row, flat[head + body :])

@@ -1,0 +1,137 @@
+"""A separate process that writes staged files, so that training has the interpreter to itself meanwhile.
+
+Owns both ends of the pipes to the process. The arena is shared memory, so no tensor is sent: a request names a file and
+the layout of its bytes, the answer is the file's digest or the error. The process commits nothing, the trainer does: if
+the process is killed or outlives its trainer, it leaves an attempt that nobody commits. It ends when its input is
+closed, or when its trainer has ended: processes that the trainer forked, such as dataloader workers, may live on and
+hold the pipe open.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+from titan_ckpt.disk.memory import Buffer, SharedBuffer, round_up
+from titan_ckpt.errors import SaveError
+from titan_ckpt.formats.native.layout import Layout
+from titan_ckpt.formats.native.rank_file import write_rank_file
+
+_OF_THE_TRAINER = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+"""Signals that the writer blocks: the trainer answers them, and may need the writer to finish the save in flight."""
+
+_MAIN = f"from {__name__} import main; main()"
+"""Not `-m`, which would warn that the package has imported the module before."""
+
+_LOOK_SECONDS = 1.0
+"""How long a writer may outlive its trainer if its input stays open."""
+
+
+class WriterProcess:
+    """The trainer's end. Creating it starts the process, which may take seconds; only a write waits for it."""
+
+    def __init__(self, shared: SharedBuffer) -> None:
+        """Start a process that maps `shared`."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_TRAINER)  # inherited, so blocked from the start
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _MAIN, str(shared.fd), str(len(shared.buffer.view)), str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=[shared.fd],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # where the trainer found us
+                start_new_session=True,  # a Ctrl-C reaches the trainer alone, which may finish the save in flight
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def write(self, path: Path, layout: Layout, header_at: int) -> str:
+        """Let the process write a file and return its digest. The file is durable then.
+
+        The shared memory holds the data at its start and the unsealed header at `header_at`.
+        Raises: OSError as the process met it; SaveError if the process died.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        request = {
+            "path": str(path),
+            "data_start": layout.data_start,
+            "data_bytes": layout.data_bytes,
+            "header_at": header_at,
+        }
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            code = self._process.wait()
+            raise SaveError(f"{path}: the writer process ended with {_cause(code)}; the next save starts another")
+        result = json.loads(answer)
+        if "errno" in result:
+            raise OSError(result["errno"], result["message"], str(path))
+        if "message" in result:
+            raise SaveError(f"{path}: the writer process failed: {result['message']}")
+        return str(result["digest"])
+
+    def close(self) -> None:
+        """End the process after its current write."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+def _cause(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def serve(shared: Buffer, trainer: int) -> None:
+    """Answer requests from standard input until it is closed or the process `trainer` has ended."""
+    for line in _requests(trainer):
+        request = json.loads(line)
+        header_at, start = request["header_at"], request["data_start"]
+        template = bytes(shared.view[header_at : header_at + start])
+        layout = Layout((), start, request["data_bytes"], template)
+        answer: dict[str, object]
+        try:
+            digest = write_rank_file(
+                Path(request["path"]), layout, lambda a, b: nullcontext(shared.view[a : round_up(b)])
+            )
+            answer = {"digest": digest}
+        except OSError as error:
+            answer = {"errno": error.errno, "message": error.strerror or str(error)}
+        except Exception as error:
+            answer = {"message": f"{type(error).__name__}: {error}"}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def _requests(trainer: int) -> Iterator[str]:
+    """Yield lines of standard input. They come one at a time: the next one is sent after the answer."""
+    while os.getppid() == trainer:
+        if select.select([sys.stdin], [], [], _LOOK_SECONDS)[0]:
+            line = sys.stdin.readline()
+            if not line:
+                return
+            yield line
+
+
+def main() -> None:
+    """Map the trainer's arena and serve. The trainer's signals were blocked before this process started."""
+    fd, size, trainer = map(int, sys.argv[1:4])
+    serve(Buffer.of(mmap.mmap(fd, size), size), trainer)

@@ -1,0 +1,88 @@
+"""Detecting the format of a path and opening the reader for it. A format's modules are imported when they are used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import assert_never
+
+from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
+from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.types import Format
+
+
+def detect_format(path: Path) -> Format:
+    """Return the format of a path, detected from its content.
+
+    Raises: CheckpointNotFoundError; NotACheckpointError if it has no known format, or several.
+    """
+    from titan_ckpt.formats.huggingface import reader as huggingface
+
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointNotFoundError(f"{path} is not there; name an existing checkpoint folder or .safetensors file")
+    if (path / "MANIFEST.json").exists():
+        return "native"
+    if (path / ".metadata").exists():
+        return "dcp"
+    adapter = (path / "adapter_config.json").exists() or (path / "adapter_model.safetensors").exists()
+    weights = huggingface.is_huggingface(path)
+    if adapter and weights:
+        raise NotACheckpointError(
+            f'{path} holds a model and a PEFT adapter: say which one is meant with format = "hf" or format = "peft"'
+        )
+    if adapter:
+        return "peft"
+    if weights:
+        return "hf"
+    raise NotACheckpointError(f"{path} is no checkpoint: {_what_is_there(path)}")
+
+
+def open_reader(path: Path, format: Format | None = None) -> TensorReader:  # noqa: A002 - the name in the config
+    """Open the checkpoint at a path, in the given format or the detected one.
+
+    Raises: CheckpointNotFoundError; NotACheckpointError; CorruptCheckpointError.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointNotFoundError(f"{path} is not there; name an existing checkpoint folder or .safetensors file")
+    kind = format or detect_format(path)
+    match kind:
+        case "native":
+            from titan_ckpt.formats.native.reader import NativeReader
+
+            return NativeReader(path)
+        case "dcp":
+            from titan_ckpt.formats.dcp.dcp import DcpReader
+
+            if not (path / ".metadata").exists():
+                raise NotACheckpointError(f"{path}: holds no .metadata, so no checkpoint of this format")
+            return DcpReader(path)
+        case "hf":
+            from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
+
+            return HuggingFaceReader(path)
+        case "peft":
+            from titan_ckpt.formats.huggingface.peft import PeftReader
+
+            return PeftReader(path)
+        case _:
+            assert_never(kind)
+
+
+def _what_is_there(path: Path) -> str:
+    """Return a description of a path that holds no checkpoint, with the next step."""
+    if path.is_file():
+        return "a single file must be a .safetensors file"
+    names = sorted(entry.name for entry in path.iterdir())
+    if steps := [name for name in names if name.startswith("step-")]:
+        return f"it holds steps; name one of them, such as {path / steps[-1]}"
+    if pickles := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
+        return (
+            f"{pickles[0]} is a pickle, which can run code when it is loaded; convert it to safetensors first "
+            "(transformers: from_pretrained, then save_pretrained)"
+        )
+    listed = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") if names else "nothing"
+    return (
+        f"it holds {listed}; expected MANIFEST.json (native), .metadata (dcp), model.safetensors or "
+        "model.safetensors.index.json (hf), or adapter_config.json (peft)"
+    )

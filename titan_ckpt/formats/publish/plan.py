@@ -1,0 +1,192 @@
+"""The plan of an export: all file tensors, the layout of the files, and the parts that each rank writes.
+
+Owns the plan. The layout is the same on every rank and for any parallelism, so that files are too. Writes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.distributed.sharing import divide
+from titan_ckpt.errors import ExportError
+from titan_ckpt.formats.safetensors.container import Layout, lay_out
+from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.geometry.boxes import overlap
+from titan_ckpt.geometry.chunks import Chunk, LazyTensor, TensorInfo, info_of, layout_of
+from titan_ckpt.weights.write_view import FileGroup
+
+PackFiles = Callable[[Mapping[str, TensorInfo]], Mapping[str, Sequence[str]]]
+"""(All tensors of an export) -> file name -> its keys."""
+MakeHeader = Callable[[Mapping[str, TensorInfo], Mapping[str, str]], Mapping[str, str]]
+"""(All tensors of an export, descriptions of the quantised ones) -> the metadata of every file."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPlan:
+    """All tensors of an export, their places in files, and this rank's part of the work."""
+
+    infos: Mapping[str, TensorInfo]
+    layouts: Mapping[str, Layout]
+    file_of: Mapping[str, str]
+    shares: Mapping[str, Sequence[Chunk] | None]
+    """Native fqn -> the chunks that this rank writes; None: all that it holds."""
+    quantised: Mapping[str, str] = field(default_factory=dict)
+    """Key of each tensor that is stored as several tensors -> its description in the files' headers."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all tensors, without headers."""
+        return sum(info.nbytes for info in self.infos.values())
+
+    def shares_of(self, fqn: str) -> Sequence[Chunk] | None:
+        """Return the chunks of a native tensor that this rank writes; None: all that it holds."""
+        return self.shares.get(fqn, ())
+
+    def is_divided(self, group: FileGroup) -> bool:
+        """Return whether the plan ensures that the ranks' parts of this group make up all of it."""
+        return all(self.shares_of(fqn) is not None for fqn in group.fqns)
+
+    def writes(self, group: FileGroup) -> bool:
+        """Return whether this rank writes any of the group's values."""
+        return any(self.shares_of(fqn) != () for fqn in group.fqns)
+
+
+@gc_paused()
+def plan_export(
+    groups: Sequence[FileGroup], pack: PackFiles, coordinator: Coordinator, header: MakeHeader | None = None
+) -> ExportPlan:
+    """Agree on all tensors and on the rank that writes each part. Collective.
+
+    1. Every rank posts the digest of its table; the lowest rank of each distinct one posts the table. 2. The tensors
+    are divided over the ranks that hold them. 3. Every rank lays out all files.
+    Raises: ExportError if ranks disagree about a tensor, or there is none.
+    """
+    infos, quantised = _merge(_exchange(groups, coordinator))
+    if not infos:
+        raise ExportError("there is no tensor to export")
+    shares: dict[str, Sequence[Chunk] | None] = {}
+    known: dict[str, torch.Tensor] = {}
+    for group in groups:
+        for fqn, value in zip(group.fqns, group.values, strict=True):
+            layout = _layout_of(value)
+            if layout is None or isinstance(layout, tuple):
+                shares[fqn] = layout
+            else:
+                known[fqn] = layout
+                shares[fqn] = ()
+    for share in divide(known, coordinator).shares:
+        shares[share.fqn] = (*(shares[share.fqn] or ()), share.chunk)
+    files = pack(infos)
+    metadata = {"format": "pt", **(header(infos, quantised) if header is not None else {})}
+    layouts = {name: lay_out({key: infos[key] for key in keys}, metadata) for name, keys in files.items()}
+    return ExportPlan(infos, layouts, {key: name for name, keys in files.items() for key in keys}, shares, quantised)
+
+
+def coverage_faults(infos: Mapping[str, TensorInfo], written: Iterable[Mapping[str, Sequence[Any]]]) -> list[str]:
+    """Return one line for each tensor whose parts, written by all ranks, leave a hole or overlap.
+
+    `written`: for each rank, key -> [offsets, sizes] of each part; equal parts of several ranks are replicas.
+    """
+    parts: dict[str, set[Chunk]] = {}
+    for table in written:
+        for key, chunks in table.items():
+            parts.setdefault(key, set()).update(Chunk(tuple(offsets), tuple(sizes)) for offsets, sizes in chunks)
+    faults = []
+    for key, boxes in parts.items():
+        number = sum(box.numel for box in boxes)
+        total = Chunk.whole(infos[key].shape).numel
+        if number != total or overlap([*boxes]) is not None:
+            faults.append(
+                f"{key}: {number} elements in {len(boxes)} parts were written of {total}. Its lazy tensor does not "
+                "say whose layout it has (LazyTensor.like), and the blocks of all ranks do not make it up"
+            )
+    return faults
+
+
+def pack_model_files(infos: Mapping[str, TensorInfo], max_bytes: int) -> dict[str, list[str]]:
+    """Pack keys into files of at most `max_bytes`, in natural order of the keys, with the file names of transformers.
+
+    Natural order compares numbers in names as numbers, so it does not depend on which rank holds which tensor. A tensor
+    larger than the limit gets a file of its own.
+    """
+    packed: list[list[str]] = []
+    room = -1
+    for key in sorted(infos, key=_natural):
+        num_bytes = infos[key].nbytes
+        if num_bytes > room:
+            packed.append([])
+            room = max_bytes
+        packed[-1].append(key)
+        room -= num_bytes
+    if len(packed) == 1:
+        return {"model.safetensors": packed[0]}
+    return {f"model-{i:05d}-of-{len(packed):05d}.safetensors": keys for i, keys in enumerate(packed, 1)}
+
+
+def pack_as(file_of: Mapping[str, str], infos: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
+    """Put every key into the file that holds it in another folder. Raises: ExportError for keys that folder lacks."""
+    if unknown := sorted(key for key in infos if key not in file_of):
+        raise ExportError(
+            f"the base's files have no place for {len(unknown)} tensor(s), such as {', '.join(unknown[:8])}: "
+            'leave file_layout = "base" out'
+        )
+    names = sorted({file_of[key] for key in infos})
+    if len(names) == 1:
+        return {"model.safetensors": sorted(infos, key=_natural)}
+    return {name: sorted((k for k in infos if file_of[k] == name), key=_natural) for name in names}
+
+
+def _natural(key: str) -> list[tuple[int, int, str]]:
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", key)]
+
+
+def _layout_of(value: torch.Tensor | LazyTensor) -> torch.Tensor | tuple[Chunk, ...] | None:
+    """Return a tensor with the value's layout, or this rank's own chunks of it, or None if the layout is unknown."""
+    layout = layout_of(value)
+    if isinstance(layout, torch.Tensor) and tuple(layout.shape) != info_of(value).shape:
+        return None
+    return layout
+
+
+def _exchange(groups: Sequence[FileGroup], coordinator: Coordinator) -> list[dict[str, Any]]:
+    """Return the distinct tables of (key, dtype, shape) and of quantised tensors, those of lower ranks first."""
+    own: dict[str, Any] = {
+        "tensors": [
+            [key, str(info.dtype).removeprefix("torch."), list(info.shape)]
+            for group in groups
+            for key, info in group.infos.items()
+        ],
+        "quantised": {key: text for group in groups for key, text in group.quantised.items()},
+    }
+    if coordinator.world_size == 1:
+        return [own]
+    digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
+    digests = cast("list[str]", coordinator.gather("export/digests", digest))
+    first = {other: rank for rank, other in reversed(list(enumerate(digests)))}
+    if len(first) == 1:
+        return [own]
+    posted = coordinator.gather("export/tables", own if first[digest] == coordinator.rank else None)
+    return [cast("dict[str, Any]", posted[rank]) for rank in sorted(first.values())]
+
+
+def _merge(tables: Sequence[Mapping[str, Any]]) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    infos: dict[str, TensorInfo] = {}
+    quantised: dict[str, str] = {}
+    faults = []
+    for table in tables:
+        quantised |= table["quantised"]
+        for key, dtype, shape in table["tensors"]:
+            info = TensorInfo(tuple(shape), getattr(torch, dtype))
+            if infos.setdefault(key, info) != info:
+                faults.append(f"{key}: {infos[key]} and {info}")
+    if faults:
+        raise ExportError(f"ranks disagree about {len(faults)} tensor(s): {'; '.join(faults)}")
+    return infos, quantised

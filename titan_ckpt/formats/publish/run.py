@@ -1,0 +1,257 @@
+"""One export of one folder by all ranks: plan, write, prove and publish it, or leave nothing.
+
+Owns the order of the steps and the handling of errors. Knows no format: the caller passes the names of files, the
+companions and the reader that proves the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from titan_ckpt import progress
+from titan_ckpt.disk import posix
+from titan_ckpt.disk.direct import meanwhile
+from titan_ckpt.disk.unpublished_folder import StagedFolder, copy_file
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import ExportError, PeerError
+from titan_ckpt.formats.publish.assembly import Assembly, Boxes, whole_rows
+from titan_ckpt.formats.publish.plan import ExportPlan, MakeHeader, PackFiles, coverage_faults, plan_export
+from titan_ckpt.formats.publish.write import ExportWriter, Place, Together, create_file
+from titan_ckpt.geometry.chunks import Chunk, TensorInfo
+from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.weights.write_view import FileGroup, FilePiece
+
+logger = logging.getLogger(__name__)
+_Prepared = TypeVar("_Prepared")
+
+_THROUGH_MAPPINGS = "shards of columns are written through mappings of the files, which is slower"
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFormat:
+    """The format of an export: its files, what lies beside the tensors, and how the result is proved."""
+
+    pack: PackFiles
+    companions: Callable[[ExportPlan], Mapping[str, bytes | Path]]
+    """Returns file name -> its bytes, or the file to copy. Called on rank 0 before anything is written. May raise."""
+    open_reader: Callable[[Path], TensorReader]
+    """Opens the folder as any reader would; the proof reads through it."""
+    check: Callable[[TensorReader], None]
+    """Called with the re-opened folder before it is published. Raises if its values are wrong."""
+    header: MakeHeader | None = None
+    """Extra safetensors metadata of each file, beside {"format": "pt"}."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportSummary:
+    """A published export."""
+
+    folder: Path
+    files: tuple[str, ...]
+    """Names of the files with tensors."""
+    num_tensors: int
+    num_bytes: int
+    """Bytes of all tensors, without headers."""
+    seconds: float
+
+
+def export_folder(
+    folder: Path, groups: Sequence[FileGroup], layout: FolderFormat, coordinator: Coordinator
+) -> ExportSummary:
+    """Write, prove and publish a folder. Collective: ranks without tensors take part too.
+
+    1. All ranks plan. 2. Rank 0 makes the companions and the staging folder. 3. The ranks create the files at their
+    final size, each rank some of them. 4. Every rank writes its slices; rank 0 also writes the companions. 5. Every
+    rank makes durable what it wrote, reads it back through the format's own reader, and compares all names, shapes and
+    dtypes. 6. Rank 0 publishes.
+    Raises: ExportError on every rank, with nothing under the folder's name.
+    """
+    started = time.perf_counter()
+    work = _Export(folder, groups, layout, coordinator)
+    try:
+        plan = work.run()
+    except Exception as error:
+        unsure = work.is_proved and isinstance(error, PeerError)  # another rank fell silent after that
+        became = "it is proved, and may be published all the same" if unsure else "nothing was published"
+        raise ExportError(f"export to {folder} failed, {became}: {error}") from error
+    seconds = time.perf_counter() - started
+    summary = ExportSummary(folder, tuple(plan.layouts), len(plan.infos), plan.num_bytes, seconds)
+    logger.info("exported %d tensors, %d bytes, to %s in %.2f s", summary.num_tensors, plan.num_bytes, folder, seconds)
+    return summary
+
+
+@dataclass(slots=True)
+class _Export:
+    folder: Path
+    groups: Sequence[FileGroup]
+    layout: FolderFormat
+    coordinator: Coordinator
+    is_proved: bool = False
+
+    def run(self) -> ExportPlan:
+        """Take all steps. If it raises, it leaves no staging folder behind."""
+        plan = plan_export(self.groups, self.layout.pack, self.coordinator, self.layout.header)
+        with published(self.folder, self.coordinator, "export/", lambda: self.layout.companions(plan)) as opened:
+            path, companions = opened
+            self._fill(path, plan, companions or {})
+            self.is_proved = True
+        return plan
+
+    def _fill(self, path: Path, plan: ExportPlan, companions: Mapping[str, bytes | Path]) -> None:
+        """Write everything into the staging folder and prove it."""
+        rank, world_size = self.coordinator.rank, self.coordinator.world_size
+        own_files = list(plan.layouts)[rank::world_size]
+        share = 2 * plan.num_bytes // world_size  # written, and read back
+        with (
+            progress.shown(f"exporting {self.folder.name}", share),
+            ExportWriter(path, plan) as writer,
+        ):
+            with contextlib.ExitStack() as stack:
+                pieces = writer.strided(self.groups) if world_size > 1 else {}
+                offer = self._offer(stack, pieces)
+                address = offer and offer.address
+                addresses = _together(
+                    self.coordinator, "export/create", lambda: _create_files(path, plan, own_files), address
+                )
+                together = self._meet(plan, offer, addresses, pieces)
+                _together(
+                    self.coordinator, "export/write", lambda: self._write(path, plan, companions, writer, together)
+                )
+                if writer.gave_up:
+                    raise ExportError("another rank gave up, and did not say why")
+            parts = self.coordinator.gather("export/parts", cast("Any", writer.undivided))
+            if faults := coverage_faults(plan.infos, cast("Any", parts)):
+                raise ExportError(f"{len(faults)} tensor(s) are not whole: {'; '.join(faults)}")
+            _together(self.coordinator, "export/prove", lambda: self._prove(path, plan, writer))
+
+    def _offer(self, stack: contextlib.ExitStack, pieces: Mapping[Place, FilePiece]) -> Assembly | None:
+        boxes: dict[str, list[Chunk]] = {}
+        for piece in pieces.values():
+            boxes.setdefault(piece.key, []).append(piece.chunk)
+        try:
+            timeout = self.coordinator.timeout_seconds
+            return stack.enter_context(Assembly(self.coordinator.rank, boxes, timeout)) if boxes else None
+        except OSError as error:
+            logger.info("%s: %s", _THROUGH_MAPPINGS, error)
+            return None
+
+    def _meet(
+        self, plan: ExportPlan, offer: Assembly | None, addresses: Sequence[Any], pieces: Mapping[Place, FilePiece]
+    ) -> Together | None:
+        """Agree on the rows that ranks assemble together, if they do. Collective."""
+        if sum(address is not None for address in addresses) < 2:
+            return None
+        tables: Mapping[int, Boxes] | None = {}
+        try:
+            tables = {} if offer is None else offer.connect(addresses)
+        except (OSError, ValueError) as error:
+            logger.info("%s: %s", _THROUGH_MAPPINGS, error)
+            tables = None
+        if not all(self.coordinator.gather("export/meet", tables is not None)) or not tables or offer is None:
+            return None
+        shapes = {key: (info.shape, info.dtype.itemsize) for key, info in plan.infos.items()}
+        in_order = [key for layout in plan.layouts.values() for key in layout.entries]
+        return Together(offer, list(whole_rows(tables, shapes, in_order)), pieces)
+
+    def _write(
+        self,
+        path: Path,
+        plan: ExportPlan,
+        companions: Mapping[str, bytes | Path],
+        writer: ExportWriter,
+        together: Together | None,
+    ) -> None:
+        writer.write(self._in_turn(plan), together)
+        for name, content in companions.items():
+            if (path / name).parent != path and not (path / name).parent.exists():
+                posix.mkdir((path / name).parent)
+            if isinstance(content, Path):
+                copy_file(content, path / name, fsync=True)
+            else:
+                posix.write_file(path / name, content)
+
+    def _in_turn(self, plan: ExportPlan) -> list[FileGroup]:
+        """Return the groups in another order on each rank, because writers of one file wait for each other.
+
+        The order stays as it is if any group is collective.
+        """
+        groups = list(self.groups)
+        if any(group.collective for group in groups):
+            return groups
+        number = {name: i for i, name in enumerate(plan.layouts)}
+        first = self.coordinator.rank * len(number) // self.coordinator.world_size
+        return sorted(groups, key=lambda g: (number[plan.file_of[next(iter(g.infos))]] - first) % len(number))
+
+    def _prove(self, path: Path, plan: ExportPlan, writer: ExportWriter) -> None:
+        with self.layout.open_reader(path) as reader, meanwhile(writer.sync):  # what is read back becomes durable
+            faults = compare_infos(plan.infos, reader.tensors)
+            if faults:
+                raise ExportError(f"the re-opened export differs in {len(faults)} tensor(s): {'; '.join(faults)}")
+            writer.prove(reader)
+            self.layout.check(reader)
+        writer.close()
+
+
+@contextlib.contextmanager
+def published(
+    folder: Path, coordinator: Coordinator, tag: str, prepare: Callable[[], _Prepared]
+) -> Iterator[tuple[Path, _Prepared | None]]:
+    """Give all ranks an empty folder to fill, and publish it as `folder` after the block, if all succeed. Collective.
+
+    Yields the path, and on rank 0 what `prepare` returned there. After an error nothing has the folder's name.
+    Raises: FileExistsError; OSError; PeerError, and what `prepare` raises.
+    """
+    staged: StagedFolder | None = None
+    prepared: _Prepared | None = None
+    path, error = "", None
+    try:
+        if coordinator.rank == 0:
+            prepared = prepare()
+            staged = StagedFolder.begin(folder)
+            path = str(staged.path)
+    except Exception as caught:
+        error = caught
+
+    def publish() -> None:
+        nonlocal staged
+        if staged is not None:
+            staged.publish(fsync=True)
+            staged = None
+
+    try:
+        yield Path(str(coordinator.broadcast(f"{tag}begin", path, error))), prepared
+        _together(coordinator, f"{tag}publish", publish)
+    except BaseException:
+        if staged is not None:
+            with contextlib.suppress(OSError):  # a later export removes what is left
+                staged.abandon()
+        raise
+
+
+def _together(coordinator: Coordinator, tag: str, step: Callable[[], None], value: Any = None) -> list[Any]:
+    """Take a step on every rank; return each rank's value. Raises: as `Coordinator.gather`."""
+    error: Exception | None = None
+    try:
+        step()
+    except Exception as caught:
+        error = caught
+    return cast("list[Any]", coordinator.gather(tag, value, error))
+
+
+def _create_files(path: Path, plan: ExportPlan, names: Sequence[str]) -> None:
+    for name in names:
+        create_file(path / name, plan.layouts[name])
+
+
+def compare_infos(expected: Mapping[str, TensorInfo], found: Mapping[str, TensorInfo]) -> list[str]:
+    """Return one line for each tensor that is missing, unexpected, or has a different shape or dtype."""
+    faults = [f"{key} is missing" for key in expected if key not in found]
+    faults += [f"{key} is not the model's" for key in found if key not in expected]
+    both = [key for key in expected if key in found]
+    return faults + [f"{k}: expected {expected[k]}, found {found[k]}" for k in both if expected[k] != found[k]]

@@ -1,0 +1,328 @@
+"""Writing the tensor bytes of an export: every rank writes its own slices to the final files, and proves them.
+
+Owns the way from views of memory into shared files, and the record of what was written. Knows none of the folder's
+other files and talks to no rank.
+
+A slice that is one run of the file is cut into blocks, which several threads cast and write. Strided slices (shards of
+columns) are assembled with those of the machine's other ranks (assembly.py). If that is impossible, or if the values
+are computed while they are written, they are copied through a mapping of the file, which measured twice as fast as a
+write per row. Every byte is digested in memory on its way, so reading the file back proves it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from titan_ckpt import progress
+from titan_ckpt.disk import posix
+from titan_ckpt.disk.direct import NUM_WORKERS, bounce_buffer, run_workers
+from titan_ckpt.disk.memory import ALIGNMENT, bytes_at, is_plain_memory
+from titan_ckpt.disk.shared_file import SharedFile
+from titan_ckpt.formats.publish.assembly import Assembly, GaveUp, Rows
+from titan_ckpt.formats.publish.plan import ExportPlan
+from titan_ckpt.formats.publish.proof import Written, digest, prove
+from titan_ckpt.formats.safetensors.container import Layout
+from titan_ckpt.formats.safetensors.reader import RUN_BYTES
+from titan_ckpt.formats.safetensors.regions import mapped_boxes, windows
+from titan_ckpt.geometry.boxes import element_span, is_run
+from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, blocks_of
+from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.weights.write_view import FileGroup, FilePiece
+
+_QUEUED_BYTES = 256 << 20
+"""Bytes of live tensors that the workers get at a time; each time all wait for the slowest worker."""
+_FEW_BYTES = 1 << 20
+"""One thread writes fewer bytes than this faster than other threads start."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Values that one worker casts, digests and writes to a run of a file, or copies into a mapping."""
+
+    view: torch.Tensor
+    target: tuple[SharedFile, int] | torch.Tensor
+    written: Written
+    number: int
+
+
+Place = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""Unique id of a region: (file key, offsets, sizes[1:])."""
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """The rows that this rank and others assemble, and this rank's pieces of them."""
+
+    assembly: Assembly
+    rows: Sequence[Rows]
+    pieces: Mapping[Place, FilePiece]
+
+
+class ExportWriter:
+    """Writes this rank's slices into files that exist already. A context manager; leaving it closes the files."""
+
+    def __init__(self, folder: Path, plan: ExportPlan) -> None:
+        self._folder = folder
+        self._plan = plan
+        self._files: dict[str, SharedFile] = {}
+        self._written: list[Written] = []
+        self._queue: list[FilePiece] = []
+        self._done: set[Place] = set()
+        self._sources: dict[str, list[str]] = {}
+        self.gave_up = False
+        """Whether `write` ended early because another rank had failed. That rank raises the error."""
+        self.undivided: dict[str, list[list[tuple[int, ...]]]] = {}
+        """key -> [offsets, sizes] of each written part, for tensors that the plan does not divide among the ranks."""
+
+    def strided(self, groups: Sequence[FileGroup]) -> dict[Place, FilePiece]:
+        """Return this rank's pieces of tensors in memory that are no run of their file, without tied tensors."""
+        pieces: dict[Place, FilePiece] = {}
+        makers = Counter(key for group in groups for key in group.infos)
+        for group in groups:
+            if group.quantised or any(makers[key] > 1 for key in group.infos):
+                continue
+            for index, value in enumerate(group.values):
+                shares = self._plan.shares_of(group.fqns[index])
+                for block in blocks_of(value) if isinstance(value, torch.Tensor) or value.in_memory else ():
+                    for piece in group.cut_shares(index, block, shares):
+                        if not is_run(self._plan.infos[piece.key].shape, piece.chunk):
+                            pieces[piece.key, piece.chunk.offsets, piece.chunk.sizes[1:]] = piece
+        return pieces
+
+    def write(self, groups: Iterable[FileGroup], together: Together | None = None) -> None:
+        """Resolve the groups one tensor at a time, on this thread, and write this rank's part of them.
+
+        `together`: rows that are assembled with other ranks' parts; they are written first.
+        A group that takes part in collectives is resolved even after an error, so that other ranks do not wait in
+        vain. Raises: the first error of this rank; none if another rank failed first.
+        """
+        error: Exception | None = None
+        if together is not None:
+            try:
+                self._write_together(together)
+            except GaveUp as caught:
+                error = caught
+            except Exception as caught:
+                together.assembly.give_up()
+                error = caught
+        for group in groups:
+            for key in group.infos:
+                self._sources.setdefault(key, []).append(", ".join(group.fqns))
+            if not group.collective and (error is not None or not self._plan.writes(group)):
+                continue
+            try:
+                for index, block in group.blocks():
+                    if error is None:
+                        self._add(group, index, block)
+            except Exception as caught:
+                error = error or caught
+        self.gave_up = isinstance(error, GaveUp)
+        if self.gave_up:
+            return
+        if error is not None:
+            raise error
+        self._write_queued()
+        for file in self._files.values():
+            file.flush()
+
+    def sync(self) -> None:
+        """Make this rank's writes durable."""
+        for file in self._files.values():
+            file.sync()
+
+    def prove(self, reader: TensorReader) -> None:
+        """Read every region that this rank wrote and compare it. Raises: ExportError naming the tensors that differ."""
+        prove(self._written, reader, self._sources)
+
+    def _add(self, group: FileGroup, index: int, block: Block) -> None:
+        """Queue this rank's pieces of a block. Values of a lazy tensor are written before the next ones are computed.
+
+        Values of a live tensor need no memory while they are queued.
+        """
+        for piece in group.cut_shares(index, block, self._plan.shares_of(group.fqns[index])):
+            if (piece.key, piece.chunk.offsets, piece.chunk.sizes[1:]) in self._done:
+                continue
+            self._queue.append(piece)
+            if not self._plan.is_divided(group):
+                chunks = self.undivided.setdefault(piece.key, [])
+                chunks.append([piece.chunk.offsets, piece.chunk.sizes])
+        is_lazy = isinstance(group.values[index], LazyTensor)
+        if is_lazy or sum(piece.view.nbytes for piece in self._queue) >= _QUEUED_BYTES:
+            self._write_queued()
+
+    def _write_together(self, together: Together) -> None:
+        """Copy this rank's parts into the slots of their rows, and write the rows whose turn is this rank's."""
+        me = together.assembly.rank
+        own_rows = [rows for rows in together.rows if any(rank == me for rank, _ in rows.parts)]
+        for rows in own_rows:
+            self._file(rows.key)
+            self._done |= {_place(rows, box) for rank, box in rows.parts if rank == me}
+        failures: list[BaseException] = []
+
+        def write(rows: Rows) -> None:
+            try:
+                self._write_rows(rows, together)
+            except GaveUp:
+                raise
+            except BaseException as error:  # at once, because this rank's other threads wait for these rows too
+                failures.append(error)
+                together.assembly.give_up()
+                raise
+
+        try:
+            run_workers(own_rows, write)
+        except GaveUp:
+            if failures:
+                raise failures[0] from None
+            raise
+
+    def _write_rows(self, rows: Rows, together: Together) -> None:
+        """Copy this rank's parts into the slot of the rows; if this rank writes them, wait for the other parts."""
+        name, assembly = self._plan.file_of[rows.key], together.assembly
+        entry = self._plan.layouts[name].entries[rows.key]
+        dtype = entry.info.dtype
+        offset = entry.start + element_span(entry.info.shape, rows.chunk)[0] * dtype.itemsize
+        first, num_bytes = offset % ALIGNMENT, rows.chunk.numel * dtype.itemsize
+        slot = assembly.slot(rows)
+        whole = slot.tensor[first : first + num_bytes].view(dtype).view(rows.chunk.sizes)
+        for number, (rank, box) in enumerate(rows.parts):
+            if rank == assembly.rank:
+                piece = together.pieces[_place(rows, box)]
+                assembly.put(rows, number, _put(piece, box, _part_of(whole, box, rows.chunk)))
+        if rows.writer == assembly.rank:
+            parts = assembly.complete(rows)
+            self._files[name].write(slot.view[first : first + num_bytes], offset)
+            assembly.written(rows)
+            progress.advance(num_bytes)
+            self._written.append(Written(rows.key, rows.chunk, entry.info, offset, [(num_bytes, b"")], parts))
+
+    def _write_queued(self) -> None:
+        queue, self._queue = self._queue, []
+        few = sum(piece.view.nbytes for piece in queue) < _FEW_BYTES
+        run_workers((block for piece in queue for block in self._blocks(piece)), _write, 1 if few else NUM_WORKERS)
+
+    def _blocks(self, piece: FilePiece) -> Iterator[_Block]:
+        """Cut a piece into blocks that fit a bounce buffer, in row-major order; one run is cut at blocks of the file.
+
+        Not thread-safe: one worker at a time asks for the next block.
+        """
+        layout = self._plan.layouts[self._plan.file_of[piece.key]]
+        entry = layout.entries[piece.key]
+        dtype = entry.info.dtype
+        assert entry.start % dtype.itemsize == 0, "a view of a mapping must be aligned, or it would be a copy"
+        is_one_run = is_run(entry.info.shape, piece.chunk)
+        offset = entry.start + element_span(entry.info.shape, piece.chunk)[0] * dtype.itemsize
+        written = Written(piece.key, piece.chunk, entry.info, offset if is_one_run else None)
+        self._written.append(written)
+        file = self._file(piece.key)
+
+        step = RUN_BYTES // dtype.itemsize
+        if not is_one_run:
+            mapped = mapped_boxes(entry, piece.chunk, piece.view, lambda at, size: posix.map_shared(file.fd, at, size))
+            for box, memory in mapped:
+                for target, window in zip(windows(box, step), windows(memory, step), strict=True):
+                    yield _Block(window, target, written, written.add(window.numel() * dtype.itemsize))
+            return
+        for window in _run_windows(piece.view, offset, dtype.itemsize):
+            num_bytes = window.numel() * dtype.itemsize
+            yield _Block(window, (file, offset), written, written.add(num_bytes))
+            offset += num_bytes
+
+    def _file(self, key: str) -> SharedFile:
+        name = self._plan.file_of[key]
+        if name not in self._files:
+            self._files[name] = SharedFile(self._folder / name, direct=True)
+        return self._files[name]
+
+    def close(self) -> None:
+        """Close the files; idempotent. Raises: OSError if a network file system reports a late error."""
+        while self._files:
+            _, file = self._files.popitem()
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _place(rows: Rows, box: Chunk) -> Place:
+    return rows.key, (rows.first, *box.offsets[1:]), box.sizes[1:]
+
+
+def _part_of(whole: torch.Tensor, box: Chunk, rows: Chunk) -> torch.Tensor:
+    return whole[box.within(rows)]
+
+
+def _put(piece: FilePiece, box: Chunk, target: torch.Tensor) -> bytes:
+    """Cast the rows of a piece that `box` covers into the target, and return their digest."""
+    start = box.offsets[0] - piece.chunk.offsets[0]
+    stop = start + box.sizes[0]
+    step = piece.chunk.sizes[0] // len(piece.view)  # a view may have a row per head
+    values = piece.view[start // step : -(-stop // step)]
+    if start % step or stop % step:
+        values = values.reshape(-1, *box.sizes[1:])[start % step :][: box.sizes[0]]
+    with bounce_buffer() as bounce:
+        data = bounce.tensor[: target.nbytes].view(target.dtype)
+        data.view(values.shape).copy_(values)
+        target.copy_(data.view(box.sizes))
+        return digest(bounce.view[: target.nbytes])
+
+
+def create_file(path: Path, layout: Layout) -> None:
+    """Create a file with its header and its final size, all space reserved. Raises: OSError, also for a full disk."""
+    fd = posix.open_exclusive(path)
+    try:
+        posix.fallocate(fd, layout.num_bytes)
+        posix.truncate(fd, layout.num_bytes)
+        posix.pwrite_all(fd, layout.header, 0)
+    finally:
+        posix.close(fd)
+
+
+def _run_windows(view: torch.Tensor, offset: int, itemsize: int) -> Iterator[torch.Tensor]:
+    """Cut values that are written from byte `offset` of a file on; contiguous ones at whole blocks of the file."""
+    if not view.is_contiguous():
+        yield from windows(view, RUN_BYTES // itemsize)
+        return
+    flat = view.view(-1)
+    start = 0
+    while start < len(flat):
+        stop = start + (RUN_BYTES - (offset + start * itemsize) % ALIGNMENT) // itemsize
+        yield flat[start:stop]
+        start = stop
+
+
+def _write(block: _Block) -> None:
+    """Cast, digest and write one block; without a bounce buffer if the tensor's own memory can be written as it is."""
+    view, target, dtype = block.view, block.target, block.written.info.dtype
+    num_bytes = view.numel() * dtype.itemsize
+    progress.advance(num_bytes)
+    if isinstance(target, tuple):
+        file, offset = target
+        as_it_is = view.dtype == dtype and is_plain_memory(view)
+        if as_it_is and (num_bytes < ALIGNMENT or not file.is_direct):
+            data = bytes_at(view.data_ptr(), num_bytes)
+            block.written.note(block.number, data)
+            file.write(data, offset)
+            return
+        first = offset % ALIGNMENT
+    else:
+        first = 0
+    with bounce_buffer() as bounce:
+        data = bounce.view[first : first + num_bytes]
+        values = bounce.tensor[first : first + num_bytes].view(dtype).view(view.shape)
+        values.copy_(view)
+        block.written.note(block.number, data)
+        if isinstance(target, tuple):
+            target[0].write(data, target[1])
+        else:
+            target.copy_(values)

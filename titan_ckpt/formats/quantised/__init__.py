@@ -1,0 +1,1 @@
+"""Reading quantised Hugging Face folders, which are dequantised on the way."""

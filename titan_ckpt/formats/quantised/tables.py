@@ -1,0 +1,52 @@
+"""The values of stored bytes: constant tables [256, values per byte] in float32.
+
+Owns the encodings of small floats and packed integers. Knows no tensors, and not how formats name the encodings.
+Source: OCP Microscaling Formats (MX) 1.0 (E2M1, E8M0); compressed-tensors, `pack_quantized/helpers.py` (offsets).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+@functools.cache
+def floats(dtype: torch.dtype) -> torch.Tensor:
+    """Return the value of each byte as a float8 or int8 number."""
+    return torch.arange(256).to(torch.uint8).view(dtype).float().view(256, 1)
+
+
+@functools.cache
+def exponents() -> torch.Tensor:
+    """Return 2 ** (byte - 127): E8M0 scales that are stored as plain bytes. 255, which means NaN, gives 2 ** 128."""
+    return torch.ldexp(torch.ones(256), torch.arange(256) - 127).view(256, 1)
+
+
+def nibbles(values: torch.Tensor, *, high_first: bool = False) -> torch.Tensor:
+    """Return both values of each byte, given the values [16] of a nibble. The low nibble comes first by default."""
+    byte = torch.arange(256)
+    low, high = values.float()[byte & 15], values.float()[byte >> 4]
+    return torch.stack((high, low) if high_first else (low, high), dim=1).contiguous()
+
+
+@functools.cache
+def e2m1_pairs() -> torch.Tensor:
+    """Return two FP4 values per byte, the low nibble first."""
+    return nibbles(torch.tensor(_E2M1))
+
+
+@functools.cache
+def int4_pairs() -> torch.Tensor:
+    """Return two two's complement integers per byte, the low nibble first."""
+    return nibbles(torch.tensor([*range(8), *range(-8, 0)]))
+
+
+@functools.cache
+def offset_integers(num_bits: int) -> torch.Tensor:
+    """Return integers that are stored with half their range added: two per byte for 4 bits, one for 8."""
+    if num_bits == 4:
+        return nibbles(torch.arange(-8, 8))
+    return torch.arange(-128.0, 128.0).view(256, 1)

@@ -1,0 +1,1 @@
+"""safetensors files: their header, and reads of any region of their tensors."""

@@ -1,0 +1,188 @@
+"""The safetensors header: read with every check, and laid out from shapes alone.
+
+Owns the header's format and limits. Moves no tensor bytes, and knows no index and no folder.
+Source: safetensors, `safetensors/src/tensor.rs` (limits, order of tensors, alignment). The checks are the same, and
+duplicate names are refused too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_ckpt.encoding import strict_json
+from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.geometry.chunks import TensorInfo
+
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of safetensors itself (tensor.rs, MAX_HEADER_SIZE): every reader refuses more."""
+MAX_DIMS = 64
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "C64": torch.complex64,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
+"""In upstream's order. Tensors lie in a file in the reverse order of their dtypes."""
+DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file. `start`: the byte of the file at which its values start."""
+
+    info: TensorInfo
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsHeader:
+    """A checked header. `entries` are in file order and tile the file without holes."""
+
+    path: Path
+    num_bytes: int
+    metadata: Mapping[str, str]
+    entries: Mapping[str, Entry]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A file before it is written: the header's bytes, the place of each tensor, the size of the file."""
+
+    header: bytes
+    entries: Mapping[str, Entry]
+    num_bytes: int
+
+
+@gc_paused()
+def read_header(path: Path) -> SafetensorsHeader:
+    """Read and check a file's header, and check that the file is exactly as long as the header says.
+
+    Raises: CorruptCheckpointError naming the file and the cause; OSError.
+    """
+    # without O_NONBLOCK, opening a pipe of that name would wait forever
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise _corrupt(path, "no regular file")
+    with os.fdopen(fd, "rb") as file:
+        num_bytes = status.st_size
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            raise _corrupt(path, f"{num_bytes} bytes are too few for a safetensors file; it is cut short")
+        (length,) = struct.unpack("<Q", prefix)
+        if length > MAX_HEADER_BYTES:
+            raise _corrupt(path, f"the header claims {length} bytes, more than the limit of {MAX_HEADER_BYTES}")
+        if 8 + length > num_bytes:
+            raise _corrupt(path, f"the header claims {length} bytes and the file has {num_bytes}; it is cut short")
+        raw = file.read(length)
+    header = _parse(raw, path)
+    metadata = _metadata(header.pop("__metadata__", {}), path)
+    start = 8 + length
+    entries = sorted((_entry(key, value, start, path) for key, value in header.items()), key=lambda e: (e[1], e[2]))
+    position = start
+    for key, first, stop, info in entries:
+        if first != position:
+            raise _corrupt(path, f"tensor {key!r} starts at byte {first}, expected {position}: a hole or an overlap")
+        if stop - first != info.nbytes:
+            raise _corrupt(path, f"tensor {key!r} is {info}, {info.nbytes} bytes, but has {stop - first}")
+        position = stop
+    if position != num_bytes:
+        what = "it is cut short" if num_bytes < position else "something was appended"
+        raise _corrupt(path, f"expected {position} bytes from the header, found {num_bytes}; {what}")
+    return SafetensorsHeader(path, num_bytes, metadata, {key: Entry(info, first) for key, first, _, info in entries})
+
+
+def lay_out(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> Layout:
+    """Place tensors in a file as safetensors itself does: widest dtype first, then by name, data 8-byte aligned.
+
+    Raises: ValueError for a dtype that the format has no name for.
+    """
+    ranks = {dtype: i for i, dtype in enumerate(DTYPES.values())}
+    if "__metadata__" in infos:
+        raise ValueError("safetensors keeps the name __metadata__ to itself: no tensor can have it")
+    unknown = [f"{key}: {info.dtype}" for key, info in infos.items() if info.dtype not in ranks]
+    if unknown:
+        raise ValueError(f"safetensors has no name for the dtype of {', '.join(unknown)}")
+    order = sorted(infos, key=lambda key: (-ranks[infos[key].dtype], key))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    starts, position = {}, 0
+    for key in order:
+        info = infos[key]
+        starts[key] = position
+        header[key] = {
+            "dtype": DTYPE_NAMES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [position, position + info.nbytes],
+        }
+        position += info.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {len(text)} bytes is over the format's limit of {MAX_HEADER_BYTES}")
+    base = 8 + len(text)
+    entries = {key: Entry(infos[key], base + start) for key, start in starts.items()}
+    return Layout(struct.pack("<Q", len(text)) + text, entries, base + position)
+
+
+def _parse(raw: bytes, path: Path) -> dict[str, strict_json.Json]:
+    if raw[:1] != b"{":
+        raise _corrupt(path, "the header does not start with '{': this is no safetensors file")
+    header = strict_json.parse(raw, MAX_HEADER_BYTES, f"{path}: header")
+    assert isinstance(header, dict)  # it starts with a brace
+    return header
+
+
+def _metadata(value: strict_json.Json, path: Path) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
+        raise _corrupt(path, "__metadata__ is not a map from strings to strings")
+    return {name: str(text) for name, text in value.items()}
+
+
+def _entry(key: str, value: object, base: int, path: Path) -> tuple[str, int, int, TensorInfo]:
+    """Check one header row; return (key, first byte, byte after the last, info) in bytes of the file."""
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise _corrupt(path, f"tensor {key!r} does not have exactly dtype, shape and data_offsets")
+    name, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(name, str) or name not in DTYPES:
+        raise _corrupt(path, f"tensor {key!r} has dtype {name!r}, which is not one of {', '.join(DTYPES)}")
+    if not _counts(shape) or len(shape) > MAX_DIMS:
+        raise _corrupt(path, f"tensor {key!r} has shape {str(shape)[:80]}")
+    if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _corrupt(path, f"tensor {key!r} has data_offsets {str(offsets)[:80]}")
+    if math.prod(shape) >= 2**63:
+        raise _corrupt(path, f"tensor {key!r} has shape {shape}: more elements than a file can hold")
+    return key, base + offsets[0], base + offsets[1], TensorInfo(tuple(shape), DTYPES[name])
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+def _corrupt(path: Path, cause: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{path}: {cause}", str(path))

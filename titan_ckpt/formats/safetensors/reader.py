@@ -1,0 +1,219 @@
+"""Reading parts of tensors from safetensors files: exactly the requested bytes, straight into live memory.
+
+Owns the way from a region of a file to a view of memory: the bytes, the kind of read, the cast. Knows no folder and no
+index, and decides nothing about names or dtypes. All formats that store plain safetensors files share it.
+
+A run of bytes goes straight into contiguous memory of the same dtype. It goes through a small bounce buffer if the
+memory is strided, has a different dtype or is on a device; and around the page cache if the file is not cached. A
+strided region (a shard of columns) is copied from a mapping of the file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from titan_ckpt import progress
+from titan_ckpt.disk.direct import IO_BYTES, NUM_WORKERS, FileReader, bounce_buffer, run_workers
+from titan_ckpt.disk.memory import ALIGNMENT, Buffer, bytes_at, is_plain_memory
+from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.formats.safetensors.container import Entry, SafetensorsHeader
+from titan_ckpt.formats.safetensors.regions import mapped_boxes, windows
+from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.geometry.boxes import element_span, is_run
+from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.requests import ReadRequest
+
+RUN_BYTES = IO_BYTES - 2 * ALIGNMENT
+"""Bytes of one read. Extended to whole blocks, as a direct read must be, it still fits a bounce buffer."""
+_MIN_DIRECT_BYTES = 64 << 10
+"""A smaller read goes through the page cache, whose read-ahead serves the next read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run of bytes of a file, and the memory that its elements fill in row-major order."""
+
+    file: FileReader
+    offset: int
+    num_bytes: int
+    dtype: torch.dtype
+    into: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """A strided box of a file tensor, and memory with as many elements."""
+
+    file: FileReader
+    entry: Entry
+    chunk: Chunk
+    into: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.chunk.numel * self.entry.info.dtype.itemsize
+
+
+class SafetensorsFiles:
+    """Open safetensors files whose headers were checked before. Each key is in one file."""
+
+    def __init__(self, headers: Sequence[SafetensorsHeader]) -> None:
+        """Index the files' keys. Raises: CorruptCheckpointError if two files hold one key."""
+        self._files: dict[Path, FileReader] = {}
+        self._lock = threading.Lock()
+        self._places: dict[str, tuple[SafetensorsHeader, Entry]] = {}
+        faults = []
+        for header in headers:
+            for key, entry in header.entries.items():
+                if key in self._places:
+                    faults.append(f"{key} is in {self._places[key][0].path.name} and in {header.path.name}")
+                self._places[key] = (header, entry)
+        if faults:
+            folder = headers[0].path.parent
+            listed = "; ".join(faults[:8])
+            raise CorruptCheckpointError(f"{folder}: {len(faults)} tensor(s) twice: {listed}", str(folder))
+        self._headers = headers
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        return {key: entry for key, (_, entry) in self._places.items()}
+
+    @gc_paused()
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Fill every request. Several threads may call it.
+
+        Raises: CorruptCheckpointError if a file ends early or has changed since its header was read; OSError.
+        """
+        jobs: list[_Run | _Region] = []
+        for request in requests:
+            header, entry = self._places[request.key]
+            if request.chunk.numel:
+                jobs += _jobs(self._open(header), entry, request)
+        order = {file: i for i, file in enumerate(list(self._files.values()))}
+        jobs.sort(key=lambda job: (order[job.file], job.offset if isinstance(job, _Run) else job.entry.start))
+        jobs = _joined(jobs)
+        cold = _cold_files(jobs)
+        total = sum(job.num_bytes for job in jobs)
+        try:
+            with progress.shown(f"loading {self._headers[0].path.parent.name}", total):
+                run_workers(jobs, lambda job: _fill(job, cold), min(NUM_WORKERS, len(jobs)))
+        except EOFError as error:
+            raise CorruptCheckpointError(f"{error}: it was cut short while it was open") from error
+
+    def _open(self, header: SafetensorsHeader) -> FileReader:
+        with self._lock:
+            if header.path not in self._files:
+                # download caches hold links to their files, and FileReader opens no links
+                file = FileReader(header.path.resolve())
+                if file.num_bytes != header.num_bytes:
+                    file.close()
+                    raise CorruptCheckpointError(f"{header.path}: it has changed since it was opened", str(header.path))
+                self._files[header.path] = file
+            return self._files[header.path]
+
+    def close(self) -> None:
+        """Close all files; idempotent."""
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+
+
+def _jobs(file: FileReader, entry: Entry, request: ReadRequest) -> Iterator[_Run | _Region]:
+    """Cut a request into reads that fit a bounce buffer, or into one strided copy."""
+    shape, dtype, into = entry.info.shape, entry.info.dtype, request.into.detach()
+    if not is_run(shape, request.chunk):
+        yield _Region(file, entry, request.chunk, into)
+        return
+    if is_plain_memory(into):
+        into = into.view(-1)
+    offset = entry.start + element_span(shape, request.chunk)[0] * dtype.itemsize
+    for window in windows(into, RUN_BYTES // dtype.itemsize):
+        num_bytes = window.numel() * dtype.itemsize
+        yield _Run(file, offset, num_bytes, dtype, window)
+        offset += num_bytes
+
+
+def _joined(jobs: Sequence[_Run | _Region]) -> list[_Run | _Region]:
+    """Join runs that follow each other both in the file and in memory, as long as they fit one read."""
+    made: list[_Run | _Region] = []
+    for job in jobs:
+        last = made[-1] if made else None
+        if (
+            isinstance(job, _Run)
+            and isinstance(last, _Run)
+            and last.file is job.file
+            and last.offset + last.num_bytes == job.offset
+            and last.num_bytes + job.num_bytes <= RUN_BYTES
+            and all(run.into.dtype == run.dtype == last.dtype and is_plain_memory(run.into) for run in (last, job))
+            and last.into.data_ptr() + last.num_bytes == job.into.data_ptr()
+            and last.into.untyped_storage().data_ptr() == job.into.untyped_storage().data_ptr()
+        ):
+            numel = last.into.numel() + job.into.numel()
+            together = last.into.as_strided((numel,), (1,))
+            made[-1] = _Run(job.file, last.offset, last.num_bytes + job.num_bytes, job.dtype, together)
+        else:
+            made.append(job)
+    return made
+
+
+def _cold_files(jobs: Sequence[_Run | _Region]) -> set[FileReader]:
+    """Return the files whose wanted bytes are not cached. One answer per file: mixing both ways is slower."""
+    spans: dict[FileReader, tuple[int, int]] = {}
+    for job in jobs:
+        if isinstance(job, _Run):
+            first, stop = spans.get(job.file, (job.offset, 0))
+            spans[job.file] = (first, max(stop, job.offset + job.num_bytes))
+    return {file for file, (first, stop) in spans.items() if not file.is_cached(first, stop - first)}
+
+
+def _fill(job: _Run | _Region, cold: set[FileReader]) -> None:
+    """Do one read."""
+    progress.advance(job.num_bytes)
+    if isinstance(job, _Region):
+        _copy_region(job)
+        return
+    direct = job.file in cold and job.num_bytes >= _MIN_DIRECT_BYTES
+    if job.into.dtype == job.dtype and is_plain_memory(job.into):
+        address = job.into.data_ptr()
+        if not direct:
+            job.file.read_into([bytes_at(address, job.num_bytes)], job.offset)
+            return
+        if (address - job.offset) % ALIGNMENT == 0:
+            job.file.read_blocks(bytes_at(address, job.num_bytes), job.offset)
+            return
+    with bounce_buffer() as buffer:
+        job.into.copy_(_bounced(job, buffer, direct).view(job.into.shape))
+
+
+def _bounced(job: _Run, buffer: Buffer, direct: bool) -> torch.Tensor:
+    """Read a run into the buffer and return its elements, which may be a view of the buffer."""
+    first = job.offset % ALIGNMENT if direct else 0
+    if direct:
+        job.file.read_aligned(buffer.view, job.offset - first, first + job.num_bytes)
+    else:
+        job.file.read_into([buffer.view[: job.num_bytes]], job.offset)
+    values = buffer.tensor[first : first + job.num_bytes]
+    # other programs write tensors at odd offsets, and a view of a wider dtype must be aligned
+    return (values if first % job.dtype.itemsize == 0 else values.clone()).view(job.dtype)
+
+
+def _copy_region(job: _Region) -> None:
+    """Copy a strided box from a mapping of the file, some rows at a time."""
+
+    def map_bytes(offset: int, num_bytes: int) -> mmap.mmap:
+        fd = os.open(job.file.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            # torch wraps only writable memory, which a private mapping is; nothing writes to it
+            return mmap.mmap(fd, num_bytes, mmap.MAP_PRIVATE, offset=offset)
+        finally:
+            os.close(fd)
+
+    for box, into in mapped_boxes(job.entry, job.chunk, job.into, map_bytes):
+        into.copy_(box)

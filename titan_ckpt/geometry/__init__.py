@@ -1,0 +1,1 @@
+"""Boxes of tensors, names of tensors, and the request to fill memory: the seam between content and files."""

@@ -1,0 +1,238 @@
+"""The place of a tensor's values: chunks of a global shape, blocks of local memory, lazy tensors.
+
+Owns the geometry of sharded tensors. Knows no files, no names and no process groups beyond a DTensor's own mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import add, le, sub
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """An axis-aligned box inside a global shape, in elements. A scalar's chunk has no dims and one element."""
+
+    offsets: Shape
+    sizes: Shape
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4096)  # tensors by the ten thousand share few shapes
+    def whole(shape: Shape) -> Chunk:
+        return Chunk((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def intersect(self, other: Chunk) -> Chunk | None:
+        """Return the box that both cover, in global coordinates, or None if it is empty."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        ends = tuple(map(min, map(add, self.offsets, self.sizes), map(add, other.offsets, other.sizes)))
+        if any(map(le, ends, starts)):
+            return None
+        return Chunk(starts, tuple(map(sub, ends, starts)))
+
+    def within(self, outer: Chunk) -> tuple[slice, ...]:
+        """Return the index of this box inside a block that holds `outer`."""
+        return tuple(
+            slice(o - base, o - base + n) for o, n, base in zip(self.offsets, self.sizes, outer.offsets, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Global shape and dtype of a tensor, in memory or in a file."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+class Block(NamedTuple):  # made by the ten thousand, and a frozen dataclass takes twice as long to make
+    """This rank's values of one chunk. `data.shape == chunk.sizes`; aliases the owner's memory where it can."""
+
+    chunk: Chunk
+    data: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor that is computed when it is written: a merged weight, a cast, a dequantised source.
+
+    `blocks()` runs on every rank, in the same order of tensors, so it may be collective when `collective` is set; it
+    returns the chunks that this rank holds (replicas included). `like` is a tensor with the same chunks, which tells
+    which ranks hold the same values, so that one of them writes; or it is this rank's chunks themselves, which no other
+    rank holds. Without it every rank writes all that it holds.
+
+    `freeze` returns the tensor with its present values, before its live sources change: `stage` maps each source to a
+    stand-in. Every rank calls it, in the same order, and its result is not collective. Without it the tensor can only
+    be written while nothing changes. `in_memory`: the blocks are views of memory, so they cost nothing and may be kept.
+    """
+
+    info: TensorInfo
+    blocks: Callable[[], Iterable[Block]]
+    collective: bool = False
+    like: torch.Tensor | tuple[Chunk, ...] | None = None
+    freeze: Callable[[Stage], LazyTensor] | None = None
+    in_memory: bool = False
+
+
+Stage = Callable[[torch.Tensor], torch.Tensor | LazyTensor]
+"""Live tensor -> a tensor that keeps its values for as long as a background export needs them."""
+
+
+def info_of(value: torch.Tensor | LazyTensor) -> TensorInfo:
+    """Return the global shape and dtype."""
+    return value.info if isinstance(value, LazyTensor) else TensorInfo(tuple(value.shape), value.dtype)
+
+
+def local_tensor(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's memory of a tensor. It is not `to_local()`, which records an autograd node and may copy."""
+    return value._local_tensor if isinstance(value, DTensor) else value  # noqa: SLF001
+
+
+def plain(value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor detached from autograd; the same object if it already is, because DTensors detach slowly."""
+    return value.detach() if value.requires_grad else value
+
+
+def blocks_of(value: torch.Tensor | LazyTensor) -> Iterable[Block]:
+    """Return the blocks of the tensor that this rank holds, replicas included; those of a live tensor are views.
+
+    Iterate once and keep no block: a lazy tensor may compute each block on demand.
+    """
+    if isinstance(value, LazyTensor):
+        return value.blocks()
+    if not isinstance(value, DTensor):
+        return [Block(Chunk.whole(value.shape), plain(value))]
+    local = plain(value._local_tensor)  # noqa: SLF001 - a hot path, and detaching the DTensor takes 9 us
+    chunks = local_chunks(value)
+    if len(chunks) == 1 and (chunk := chunks[0][0]).sizes == local.shape:  # the usual case, and a hot path
+        return [] if 0 in chunk.sizes else [Block(chunk, local)]
+    return [Block(chunk, local[index]) for chunk, index in chunks if chunk.numel]
+
+
+def fill(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy this rank's part of the whole tensor `values`, of any dtype and device, into `target`."""
+    whole = Chunk.whole(target.shape)
+    with torch.no_grad():
+        for block in blocks_of(target):
+            block.data.copy_(values[block.chunk.within(whole)])
+
+
+def layout_of(value: torch.Tensor | LazyTensor) -> torch.Tensor | tuple[Chunk, ...] | None:
+    """Return the `like` of a lazy tensor with the same chunks as this tensor."""
+    return value.like if isinstance(value, LazyTensor) else value
+
+
+def can_freeze(value: torch.Tensor | LazyTensor) -> bool:
+    return not isinstance(value, LazyTensor) or value.freeze is not None
+
+
+def frozen(value: torch.Tensor | LazyTensor, stage: Stage) -> torch.Tensor | LazyTensor:
+    """Return the tensor with its present values (see LazyTensor). Collective if the tensor is."""
+    if not isinstance(value, LazyTensor):
+        return stage(value)
+    assert value.freeze is not None, "can_freeze() comes first"
+    return value.freeze(stage)
+
+
+def cast(value: torch.Tensor | LazyTensor, dtype: torch.dtype) -> LazyTensor:
+    """Return the tensor cast to `dtype`, block by block, when it is written."""
+    return LazyTensor(
+        TensorInfo(info_of(value).shape, dtype),
+        lambda: (Block(block.chunk, block.data.to(dtype)) for block in blocks_of(value)),
+        collective=isinstance(value, LazyTensor) and value.collective,
+        like=layout_of(value),
+        freeze=(lambda stage: cast(frozen(value, stage), dtype)) if can_freeze(value) else None,
+    )
+
+
+def local_chunks(value: DTensor) -> Sequence[tuple[Chunk, tuple[slice, ...]]]:
+    """Return (global chunk, index into the local tensor) for each contiguous run of rows this rank holds."""
+    spec = value._spec  # noqa: SLF001 - the properties of a DTensor look this up one by one
+    coordinate = spec.mesh.get_coordinate()  # not cached: a process may later have a different rank in an equal mesh
+    if coordinate is None:
+        return ()
+    return _chunks_at(value.shape, spec.placements, spec.mesh.shape, tuple(coordinate))
+
+
+@functools.lru_cache(maxsize=4096)
+def _chunks_at(
+    shape: Shape, placements: tuple[Placement, ...], mesh_shape: Shape, coordinate: Shape
+) -> tuple[tuple[Chunk, tuple[slice, ...]], ...]:
+    """Return the chunks at one coordinate of a mesh.
+
+    Every placement splits one dim of the part that earlier placements left, so each dim is a list of runs
+    [start, stop) in global coordinates. _StridedShard cuts the list into `split_factor` pieces and takes its share of
+    each; Shard does the same with one piece. One run per dim is the usual case.
+    """
+    runs: list[list[tuple[int, int]]] = [[(0, n)] for n in shape]
+    for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
+        if isinstance(placement, Replicate):
+            continue
+        if not isinstance(placement, Shard | _StridedShard):
+            raise TypeError(f"cannot checkpoint a DTensor with placement {placement}: reduce it first")
+        held = runs[placement.dim]
+        factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        pieces = _split(0, sum(b - a for a, b in held), factor)
+        shares = [_split(a, b, size)[index] for a, b in pieces]
+        runs[placement.dim] = [run for a, b in shares for run in _take(held, a, b)]
+    if not runs:
+        return ((Chunk((), ()), ()),)
+    return tuple(_product([_merge(r) for r in runs]))
+
+
+def _split(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
+    """Cut [start, stop) like torch.chunk, padded with empty parts."""
+    step = -(-(stop - start) // parts)
+    return [(min(start + i * step, stop), min(start + (i + 1) * step, stop)) for i in range(parts)]
+
+
+def _take(runs: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+    """Return the part [start, stop) of a list of runs, counted along the list."""
+    out, position = [], 0
+    for a, b in runs:
+        lo, hi = max(start, position), min(stop, position + b - a)
+        if hi > lo:
+            out.append((a + lo - position, a + hi - position))
+        position += b - a
+    return out
+
+
+def _merge(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    out: list[tuple[int, int]] = []
+    for a, b in runs:
+        if out and out[-1][1] == a:
+            out[-1] = (out[-1][0], b)
+        else:
+            out.append((a, b))
+    return out or [(0, 0)]
+
+
+def _product(runs: list[list[tuple[int, int]]]) -> Iterator[tuple[Chunk, tuple[slice, ...]]]:
+    """Cross the runs of each dim; local coordinates count along each dim's list."""
+    head, *rest = runs
+    position = 0
+    for a, b in head:
+        for chunk, index in _product(rest) if rest else [(Chunk((), ()), ())]:
+            local = slice(position, position + b - a)
+            yield Chunk((a, *chunk.offsets), (b - a, *chunk.sizes)), (local, *index)
+        position += b - a

@@ -1,0 +1,82 @@
+"""The seam between content and bytes: the interface of a format's reader.
+
+Owns no format. A third party's format implements `TensorReader`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+
+from titan_ckpt.geometry.chunks import Chunk, TensorInfo
+
+
+class ReadRequest(NamedTuple):
+    """Fill `into` with the values of `chunk` of the file tensor `key`.
+
+    `into` may be any strided view of live memory; in row-major order its elements are those of the chunk.
+    The reader casts a dtype that differs from the file's; the planner has decided before whether it may.
+    """
+
+    key: str
+    chunk: Chunk
+    into: torch.Tensor
+
+
+class PlannedFile(Protocol):
+    """One file of a planned read, seen by ranks that share its page cache and divide the work of verifying it."""
+
+    @property
+    def to_check(self) -> Sequence[tuple[int, int]]:
+        """Return the byte ranges to verify before anything is filled."""
+
+
+class TensorReader(ABC):
+    """An open checkpoint folder of one format. A context manager; close() is idempotent."""
+
+    path: Path
+    format: str
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Return every tensor's global shape and dtype by its name in the file (dequantised where quantised)."""
+
+    @abstractmethod
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Fill every request's memory, in any order; verify the bytes if the format has digests.
+
+        Raises: CorruptCheckpointError naming the file; OSError. The memory is undefined then.
+        """
+
+    def check(self, requests: Sequence[ReadRequest]) -> None:
+        """Verify the cached blocks that `read` of the same requests would use, without writing to any tensor.
+
+        A format without digests does nothing. Raises: as `read`.
+        """
+        return
+
+    def plan(self, requests: Sequence[ReadRequest]) -> Sequence[PlannedFile]:
+        """Prepare a `read` of these requests; return the files that ranks of one host may verify for each other.
+
+        If it returns none, every rank calls `check`. Raises: as `read`.
+        """
+        return ()
+
+    def metadata(self) -> dict[str, Any]:
+        """Return the format's metadata beside the tensors (hf: config.json, peft: adapter_config.json)."""
+        return {}
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,211 @@
+"""Notices: all ranks act on an event that one rank notices, at the same point of their loops.
+
+Owns the agreement and the thread that listens for it. Knows no checkpoint and no step, and decides nothing.
+
+Every rank calls `tick` at the same points of its loop: after a step, after a micro-batch, after a batch of an
+evaluation. A tick exchanges nothing. A rank that notices an event posts it to the job's store. The watcher thread of
+every rank reads the post and holds its own rank's ticks, and all exchange how many ticks they have made: the notice
+takes effect at the first tick that no rank has made yet.
+Source: JAX, coordination service, preemption_sync_manager, for the idea to agree on a later call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import select
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import PeerError
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["stop", "save", "roll call"]
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """An event that a rank has noticed. A "roll call" asks every rank's watcher to answer, and never reaches a tick."""
+
+    kind: Kind
+    reason: str
+    rank: int
+    unix_seconds: float
+    """The time at which it was noticed."""
+
+
+class NoticeBoard:
+    """One rank's view of the notices. Only the training thread calls `tick`; any thread may call the other methods."""
+
+    def __init__(
+        self,
+        line: Coordinator,
+        *,
+        answer_seconds: float,
+        hang_seconds: float | None,
+        on_signal: Callable[[int], None],
+        on_idle: Callable[[], None],
+    ) -> None:
+        """Take an exclusive line to the other ranks.
+
+        `answer_seconds`: how long to wait for all watchers. `hang_seconds`: after this time without a tick, a rank
+        starts a roll call. `on_signal` gets the number of every signal, and `on_idle` is called repeatedly; both run
+        in the watcher's thread.
+        """
+        self.wake, self._write = os.pipe()
+        os.set_blocking(self.wake, False)
+        os.set_blocking(self._write, False)
+        self._line = line
+        self._answer_seconds = answer_seconds
+        self._hang_seconds = hang_seconds
+        self._on_signal = on_signal
+        self._on_idle = on_idle
+        # All ranks poll one store: together at most some thousand times a second.
+        self._interval = max(0.25, line.world_size / 4000)
+        self._posts: deque[Notice] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._ticks = 0
+        self._last_tick = time.monotonic()
+        self._held = False
+        self._due: deque[tuple[int, Notice]] = deque()
+        self._error: PeerError | None = None
+        self._thread = threading.Thread(target=self._watch, name="titan_ckpt notices", daemon=True)
+
+    @property
+    def signal_fd(self) -> int:
+        """File descriptor for `signal.set_wakeup_fd`: a signal is noticed even while the main thread is in C++."""
+        return self._write
+
+    def start(self) -> None:
+        self._last_tick = time.monotonic()
+        self._thread.start()
+
+    def post(self, kind: Kind, reason: str) -> None:
+        """Post a notice to all ranks. The first notice of a kind counts, until it has taken effect."""
+        self._posts.append(Notice(kind, reason, self._line.rank, time.time()))
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._write, b"\0")
+
+    def tick(self) -> Notice | None:
+        """Return the notice that takes effect at this tick, the same on all ranks; usually None.
+
+        Raises: PeerError naming the ranks whose watchers do not answer.
+        """
+        with self._changed:
+            self._ticks += 1
+            self._last_tick = time.monotonic()
+            while self._held:
+                self._changed.wait()
+            if self._error is not None:
+                raise self._error
+            if self._due and self._ticks >= self._due[0][0]:
+                return self._due.popleft()[1]
+            return None
+
+    def close(self) -> None:
+        """Stop listening, without waiting for other ranks."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._write, b"\0")
+        if self._thread.ident is not None:
+            self._thread.join(2.0)
+        if not self._thread.is_alive():  # otherwise it waits for dead ranks, and ends with this process
+            os.close(self.wake)
+            os.close(self._write)
+
+    def _watch(self) -> None:
+        number = 0
+        try:
+            while not self._closing:
+                select.select([self.wake], [], [], self._interval)
+                for signal_number in self._signals():
+                    self._on_signal(signal_number)
+                self._on_idle()
+                self._ask_if_hung()
+                if (notice := self._next(number)) is not None:
+                    number += 1
+                    self._act(notice)
+        except dist.DistError as error:
+            self._fail(PeerError(f"lost the store of the process group, which rank 0 or its launcher serves: {error}"))
+        except Exception as error:
+            self._fail(PeerError(f"the watcher of this rank failed: {type(error).__name__}: {error}"))
+            logger.exception("the watcher for signals, time limits and requests has failed")
+
+    def _signals(self) -> bytes:
+        try:
+            return os.read(self.wake, 512).replace(b"\0", b"")
+        except BlockingIOError:
+            return b""
+
+    def _next(self, number: int) -> Notice | None:
+        """Post this rank's first notice, and return the notice of this number if any rank has posted one."""
+        text = self._line.first_post(f"notice/{number}", json.dumps(asdict(self._posts[0])) if self._posts else None)
+        if text is None:
+            return None
+        notice = Notice(**json.loads(text))
+        while self._posts and self._posts[0].kind == notice.kind:
+            self._posts.popleft()  # several ranks have noticed the same event
+        return notice
+
+    def _act(self, notice: Notice) -> None:
+        """Agree on the tick at which a notice takes effect. Collective.
+
+        1 Hold this rank's ticks. 2 Exchange how many ticks every rank has made. 3 Release the ticks: the first that no
+        rank has made yet returns the notice.
+        """
+        with self._changed:
+            self._held = notice.kind != "roll call"
+            made = self._ticks
+        tag = f"{notice.kind} after {notice.reason}"
+        try:
+            ticks: list[Any] = self._line.gather(tag, made, timeout_seconds=self._answer_seconds)
+        except PeerError as error:
+            if not self._closing:
+                self._fail(error, ends=notice.kind == "roll call")
+            return
+        if notice.kind == "roll call":
+            self._report(notice.reason, ticks)
+            return
+        with self._changed:
+            self._due.append((max(ticks) + 1, notice))
+            self._held = False
+            self._changed.notify_all()
+
+    def _ask_if_hung(self) -> None:
+        silent = time.monotonic() - self._last_tick
+        if self._hang_seconds is not None and silent > self._hang_seconds and not self._held:
+            with self._changed:
+                self._last_tick = time.monotonic()  # ask again after the same time
+            self.post("roll call", f"no progress for {silent:.0f} s")
+
+    def _report(self, reason: str, ticks: list[int]) -> None:
+        behind = [str(rank) for rank, number in enumerate(ticks) if number == min(ticks)]
+        names = ", ".join(behind[:16]) if len(behind) < len(ticks) else "none"
+        if self._line.rank == 0:
+            logger.warning("%s; every process answers. Furthest behind: rank %s", reason, names)
+
+    def _fail(self, error: PeerError, ends: bool = False) -> None:
+        """Let the next tick raise `error`. `ends`: end the process, which waits in a collective for a dead rank."""
+        with self._changed:
+            self._error, self._held = error, False
+            self._changed.notify_all()
+        if ends:
+            logger.critical("no progress, and not every process answers: %s. This process ends", error)
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            logging.shutdown()
+            os._exit(1)

@@ -1,0 +1,96 @@
+"""Requests to a running job to save: a request file in its folder, and a file with the answer.
+
+Owns the two files. Knows no manager and sends no signal: any user who may write into the run's folder may ask.
+
+Only the name of the file `save-request` counts, so `touch` makes one; its text, if any, names the request in the
+answer.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from titan_ckpt.disk import posix
+from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+
+REQUEST = "save-request"
+ANSWER = "save-answer.json"
+_MAX_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a request: the step that was saved, or the error."""
+
+    request: str
+    step: int
+    error: str | None = None
+
+
+def ask(run: Path) -> str:
+    """Write a request and return its name. Raises: CheckpointNotFoundError; CheckpointError if one is waiting."""
+    if not run.is_dir():
+        raise CheckpointNotFoundError(f"{run} is no folder; name the folder that the run writes into (output_folder)")
+    name = uuid.uuid4().hex
+    draft = run / f".{REQUEST}-{name}"
+    posix.write_file(draft, name.encode())
+    try:
+        posix.rename_noreplace(draft, run / REQUEST)
+    except FileExistsError:
+        posix.unlink(draft)
+        raise CheckpointError(
+            f"{run / REQUEST}: another request is waiting to be taken. If nothing runs there, remove it"
+        ) from None
+    return name
+
+
+def pending(run: Path) -> str | None:
+    """Return the name of the waiting request, "" if it has no name, None if there is no request."""
+    try:
+        return posix.read_whole(run / REQUEST, _MAX_BYTES).decode(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+
+
+def withdraw(run: Path) -> None:
+    """Remove the request."""
+    with suppress(FileNotFoundError):
+        posix.unlink(run / REQUEST)
+
+
+def answer(run: Path, value: Answer) -> None:
+    """Write the answer and replace an earlier one."""
+    draft = run / f".{ANSWER}-{uuid.uuid4().hex}"
+    posix.write_file(draft, json.dumps(asdict(value)).encode())
+    with suppress(FileNotFoundError):
+        posix.unlink(run / ANSWER)
+    posix.rename_noreplace(draft, run / ANSWER)
+
+
+def await_answer(run: Path, name: str, timeout_seconds: float) -> Answer:
+    """Wait for the answer to a request; withdraw the request after the timeout. Raises: CheckpointError then."""
+    deadline = time.monotonic() + timeout_seconds
+    while time.monotonic() < deadline:
+        with suppress(FileNotFoundError):
+            latest = _read(run / ANSWER)
+            if latest.request == name:
+                return latest
+        time.sleep(0.2)
+    withdraw(run)
+    raise CheckpointError(
+        f"{run}: no answer for {timeout_seconds:g} s. Is a run writing there, in a loop with a RunGuard, and are its "
+        "steps shorter than that? --timeout-seconds waits longer"
+    )
+
+
+def _read(path: Path) -> Answer:
+    data = posix.read_whole(path, _MAX_BYTES)
+    try:
+        return Answer(**json.loads(data))
+    except (ValueError, TypeError, RecursionError):
+        raise CorruptCheckpointError(f"{path}: no answer of a run; remove it and ask again", str(path)) from None

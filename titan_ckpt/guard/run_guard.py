@@ -1,0 +1,311 @@
+"""RunGuard: saves a run that is interrupted by a signal, a time limit, a request, an exception or a dead rank.
+
+Owns when to save out of turn and when to stop. CheckpointManager saves; notices.py makes the ranks agree.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from titan_ckpt.config import StopConfig
+from titan_ckpt.encoding.strict_json import Json
+from titan_ckpt.errors import CheckpointError
+from titan_ckpt.guard import outside_request as save_request
+from titan_ckpt.guard.notices import Notice, NoticeBoard
+from titan_ckpt.manager import CheckpointManager
+from titan_ckpt.saving import SaveHandle
+
+logger = logging.getLogger(__name__)
+
+SAME_SIGNAL_SECONDS = 2.0
+"""Two signals within this time count as one: a launcher forwards a signal that its ranks receive as well."""
+ANSWER_SECONDS = 60.0
+"""Time in which a rank's watcher must answer; it does nothing else."""
+
+
+class StopRun(BaseException):
+    """Raised on all ranks by `RunGuard.check` to stop the run, and caught by its `with`, not by `except Exception`."""
+
+
+class RunGuard:
+    """Saves a run's progress when it is interrupted. A context manager within CheckpointManager's; collective.
+
+    with CheckpointManager(config, ...) as manager, RunGuard(manager) as guard:
+        for step in range(manager.load().step + 1, steps + 1):
+            for micro_batch in ...:
+                loss(...).backward()
+                guard.check()  # optional, in long steps: abandons the step, and the guard saves the one before
+            optimizer.step()
+            manager.save(step, last_step=step == steps)
+            if guard.step_ended(step):
+                break
+    """
+
+    def __init__(self, manager: CheckpointManager) -> None:
+        """Take [checkpoint.stop] from the manager's config. The guard has no effect before the `with`."""
+        self._manager = manager
+        self._config: StopConfig = manager.config.stop
+        self._line = manager.run_line()
+        self._board = NoticeBoard(
+            manager.run_line(),
+            answer_seconds=min(ANSWER_SECONDS, self._line.timeout_seconds),
+            hang_seconds=self._config.hang_seconds,
+            on_signal=self._signalled,
+            on_idle=self._look_for_requests if self._line.rank == 0 else lambda: None,
+        )
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._wakeup_fd = -1
+        self._first_signal: float | None = None
+        self._posted = False
+        self._limit: float | None = None
+        self._step_seconds: deque[float] = deque(maxlen=8)
+        self._step_began = 0.0
+        self._asked: str | None = None
+        self._answering: tuple[str, int, SaveHandle | None] | None = None
+        self._save_pending = False
+        self._stop: Notice | None = None
+
+    # in the loop
+
+    def step_ended(self, step: int, metrics: Mapping[str, float] | None = None) -> bool:
+        """Call it when a step is complete, after manager.save(). Return True on all ranks if the loop must end.
+
+        The step has been saved then, if there was time.
+        Raises: SaveError for a requested save; PeerError for ranks that no longer answer.
+        """
+        if self._manager.marked_step != step:
+            self._manager.mark_step(step)
+        now = time.monotonic()
+        self._step_seconds.append(now - self._step_began)
+        self._step_began = now
+        self._look_at_the_clock(max(self._step_seconds))
+        self._take(self._board.tick())
+        if self._stop is not None:
+            self._finish(lambda: self._manager.save(step, force=True, metrics=metrics, export=False))
+            return True
+        if self._save_pending:
+            self._save_pending = False
+            self._manager.save(step, force=True, metrics=metrics, export=False)
+            if self._line.rank == 0 and self._asked is not None:
+                self._answering, self._asked = (self._asked, step, self._manager.in_flight), None
+        return False
+
+    def check(self) -> None:
+        """Raise StopRun if the run must stop. Call it inside long steps, equally often on every rank."""
+        self._look_at_the_clock(0.0)
+        self._take(self._board.tick())
+        if self._stop is not None:
+            raise StopRun
+
+    @property
+    def stopped(self) -> str | None:
+        """Return why the run was stopped before its last step, or None."""
+        return None if self._stop is None else self._stop.reason
+
+    def _take(self, notice: Notice | None) -> None:
+        if notice is None:
+            return
+        if notice.kind == "save":
+            self._save_pending = True
+            return
+        self._stop = notice
+        logger.warning("stopping: %s", notice.reason)
+
+    def _finish(self, save: Any) -> None:
+        """Finish the save in flight, and call `save` if there is time for it: rank 0 decides for all. Collective."""
+        assert self._stop is not None
+        try:
+            self._manager.wait()
+        except CheckpointError as error:
+            logger.warning("the save in flight has failed: %s", error)  # the last save may still succeed
+        need, left = self._manager.save_seconds(), self._seconds_left()
+        if self._line.broadcast("last save", need <= left):
+            save()
+            self._manager.wait()
+        elif (last := self._manager.saved_step) != self._manager.marked_step:
+            logger.warning("no last save: %.0f s are left and one takes %.0f s; the last is step %s", left, need, last)
+
+    def _seconds_left(self) -> float:
+        assert self._stop is not None
+        if self._limit is not None and self._limit - time.time() < self._config.grace_seconds:
+            return self._limit - time.time()
+        return self._stop.unix_seconds + self._config.grace_seconds - time.time()
+
+    # signals, time limits and requests
+
+    def _signalled(self, number: int) -> None:
+        """Act on a signal, in the watcher's thread, so that it works while the main thread waits in a collective."""
+        if signal.Signals(number) in self._handlers:
+            self.stop_if_second(number)
+            if not self._posted:
+                self._posted = True
+                self._board.post("stop", f"{signal.Signals(number).name} to rank {self._line.rank}")
+
+    def stop_if_second(self, number: int) -> None:
+        """End the process at a second signal. Both threads call it, because each may be waiting for other ranks."""
+        now = time.monotonic()
+        if self._first_signal is None:
+            self._first_signal = now
+        elif now - self._first_signal >= SAME_SIGNAL_SECONDS:
+            os.write(2, f"titan_ckpt: second signal ({signal.Signals(number).name}): stopping at once\n".encode())
+            os._exit(128 + number)
+
+    def forget(self) -> None:
+        """Restore the default handlers of signals, in a forked process."""
+        signal.set_wakeup_fd(-1)
+        for number in self._handlers:
+            signal.signal(number, signal.SIG_DFL)
+
+    def _look_at_the_clock(self, step_seconds: float) -> None:
+        """Post a stop while there is time for one more step, as long as the longest of the last ones, and for a save.
+
+        Rank 0's clock counts.
+        """
+        if self._limit is None or self._line.rank != 0 or self._posted:
+            return
+        if time.time() + 1.5 * (step_seconds + self._manager.save_seconds()) + 1.0 >= self._limit:
+            self._posted = True
+            self._board.post("stop", "the time of [checkpoint.stop] is up")
+
+    def _look_for_requests(self) -> None:
+        """Take a request to save, and answer the previous one when its save has ended; in rank 0's watcher."""
+        run = self._manager.base_folder
+        if self._answering is not None:
+            name, step, handle = self._answering
+            if handle is not None and not handle.done:
+                return
+            error = None if handle is None or handle.succeeded() else str(handle.error or "see the log of the run")
+            save_request.answer(run, save_request.Answer(name, step, error))
+            self._answering = None
+        elif self._asked is None and (asked := save_request.pending(run)) is not None:
+            save_request.withdraw(run)
+            if self._manager.config.save is None:
+                why = "this run saves nothing: its config has no [checkpoint.save]"
+                save_request.answer(run, save_request.Answer(asked, 0, why))
+                return
+            self._asked = asked
+            self._board.post("save", "a request in the run's folder")
+
+    # the context manager
+
+    def __enter__(self) -> Self:
+        now = time.time()
+        hours = self._config.after_hours
+        limits = [self._config.at_unix_seconds, now + hours * 3600 if hours is not None else None]
+        self._limit = min((limit for limit in limits if limit is not None), default=None)
+        self._step_began = time.monotonic()
+        self._board.start()
+        self._install()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> bool:
+        try:
+            if isinstance(value, StopRun):
+                if self._manager.config.save is not None:
+                    marked = self._line.gather("stopped within a step", self._manager.marked_step)
+                    if self._is_whole(marked):
+                        self._finish(self._manager.save_marked)
+                return True
+            wanted = isinstance(value, (Exception, KeyboardInterrupt)) and not isinstance(value, CheckpointError)
+            if wanted and self._config.save_on_exception and self._manager.config.save is not None:
+                assert value is not None
+                self._save_after(value)
+        finally:
+            self._restore()
+            self._board.close()
+            if self._line.rank == 0 and self._asked is not None:
+                why = "the run ended before it could save"
+                save_request.answer(self._manager.base_folder, save_request.Answer(self._asked, 0, why))
+            elif self._line.rank == 0 and self._answering is not None:
+                self._answer_last()
+        return False
+
+    def _is_whole(self, marked: list[Json]) -> bool:
+        """Return whether all ranks have the same completed step in memory; log if they do not."""
+        whole = None not in marked and len(set(map(str, marked))) == 1
+        if not whole:
+            logger.warning(
+                "nothing newer to save: since %s no step was completed, or one is partly applied",
+                "the start" if self._manager.saved_step is None else f"step {self._manager.saved_step}",
+            )
+        return whole
+
+    def _save_after(self, value: BaseException) -> None:
+        """Save the last completed step, if all ranks have raised with the same one in memory, whole. Never raises."""
+        bound = self._config.exception_seconds
+        if self._line.world_size > 1:
+            logger.warning(
+                "rank %d has raised %s: it waits up to %g s for the other ranks, to save the last completed step",
+                self._line.rank,
+                type(value).__name__,
+                bound,
+            )
+        try:
+            marked = self._line.gather("exception", self._manager.marked_step, timeout_seconds=bound)
+            if not self._is_whole(marked):
+                return
+            # a rank that raised long before the others has posted its mark, and may be gone
+            self._line.barrier("exception, on all ranks", timeout_seconds=bound)
+            logger.warning("%s: saving step %s, the last that was completed", type(value).__name__, marked[0])
+            self._manager.save_marked()
+        except Exception as error:  # the run's own error must reach the user
+            logger.warning("%s: the last completed step is not saved: %s", type(value).__name__, error)
+
+    def _answer_last(self) -> None:
+        assert self._answering is not None
+        handle = self._answering[2]
+        if handle is not None:
+            while not handle.done:
+                time.sleep(0.05)
+        self._look_for_requests()
+
+    def _install(self) -> None:
+        """Install signal handlers. C writes signals to the watcher's pipe; handlers only look for a second signal."""
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning("signals are not noticed: a RunGuard was entered outside the main thread")
+            return
+        _guards[:] = [guard for guard in _guards if guard._first_signal is None]  # noqa: SLF001 - drops guards of runs that ended
+        _guards.append(self)
+        self._wakeup_fd = signal.set_wakeup_fd(self._board.signal_fd, warn_on_full_buffer=False)
+        for name in self._config.signals:
+            number = signal.Signals[name]
+            if signal.getsignal(number) is not None:  # None: C code handles it, such as faulthandler
+                self._handlers[number] = signal.signal(number, _noticed_elsewhere)
+
+    def _restore(self) -> None:
+        """Restore earlier handlers, unless a signal has ended the run: a late second one must not kill the process."""
+        if self not in _guards:
+            return
+        signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
+        if self._first_signal is not None:
+            return
+        _guards.remove(self)
+        for number, before in self._handlers.items():
+            signal.signal(number, before)
+
+
+_guards: list[RunGuard] = []
+
+
+def _noticed_elsewhere(number: int, frame: FrameType | None) -> None:
+    """Handle a signal in the main thread; without a handler it would end the process."""
+    for guard in _guards:
+        guard.stop_if_second(number)
+
+
+def _forget_in_child() -> None:
+    """Remove the guards from a forked process, such as a dataloader's worker: signals end it as any other."""
+    for guard in _guards:
+        guard.forget()
+    _guards.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

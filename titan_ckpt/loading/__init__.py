@@ -1,0 +1,1 @@
+"""Loading: the sources that a run starts from, and the way of their values into the model and the training state."""

@@ -1,0 +1,211 @@
+"""Restoring a run: from its newest valid step, or from its initial sources, or from step 0 without either.
+
+Owns the order of a load, and what all ranks must agree on before its next part. plan.py decides which sources there
+are, sources.py and training_state.py read them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_ckpt.components.run_state import RunState
+from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
+from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.directory.manifest import Manifest
+from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
+from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from titan_ckpt.formats.native.shared_check import check_together
+from titan_ckpt.formats.open import detect_format
+from titan_ckpt.loading import plan
+from titan_ckpt.loading.external import ExternalLoad, ExternalWeights
+from titan_ckpt.loading.plan import LoadPlan, ResumeStep
+from titan_ckpt.loading.sources import PreparedLoad, prepare_load
+from titan_ckpt.loading.training_state import ResumeState
+from titan_ckpt.types import Format, LoadReport
+from titan_ckpt.weights.identity import check_base, check_converters, identify_base
+from titan_ckpt.weights.initialize import initialise, mark_filled
+from titan_ckpt.weights.transforms import StateDictTransforms
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """The result of a load: training continues after `step`, which is 0 unless a step was resumed."""
+
+    step: int
+    plan: LoadPlan
+    report: LoadReport
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The result of a load, and the facts that manifests of later steps record about it."""
+
+    result: LoadResult
+    base: dict[str, Any] | None
+    """The identity of the base under converter-owned weights; None without such weights."""
+    resumed_from: dict[str, Any] | None
+    """Step and attempt; None unless a step was resumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restorer:
+    """Loads one run's objects. Every method is collective over all ranks."""
+
+    _config: CheckpointConfig
+    _directory: CheckpointDirectory
+    _run: RunState
+    _transforms: StateDictTransforms
+    _external_weights: ExternalWeights | None
+    """The handler that fills the model; given if `config.components` leaves the model out."""
+    _coordinator: Coordinator
+
+    def restore(self, step: int | None) -> Restored:
+        """Resume `step`, or the newest valid one if it is None; without any, load the initial sources or start from 0.
+
+        Raises: as CheckpointManager.load.
+        """
+        resumed = self._resume_newest() if step is None else self._resume(step, by_number=True)
+        return resumed or self._load_initial()
+
+    def _resume_newest(self) -> Restored | None:
+        """Resume the newest valid step; return None if the folder has no step. Raises: the error of the oldest step."""
+        failure: BaseException | None = None
+        for candidate in self._directory.steps()[::-1]:
+            try:
+                result = self._resume(candidate, by_number=False)
+            except FAILURES as error:  # every rank has raised something, and all decide together
+                if not any(self._coordinator.gather("ladder", isinstance(error, CorruptCheckpointError))):
+                    raise
+                logger.warning("step %d cannot be resumed from; going on to the one before it: %s", candidate, error)
+                failure = error
+                continue
+            if result is not None:
+                return result
+        if failure is not None:
+            raise failure
+        return None
+
+    def _load_initial(self) -> Restored:
+        load_plan = self._resolve(None)
+        with self._prepare(load_plan, resuming=False) as prepared:
+            self._read(prepared)
+            report = self._complete(load_plan, prepared)
+            base = self._identify_base(load_plan, prepared, None)
+        return Restored(LoadResult(0, load_plan, report), base, None)
+
+    def _resume(self, step: int, *, by_number: bool) -> Restored | None:
+        """Resume one step. Return None for a step that holds weights only, from which no run can resume.
+
+        1 Plan. 2 Open everything and check that it fits. 3 Read. 4 Initialise. 5 Give the owners their other state.
+        """
+        manifest = self._directory.manifest(step)
+        if manifest.kind == "model":
+            if by_number:
+                raise CheckpointNotFoundError(
+                    f"step {step} holds model weights only, so training cannot resume from it; name it in "
+                    "[[checkpoint.initial_load]] of another run instead"
+                )
+            return None
+        path = self._directory.step_path(step)
+        load_plan = self._resolve(ResumeStep(step, manifest.kind, path))
+        hooks = self._run.model.hooks
+        check_converters(manifest.converters, hooks.describe() if hooks else [], manifest.step)
+        with self._prepare(load_plan, resuming=True) as prepared:
+            opened = prepared.reader_of(path)
+            with ResumeState.open(path, manifest, self._run, load_plan.exclude, self._coordinator, opened) as state:
+                self._read(prepared, state)
+            report = self._complete(load_plan, prepared)
+            base = self._identify_base(load_plan, prepared, manifest)
+        self._together("load-apply", lambda: state.apply(self._run, load_plan.exclude))
+        self._directory.resume_from(step)
+        return Restored(LoadResult(step, load_plan, report), base, {"step": step, "attempt": manifest.attempt})
+
+    def _resolve(self, step: ResumeStep | None) -> LoadPlan:
+        plans: list[LoadPlan] = []
+        self._together("load-sources", lambda: plans.append(plan.resolve(self._config, step, self._describe)))
+        logger.info("%s", plans[0])
+        return plans[0]
+
+    def _prepare(self, load_plan: LoadPlan, *, resuming: bool) -> PreparedLoad:
+        return prepare_load(
+            load_plan.sources, self._run.model, self._transforms, self._coordinator, require_owned=resuming
+        )
+
+    def _read(self, prepared: PreparedLoad, state: ResumeState | None = None) -> None:
+        """Fill the live tensors. Collective.
+
+        1 The ranks verify the cached blocks of their files. 2 When all have, they fill the live tensors. 3 Adapters to
+        be merged are added to the base, if it is the base that they record.
+        """
+        loads: list[PreparedLoad | ResumeState] = [prepared] if state is None else [prepared, state]
+        check_together([part for load in loads for part in load.parts], self._coordinator)
+        self._together("load-read", lambda: [load.read() for load in loads])
+        if prepared.merges:
+            if bases := prepared.adapter_bases(merged=True):
+                unmerged = identify_base(self._run.model, None, self._coordinator)
+                for path, recorded in bases:
+                    check_base(unmerged, recorded, str(path))
+            self._together("load-merge", prepared.merge)
+
+    def _complete(self, load_plan: LoadPlan, prepared: PreparedLoad) -> LoadReport:
+        """Take weights from outside if the plan says so; then initialise the tensors that still have no values."""
+        report = self._take_from_outside(load_plan) if load_plan.external else prepared.report
+        mark_filled(self._run.model, report.loaded)
+        self._together("load-initialise", lambda: initialise(self._run.model, report.initialised))
+        return report
+
+    def _take_from_outside(self, load_plan: LoadPlan) -> LoadReport:
+        """Let the handler fill the model. Raises: LoadMismatchError unless it filled all of it; the handler's error."""
+        assert self._external_weights is not None, "the constructor refuses"
+        handler = self._external_weights
+        event = ExternalLoad(load_plan.resume.step if load_plan.resume else 0, self._run.model.state_dict("full"))
+        # in a new run converters may initialise their own tensors, as after any initial load
+        may_lack = frozenset() if load_plan.resume else frozenset(filter(self._run.model.owns, event.tensors))
+
+        def fill() -> None:
+            handler(event)
+            event.verify(may_lack)
+
+        self._together("load-external", fill)
+        return LoadReport(tuple(event.filled), initialised=tuple(may_lack - event.filled))
+
+    def _together(self, tag: str, act: Callable[[], object]) -> None:
+        """Call `act` on every rank; if it fails on one, all raise. Collective."""
+        error: BaseException | None = None
+        try:
+            act()
+        except FAILURES as e:
+            error = e
+        self._coordinator.barrier(tag, error)
+
+    def _identify_base(
+        self, load_plan: LoadPlan, prepared: PreparedLoad, manifest: Manifest | None
+    ) -> dict[str, Any] | None:
+        """Digest the base under converter-owned weights, and compare it with the record of each adapter. Collective."""
+        if not any(self._coordinator.gather("owned", bool(self._run.model.owned_state_dict()))):
+            return None
+        origin = manifest.base if manifest is not None and manifest.kind == "full" else None
+        source = next((source for source in load_plan.sources if not source.adapter), None)
+        if origin is None and source is not None:
+            origin = {"path": str(source.path), "revision": source.revision, "format": source.format}
+        base = identify_base(self._run.model, origin, self._coordinator)
+        if manifest is not None and manifest.base is not None:
+            check_base(base, manifest.base, f"step {manifest.step}")
+        for path, recorded in prepared.adapter_bases():
+            check_base(base, recorded, str(path))
+        return base
+
+    def _describe(self, source: InitialLoadConfig) -> tuple[Format, bool]:
+        path = Path(source.path)
+        if not path.exists():
+            raise CheckpointNotFoundError(
+                f"checkpoint.initial_load: {path} is not there; name an existing folder or file"
+            )
+        format_ = source.format or detect_format(path)
+        return format_, format_ == "peft"

@@ -1,0 +1,306 @@
+"""Reading model weights from the sources of a plan into the live parameters, each key exactly once.
+
+Owns how several sources are combined, and the verdict over all keys. Decides no precedence (plan.py), knows no format.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from titan_ckpt.components.files import model_tensors
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import ConverterError, LoadMismatchError, listed
+from titan_ckpt.formats.huggingface.reader import TIED
+from titan_ckpt.formats.native.reader import NativeReader
+from titan_ckpt.formats.open import open_reader
+from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.geometry.requests import ReadRequest, TensorReader
+from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
+from titan_ckpt.loading.plan import LoadSource
+from titan_ckpt.types import LoadReport, Mismatch, StateDict
+from titan_ckpt.weights.identity import BASE_RECORD
+from titan_ckpt.weights.quantise import QuantisesWeights
+from titan_ckpt.weights.read_plan import ReadPlan
+from titan_ckpt.weights.transforms import StateDictTransforms
+from titan_ckpt.weights.wrapper import ModelWrapper, without_memory
+
+logger = logging.getLogger(__name__)
+_LISTED = 12
+_OF_SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+"""Settings of a config.json that a model must share with the folder it loads."""
+_OF_VALUES = ("rope_theta", "rms_norm_eps", "hidden_act", "num_experts_per_tok", "norm_topk_prob")
+"""Settings with which the same weights compute different values."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    source: LoadSource
+    reader: TensorReader
+    plan: ReadPlan
+    merge: AdapterMerge | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedLoad:
+    """Open sources that fit the model. A context manager that closes them."""
+
+    report: LoadReport
+    _opened: Sequence[_Opened]
+    _stack: ExitStack
+
+    @property
+    def parts(self) -> list[tuple[TensorReader, Sequence[ReadRequest]]]:
+        """Return the readers and requests of `read`, to be verified first."""
+        return [(opened.reader, opened.plan.requests) for opened in self._opened]
+
+    def reader_of(self, path: Path) -> NativeReader | None:
+        """Return the reader of a step of this package's own format, if the step is among the sources."""
+        readers = (opened.reader for opened in self._opened if opened.source.path == path)
+        return next((reader for reader in readers if isinstance(reader, NativeReader)), None)
+
+    def read(self) -> None:
+        """Fill the model's live tensors with this rank's slices. Raises: CorruptCheckpointError; OSError."""
+        for reader, requests in self.parts:
+            reader.read(requests)
+
+    @property
+    def merges(self) -> bool:
+        """Return whether any source is an adapter to be merged into the base; the same on all ranks."""
+        return any(opened.source.merge for opened in self._opened)
+
+    def merge(self) -> None:
+        """Add the adapters to be merged to the live weights, in order. Raises: CorruptCheckpointError; OSError."""
+        for opened in self._opened:
+            if opened.merge is not None:
+                opened.merge.apply()
+
+    def adapter_bases(self, *, merged: bool = False) -> list[tuple[Path, dict[str, Any]]]:
+        """Return, for each adapter that records the digest of its base, its folder and that record.
+
+        `merged`: return the adapters that are merged into the base; otherwise those of the converters.
+        """
+        chosen = [o for o in self._opened if (o.source.merge if merged else o.source.adapter)]
+        records = [(o.source.path, o.reader.metadata().get(BASE_RECORD)) for o in chosen]
+        return [(path, record) for path, record in records if record]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self._stack.close()
+
+
+@gc_paused()
+def prepare_load(
+    sources: Sequence[LoadSource],
+    wrapper: ModelWrapper,
+    transforms: StateDictTransforms,
+    coordinator: Coordinator,
+    *,
+    require_owned: bool,
+) -> PreparedLoad:
+    """Open and plan all sources; all ranks agree that everything fits, or all raise. Changes nothing live. Collective.
+
+    `require_owned`: treat converter-owned keys that no source holds as missing, as a resume does; otherwise they are
+    initialised.
+    Raises: LoadMismatchError listing every fault; CorruptCheckpointError; NotACheckpointError; PeerError.
+    """
+    stack = ExitStack()
+    wanted: StateDict = {}
+    opened: list[_Opened] = []
+    try:
+        error: BaseException | None = None
+        try:
+            wanted = wrapper.state_dict("full")
+            if sources and (names := without_memory(wanted)):
+                raise LoadMismatchError(
+                    f"{len(names)} tensors of the model have no memory to load into, such as {names[0]}: materialise a "
+                    "model that was built on meta (model.to_empty(device=...)), and run a lazy one once, before load()"
+                )
+        except Exception as e:
+            error = e
+        owned = any(coordinator.gather("load-wanted", any(map(wrapper.owns, wanted)), error))
+        try:
+            for source in sources:
+                if source.adapter and not owned:
+                    raise LoadMismatchError(
+                        f"{source.path} is an adapter, and no converter of this run owns adapter weights: add the "
+                        'converter it belongs to, such as [[converters]] kind = "lora"'
+                    )
+                reader = stack.enter_context(open_reader(source.path, source.format))
+                prepare = _plan_merge if source.merge else _plan
+                opened.append(prepare(source, reader, wanted, wrapper, transforms))
+        except Exception as e:
+            error = e
+        unexpected = coordinator.gather("load-plan", [list(o.plan.report.unexpected) for o in opened], error)
+        unknown = [set.intersection(*map(set, of_ranks)) for of_ranks in zip(*unexpected, strict=True)]
+        report = LoadReport()
+        try:
+            report = _verdict(opened, unknown, wanted, wrapper, require_owned=require_owned)
+        except Exception as e:
+            error = e
+        coordinator.barrier("load-verdict", error)
+    except BaseException:
+        stack.close()
+        raise
+    for o in opened:
+        logger.info("load: %s: %d tensors", o.source, len(o.plan.report.loaded))
+    return PreparedLoad(report, opened, stack)
+
+
+def _plan_merge(
+    source: LoadSource, reader: TensorReader, wanted: StateDict, wrapper: ModelWrapper, transforms: StateDictTransforms
+) -> _Opened:
+    if source.format != "peft":
+        raise LoadMismatchError(f"{source.path} is {source.format}, and only a PEFT adapter can be merged: see `merge`")
+    base = {fqn: value for fqn, value in wanted.items() if not wrapper.owns(fqn)}
+    tied = set(wrapper.tied.values())
+    if (transforms.hf_config or {}).get("tie_word_embeddings"):  # a model may use one weight twice without sharing it
+        tied |= {fqn for fqn in base if TIED[1] in transforms.key_map.group_of_fqn(fqn).keys}
+    merge = prepare_merge(reader, base, tied, transforms.key_map)
+    return _Opened(source, reader, ReadPlan([], merge.report), merge)
+
+
+def _plan(
+    source: LoadSource, reader: TensorReader, wanted: StateDict, wrapper: ModelWrapper, transforms: StateDictTransforms
+) -> _Opened:
+    if source.adapter:
+        wanted = {fqn: value for fqn, value in wanted.items() if wrapper.owns(fqn)}
+    if source.format == "peft":
+        _check_adapter_config(source, reader, wrapper, transforms)
+    if source.format == "hf":
+        _check_model_config(source, reader.metadata(), transforms.hf_config or {})
+        if reader.metadata().get("quantization_config") and _quantises(wrapper):
+            logger.warning(
+                "load: %s holds quantised weights, and this run quantises them again, which gives other values even "
+                "before the first step: to go on with a run, resume it, or start from its plain export",
+                source.path,
+            )
+    if source.format not in ("native", "dcp"):
+        plan = transforms.from_file(wanted, reader.tensors, wrapper.hooks, cast=source.cast)
+        return _Opened(source, reader, plan)
+    prefix, available = model_tensors(reader.tensors, reader.format, wanted)
+    plan = StateDictTransforms().from_file(wanted, available, None, cast=source.cast)
+    requests = [ReadRequest(prefix + r.key, r.chunk, r.into) for r in plan.requests]
+    return _Opened(source, reader, replace(plan, requests=requests))
+
+
+def _quantises(wrapper: ModelWrapper) -> bool:
+    """Return whether this run trains for quantised weights."""
+    try:
+        return isinstance(wrapper.hooks, QuantisesWeights) and wrapper.hooks.weight_quantiser() is not None
+    except ConverterError:  # two schemes, which only an export refuses
+        return True
+
+
+def _check_adapter_config(
+    source: LoadSource, reader: TensorReader, wrapper: ModelWrapper, transforms: StateDictTransforms
+) -> None:
+    """Raise LoadMismatchError if the adapter's settings do not fit this run's converter."""
+    adapter = None if wrapper.hooks is None else wrapper.hooks.state_dict_adapter()
+    problems = [] if adapter is None else adapter.misfits(transforms.key_map, reader.metadata())
+    if problems:
+        raise LoadMismatchError(
+            f"{source.path}: its adapter_config.json and this run's converter disagree; nothing was loaded\n  "
+            + listed(problems, "\n  ", most=_LISTED)
+            + "\n  Give the [[converters]] table the adapter's rank, alpha and kind, or take another adapter"
+        )
+
+
+def _check_model_config(source: LoadSource, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise if a folder's config.json describes a different model than this run's, which shapes cannot show.
+
+    The number of heads, for example, decides how the rows of a weight are arranged. Settings that a run may change on
+    purpose, such as the rotary base, are only logged.
+    Raises: LoadMismatchError with both values.
+    """
+    theirs, ours = _settings(theirs), _settings(ours)
+    both = [key for key in ours if ours[key] is not None and theirs[key] is not None]
+    differing = {key: f"{key}: {theirs[key]} there, {ours[key]} here" for key in both if ours[key] != theirs[key]}
+    if faults := [line for key, line in differing.items() if key in _OF_SHAPE]:
+        raise LoadMismatchError(
+            f"{source.path}: its config.json describes another model than this run's; nothing was loaded\n  "
+            + "\n  ".join(faults)
+            + "\n  Take the model's shape from that folder, or restore its config.json"
+        )
+    if differing:
+        logger.warning("load: %s has another config.json than this run: %s", source.path, "; ".join(differing.values()))
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that are compared; None for each that a config.json does not have."""
+    settings = {key: config.get(key) for key in (*_OF_SHAPE, *_OF_VALUES)}
+    rotary = config.get("rope_parameters")
+    if settings["rope_theta"] is None and isinstance(rotary, Mapping):
+        settings["rope_theta"] = rotary.get("rope_theta")
+    return settings
+
+
+def _verdict(
+    opened: Sequence[_Opened],
+    unknown: Sequence[set[str]],
+    wanted: StateDict,
+    wrapper: ModelWrapper,
+    *,
+    require_owned: bool,
+) -> LoadReport:
+    """Merge the sources' reports; raise one error that lists every fault.
+
+    `unknown`: per source, the keys that no rank has a place for (a pipeline stage lacks the keys of other stages).
+    """
+    if not opened:
+        return LoadReport(initialised=tuple(wanted))
+    loaded: dict[str, LoadSource] = {}
+    twice: list[str] = []
+    unexpected: list[str] = []
+    mismatched: list[Mismatch] = []
+    cast: dict[str, str] = {}
+    problems: list[str] = []
+    for source, plan, strangers in ((o.source, o.plan, sorted(u)) for o, u in zip(opened, unknown, strict=True)):
+        report = plan.report
+        for fqn in report.loaded:
+            if fqn in loaded:
+                twice.append(f"{fqn} (in {loaded[fqn].path} and {source.path})")
+            loaded[fqn] = source
+        cast |= report.cast
+        unexpected += strangers
+        mismatched += report.mismatched
+        if report.mismatched:
+            lines = [f"{m.key}: expected {m.expected}, found {m.found}" for m in report.mismatched]
+            problems.append(f"{source.path}: {len(lines)} of another shape or dtype: {_listed(lines)}")
+        if strangers:
+            near = {key: plan.near(key) for key in strangers[:_LISTED]}
+            lines = [f"{key} (like {', '.join(keys)}?)" if keys else key for key, keys in near.items()]
+            lines += strangers[_LISTED:]
+            problems.append(f"{source.path}: {len(lines)} that the model does not have: {_listed(lines)}")
+    misfits = {m.key for m in mismatched}
+    absent = [fqn for fqn in wanted if fqn not in loaded and fqn not in misfits]
+    has_adapter = any(o.source.adapter for o in opened)
+    initialised = dict.fromkeys([] if require_owned or has_adapter else filter(wrapper.owns, absent))
+    missing = [fqn for fqn in absent if fqn not in initialised]
+    if missing:
+        where = ", ".join(str(o.source.path) for o in opened)
+        alone = ". Name the base of this adapter before it" if all(o.source.adapter for o in opened) else ""
+        problems.append(f"{where}: {len(missing)} missing: {_listed(missing)}{alone}")
+    if twice:
+        both = ", or merge all adapters but one into the base (merge = true)" if has_adapter else ""
+        problems.append(f"{len(twice)} in two sources: {_listed(twice)}. Name each weight's source once{both}")
+    report = LoadReport(tuple(loaded), tuple(missing), tuple(unexpected), tuple(mismatched), tuple(initialised), cast)
+    if problems:
+        raise LoadMismatchError(
+            "the weights do not fit the model; nothing was loaded\n  "
+            + "\n  ".join(problems)
+            + "\n  Was it saved from a different model config?",
+            report,
+        )
+    return report
+
+
+def _listed(names: Sequence[str]) -> str:
+    return listed(names, ", ", most=_LISTED)

@@ -1,0 +1,190 @@
+"""Reading the training state of a committed step: all but model weights. Attaches nothing before everything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import xxhash
+
+from titan_ckpt.components.data_position import DataRank, in_order, stored_position
+from titan_ckpt.components.files import MODEL, RUN_STATE, rank_state_name, with_rank_parts
+from titan_ckpt.components.optimizer import misfit
+from titan_ckpt.components.run_state import RankState, RunState
+from titan_ckpt.directory.manifest import Manifest
+from titan_ckpt.disk import posix
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.encoding import typed_json
+from titan_ckpt.encoding.strict_json import Json
+from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.formats.native.reader import NativeReader
+from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.geometry.chunks import blocks_of
+from titan_ckpt.geometry.requests import ReadRequest, TensorReader
+from titan_ckpt.types import StateDict
+
+_TYPES: dict[str, type] = {
+    "step": int, "model": dict, "optimizer": list, "lr_scheduler": list, "states": dict, "rng": dict,
+}  # fmt: skip
+_GENERATORS = frozenset({"python", "numpy", "torch"})
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeState:
+    """A step's training state, decoded, with destinations for its tensors; nothing is attached yet."""
+
+    run: dict[str, Any]
+    rank: RankState
+    tensors: StateDict
+    _reader: TensorReader
+    _requests: list[ReadRequest]
+
+    @classmethod
+    @gc_paused()
+    def open(
+        cls,
+        path: Path,
+        manifest: Manifest,
+        run_state: RunState,
+        exclude: frozenset[str],
+        coordinator: Coordinator,
+        opened: NativeReader | None = None,
+    ) -> Self:
+        """Read the JSON and plan the tensors; all ranks succeed or all raise. Collective.
+
+        `opened`: a reader of the same step, which outlives the result; its headers are not read again.
+        Raises: CorruptCheckpointError naming the file; LoadMismatchError for state that the checkpoint lacks, and for
+        an optimizer that does not fit.
+        """
+        run, rank = _read_states(path, manifest, run_state, exclude, coordinator)
+        error: BaseException | None = None
+        made: Self | None = None
+        strangers: list[Json] = []
+        with ExitStack() as stack:  # closes the reader unless all ranks succeed
+            try:
+                run_state.check(run, rank, exclude)
+                files = [f for f in manifest.files if f.name.endswith(".safetensors")]
+                reader = NativeReader(path, files=files) if opened is None else opened.another()
+                stack.enter_context(reader)
+                available = {key: info for key, info in reader.tensors.items() if not key.startswith(MODEL)}
+                tensors, unknown = run_state.destinations(available, run, exclude)
+                strangers += unknown
+                requests = [ReadRequest(key, b.chunk, b.data) for key, t in tensors.items() for b in blocks_of(t)]
+                made = cls(run, rank, tensors, reader, requests)
+            except Exception as e:
+                error = e
+            facts: Json = {"trains": bool(run_state.optimizers), "strangers": strangers}
+            of_ranks: list[Any] = coordinator.gather("resume-plan", facts, error)
+            nowhere = set.intersection(*(set(of_rank["strangers"]) for of_rank in of_ranks))
+            if nowhere and any(of_rank["trains"] for of_rank in of_ranks):  # a run without optimizers needs none of it
+                raise misfit(sorted(nowhere))
+            stack.pop_all()
+        assert made is not None
+        return made
+
+    @property
+    def parts(self) -> list[tuple[TensorReader, Sequence[ReadRequest]]]:
+        """Return the readers and requests of `read`, to be verified first."""
+        return [(self._reader, self._requests)]
+
+    def read(self) -> None:
+        """Fill the destinations. Raises: CorruptCheckpointError; OSError."""
+        self._reader.read(self._requests)
+
+    def apply(self, run_state: RunState, exclude: frozenset[str]) -> None:
+        """Give all state to its owners. Raises: what an owner raises."""
+        run_state.apply(self.run, self.rank, self.tensors, exclude)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self._reader.close()
+
+
+def _read_states(
+    path: Path, manifest: Manifest, run_state: RunState, exclude: frozenset[str], coordinator: Coordinator
+) -> tuple[dict[str, Any], RankState]:
+    """Return the run's state and the rank state that this rank takes over. Collective.
+
+    1 Every rank reads the run's state and, if the number of ranks is unchanged, its own. 2 All exchange whether the
+    layout is unchanged. 3 If any data-parallel rank has changed, all divide the reading of the stored data positions.
+    """
+    error: BaseException | None = None
+    run: dict[str, Any] = {}
+    own: dict[str, Any] | None = None
+    try:
+        run = _read_state(path, RUN_STATE, manifest)
+        if manifest.world_size == coordinator.world_size:
+            own = _read_state(path, rank_state_name(coordinator.rank), manifest)
+        run = with_rank_parts(run, own)
+    except Exception as e:
+        error = e
+    position = stored_position(own) if own else None
+    unchanged: Json = {
+        "layout": own is not None and own.get("layout") == run_state.layout,
+        "data": own is not None and (position is None or position[0] == run_state.data_rank),
+    }
+    of_ranks: list[Any] = coordinator.gather("resume-layout", unchanged, error)
+    rng = own.get("rng") if own is not None and all(of_rank["layout"] for of_rank in of_ranks) else None
+    if "dataloader" not in manifest.components or "dataloader" in exclude:
+        return run, RankState(rng)
+    if position is not None and all(of_rank["data"] for of_rank in of_ranks):
+        data_rank, state = position  # the only one that this rank will look at
+        return run, RankState(rng, [state if rank == data_rank.rank else None for rank in range(data_rank.size)])
+    return run, RankState(rng, _all_positions(path, manifest, coordinator))
+
+
+def _all_positions(path: Path, manifest: Manifest, coordinator: Coordinator) -> list[Any]:
+    """Return the data position of every data-parallel rank that saved; each rank reads some of their files."""
+    error: BaseException | None = None
+    positions: list[Json] = []
+    try:
+        for rank in range(coordinator.rank, manifest.world_size, coordinator.world_size):
+            stored = stored_position(_read_state(path, rank_state_name(rank), manifest))
+            if stored is not None:
+                positions.append([stored[0].rank, stored[0].size, typed_json.encode(stored[1])])
+    except Exception as e:
+        error = e
+    gathered: list[Any] = coordinator.gather("data positions", positions, error)
+    stored_by = [(DataRank(rank, size), state) for of_rank in gathered for rank, size, state in of_rank]
+    return [typed_json.decode(state, str(path)) for state in in_order(stored_by, str(path))]
+
+
+def _read_state(path: Path, name: str, manifest: Manifest) -> dict[str, Any]:
+    record = next((f for f in manifest.files if f.name == name), None)
+    if record is None:
+        raise CorruptCheckpointError(f"{path}: the manifest lists no {name}. Take another checkpoint", str(path / name))
+    data = posix.read_whole(path / name, typed_json.MAX_BYTES)
+    if xxhash.xxh3_128_hexdigest(data) != record.digest:
+        raise CorruptCheckpointError(
+            f"{path / name}: its bytes are not those that were committed. Take another checkpoint", str(path / name)
+        )
+    state = typed_json.loads(data, str(path / name))
+    if wrong := _misshapen(state):
+        raise CorruptCheckpointError(
+            f"{path / name}: not the state of a run: {', '.join(wrong)}. Take another checkpoint", str(path / name)
+        )
+    assert isinstance(state, dict)
+    return state
+
+
+def _misshapen(state: Any) -> list[str]:
+    """Return the parts of a state file whose type no run writes: a file by another program may have a valid digest."""
+    if not isinstance(state, dict):
+        return [f"a {type(state).__name__}, expected an object"]
+    parts = [(name, state[name], kind) for name, kind in _TYPES.items() if name in state]
+    if isinstance(optimizers := state.get("optimizer"), list):
+        parts += [(f"optimizer[{index}]", groups, list) for index, groups in enumerate(optimizers)]
+        parts += [("a parameter group", g, dict) for groups in optimizers if isinstance(groups, list) for g in groups]
+    misfits = (
+        (name, type(value).__name__, kind.__name__) for name, value, kind in parts if not isinstance(value, kind)
+    )
+    wrong = [f"{name} is a {actual}, not a {expected}" for name, actual, expected in misfits]
+    if isinstance(rng := state.get("rng"), dict) and (missing := _GENERATORS - rng.keys()):
+        wrong.append(f"rng without {', '.join(sorted(missing))}")
+    return wrong

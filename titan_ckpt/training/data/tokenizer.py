@@ -1,0 +1,132 @@
+"""A byte-level BPE tokenizer: trained once on a corpus and cached, or read from a Hugging Face folder.
+
+Owns the tokenizer files. Exports contain them, so AutoTokenizer loads the tokenizer of the training run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.training.data.cache import cached_folder
+from titan_ckpt.training.data.corpus import Corpus
+
+BOS = "<|begin_of_text|>"
+EOS = "<|end_of_text|>"
+_FORMAT = 2
+"""Part of the cache key: change it when the written files change."""
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """Converts text to ids and back; `folder` holds its files."""
+
+    backend: tokenizers.Tokenizer
+    bos_id: int | None
+    eos_id: int
+    folder: Path
+    digest: str
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.backend.get_vocab_size())
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of the text alone, without special tokens."""
+        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_document(self, text: str) -> list[int]:
+        """Return the ids of a document between the bos token (if the vocabulary has one) and the eos token."""
+        return [*([] if self.bos_id is None else [self.bos_id]), *self.encode(text), self.eos_id]
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self.backend.decode(ids, skip_special_tokens=True)
+        return text
+
+
+def train_tokenizer(corpus: Corpus, vocab_size: int, cache: Path) -> TextTokenizer:
+    """Return the cached tokenizer of this corpus and size; train it first if the cache has none.
+
+    The vocabulary is smaller than `vocab_size` if the corpus has too few merges to learn.
+    """
+    key = {"corpus": corpus.digest, "vocab_size": vocab_size, "tokenizers": tokenizers.__version__, "format": _FORMAT}
+    return read_tokenizer(cached_folder(cache, "tokenizer", key, lambda folder: _train(corpus, vocab_size, folder)))
+
+
+def read_tokenizer(folder: Path) -> TextTokenizer:
+    """Return the tokenizer of a Hugging Face folder: tokenizer.json and the names of its special tokens.
+
+    Raises: ConfigError for a file that is missing or damaged, and if no eos token is named.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError([f"data.tokenizer.folder: {file} is not there; expected a folder that AutoTokenizer loads"])
+    data = file.read_bytes()
+    try:
+        backend = tokenizers.Tokenizer.from_str(data.decode())
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ConfigError([f"data.tokenizer.folder: {file} is no tokenizer: {error}"]) from None
+    bos, eos = (_special(backend, folder, kind) for kind in ("bos", "eos"))
+    if eos is None:
+        raise ConfigError([f"data.tokenizer.folder: tokenizer_config.json or config.json in {folder} must name an eos"])
+    return TextTokenizer(backend, bos, eos, folder, hashlib.sha256(data).hexdigest())
+
+
+def _special(backend: tokenizers.Tokenizer, folder: Path, kind: str) -> int | None:
+    """Return the id of the bos or eos token, from the name in tokenizer_config.json or the id in config.json."""
+    name = _json(folder / "tokenizer_config.json").get(f"{kind}_token")
+    if isinstance(name, dict):
+        name = name.get("content")
+    if name is not None:
+        found: int | None = backend.token_to_id(name)
+        return found
+    ids = _json(folder / "config.json").get(f"{kind}_token_id")
+    first = ids[0] if isinstance(ids, list) and ids else ids
+    return first if isinstance(first, int) else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ConfigError([f"data.tokenizer.folder: {path} is not JSON: {error}"]) from None
+    return value if isinstance(value, dict) else {}
+
+
+def _train(corpus: Corpus, vocab_size: int, folder: Path) -> None:
+    """Train a tokenizer and write tokenizer.json and the two other files that AutoTokenizer reads."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = [AddedToken(name, special=True, normalized=False) for name in (BOS, EOS)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(corpus.documents, trainer)
+    bos = backend.token_to_id(BOS)
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B:1", special_tokens=[(BOS, bos)]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": BOS, "eos_token": EOS, "pad_token": EOS}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        **names,
+    }
+    for name, value in {"tokenizer_config.json": config, "special_tokens_map.json": names}.items():
+        (folder / name).write_text(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,90 @@
+"""The base that an adapter was trained on and the run's converters, as a step records them.
+
+This module compares both records with a run. A base is identified by path, revision and a logical digest of its
+weights in memory. The digest is the same from a Hugging Face folder, a native checkpoint or a DCP folder, under any
+sharding, as long as the values and dtypes in the model are the same. Converters are compared by their descriptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import BaseMismatchError, ConverterError
+from titan_ckpt.weights.digest import logical_digests
+from titan_ckpt.weights.wrapper import ModelWrapper
+
+BaseIdentity = dict[str, Any]
+"""{"path": str | None, "revision": str | None, "format": str | None, "digest": hex}; path is None for a base that
+the run initialised and never loaded."""
+BASE_RECORD = "titan_ckpt_base"
+"""Key of the base's identity in an adapter folder's metadata."""
+Description = Mapping[str, Any]
+"""A converter's description of itself (`describe()`), decoded from JSON: its kind and every setting."""
+
+
+def identify_base(model: ModelWrapper, origin: Mapping[str, Any] | None, coordinator: Coordinator) -> BaseIdentity:
+    """Digest the base weights in memory. Collective; reads each weight once.
+
+    `origin`: path, revision and format of the base's source; None for a base that this run initialised.
+    """
+    digests = logical_digests(model.state_dict("base"), coordinator)
+    total = xxhash.xxh3_128_hexdigest("\n".join(f"{fqn} {digests[fqn]}" for fqn in sorted(digests)).encode())
+    return {"path": None, "revision": None, "format": None, **(origin or {}), "digest": total}
+
+
+def check_base(found: Mapping[str, Any], expected: Mapping[str, Any], adapter: str) -> None:
+    """Check that the base found in this run is the one that the adapter records. Raises: BaseMismatchError."""
+    if found["digest"] != expected["digest"]:
+        where = expected.get("path") or "a base initialised by its own run"
+        raise BaseMismatchError(
+            f"{adapter} was trained on another base\n"
+            f"  expected {where} (revision {expected.get('revision')}), weights {expected['digest']}\n"
+            f"  found    {found['path']} (revision {found['revision']}), weights {found['digest']}\n"
+            "  Load that base, in the dtype it had then (see cast), or retrain the adapter on this one",
+            expected,
+            found,
+        )
+
+
+def check_converters(saved: Sequence[Description], running: Sequence[Description], step: int) -> None:
+    """Check that a run has the converters that the step was saved with, in the same order and with the same settings.
+
+    Raises: ConverterError listing each difference.
+    """
+    if lines := differences(saved, running):
+        raise ConverterError(
+            f"step {step} was saved with converters {_kinds(saved)}, this run has {_kinds(running)}\n  "
+            + "\n  ".join(lines)
+            + "\n  Resume with the same [[converters]], or start from the step in another folder, named in "
+            "[[checkpoint.initial_load]]"
+        )
+
+
+def differences(saved: Sequence[Description], running: Sequence[Description]) -> list[str]:
+    """Return one line per converter or setting that is not the same."""
+    before, now = ({d["kind"]: d for d in descriptions} for descriptions in (saved, running))
+    lines = [f"{kind}: only in the checkpoint" for kind in before if kind not in now]
+    lines += [f"{kind}: only in this run" for kind in now if kind not in before]
+    common, common_now = [kind for kind in before if kind in now], [kind for kind in now if kind in before]
+    for kind in common:
+        names = dict.fromkeys([*before[kind], *now[kind]])
+        lines += [
+            f"{kind}.{name}: {_show(before[kind], name)} in the checkpoint, {_show(now[kind], name)} in this run"
+            for name in names
+            if _show(before[kind], name) != _show(now[kind], name)
+        ]
+    if common != common_now:
+        lines.append(f"order: {', '.join(common)} in the checkpoint, {', '.join(common_now)} in this run")
+    return lines
+
+
+def _show(description: Description, name: str) -> str:
+    return repr(description[name]) if name in description else "nothing"
+
+
+def _kinds(descriptions: Sequence[Description]) -> str:
+    return ", ".join(description["kind"] for description in descriptions) or "none"

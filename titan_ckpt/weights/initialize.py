@@ -1,0 +1,295 @@
+"""Construct on meta, materialise, load, and only then initialise what the load did not provide.
+
+Owns the mark of tensors that have no values yet, and how they get them: from the model's own code, with the results
+that it has on one device, whatever the sharding. Loads nothing (loading/) and computes no values of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from titan_ckpt.errors import CheckpointError, LoadMismatchError
+from titan_ckpt.geometry.chunks import fill
+from titan_ckpt.rng import RandomState
+from titan_ckpt.weights.single_device import Place, ValuesGoneError, WholeTensors, named_tensors, tensor_at
+from titan_ckpt.weights.wrapper import ModelWrapper, clean_fqn
+
+logger = logging.getLogger(__name__)
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+_EMPTY = "_titan_ckpt_empty"
+"""Attribute of a module: names of its own parameters and buffers that have memory and no values. Marks by name outlive
+the replacement of a tensor by a cast, a wrapper or FSDP2."""
+_ORIGIN = "_titan_ckpt_origin"
+"""Attribute of a constructed model: its _Origin."""
+_HF_MARK = "_is_hf_initialized"
+"""transformers' own mark of tensors and modules that keep their values. Source: transformers, initialization.py."""
+_LISTED = 12
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """The construction of a model, by which its values can be made as if on one device."""
+
+    build: Callable[[], nn.Module]
+    random: dict[str, Any]
+
+
+def construct(build: Callable[[], ModelT]) -> ModelT:
+    """Build a model on meta: shapes without memory. It gets memory by `materialise` and values by the manager's `load`.
+
+    In a new run the values are those that `build()` on the CPU and the model's `init_weights()` would give now, with
+    the present state of the generators, at any number of ranks.
+    A model that needs values to be built (it calls `.item()`, say) is built whole on the CPU instead, with a warning.
+    """
+    origin = _Origin(build, RandomState().state_dict())
+    try:
+        with torch.device("meta"):
+            model = build()
+        if any(value.is_meta for _, _, value in named_tensors(model)):
+            model.__dict__[_ORIGIN] = origin
+            return model
+    except CheckpointError:
+        raise
+    except Exception as error:  # code may fail for lack of values; a real fault raises again below
+        logger.warning("the model cannot be built on meta, so every rank builds all of it on the CPU: %s", error)
+    RandomState().load_state_dict(origin.random)
+    return _with_values(build())
+
+
+def materialise(model: nn.Module, device: torch.device | str) -> None:
+    """Give a model memory on a device, in place. Tensors on meta stay without values, others are moved.
+
+    Call it on each model part, after conversion, cutting into stages and sharding. Tied tensors are tied again.
+    """
+    tied: dict[int, list[Place]] = {}
+    empty: list[Place] = []
+    for _, place, value in named_tensors(model):
+        tied.setdefault(id(value), []).append(place)
+        if value.is_meta:
+            empty.append(place)
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    for first, *others in tied.values():
+        value = tensor_at(first)
+        for module, name in others:
+            kind = "_parameters" if isinstance(value, nn.Parameter) else "_buffers"
+            module.__dict__[kind][name] = value
+    for module, name in empty:
+        module.__dict__.setdefault(_EMPTY, set()).add(name)
+
+
+def empty_tensors(parts: Sequence[nn.Module]) -> list[str]:
+    """Return the names of the tensors that have no values yet, aliases included."""
+    return [fqn for part in parts for fqn, _ in _empty_places(part)]
+
+
+def mark_filled(wrapper: ModelWrapper, fqns: Collection[str]) -> None:
+    """Unmark tensors that have their values now; called once per load, not once per source."""
+    names = set(fqns)
+    for part in wrapper.parts:
+        filled = {id(value) for fqn, _, value in named_tensors(part) if clean_fqn(fqn) in names}
+        for _, place in [*_empty_places(part)]:
+            if id(tensor_at(place)) in filled:
+                _unmark(place)
+
+
+@torch.no_grad()
+def initialise(wrapper: ModelWrapper, owned: Collection[str] = ()) -> None:
+    """Give values to every tensor that has none, and change no other; converter-owned ones last. Follows every load.
+
+    `owned`: converter-owned tensors that no source provided; they are derived from the base even if they have values.
+    Collective over the ranks of each part.
+    Raises: LoadMismatchError naming tensors that nothing gives values to.
+    """
+    for part in wrapper.parts:
+        own = [(fqn, place) for fqn, place in _empty_places(part) if not wrapper.owns(fqn)]
+        origin: _Origin | None = part.__dict__.pop(_ORIGIN, None)
+        if not own:
+            continue
+        kept = part.state_dict().keys()
+        persistent = any(fqn in kept for fqn, _ in own)
+        logger.info("initialising %d tensors that are not in the checkpoint, such as %s", len(own), own[0][0])
+        if origin is not None and persistent:
+            _replay(part, origin, own)
+        else:
+            _run_in_place(part, own, only_buffers=not persistent)
+        if origin is not None and (left := [(fqn, place) for fqn, place in own if _is_empty(place)]):
+            _copy_from_rebuilt(origin, left)
+    if bare := [fqn for fqn in empty_tensors(wrapper.parts) if not wrapper.owns(fqn)]:
+        raise LoadMismatchError(
+            f"{len(bare)} tensors have no values: nothing was loaded into them, and no code of the model initialises "
+            f"them: {', '.join(bare[:_LISTED])}. Give the model init_weights() or reset_buffers(), or build it by "
+            "titan_ckpt.weights.initialize.construct"
+        )
+    if wrapper.hooks is not None and (due := {*empty_tensors(wrapper.parts), *filter(wrapper.owns, owned)}):
+        wrapper.hooks.initialize(wrapper.parts, due)
+        mark_filled(wrapper, due)
+
+
+@contextmanager
+def single_device(model: nn.Module) -> Iterator[None]:
+    """Run code that was written for one device on a sharded model: `with single_device(model): model.init_weights()`.
+
+    In-place fills, `self.buffer = value` and `self.weight = nn.Parameter(...)` work on whole tensors, one at a time,
+    and every rank keeps its part; random fills have the values they have on one device. Collective; all ranks run the
+    same code from the same state of the generators. Assigning to a sharded parameter warns once.
+    Raises: RuntimeError for `sharded.data = value`, which would be lost.
+    """
+    with torch.no_grad(), WholeTensors() as mode:
+        mode.watch(model, lambda fqn, place: ((place,), False))
+        yield
+    for module in model.modules():
+        module.__dict__.pop(_EMPTY, None)
+
+
+def _with_values(model: ModelT) -> ModelT:
+    """Run a model's own initialisation, if construction alone does not do all of it; return the model."""
+    if (run := _initialiser(model)) is not None:
+        run()
+    return model
+
+
+def _initialiser(model: nn.Module) -> Callable[[], object] | None:
+    """Return the model's function that fills all of its parameters; None if its constructor, or nothing, does it."""
+    own: Any = getattr(type(model), "init_weights", None)
+    base = _pretrained_class(model)
+    return None if own is None or (base is not None and own is base.init_weights) else partial(own, model)
+
+
+def _replay(part: nn.Module, origin: _Origin, own: Sequence[tuple[str, Place]]) -> None:
+    """Build the model again from the same generators, as on one device, and keep this rank's part of its tensors.
+
+    Takes memory for one tensor at a time. Does not fill tensors that only the constructor fills.
+    """
+    places: dict[str, list[Place]] = {}
+    for fqn, place in own:
+        places.setdefault(fqn, []).append(place)
+    if _pretrained_class(part) is None and _initialiser(part) is None:
+        return
+    with _generators(origin), WholeTensors(torch.device("cpu"), building=True) as mode:
+        try:
+            again = origin.build()
+            mode.building = False
+            mode.watch(again, lambda fqn, _: (tuple(places.get(clean_fqn(fqn), ())), False))
+            _with_values(again)
+        except ValuesGoneError as error:
+            logger.debug("%s", error)
+            return
+    _unmark_written(mode, own)
+
+
+def _run_in_place(part: nn.Module, own: Sequence[tuple[str, Place]], *, only_buffers: bool) -> None:
+    """Run the part's own initialisation; tensors that have values keep them, whatever that code does."""
+    empty = {(id(module), name) for _, (module, name) in own}
+    with WholeTensors() as mode:
+        mode.watch(part, lambda _, place: ((place,), (id(place[0]), place[1]) not in empty))
+        whole_model = getattr(part, "reset_buffers", None) if only_buffers else _initialiser(part)
+        if whole_model is not None:
+            whole_model()
+        elif _pretrained_class(part) is not None:
+            _initialise_pretrained(part, empty)
+        else:
+            _reset_modules(part)
+    _unmark_written(mode, own)
+
+
+def _initialise_pretrained(part: Any, empty: set[tuple[int, str]]) -> None:
+    """Let transformers fill the empty tensors; it skips modules and tensors that carry its mark."""
+    marked: list[Any] = []
+    for module in part.modules():
+        own = [*module._parameters.items(), *module._buffers.items()]
+        has = [value for name, value in own if value is not None and (id(module), name) not in empty]
+        marked += has if len(has) < len(own) else [*has, module]
+    before = [(thing, thing.__dict__.get(_HF_MARK)) for thing in [*part.modules(), *marked]]
+    try:
+        for module in part.modules():
+            module.__dict__.pop(_HF_MARK, None)
+        for thing in marked:
+            thing.__dict__[_HF_MARK] = True
+        part.initialize_weights()
+    finally:
+        for thing, mark in before:
+            thing.__dict__.pop(_HF_MARK, None)
+            if mark is not None:
+                thing.__dict__[_HF_MARK] = mark
+
+
+def _reset_modules(part: nn.Module) -> None:
+    """Reset modules with empty tensors one by one, if a part, such as a pipeline stage, cannot initialise itself."""
+    for module in [*part.modules()]:
+        names = module.__dict__.get(_EMPTY)
+        if not names:
+            continue
+        buffers = all(name in module._buffers for name in names)
+        for method in ("reset_buffers", "reset_parameters", "reset_running_stats"):
+            if (method != "reset_parameters" or not buffers) and callable(reset := getattr(module, method, None)):
+                reset()
+                break
+        else:
+            if buffers and hasattr(module, "original_inv_freq") and hasattr(module, "config"):
+                from transformers import PreTrainedModel
+
+                fill_buffers: Any = PreTrainedModel._init_weights  # of a rotary module: its frequencies
+                fill_buffers(SimpleNamespace(config=module.config), module)
+
+
+def _copy_from_rebuilt(origin: _Origin, left: Sequence[tuple[str, Place]]) -> None:
+    """Copy the values that only the constructor fills from the model built whole on the CPU."""
+    logger.warning(
+        "initialise: only the constructor gives values to %s, so every rank builds the whole model once. An "
+        "init_weights() that fills them in place takes one tensor's memory",
+        ", ".join(fqn for fqn, _ in left[:_LISTED]),
+    )
+    with _generators(origin):
+        again = _with_values(origin.build())
+    values = {clean_fqn(fqn): value for fqn, _, value in named_tensors(again)}
+    for fqn, place in left:
+        if fqn in values:
+            fill(tensor_at(place), values[fqn].detach())
+            _unmark(place)
+
+
+@contextmanager
+def _generators(origin: _Origin) -> Iterator[None]:
+    """Set the generators to their state when the model was constructed, and back afterwards."""
+    random = RandomState()
+    now = random.state_dict()
+    random.load_state_dict(origin.random)
+    try:
+        yield
+    finally:
+        random.load_state_dict(now)
+
+
+def _pretrained_class(model: nn.Module) -> Any:
+    """Return transformers' base class if the model derives from it."""
+    base = ("transformers.modeling_utils", "PreTrainedModel")
+    return next((c for c in type(model).__mro__ if (c.__module__, c.__name__) == base), None)
+
+
+def _empty_places(part: nn.Module) -> Iterator[tuple[str, Place]]:
+    return ((clean_fqn(fqn), place) for fqn, place, _ in named_tensors(part) if _is_empty(place))
+
+
+def _is_empty(place: Place) -> bool:
+    return place[1] in place[0].__dict__.get(_EMPTY, ())
+
+
+def _unmark(place: Place) -> None:
+    place[0].__dict__.get(_EMPTY, set()).discard(place[1])
+
+
+def _unmark_written(mode: WholeTensors, own: Sequence[tuple[str, Place]]) -> None:
+    written = mode.written()
+    for _, place in own:
+        if (id(place[0]), place[1]) in written:
+            _unmark(place)

@@ -1,0 +1,110 @@
+"""The form of a state dict in a file: dtype, then names and arrangement. Content only, never I/O.
+
+This module decides which key map a name belongs to; write_view.py applies it to write, read_plan.py to read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_ckpt.errors import ConverterError, KeyMapError
+from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.geometry.chunks import TensorInfo
+from titan_ckpt.geometry.keymap import KeyGroup, KeyMap
+from titan_ckpt.types import ModelHooks, StateDict
+from titan_ckpt.weights.read_plan import ReadPlan, ReadPlanner
+from titan_ckpt.weights.write_view import FileDtype, FileGroup, file_group, made_twice
+
+
+@dataclass(frozen=True)
+class StateDictTransforms:
+    """The model's key map, and the config and assets beside the weights in a Hugging Face folder."""
+
+    key_map: KeyMap = field(default_factory=lambda: KeyMap(identity=True))
+    hf_config: Mapping[str, Any] | None = None
+    assets: Path | None = None
+
+    @gc_paused()
+    def to_file(self, tensors: StateDict, hooks: ModelHooks | None, dtype: FileDtype) -> list[FileGroup]:
+        """Return the file tensors, lazily, in the order of `tensors`.
+
+        `dtype` applies to floating tensors of 16 bits or more.
+        Raises: KeyMapError listing names the tables lack, groups that are incomplete and shapes that do not fit.
+        """
+        names = _Names(self.key_map, hooks)
+        groups: dict[tuple[str, ...], KeyGroup] = {}
+        problems: list[str] = []
+        unknown: list[str] = []
+        for fqn in tensors:
+            try:
+                group = names.group_of_fqn(fqn)
+                groups.setdefault(group.fqns, group)
+            except KeyMapError as error:
+                problems.append(str(error))
+                unknown.append(fqn)
+        made: list[FileGroup] = []
+        for group in groups.values():
+            if absent := [fqn for fqn in group.fqns if fqn not in tensors]:
+                problems.append(f"{', '.join(group.keys)} cannot be made without {', '.join(absent)}")
+                unknown += absent
+                continue
+            try:
+                made.append(file_group(group, [tensors[fqn] for fqn in group.fqns], dtype))
+            except KeyMapError as error:
+                problems.append(f"{', '.join(group.fqns)}: {error}")
+        problems += made_twice(made, self.key_map)
+        if problems:
+            raise KeyMapError(f"{len(problems)} problem(s) with file names\n  " + "\n  ".join(problems), unknown)
+        return made
+
+    @gc_paused()
+    def from_file(
+        self, wanted: StateDict, available: Mapping[str, TensorInfo], hooks: ModelHooks | None, *, cast: bool
+    ) -> ReadPlan:
+        """Plan how the wanted tensors' memory is filled from the available file tensors; pure.
+
+        `wanted` holds live tensors. `cast` allows a change between floating dtypes of 16 bits or more, nothing else.
+        Raises: KeyMapError listing wanted names that the tables lack.
+        """
+        names = _Names(self.key_map, hooks, available)
+        plan = ReadPlanner(available, cast)
+        unknown: list[str] = []
+        problems: list[str] = []
+        for fqn, value in wanted.items():
+            try:
+                plan.add(fqn, value, names.group_of_fqn(fqn))
+            except KeyMapError as error:
+                problems.append(str(error))
+                unknown.append(fqn)
+        if problems:
+            raise KeyMapError(f"{len(problems)} problem(s) with the model's names\n  " + "\n  ".join(problems), unknown)
+        return plan.result(self.key_map)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Chooses the table of a name: the adapter's for converter-owned names, the model's for all others."""
+
+    key_map: KeyMap
+    hooks: ModelHooks | None
+    found: Mapping[str, TensorInfo] | None = None
+    """The tensors of the folder that is read; None to write."""
+
+    @functools.cached_property
+    def owned_map(self) -> KeyMap | None:
+        """The adapter's table, built on first use: some converters cannot name their keys, which matters only then."""
+        adapter = None if self.hooks is None else self.hooks.state_dict_adapter()
+        if adapter is None:  # the folder holds no owned tensors, so they keep their initial values
+            return None if self.found is None else KeyMap(identity=True)
+        return adapter.key_map(self.key_map, self.found)
+
+    def group_of_fqn(self, fqn: str) -> KeyGroup:
+        if self.hooks is None or not self.hooks.key_filter(fqn):
+            return self.key_map.group_of_fqn(fqn)
+        if self.owned_map is None:
+            raise ConverterError(f"a converter owns {fqn!r} and gives no adapter that names it in files")
+        return self.owned_map.group_of_fqn(fqn)

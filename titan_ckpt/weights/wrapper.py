@@ -1,0 +1,180 @@
+"""ModelWrapper: the state dict of model parts and converter hooks, in one of three modes. Knows no files, no steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from titan_ckpt.errors import ConverterError, StateEncodingError
+from titan_ckpt.types import ModelHooks, StateDict, StateDictMode
+
+_WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
+_EXTRA_STATE = "_extra_state"
+
+
+def clean_fqn(name: str) -> str:
+    """Drop the segments that activation checkpointing, torch.compile and FSDP put into parameter names."""
+    if not any(segment in name for segment in _WRAPPER_SEGMENTS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS)
+
+
+class ModelWrapper:
+    """One or more model parts (pipeline stages, or one module) seen as a single state dict.
+
+    Nothing is cached, not even names: every value aliases the live parameter, even if it was replaced or tied since.
+    """
+
+    def __init__(self, model_parts: Sequence[nn.Module], hooks: ModelHooks | None = None) -> None:
+        if isinstance(model_parts, nn.Module):
+            raise TypeError(f"model_parts is one {type(model_parts).__name__}: put it in a list, [model]")
+        self.parts = [_unwrapped(part) for part in model_parts]
+        self.hooks = hooks
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Return alias -> the fqn that is saved for it."""
+        return _aliases(self._live())
+
+    def state_dict(self, mode: StateDictMode = "full", last_step: bool = False) -> StateDict:
+        """Return fqn -> tensor, in the order of the modules; tied aliases appear once, under their first name.
+
+        full: everything persistent. base: without converter-owned keys. export: for other programs, after the
+        converters' last-step transforms; its values may be lazy. Collective if a converter's transform is.
+        """
+        live = self._live()
+        tensors = dict(self._entries(_aliases(live)))
+        if strange := [fqn for fqn, value in tensors.items() if not _is_live(value, live.get(fqn))]:
+            raise StateEncodingError(
+                f"state_dict() of the model holds {len(strange)} values that are no parameter or buffer of it, so that "
+                f"a load could not fill them: {', '.join(strange[:8])}. Keep such state in get_extra_state(), or hand "
+                "it to the manager in states",
+                strange[0],
+            )
+        if self.hooks is not None:
+            tensors = self.hooks.state_dict_transform(tensors, last_step=last_step or mode == "export")
+        if mode == "base":
+            return {fqn: value for fqn, value in tensors.items() if not self.owns(fqn)}
+        return tensors
+
+    def owned_state_dict(self) -> StateDict:
+        """Return the converter-owned part of `full`, which is the content of an adapter-only checkpoint."""
+        if self.hooks is None:
+            return {}
+        return {fqn: value for fqn, value in self.state_dict("full").items() if self.owns(fqn)}
+
+    def owns(self, fqn: str) -> bool:
+        """Return whether a converter owns this key."""
+        return self.hooks is not None and self.hooks.key_filter(fqn)
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return the extra state of modules (`get_extra_state`) by fqn."""
+        return {fqn: module.get_extra_state() for fqn, module in self._modules_with_extra_state()}
+
+    def extra_state_names(self) -> list[str]:
+        """Return the fqns of `extra_state`, without the state itself."""
+        return [fqn for fqn, _ in self._modules_with_extra_state()]
+
+    def load_extra_state(self, extra: dict[str, Any]) -> None:
+        """Set the extra state of modules to the result of `extra_state`."""
+        for fqn, module in self._modules_with_extra_state():
+            if fqn in extra:
+                module.set_extra_state(extra[fqn])
+
+    def parameter_names(self) -> dict[nn.Parameter, str]:
+        """Return each live parameter's fqn (its first name, when tied)."""
+        names: dict[nn.Parameter, str] = {}
+        for fqn, value in self._live(("_parameters",)).items():
+            names.setdefault(cast("nn.Parameter", value), fqn)
+        return names
+
+    def buffers(self) -> StateDict:
+        """Return the persistent buffers, which a forward pass may change, by fqn, aliases included."""
+        return {
+            clean_fqn(f"{prefix}.{name}" if prefix else name): value
+            for part in self.parts
+            for prefix, module in part.named_modules()
+            for name, value in module._buffers.items()  # noqa: SLF001 - torch has no public name for what persists
+            if value is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001
+        }
+
+    def memory(self) -> StateDict:
+        """Return every parameter and persistent buffer once, by fqn, without the converters' transforms."""
+        return {fqn: parameter for parameter, fqn in self.parameter_names().items()} | self.buffers()
+
+    def _live(self, kinds: Sequence[str] = ("_parameters", "_buffers")) -> StateDict:
+        """Return every parameter and buffer by fqn, aliases included. FSDP2 modules hold their shards afterwards."""
+        live: StateDict = {}
+        for part in self.parts:
+            for prefix, module in _named_modules(part):
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # after a forward without a backward it holds gathered parameters
+                for kind in kinds:
+                    own = module.__dict__[kind]  # named_parameters takes several times as long
+                    live.update({clean_fqn(prefix + name): value for name, value in own.items() if value is not None})
+        return live
+
+    def _modules_with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
+        for part in self.parts:
+            for name, module in part.named_modules():
+                if type(module).get_extra_state is not nn.Module.get_extra_state:
+                    yield clean_fqn(f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE), module
+
+    def _entries(self, tied: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+        seen: set[str] = set()
+        for part in self.parts:
+            for name, value in part.state_dict().items():
+                fqn = clean_fqn(name)
+                if fqn in tied:
+                    continue
+                if fqn in seen:
+                    raise ConverterError(f"two model parts both hold {fqn!r}: their parameter names must be disjoint")
+                seen.add(fqn)
+                if fqn.rpartition(".")[2] != _EXTRA_STATE:  # it may be a new tensor, which a load could not fill
+                    yield fqn, value
+
+
+def without_memory(tensors: StateDict) -> list[str]:
+    """Return the names of tensors without memory: on meta, or in a lazy module before its first forward."""
+    return [fqn for fqn, value in tensors.items() if is_lazy(value) or value.is_meta]
+
+
+def _is_live(value: object, live: torch.Tensor | None) -> bool:
+    """Return whether a value of a state dict is the live tensor's own memory; only plain tensors are compared."""
+    if not isinstance(value, torch.Tensor) or live is None:
+        return False
+    return type(value) is not torch.Tensor or is_lazy(live) or value.data_ptr() == live.data_ptr()
+
+
+def _unwrapped(part: nn.Module) -> nn.Module:
+    """Return the module inside DistributedDataParallel and torch.compile, applied in any order."""
+    while True:
+        if isinstance(part, DistributedDataParallel):
+            part = part.module
+        elif isinstance(inner := getattr(part, "_orig_mod", None), nn.Module):
+            part = inner
+        else:
+            return part
+
+
+def _aliases(live: StateDict) -> dict[str, str]:
+    """Return alias -> first name of the same tensor."""
+    first: dict[int, str] = {}
+    owners = {fqn: first.setdefault(id(value), fqn) for fqn, value in live.items()}
+    return {fqn: owner for fqn, owner in owners.items() if owner != fqn}
+
+
+def _named_modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (prefix of its tensors' names, module) in the order of `named_modules`, aliases included."""
+    todo = [("", part)]
+    while todo:
+        prefix, module = todo.pop()
+        yield prefix, module
+        children = reversed(module._modules.items())  # noqa: SLF001
+        todo += [(f"{prefix}{name}.", child) for name, child in children if child is not None]

@@ -25,8 +25,11 @@ from titan_ckpt.distributed.coordinator import Coordinator
 BOUNDS = ((2.0, 24), (8.0, 4)) if not SOAK else ((6.0, 16), (20.0, 4))
 """Seconds that a rank waits for a silent one, and how many worlds, which mostly wait, are there at once.
 
-The second time is for kills that were not reached, as a slow rank, or the store's host, was taken for a silent one.
+The second time is for cases that say nothing about the export: a slow rank, or the store's host, was taken for a
+silent one before the kill was reached, or the survivor ran out of its time while so many others shared the machine.
 """
+PATIENCE = 5
+"""How many times as long as it waits for a silent rank a survivor may run until its export has ended."""
 HEALTHY = 60.0
 """Seconds, where no rank is silent."""
 SAMPLES = {"rows": 15, "columns": 15, "merged": 5, "staged": 5}
@@ -132,7 +135,7 @@ def judge(case: Case, root: Path, answers: list[Any], complete: dict[str, bytes]
         assert ended in ("ExportError", "PeerError", "SaveError"), (ended, why)
         assert not case.after_publication or "may be published" in why[-1], why
         assert f"rank {case.victim}" in why[-1] or "closed by peer" in why[-1] or "reset by peer" in why[-1], why
-    assert seconds < 5 * bound, f"it waited {seconds:.1f} s"
+    assert seconds < PATIENCE * bound, f"it ran on for {seconds:.1f} s"
     assert rest == []
     if survivor == 0:
         assert not list(root.glob("exports/.staging*"))
@@ -141,6 +144,14 @@ def judge(case: Case, root: Path, answers: list[Any], complete: dict[str, bytes]
     case.kind.make(root, ALONE)()
     assert len(published(root, complete)) == len(found) + 1
     assert unfinished(root) == []
+
+
+def says_nothing(case: Case, answers: list[Any], bound: float, crowded: bool) -> bool:
+    """Return whether the kill was not reached, or the machine was too busy to tell a slow survivor from a hung one."""
+    if answers[case.victim] is not None or "store of the process group" in str(answers):
+        return True
+    survivor = answers[1 - case.victim]
+    return crowded and survivor is not None and survivor[2] >= PATIENCE * bound
 
 
 def undisturbed(kind: Kind, root: Path) -> tuple[list[list[str]], dict[str, bytes]]:
@@ -172,6 +183,7 @@ def test_a_killed_rank_leaves_no_folder_or_a_proved_one(kinds: Sequence[Kind]) -
             cases += [] if SOAK else [next(case for case in every if case.after_publication)]
         random.Random(0).shuffle(cases)  # so that those that take long to begin do not begin at once
         for bound, at_once in BOUNDS:
+            crowded = (bound, at_once) != BOUNDS[-1]
             late: list[Case] = []
             running: deque[tuple[Case, Path, Ranks]] = deque()
             for i in range(len(cases) + at_once):
@@ -182,7 +194,7 @@ def test_a_killed_rank_leaves_no_folder_or_a_proved_one(kinds: Sequence[Kind]) -
                 if i >= at_once - 1 and running:
                     case, root, ranks = running.popleft()
                     answers = results(ranks)
-                    if answers[case.victim] is not None or "store of the process group" in str(answers):
+                    if says_nothing(case, answers, bound, crowded):
                         late.append(case)
                     else:
                         try:

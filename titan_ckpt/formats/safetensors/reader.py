@@ -22,7 +22,7 @@ import torch
 from titan_ckpt import progress
 from titan_ckpt.disk.direct import IO_BYTES, NUM_WORKERS, FileReader, bounce_buffer, run_workers
 from titan_ckpt.disk.memory import ALIGNMENT, Buffer, bytes_at, is_plain_memory
-from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.formats.safetensors.container import Entry, SafetensorsHeader
 from titan_ckpt.formats.safetensors.regions import mapped_boxes, windows
 from titan_ckpt.gc_paused import gc_paused
@@ -77,8 +77,7 @@ class SafetensorsFiles:
                 self._places[key] = (header, entry)
         if faults:
             folder = headers[0].path.parent
-            listed = "; ".join(faults[:8])
-            raise CorruptCheckpointError(f"{folder}: {len(faults)} tensor(s) twice: {listed}", str(folder))
+            raise CorruptCheckpointError(f"{folder}: {len(faults)} tensor(s) twice: {listed(faults)}", str(folder))
         self._headers = headers
 
     @property

@@ -182,6 +182,15 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
         SafetensorsFiles([read_header(tmp_path / "a.safetensors"), read_header(tmp_path / "b.safetensors")])
 
 
+def test_a_message_on_many_keys_in_two_files_says_that_it_is_cut(tmp_path: Path) -> None:
+    """It lists eight of ten keys, and that there are two more."""
+    paths = [tmp_path / name for name in ("a.safetensors", "b.safetensors")]
+    for path in paths:
+        save_file({f"x{i}": torch.zeros(1) for i in range(10)}, path)
+    with pytest.raises(CorruptCheckpointError, match=r"10 tensor\(s\) twice: x.*; and 2 more$"), opened(*paths):
+        pass
+
+
 def test_a_file_that_changed_since_it_was_checked_is_refused(tmp_path: Path) -> None:
     """A file replaced between the check and the read is not read by the old header."""
     path = tmp_path / "a.safetensors"

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -26,14 +26,6 @@ class ReadRequest(NamedTuple):
     key: str
     chunk: Chunk
     into: torch.Tensor
-
-
-class PlannedFile(Protocol):
-    """One file of a planned read, seen by ranks that share its page cache and divide the work of verifying it."""
-
-    @property
-    def to_check(self) -> Sequence[tuple[int, int]]:
-        """Return the byte ranges to verify before anything is filled."""
 
 
 class TensorReader(ABC):
@@ -61,10 +53,10 @@ class TensorReader(ABC):
         """
         return
 
-    def plan(self, requests: Sequence[ReadRequest]) -> Sequence[PlannedFile]:
+    def plan(self, requests: Sequence[ReadRequest]) -> Sequence[object]:
         """Prepare a `read` of these requests; return the files that ranks of one host may verify for each other.
 
-        If it returns none, every rank calls `check`. Raises: as `read`.
+        Only the native reader returns such files; for any other reader, every rank calls `check`. Raises: as `read`.
         """
         return ()
 

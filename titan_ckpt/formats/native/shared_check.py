@@ -34,8 +34,8 @@ def check_together(parts: Sequence[tuple[TensorReader, Sequence[ReadRequest]]], 
     alone: list[tuple[TensorReader, Sequence[ReadRequest]]] = []
     try:
         for reader, requests in parts:
-            planned = reader.plan(requests)
-            files += [file for file in planned if isinstance(file, BlockReader) and file.to_check]
+            planned = [file for file in reader.plan(requests) if isinstance(file, BlockReader)]
+            files += [file for file in planned if file.to_check]
             if not planned:
                 alone.append((reader, requests))
     except Exception as e:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,13 @@ from tests.unit.formats.native.test_native import FILE, MIB, assert_same, drop_f
 from titan_ckpt.disk import page_cache
 from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.disk.page_cache import Witness
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.native.reader import NativeReader
-from titan_ckpt.formats.native.shared_check import divided
+from titan_ckpt.formats.native.shared_check import check_together, divided
 from titan_ckpt.formats.native.transfers import BlockReader
-from titan_ckpt.geometry.chunks import Chunk
-from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.geometry.chunks import Chunk, TensorInfo
+from titan_ckpt.geometry.requests import ReadRequest, TensorReader
 
 
 @pytest.fixture(autouse=True)
@@ -206,3 +207,29 @@ def test_every_block_is_verified_by_exactly_one_rank_that_needs_it(ranks: list[l
     if all(mine == wanted[0] for mine in wanted):
         counts = [len(of_rank) for of_rank in found]
         assert max(counts) - min(counts) <= 2 * 4 * len(ranks)
+
+
+class ChecksItself(TensorReader):
+    """A reader of a third party whose `plan` returns files that ranks cannot divide."""
+
+    tensors: Mapping[str, TensorInfo] = {}
+
+    def __init__(self) -> None:
+        self.checked: list[Sequence[ReadRequest]] = []
+
+    def read(self, requests: Sequence[ReadRequest]) -> None: ...
+
+    def check(self, requests: Sequence[ReadRequest]) -> None:
+        self.checked.append(requests)
+
+    def plan(self, requests: Sequence[ReadRequest]) -> Sequence[object]:
+        return [object()]
+
+    def close(self) -> None: ...
+
+
+def test_a_reader_whose_files_cannot_be_divided_checks_them_itself() -> None:
+    """Whatever its plan returns, its blocks are verified before anything is filled."""
+    reader, requests = ChecksItself(), requests_for({"w": torch.zeros(2)})
+    check_together([(reader, requests)], Coordinator(0, 1, None, "", 60.0))
+    assert reader.checked == [requests]

@@ -75,7 +75,7 @@ def partial_digest(info: TensorInfo, chunk: Chunk, block: torch.Tensor) -> Parti
     if not block.numel():
         return 0, 0
     if block.dim() > 2 and len(block) > 1 and block.nbytes > _PIECE_BYTES and not block.is_contiguous():
-        total = 0, 0  # slice by slice, where one reshape could copy it all
+        total = 0, 0  # slice by slice, because one reshape could copy all of it
         for i in range(len(block)):
             inside = Chunk((chunk.offsets[0] + i, *chunk.offsets[1:]), (1, *chunk.sizes[1:]))
             total = add(total, partial_digest(info, inside, block[i : i + 1]))
@@ -108,7 +108,9 @@ def _sums(columns: torch.Tensor, first_byte: int, row_keys: torch.Tensor) -> Par
     row_keys, totals = row_keys.to(device), torch.zeros(len(_LANES), dtype=torch.int64, device=device)
     step = max(1, (_PIECE_BYTES if device.type == "cpu" else _PIECE_BYTES_ON_DEVICE) // num_bytes)
     for row in range(0, len(columns), step):
-        piece = columns[row : row + step].contiguous().view(torch.uint8)
+        piece = columns[row : row + step].contiguous()
+        # a contiguous tensor may have any stride in a dim of size 1, and not every stride can be viewed as words
+        piece = piece.as_strided(piece.shape, (piece.shape[1], 1)).view(torch.uint8)
         if before or after or piece.storage_offset() % 4:  # pad copies, to an offset that can be viewed as words
             piece = torch.nn.functional.pad(piece, (before, after))
         words = piece.view(torch.int32).to(torch.int64)

@@ -151,3 +151,25 @@ def test_the_order_in_memory_does_not_count() -> None:
     value = torch.randn(40, 30, 200, generator=torch.Generator().manual_seed(0)).permute(2, 0, 1)
     info, whole = info_of(value), Chunk.whole(value.shape)
     assert partial_digest(info, whole, value) == partial_digest(info, whole, value.contiguous())
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        values((131_075,), torch.bfloat16),  # the row has an odd number of elements in two parts
+        values((2, 131_075), torch.bfloat16),
+        values((3, 262_145), torch.int8),
+        values((1, 5), torch.bfloat16).t(),  # a column with the stride of a row
+        values((5, 5), torch.float32)[::5, ::5],
+    ],
+    ids=["flat", "rows", "bytes", "column", "element"],
+)
+def test_strides_of_a_single_row_or_column_do_not_count(tensor: torch.Tensor) -> None:
+    """A tensor is contiguous whatever its strides in dims of size 1, but not each of them can be viewed as words."""
+    info = info_of(tensor)
+    total: Partial = (0, 0)
+    for c in range(0, tensor.shape[-1], 50_000):  # no boundary is that of a part
+        block = tensor[..., c : c + 50_000].clone(memory_format=torch.contiguous_format)
+        offsets = (*(0 for _ in tensor.shape[:-1]), c)
+        total = add(total, partial_digest(info, Chunk(offsets, tuple(block.shape)), block))
+    assert finish(info, total) == digest(tensor)

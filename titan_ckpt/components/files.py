@@ -31,8 +31,8 @@ def model_tensors(
 ) -> tuple[str, dict[str, TensorInfo]]:
     """Return the prefix of the model in a native or DCP checkpoint, and its tensors by name without the prefix.
 
-    A DCP checkpoint has the model at the top level or under `model.`: where more `wanted` tensors are; if these are
-    None, under `model.` if nothing else is at the top.
+    A DCP checkpoint has the model at the top level or under `model.`, which is chosen if it has more of the `wanted`
+    tensors than the top level; without `wanted`, if the top level has nothing else.
     Source of the names at the top: torchtitan, components/checkpoint.py, which flattens the model there.
     """
     inside = {key.removeprefix(MODEL): info for key, info in stored.items() if key.startswith(MODEL)}

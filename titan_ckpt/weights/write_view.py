@@ -36,7 +36,7 @@ class FilePiece:
 class FileGroup:
     """The file tensors that one application of a rule makes, and the native tensors they come from.
 
-    Nothing is computed until `blocks` is iterated, which resolves one native tensor at a time. Where `collective` is
+    Nothing is computed until `blocks` is iterated, which resolves one native tensor at a time. If `collective` is
     set, all ranks that hold the group must iterate alike.
     """
 

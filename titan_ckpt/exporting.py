@@ -327,5 +327,6 @@ def _quantiser(hooks: ModelHooks | None) -> WeightQuantiser | None:
 
 
 def _memory_of(value: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], TensorInfo]:
+    """Return a key of the memory that a tensor shows: converters wrap and unwrap tensors, so their objects differ."""
     local = local_tensor(value)
     return local.data_ptr(), local.shape, tuple(local.stride()), info_of(value)

@@ -86,14 +86,13 @@ def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_w
 
 
 @contextmanager
-def meanwhile(action: Callable[[], None] | None) -> Iterator[None]:
+def meanwhile(action: Callable[[], None]) -> Iterator[None]:
     """Run the action in a second thread while the block runs; leaving waits for it and raises its error."""
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            if action is not None:
-                action()
+            action()
         except BaseException as error:
             errors.append(error)
 

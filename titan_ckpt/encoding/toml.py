@@ -22,7 +22,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -57,7 +57,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 def from_dict(cls: type[T], raw: Mapping[str, Any], source: str = "config") -> T:
     """Return `raw` as a `cls`. Raises: ConfigError with one line per fault; `source` names the origin of `raw`."""
-    binder = _Binder(cls, [])
+    binder = _Binder(cls)
     bound = binder.table(cls, raw, "")
     if binder.problems:
         raise ConfigError(binder.problems, source)
@@ -71,7 +71,7 @@ def validate(config: Any) -> None:
     Converts in place what TOML converts: a list becomes a tuple, an int in a float field becomes a float.
     Raises: ConfigError.
     """
-    binder = _Binder(type(config), [])
+    binder = _Binder(type(config))
     for name, kind in _hints(type(config)).items():
         bound = binder.value(kind, getattr(config, name), name)
         if bound is not _BAD:
@@ -106,7 +106,7 @@ class _Binder:
     """Binds one tree of values in one pass and gathers its problems."""
 
     root: type
-    problems: list[str]
+    problems: list[str] = field(default_factory=list)
 
     def value(self, kind: Any, value: Any, path: str, expected: str | None = None) -> Any:
         """Return `value` as `kind`, or _BAD after reporting the fault; `expected` describes a narrower kind."""
@@ -182,7 +182,7 @@ class _Binder:
             tagged = [arm for arm in arms if dataclasses.is_dataclass(arm)]
             return self._tagged(tagged, value, path) if tagged else self._no_arm(arms, value, path)
         for arm in arms:
-            attempt = _Binder(self.root, [])
+            attempt = _Binder(self.root)
             bound = attempt.value(arm, value, path)
             if not attempt.problems:
                 return bound

@@ -21,7 +21,7 @@ import torch
 
 from titan_ckpt.encoding.strict_json import Json, parse, to_base64, to_text
 from titan_ckpt.encoding.typed_json_reader import FACTORIES, MAX_DEPTH, NUMPY_DTYPE, TENSOR_DTYPES, decode
-from titan_ckpt.errors import StateEncodingError
+from titan_ckpt.errors import StateEncodingError, listed
 
 __all__ = ["Json", "decode", "dumps", "encode", "loads"]
 
@@ -63,12 +63,10 @@ def encode(value: Any, path: str = "state") -> Json:
     encoder = _Encoder()
     encoded = encoder.encode(value, path, 0)
     if encoder.problems:
-        lines = "".join(f"\n  {line}" for line in encoder.problems[:_MAX_LISTED])
-        more = len(encoder.problems) - _MAX_LISTED
+        lines = listed(encoder.problems, "\n  ", "\n  ... ", _MAX_LISTED)
         raise StateEncodingError(
-            f"{len(encoder.problems)} value(s) cannot be stored as typed JSON:{lines}"
-            + (f"\n  ... and {more} more" if more > 0 else "")
-            + "\nReturn plain values, tensors or arrays from state_dict().",
+            f"{len(encoder.problems)} value(s) cannot be stored as typed JSON:\n  {lines}\n"
+            "Return plain values, tensors or arrays from state_dict().",
             encoder.paths[0],
         )
     return encoded

@@ -90,7 +90,7 @@ class DcpReader(TensorReader):
         return self._load(name, self._items[name])
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Fill every request, one stored chunk at a time, which is the extra memory. Raises: CorruptCheckpointError."""
+        """Fill every request, one stored chunk at a time; extra memory is one chunk. Raises: CorruptCheckpointError."""
         for key in {request.key for request in requests} - self._checked:
             self._require_disjoint(key)
         by_chunk: dict[tuple[str, int], list[ReadRequest]] = {}

@@ -215,7 +215,7 @@ def _indexed(folder: Path) -> list[SafetensorsHeader]:
 
 
 def _compare(path: Path, weight_map: Mapping[str, strict_json.Json], headers: Sequence[SafetensorsHeader]) -> None:
-    """Raise unless the index is exactly what the files hold."""
+    """Raise CorruptCheckpointError unless the index names exactly the tensors of the files, each with its file."""
     stored = [(key, header.path.name) for header in headers for key in header.entries]
     faults = [
         f"{key} is in {name}, and the index says {weight_map[key]}"

@@ -27,7 +27,7 @@ Pieces = Callable[[int, int], AbstractContextManager[memoryview]]
 def write_rank_file(path: Path, layout: Layout, pieces: Pieces, num_workers: int = NUM_WORKERS) -> str:
     """Write a new file and return its digest. The file is durable when this returns; its entry in the folder is not.
 
-    `num_workers`: with 1, `pieces` is called once for each piece, in order.
+    `pieces` is called once for each piece; with one worker in order, with several from their threads.
     Raises: OSError; the file is then incomplete and its attempt must be abandoned.
     """
     digests = [""] * layout.num_blocks

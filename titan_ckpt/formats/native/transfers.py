@@ -179,12 +179,9 @@ class BlockReader:
         self.to_check = list(self._windows(runs))
 
     def check_window(self, window: Window) -> None:
-        """Verify the blocks of a window."""
+        """Verify the blocks of a window, which is read through the page cache."""
         start, stop = window
         with bounce_buffer() as bounce:
-            if not self.is_cached:
-                self._read_around_cache(window, bounce)
-                return
             for at in range(start, stop, self._header.block_bytes):
                 # all use the start of the buffer, which stays in the processor's cache
                 block = bounce.view[: min(self._header.block_bytes, stop - at)]

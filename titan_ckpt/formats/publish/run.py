@@ -204,8 +204,9 @@ def published(
 ) -> Iterator[tuple[Path, _Prepared | None]]:
     """Give all ranks an empty folder to fill, and publish it as `folder` after the block, if all succeed. Collective.
 
-    Yields the path, and on rank 0 what `prepare` returned there. After an error nothing has the folder's name.
-    Raises: FileExistsError; OSError; PeerError, and what `prepare` raises.
+    Yields the path, and on rank 0 the value of `prepare`, which is called there first. After an error nothing has the
+    folder's name, unless another rank fell silent after the publication.
+    Raises: FileExistsError; OSError; PeerError; the errors of `prepare`.
     """
     staged: StagedFolder | None = None
     prepared: _Prepared | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 from titan_ckpt.geometry.chunks import Chunk, Shape
@@ -67,15 +67,25 @@ def _in_row(row: int, sizes: Shape, start: int, stop: int) -> Iterator[Chunk]:
 
 
 def overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
-    """Return two chunks that overlap, if any do. The sweep follows the dim that is cut most, as shards are."""
+    """Return two chunks that overlap, if any do.
+
+    It looks along the dim that is cut most. If the cuts go through the whole tensor, as those of a mesh do, each column
+    is searched by itself along the other dims; otherwise a sweep compares chunks that reach past each other.
+    """
     if len(chunks) < 2:
         return None
     if len(chunks) == 2 or not chunks[0].sizes:
         first, second = chunks[:2]
         return None if first.intersect(second) is None else (first, second)
     dim = max(range(len(chunks[0].sizes)), key=lambda d: len({chunk.offsets[d] for chunk in chunks}))
+    chunks = sorted(chunks, key=lambda c: c.offsets[dim])
+    columns: dict[tuple[int, int], list[Chunk]] = {}
+    for chunk in chunks:
+        columns.setdefault((chunk.offsets[dim], chunk.sizes[dim]), []).append(chunk)
+    if len(columns) > 1 and all(start + size <= after for (start, size), (after, _) in pairwise(columns)):
+        return next((pair for column in columns.values() if (pair := overlap(column))), None)
     reach: list[Chunk] = []
-    for chunk in sorted(chunks, key=lambda c: c.offsets[dim]):
+    for chunk in chunks:
         reach = [other for other in reach if other.offsets[dim] + other.sizes[dim] > chunk.offsets[dim]]
         for other in reach:
             if chunk.intersect(other) is not None:

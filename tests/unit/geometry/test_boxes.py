@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_ckpt.geometry.boxes import boxes_of_range, element_span, spans
+from titan_ckpt.geometry.boxes import boxes_of_range, element_span, overlap, spans
 from titan_ckpt.geometry.chunks import Chunk
 
 SIZES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
@@ -54,3 +55,32 @@ def test_a_range_of_elements_is_a_list_of_boxes(sizes: tuple[int, ...], data: st
     numbers = np.arange(total).reshape(sizes)
     found = [numbers[box.within(Chunk.whole(sizes))].ravel().tolist() for box in boxes_of_range(sizes, start, stop)]
     assert [i for part in found for i in part] == list(range(start, stop))
+
+
+@given(
+    st.integers(1, 3).flatmap(
+        lambda dims: st.lists(st.tuples(*[st.tuples(st.integers(0, 4), st.integers(0, 3))] * dims))
+    )
+)
+def test_an_overlap_is_found_if_there_is_one(cases: list[tuple[tuple[int, int], ...]]) -> None:
+    """Against a comparison of all pairs, empty and equal chunks included."""
+    chunks = [Chunk(*zip(*case, strict=True)) for case in cases]
+    pair = overlap(chunks)
+    assert (pair is not None) == any(a.intersect(b) is not None for a, b in itertools.combinations(chunks, 2))
+    assert pair is None or pair[0].intersect(pair[1]) is not None
+
+
+def test_chunks_of_a_mesh_are_not_compared_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4,096 ranks in a mesh of 64 x 64 cut a tensor into as many chunks; who loads the whole of it looks at all of them."""
+    chunks = [Chunk((2 * row, 3 * column), (2, 3)) for row in range(64) for column in range(64)]
+    real = Chunk.intersect
+    compared: list[Chunk] = []
+
+    def counted(self: Chunk, other: Chunk) -> Chunk | None:
+        compared.append(self)
+        return real(self, other)
+
+    monkeypatch.setattr(Chunk, "intersect", counted)
+    assert overlap(chunks) is None
+    assert len(compared) < len(chunks)
+    assert overlap([*chunks, Chunk((1, 1), (2, 3))]) is not None

@@ -176,7 +176,7 @@ def _write_native(target: Path, tensors: Mapping[str, LazyTensor]) -> None:
             files=(record,),
         )
         posix.write_file(staged.path / MANIFEST_NAME, manifest.to_bytes())
-        staged.publish(fsync=True)
+        staged.publish()
     except BaseException:
         if staged.path.exists():
             staged.abandon()

@@ -137,13 +137,12 @@ def make_folders(path: Path) -> None:
     fsync_folder(path.parent)
 
 
-def write_file(path: str | os.PathLike[str], data: bytes, durable: bool = True) -> None:
-    """Write a new file; `durable` syncs its bytes, `fsync_folder` its entry. Raises: FileExistsError."""
+def write_file(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a new file whose bytes are durable; `fsync_folder` makes its entry durable. Raises: FileExistsError."""
     fd = open_exclusive(path)
     try:
         pwrite_all(fd, data, 0)
-        if durable:
-            fsync(fd)
+        fsync(fd)
     finally:
         close(fd)
 

@@ -66,15 +66,13 @@ class StagedFolder:
                 return staged
             staged.release()  # the sweep of another process took the unlocked file for a dead one's
 
-    def publish(self, fsync: bool) -> None:
-        """Rename the folder to its target. Raises: FileExistsError if the target exists by now; OSError."""
-        if fsync:
-            for folder, _, _ in os.walk(self.path, topdown=False):
-                posix.fsync_folder(folder)
+    def publish(self) -> None:
+        """Rename the folder durably to its target. Raises: FileExistsError if the target exists by now; OSError."""
+        for folder, _, _ in os.walk(self.path, topdown=False):
+            posix.fsync_folder(folder)
         posix.rename_noreplace(self.path, self.target)
         try:
-            if fsync:
-                posix.fsync_folder(self.target.parent)
+            posix.fsync_folder(self.target.parent)
         except OSError:
             posix.rename_noreplace(self.target, self.path)
             raise
@@ -108,7 +106,7 @@ class StagedFolder:
         _live.discard(self.path.name)
 
 
-def copy_file(source: Path, path: Path, fsync: bool) -> None:
+def copy_file(source: Path, path: Path) -> None:
     """Copy the bytes of a file, but no metadata, to a new file; a link, as in download caches, becomes a file."""
     fd = posix.open_exclusive(path)
     try:
@@ -117,8 +115,7 @@ def copy_file(source: Path, path: Path, fsync: bool) -> None:
             while block := file.read(IO_BYTES):
                 posix.pwrite_all(fd, block, offset)
                 offset += len(block)
-        if fsync:
-            posix.fsync(fd)
+        posix.fsync(fd)
     finally:
         posix.close(fd)
 

@@ -17,7 +17,7 @@ DEAD = ".staging-" + "a" * 32
 def publish(target: Path) -> None:
     staged = StagedFolder.begin(target)
     (staged.path / "file").write_text("whole")
-    staged.publish(fsync=False)
+    staged.publish()
 
 
 def in_another_process(root: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_sweep_between_a_locks_creation_and_its_locking(
     assert staged.path.with_name(f"{staged.path.name}.lock").exists()
     in_another_process(tmp_path / "third")
     assert staged.path.exists()
-    staged.publish(fsync=False)
+    staged.publish()
     assert {name for name in os.listdir(tmp_path) if name.startswith(".")} == set()
 
 

@@ -172,7 +172,7 @@ class _Export:
             if (path / name).parent != path and not (path / name).parent.exists():
                 posix.mkdir((path / name).parent)
             if isinstance(content, Path):
-                copy_file(content, path / name, fsync=True)
+                copy_file(content, path / name)
             else:
                 posix.write_file(path / name, content)
 
@@ -222,7 +222,7 @@ def published(
     def publish() -> None:
         nonlocal staged
         if staged is not None:
-            staged.publish(fsync=True)
+            staged.publish()
             staged = None
 
     try:

@@ -22,7 +22,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.\d+\..*")
 
 
 def require_torchao(kind: str) -> None:
-    """Raises: ConverterError if torchao, which belongs to the extra `train`, cannot be imported."""
+    """Check that torchao, of the extra `train`, can be imported. Raises: ConverterError."""
     try:
         import_module("torchao")
     except ImportError as error:
@@ -30,7 +30,7 @@ def require_torchao(kind: str) -> None:
 
 
 def require_gpu(who: str, needed: tuple[int, int], otherwise: str) -> None:
-    """Raises: ConverterError if there is no GPU of the `needed` compute capability; `otherwise` is what to do then."""
+    """Check that a GPU has the `needed` compute capability. Raises: ConverterError that ends with `otherwise`."""
     found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     if found is None or found < needed:
         gpu = "no GPU" if found is None else f"a GPU of compute capability {found[0]}.{found[1]}"

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from titan_ckpt.errors import ConverterError
+from titan_ckpt.errors import ConverterError, listed
 
 _WILD = frozenset("*?[")
 _LISTED = 8
@@ -38,8 +38,7 @@ def select(fqns: Sequence[str], targets: Iterable[str], what: str) -> list[str]:
 
 def in_lines(problems: Sequence[str]) -> str:
     """Return the problems one per line; only the first few of many, because a deep model has many alike."""
-    more = [f"and {len(problems) - _LINES} more"] if len(problems) > _LINES else []
-    return "".join(f"\n  {line}" for line in [*problems[:_LINES], *more])
+    return "\n  " + listed(problems, "\n  ", most=_LINES)
 
 
 def _near(target: str, fqns: Sequence[str]) -> str:

@@ -149,8 +149,12 @@ class RunState:
         tensors |= counters.tensors
         parameters = {MODEL + fqn for fqn in self.model.parameter_names().values()}
         volatile = frozenset(n for n in tensors if n not in parameters and not n.startswith(OPTIMIZER))
-        objects = (self.optimizers, self.lr_schedulers, self.dataloader is not None, self.states)
-        has = dict(zip(("optimizer", "lr_scheduler", "dataloader", "states"), objects, strict=True))
+        has = {
+            "optimizer": self.optimizers,
+            "lr_scheduler": self.lr_schedulers,
+            "dataloader": self.dataloader is not None,
+            "states": self.states,
+        }
         components = tuple(c for c in COMPONENTS if has.get(c, True) and c not in self.left_out)
         return Snapshot(tensors, run, counters.rank, components, volatile)
 

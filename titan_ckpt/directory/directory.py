@@ -30,8 +30,8 @@ _Value = TypeVar("_Value")  # JSON
 class CheckpointDirectory:
     """A folder of committed steps. Methods are collective unless they say otherwise; one thread uses it at a time.
 
-    Reading changes nothing. The first `begin` or `preflight` takes the lease, and clears away what interrupted
-    processes left.
+    Reading changes nothing. The first `begin`, `preflight` or `remove` takes the lease and deletes the folders that
+    interrupted processes left.
     """
 
     def __init__(self, root: Path, coordinator: Coordinator) -> None:

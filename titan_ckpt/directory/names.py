@@ -14,7 +14,7 @@ from pathlib import Path
 
 from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
 from titan_ckpt.disk import posix
-from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.errors import CorruptCheckpointError, listed
 
 STAGING = ".staging"
 TRASH = ".trash"
@@ -108,8 +108,7 @@ def inspect(path: Path, step: int) -> CommittedStep:
     if manifest.step != step:
         faults.append(f"its manifest says step {manifest.step}; give the folder its name back")
     if faults:
-        more = f" and {len(faults) - _MAX_LISTED} more" if len(faults) > _MAX_LISTED else ""
-        raise CorruptCheckpointError(f"{path}: {'; '.join(faults[:_MAX_LISTED])}{more}", str(path))
+        raise CorruptCheckpointError(f"{path}: {listed(faults, last=' ', most=_MAX_LISTED)}", str(path))
     known = {MANIFEST_NAME, *(record.name for record in manifest.files)}
     foreign = tuple(name for name in posix.list_folder(path) if name not in known)
     return CommittedStep(step, path, manifest, data, foreign)

@@ -38,7 +38,7 @@ def test_the_core_needs_seven_packages() -> None:
 
 @pytest.mark.parametrize("name", EXTRAS)
 def test_the_hook_refuses(name: str, tmp_path: Path) -> None:
-    """Where the hook is in PYTHONPATH, as for all tests of the core, an extra that is installed cannot be imported."""
+    """If the hook is in PYTHONPATH, as it is for all tests of the core, an installed extra cannot be imported."""
     code = f"try:\n import {name}\nexcept ModuleNotFoundError as error:\n print(error)"
     assert "refused by tests/without_extras" in python(code, tmp_path)
 

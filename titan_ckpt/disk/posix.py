@@ -163,8 +163,8 @@ def rmdir(path: str | os.PathLike[str]) -> None:
 def rename_noreplace(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Rename a file or folder within one file system, never over an existing target.
 
-    Where the kernel or file system lacks RENAME_NOREPLACE, the target is looked for first. Two writers could pass that
-    check together, which is why a folder has one leased writer.
+    If the kernel or the file system lacks RENAME_NOREPLACE, this function first checks that the target does not exist.
+    Two writers could pass that check together, which is why a folder has one leased writer.
     Raises: FileExistsError; OSError.
     """
     code = _renameat2(os.fspath(source), os.fspath(target))

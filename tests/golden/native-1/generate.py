@@ -4,7 +4,8 @@
 
 A case whose folder exists is refused, because a golden folder is worth something only as its old code wrote it. The
 runs are in runs.py, and tests/test_golden_native.py resumes them; `expected.json` is taken from their live objects.
-The first eight were written by the code of commit 35f5ce7 with torch 2.13; lora-adapter and peft-export need hf-export.
+The first eight were written with torch 2.13, before the modules were moved into folders; lora-adapter and peft-export
+need hf-export.
 """
 
 from __future__ import annotations

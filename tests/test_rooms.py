@@ -19,7 +19,7 @@ MODULES = {
 
 
 def room_of(module: str) -> str:
-    """Return the room that a module is in: its folder, or the module itself where folders stand beside it."""
+    """Return the room that a module is in: its folder, or the module itself if other folders are beside it."""
     path = MODULES[module]
     has_folders = any((folder / "__init__.py").exists() for folder in path.parent.iterdir() if folder.is_dir())
     return module if has_folders else ".".join(path.parent.relative_to(ROOT).parts)
@@ -44,15 +44,12 @@ def imported(module: str) -> Iterator[str]:
 
 
 def rooms() -> dict[str, set[str]]:
-    """Return, for each room, the rooms that it imports; a package's public names are no import of its own."""
+    """Return, for each room, the rooms that it imports; the public names of a package bring all of its rooms."""
     graph: dict[str, set[str]] = {}
-    for module, path in MODULES.items():
-        if path.name == "__init__.py":
-            continue
+    for module in MODULES.keys() - {*PACKAGES}:
         room = room_of(module)
-        needed = {room_of(other) for other in imported(module) if MODULES[other].name != "__init__.py"}
-        graph.setdefault(room, set()).update(needed - {room})
-    return graph
+        graph.setdefault(room, set()).update({room_of(other) for other in imported(module)} - {room})
+    return graph | {package: {room for room in graph if room.startswith(f"{package}.")} for package in PACKAGES}
 
 
 def test_rooms_import_each_other_in_one_direction() -> None:
@@ -81,7 +78,7 @@ def test_no_room_is_crowded() -> None:
 
 
 def test_every_room_says_what_it_is() -> None:
-    """A folder's own docstring is one or two sentences."""
+    """Every folder has a docstring."""
     for module, path in MODULES.items():
         if path.name == "__init__.py":
             assert ast.get_docstring(ast.parse(path.read_text())), module

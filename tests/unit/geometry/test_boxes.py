@@ -71,7 +71,7 @@ def test_an_overlap_is_found_if_there_is_one(cases: list[tuple[tuple[int, int], 
 
 
 def test_chunks_of_a_mesh_are_not_compared_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4,096 ranks in a mesh of 64 x 64 cut a tensor into as many chunks; who loads the whole of it looks at all of them."""
+    """4,096 ranks in a mesh of 64 x 64 cut a tensor into as many chunks. A whole read looks at all of them."""
     chunks = [Chunk((2 * row, 3 * column), (2, 3)) for row in range(64) for column in range(64)]
     real = Chunk.intersect
     compared: list[Chunk] = []

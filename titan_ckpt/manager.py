@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from titan_ckpt import policy
+from titan_ckpt.components.optimizer_content import steppers
 from titan_ckpt.components.run_state import Mark, RunState, Snapshot
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
@@ -97,8 +98,9 @@ class CheckpointManager:
         self._saver = Saver(self._directory, storage_line, config.save) if config.save else None
         self._exporter = Exporter(self.base_folder, self._model, self._transforms, coordinator, config.initial_load)
         self._exporter.check(config.export)
+        hooked = steppers(optimizers) or []
         self._step_hooks = [  # so that a loop without maybe_wait_for_staging() saves no mixture of two steps
-            optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()) for optimizer in optimizers
+            optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()) for optimizer in hooked
         ]
         self._base: dict[str, Any] | None = None
         self._resumed_from: dict[str, Any] | None = None

@@ -15,23 +15,25 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from titan_ckpt.components import optimizer_content as contents
+from titan_ckpt.components import quantised_state
+from titan_ckpt.components.optimizer_content import OptimizerContent
+from titan_ckpt.components.optimizer_split import NOT_STORED, Group, Splitter, frozen
+from titan_ckpt.components.quantised_state import QUANTISED
 from titan_ckpt.encoding import typed_json
-from titan_ckpt.errors import LoadMismatchError
+from titan_ckpt.errors import LoadMismatchError, SaveError, listed
 from titan_ckpt.geometry.chunks import TensorInfo, info_of, plain
-from titan_ckpt.geometry.nested import give_tensors, names_of, take_tensors
+from titan_ckpt.geometry.nested import give_tensors, names_of
 from titan_ckpt.types import StateDict
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "optimizer."
-_NOT_STORED = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""Parameters are stored by name; foreach, fused, capturable and differentiable are choices of the current run."""
+_BESIDE = f"{PREFIX}beside."
+_RUN_CHOICES = NOT_STORED - {"params"}
 _START_AFRESH = 'or start the optimizer afresh: checkpoint.resume.exclude = ["optimizer"]'
 _LISTED = 8
 
-Group = dict[str, Any]
-"""{"hyperparameters": ..., "shared": 0-d state that is equal for all its parameters, "fqns": [...], "stateless": fqns
-that were never stepped, "own": fqn -> name -> other state that is no tensor, or that nests tensors}"""
 Groups = list[list[Group]]
 """The groups of each optimizer."""
 
@@ -39,12 +41,13 @@ Groups = list[list[Group]]
 class OptimizerState:
     """The state of any number of optimizers over disjoint parameters, addressed by fqn."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str]) -> None:
-        """Bind optimizers to the names of their parameters.
+    def __init__(self, optimizers: Sequence[Any], names: Mapping[nn.Parameter, str]) -> None:
+        """Bind optimizers, or wrappers of them, to the names of their parameters.
 
         Raises: LoadMismatchError for a parameter without a name, or in two optimizers.
         """
-        self.optimizers = list(optimizers)
+        self._wrappers = list(optimizers)
+        self.optimizers = [contents.innermost(optimizer) for optimizer in optimizers]
         self._names = names
         self._owners: dict[str, tuple[Optimizer, nn.Parameter]] = {}
         for optimizer in self.optimizers:
@@ -63,57 +66,45 @@ class OptimizerState:
     def split(self) -> tuple[StateDict, Groups]:
         """Return (tensors by `optimizer.<fqn>.<name>`, groups with everything else).
 
-        Tensors alias the live state.
+        Tensors alias the live state, or what an optimizer's own state_dict() made.
+        Raises: StateEncodingError for state that cannot be stored.
         """
         tensors: StateDict = {}
-        return tensors, [[self._describe(o, group, tensors) for group in o.param_groups] for o in self.optimizers]
+        groups: Groups = []
+        for o, (wrapper, optimizer) in enumerate(zip(self._wrappers, self.optimizers, strict=True)):
+            content = contents.read(optimizer)
+            splitter = Splitter(optimizer, content, PREFIX, tensors)
+            groups.append(splitter.groups(self._names))
+            if beside := content.beside | contents.kept_by(wrapper):
+                groups[-1][0]["beside"] = splitter.take(beside, f"{_BESIDE}{o}")
+        return tensors, groups
 
-    def _describe(self, optimizer: Optimizer, group: Mapping[str, Any], tensors: StateDict) -> Group:
-        scalars: dict[str, dict[str, Any]] = {}
-        own: dict[str, dict[str, Any]] = {}
-        fqns = [self._names[parameter] for parameter in group["params"]]
-        stateless = []
-        for fqn, parameter in zip(fqns, group["params"], strict=True):
-            state = optimizer.state.get(parameter)
-            if not state:
-                stateless.append(fqn)
-                continue
-            for name, value in state.items():
-                if isinstance(value, (dict, list, tuple)):
-                    own.setdefault(fqn, {})[name] = take_tensors(value, f"{PREFIX}{fqn}.{name}", tensors)
-                elif isinstance(value, torch.Tensor) and (value.dim() or isinstance(value, DTensor)):
-                    tensors[f"{PREFIX}{fqn}.{name}"] = plain(value)
-                else:
-                    scalars.setdefault(name, {})[fqn] = value
-        shared = {}
-        for name, values in scalars.items():
-            if len(values) == len(fqns) - len(stateless) and _all_equal(list(values.values())):
-                shared[name] = _frozen(next(iter(values.values())))
-                continue
-            for fqn, value in values.items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"{PREFIX}{fqn}.{name}"] = plain(value)
-                else:
-                    own.setdefault(fqn, {})[name] = value
-        hyperparameters = {k: _frozen(v) for k, v in group.items() if k not in _NOT_STORED}
-        return {"hyperparameters": hyperparameters, "shared": shared, "fqns": fqns, "stateless": stateless, "own": own}
-
-    def destinations(self, available: Mapping[str, TensorInfo]) -> tuple[StateDict, list[str]]:
+    def destinations(
+        self, available: Mapping[str, TensorInfo], groups: Groups | None = None
+    ) -> tuple[StateDict, list[str]]:
         """Return a tensor to fill for every stored one, and the keys of parameters that this rank does not train.
 
         It is the live tensor if that has the same shape and dtype, otherwise a new one, laid out as the optimizer would
         make it. Nothing is attached to an optimizer until `apply`.
+        Raises: LoadMismatchError for quantised state that this layout cannot take.
         """
-        out: StateDict = {}
+        stored = groups or []
+        out = self._quantised_rooms(available, stored)
+        beside = {name for optimizer in stored for name in names_of(optimizer[0].get("beside"))}
         strangers = []
         for key, info in available.items():
+            if key in out:
+                continue
+            if key in beside:
+                out[key] = torch.empty(info.shape, dtype=info.dtype, device=self._device())
+                continue
             fqn, name = self._parse(key)
             if fqn is None:
                 strangers.append(key)
                 continue
             optimizer, parameter = self._owners[fqn]
             live = optimizer.state.get(parameter, {}).get(name)
-            if isinstance(live, torch.Tensor) and info_of(live) == info:
+            if isinstance(live, torch.Tensor) and not quantised_state.is_subclass(live) and info_of(live) == info:
                 out[key] = plain(live)
             elif not info.shape and (parameter.dim() or name == "step"):
                 out[key] = torch.empty((), dtype=info.dtype)
@@ -123,6 +114,43 @@ class OptimizerState:
             else:
                 out[key] = parameter.detach().new_empty(info.shape, dtype=info.dtype)
         return out, strangers
+
+    def _device(self) -> torch.device:
+        return next(iter(self._owners.values()))[1].device
+
+    def _quantised(self, groups: Groups) -> list[tuple[str, str, dict[str, Any]]]:
+        """Return (fqn, name, what stands for it) of every quantised state of a parameter that this rank trains."""
+        owns = (own for optimizer in groups for group in optimizer for own in group["own"].items())
+        return [
+            (fqn, name, value)
+            for fqn, state in owns
+            if fqn in self._owners
+            for name, value in state.items()
+            if type(value) is dict and QUANTISED in value
+        ]
+
+    def _room(self, fqn: str, name: str, stored: Mapping[str, Any]) -> Any:
+        optimizer, parameter = self._owners[fqn]
+        live = optimizer.state.get(parameter, {}).get(name)
+        return quantised_state.room_for(optimizer, parameter, live, stored, f"{PREFIX}{fqn}.{name}")
+
+    def _quantised_rooms(self, available: Mapping[str, TensorInfo], groups: Groups) -> StateDict:
+        """Return a tensor to fill for every tensor inside quantised state."""
+        out: StateDict = {}
+        faults = []
+        for fqn, name, stored in self._quantised(groups):
+            path = f"{PREFIX}{fqn}.{name}"
+            for part, value in quantised_state.parts(self._room(fqn, name, stored), path).items():
+                key = next(names_of(stored["parts"].get(part)), f"{path}.{part}")
+                out[key] = value
+                if available.get(key) != info_of(value):
+                    faults.append(f"{key} is {available.get(key)}, expected {info_of(value)}")
+        if faults:
+            raise LoadMismatchError(
+                f"quantised optimizer state does not fit the shards of this run: {listed(faults)}. Resume on the number "
+                f"of ranks that saved it, {_START_AFRESH}"
+            )
+        return out
 
     def _parse(self, key: str) -> tuple[str | None, str]:
         """Split a key into the fqn of a parameter that this rank trains and a name of its state; both may have dots."""
@@ -178,40 +206,75 @@ class OptimizerState:
             fqn, name = self._parse(key)
             if fqn is not None and key not in nested:
                 by_fqn.setdefault(fqn, {})[name] = value
-        for optimizer, matched in zip(self.optimizers, matches, strict=True):
-            for group, stored_groups in zip(optimizer.param_groups, matched, strict=True):
-                for stored in stored_groups:
-                    for name, value in stored["hyperparameters"].items():
-                        group[name] = _like(value, group.get(name))
-                    self._attach(optimizer, group, stored, by_fqn, tensors)
+        for wrapper, optimizer, matched in zip(self._wrappers, self.optimizers, matches, strict=True):
+            settings = [
+                {name: live[name] for name in live.keys() & _RUN_CHOICES}
+                | {k: _like(v, live.get(k), self._device()) for g in of_group for k, v in g["hyperparameters"].items()}
+                for live, of_group in zip(optimizer.param_groups, matched, strict=True)
+            ]
+            state = self._states(optimizer, matched, by_fqn, tensors)
+            beside = give_tensors(_beside_of(groups, matched), tensors)
+            contents.give(optimizer, OptimizerContent(state, settings, beside))
+            contents.give_kept(wrapper, beside)
 
-    def _attach(
+    def _states(
         self,
         optimizer: Optimizer,
-        group: Mapping[str, Any],
-        stored: Group,
+        matched: Sequence[Sequence[Group]],
         by_fqn: Mapping[str, Mapping[str, torch.Tensor]],
         tensors: StateDict,
-    ) -> None:
-        on_device = bool(group.get("capturable") or group.get("fused"))
-        inside, stateless = set(stored["fqns"]), set(stored["stateless"])
-        for parameter in group["params"]:
-            fqn = self._names[parameter]
-            if fqn in stateless:
-                optimizer.state.pop(parameter, None)
-            elif fqn in inside:
-                own = by_fqn.get(fqn, {}) | give_tensors(stored["own"].get(fqn, {}), tensors)
-                state = {name: _frozen(value) for name, value in stored["shared"].items()} | own
-                optimizer.state[parameter] = {n: _placed(n, v, parameter, on_device) for n, v in state.items()}
+    ) -> dict[nn.Parameter, dict[Any, Any]]:
+        """Return the stored state of each parameter; a parameter that was not trained there keeps what it has."""
+        stored = {fqn: group for groups in matched for group in groups for fqn in group["fqns"]}
+        stepped = {fqn for fqn, group in stored.items() if fqn in self._owners and fqn not in set(group["stateless"])}
+        owns = give_tensors({fqn: stored[fqn]["own"].get(fqn, {}) for fqn in stepped}, tensors)
+        placed: dict[int, torch.Tensor] = {}
+        out: dict[nn.Parameter, dict[Any, Any]] = {}
+        for group in optimizer.param_groups:
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            for parameter in group["params"]:
+                fqn = self._names[parameter]
+                if fqn in stepped:
+                    own = {name: self._whole(fqn, name, value) for name, value in owns[fqn].items()}
+                    shared = {name: frozen(value) for name, value in stored[fqn]["shared"].items()}
+                    state = shared | by_fqn.get(fqn, {}) | own
+                    out[parameter] = {n: _placed(n, v, parameter, on_device, placed) for n, v in state.items()}
+                elif fqn not in stored and optimizer.state.get(parameter):
+                    out[parameter] = optimizer.state[parameter]
+        return out
+
+    def _whole(self, fqn: str, name: str, value: Any) -> Any:
+        """Return state that was stored in "own", its quantised tensors put together again."""
+        if type(value) is dict and QUANTISED in value:
+            return quantised_state.fill(self._room(fqn, name, value), value["parts"], f"{PREFIX}{fqn}.{name}")
+        return value
+
+
+def _beside_of(groups: Groups, matched: Sequence[Sequence[Group]]) -> dict[str, Any]:
+    """Return what the optimizer that trained these groups kept beside its parameters.
+
+    Raises: LoadMismatchError if several optimizers did, and kept different state.
+    """
+    known = {id(group) for of_group in matched for group in of_group}
+    kept = [optimizer[0].get("beside", {}) for optimizer in groups if any(id(group) in known for group in optimizer)]
+    if len({typed_json.dumps(state) for state in kept}) > 1:
+        raise LoadMismatchError(
+            f"its parameters were trained by {len(kept)} optimizers that kept different state beside their parameters. "
+            f"Build the same optimizers, {_START_AFRESH}"
+        )
+    return kept[0] if kept else {}
 
 
 def merge_groups(of_ranks: Sequence[Groups]) -> Groups:
     """Merge the groups of all ranks: a pipeline stage's optimizer lists only its own parameters.
 
     Groups with the same index, hyperparameters and shared state become one group.
+    Raises: SaveError if ranks hold different state of a parameter, or of none, so that one rank's would be lost.
     """
     merged: Groups = []
     by_key: dict[tuple[int, int, bytes], Group] = {}
+    holders: dict[str, tuple[Group, bool, Any]] = {}
+    faults: dict[str, None] = {}
     for groups in of_ranks:
         merged += [[] for _ in groups[len(merged) :]]
         for o, optimizer in enumerate(groups):
@@ -221,10 +284,27 @@ def merge_groups(of_ranks: Sequence[Groups]) -> Groups:
                     by_key[key] = {**group, "fqns": [], "stateless": [], "own": {}}
                     merged[o].append(by_key[key])
                 known = by_key[key]
+                stateless = set(group["stateless"])
+                for fqn in group["fqns"]:
+                    held = known, fqn in stateless, group["own"].get(fqn)
+                    first = holders.setdefault(fqn, held)
+                    if first is not held and (first[0] is not known or not _same(first[1:], held[1:])):
+                        faults[fqn] = None
+                if not _same(known.get("beside"), group.get("beside")):
+                    faults[f"what optimizer {o} keeps beside its parameters"] = None
                 for part in ("fqns", "stateless"):
                     known[part] = list(dict.fromkeys([*known[part], *group[part]]))
                 known["own"] |= group["own"]
+    if faults:
+        raise SaveError(
+            f"the ranks hold different optimizer state of {len(faults)} parameters, and one rank's would be lost: "
+            f"{listed(list(faults))}. Compute such state from reduced gradients, so that it is equal on all ranks"
+        )
     return merged
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or typed_json.dumps(a) == typed_json.dumps(b)
 
 
 def misfit(strangers: Sequence[str]) -> LoadMismatchError:
@@ -236,36 +316,29 @@ def misfit(strangers: Sequence[str]) -> LoadMismatchError:
     )
 
 
-def _frozen(value: Any) -> Any:
-    """Return a copy of a tensor, because optimizers and schedulers change live ones in place; return others as is."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+def _like(stored: Any, live: Any, device: torch.device) -> Any:
+    """Return a stored hyperparameter in the type and device of the live one: a learning rate may be a tensor or not.
 
-
-def _like(stored: Any, live: Any) -> Any:
-    """Return a stored hyperparameter in the type and device of the live one: a learning rate may be a tensor or not."""
+    `device`: of a tensor that the optimizer has not made yet; they are stored without a device.
+    """
     if isinstance(live, torch.Tensor) and isinstance(stored, (int, float, torch.Tensor)):
         return torch.as_tensor(stored, dtype=live.dtype, device=live.device)
     if isinstance(live, (int, float)) and isinstance(stored, torch.Tensor) and not stored.dim():
         return stored.item()
+    if live is None and isinstance(stored, torch.Tensor):
+        return stored.to(device)
     return stored
 
 
-def _placed(name: str, value: Any, parameter: nn.Parameter, on_device: bool) -> Any:
-    """Return state with a 0-d tensor moved to the device where optimizers expect it.
+def _placed(
+    name: str, value: Any, parameter: nn.Parameter, on_device: bool, placed: dict[int, torch.Tensor]
+) -> Any:
+    """Return state with a 0-d tensor moved to the device where optimizers expect it; one tensor stays one.
 
     Source: torch/optim/optimizer.py, _process_value_according_to_param_policy.
     """
     if not isinstance(value, torch.Tensor) or value.dim() or isinstance(value, DTensor):
         return value
-    return value.to(parameter.device) if on_device or name != "step" else value
-
-
-def _all_equal(values: list[Any]) -> bool:
-    first = values[0]
-    if all(isinstance(v, torch.Tensor) for v in values):
-        if any(v.dtype != first.dtype for v in values):
-            return False
-        one_device = all(v.device == first.device for v in values)
-        stacked = torch.stack([v.detach() if one_device else v.detach().cpu() for v in values])  # one transfer for all
-        return bool((stacked == stacked[0]).all())
-    return all(type(v) is type(first) and v == first for v in values)
+    if not on_device and name == "step":
+        return value
+    return placed.setdefault(id(value), value.to(parameter.device))

@@ -106,6 +106,12 @@ class RunState:
     def __post_init__(self) -> None:
         """Raises: LoadMismatchError for optimizers that do not train this model's parameters."""
         _ = self.optimizer
+        scalers = [scaler for o in self.optimizers if (scaler := getattr(o, "scaler", None)) and scaler.is_enabled()]
+        if "states" not in self.left_out and any(s not in list(self.states.values()) for s in scalers):
+            raise LoadMismatchError(
+                "an optimizer scales gradients by a GradScaler that would not be saved: pass it, "
+                'states={"scaler": accelerator.scaler}'
+            )
 
     @property
     def optimizer(self) -> OptimizerState | None:
@@ -263,7 +269,8 @@ class RunState:
         if "optimizer" not in exclude:
             stored = {k: v for k, v in available.items() if k.startswith(OPTIMIZER)}
             optimizer = self.optimizer
-            out, strangers = ({}, list(stored)) if optimizer is None else optimizer.destinations(stored)
+            groups = run.get("optimizer", [])
+            out, strangers = ({}, list(stored)) if optimizer is None else optimizer.destinations(stored, groups)
         if "states" not in exclude:
             for name, state in self.states.items():
                 wanted = list(names_of(run.get("states", {}).get(name)))

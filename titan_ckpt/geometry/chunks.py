@@ -6,6 +6,7 @@ Owns the geometry of sharded tensors. Knows no files, no names and no process gr
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -172,6 +173,13 @@ def local_chunks(value: DTensor) -> Sequence[tuple[Chunk, tuple[slice, ...]]]:
     if coordinate is None:
         return ()
     return _chunks_at(value.shape, spec.placements, spec.mesh.shape, tuple(coordinate))
+
+
+def shard_sizes(value: DTensor) -> set[int]:
+    """Return the numbers of elements that the ranks of the tensor's mesh hold."""
+    shape, placements, mesh_shape = value.shape, value.placements, value.device_mesh.shape
+    places = itertools.product(*map(range, mesh_shape))
+    return {sum(c.numel for c, _ in _chunks_at(shape, placements, mesh_shape, place)) for place in places}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,19 +1,22 @@
 """Tensors inside nested state: take them out under names of their own, and put them back in their places.
 
-Owns the placeholder that a taken tensor leaves behind. Knows no files and no owners of state.
+Owns the placeholder that a taken tensor leaves behind, and the order of its dims in memory. Knows no files and no
+owners of state.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from titan_ckpt.errors import StateEncodingError
+from titan_ckpt.errors import CorruptCheckpointError, StateEncodingError
+from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.types import StateDict
 
 PLACEHOLDER = "$tensor_file"
@@ -23,43 +26,120 @@ MAX_DEPTH = 100
 """Deeper than typed JSON accepts. State that contains itself is left for typed JSON to refuse by name."""
 
 
-def take_tensors(value: Any, path: str, into: StateDict, depth: int = 0) -> Any:
+@dataclass(slots=True)
+class Taken:
+    """The tensors taken so far, by which a tensor that is there twice is stored once and comes back as one."""
+
+    names: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    """Memory of a tensor -> its name."""
+    repeated: frozenset[int] = frozenset()
+    """Addresses of tensors that are there twice; 0-d tensors among them are taken too."""
+
+
+def take_tensors(value: Any, path: str, into: StateDict, taken: Taken | None = None, depth: int = 0) -> Any:
     """Return a copy of nested state with every tensor moved to `into` and its name left in its place.
 
-    Names follow the path and are made distinct; tensors alias live memory. 0-d tensors stay in place.
+    Names follow the path and are made distinct; tensors alias live memory. 0-d tensors stay in place, unless
+    `taken` says that they are there twice. A tensor that is there twice has one name, also across calls with the same
+    `taken`.
     Raises: StateEncodingError for a dict that has the placeholder as a key of its own.
     """
     kind = type(value)
+    known = Taken() if taken is None else taken
     if isinstance(value, torch.Tensor):
-        if not value.dim() and not isinstance(value, DTensor):
+        if not value.dim() and not isinstance(value, DTensor) and address(value) not in known.repeated:
             return value.detach()
-        while path in into:  # {"a.b": x} beside {"a": {"b": y}}
-            path += "'"
-        into[path] = value.detach()
-        return {PLACEHOLDER: path}
+        return placeholder(value.detach(), path, into, known)
     if depth < MAX_DEPTH and kind in _DICTS:
         if PLACEHOLDER in value:
             raise StateEncodingError(f"{path}: {PLACEHOLDER!r} cannot be a key of a state; rename it", path)
-        taken = copy.copy(value)
-        taken.update({k: take_tensors(v, f"{path}.{k}", into, depth + 1) for k, v in value.items()})
-        return taken
+        result = copy.copy(value)
+        result.update({k: take_tensors(v, f"{path}.{k}", into, known, depth + 1) for k, v in value.items()})
+        return result
     if depth < MAX_DEPTH and kind in _LISTS:
-        items = (take_tensors(v, f"{path}.{i}", into, depth + 1) for i, v in enumerate(value))
+        items = (take_tensors(v, f"{path}.{i}", into, known, depth + 1) for i, v in enumerate(value))
         return deque(items, value.maxlen) if isinstance(value, deque) else kind(items)
     return value
 
 
+def placeholder(value: torch.Tensor, path: str, into: StateDict, taken: Taken) -> dict[str, Any]:
+    """Move one tensor to `into`, unless it is there, and return the object that stands for it."""
+    name = taken.names.get(_memory(value))
+    if name is None:
+        while path in into:  # {"a.b": x} beside {"a": {"b": y}}
+            path += "'"
+        name = path
+        into[name] = value
+        taken.names[_memory(value)] = name
+    dims = memory_order(value)
+    return {PLACEHOLDER: name if dims is None else [name, dims]}
+
+
+def _memory(value: torch.Tensor) -> tuple[Any, ...]:
+    """Return a key that two tensors share if and only if they are the same memory, seen in the same way."""
+    start = address(value)
+    if not start:
+        return (id(value),)
+    local = local_tensor(value)
+    layout = value.placements if isinstance(value, DTensor) else None
+    return local.device, start, local.dtype, local.shape, local.stride(), layout
+
+
+def address(value: torch.Tensor) -> int:
+    """Return the address of this rank's values; 0 for a tensor without memory of its own."""
+    local = local_tensor(value)
+    plain = type(local) in (torch.Tensor, torch.nn.Parameter) and local.layout is torch.strided
+    return local.data_ptr() if plain and not local.is_meta else 0
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Yield every tensor in nested state."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth < MAX_DEPTH and (type(value) in _DICTS or type(value) in _LISTS):
+        for item in value.values() if type(value) in _DICTS else value:
+            yield from tensors_in(item, depth + 1)
+
+
+def memory_order(value: torch.Tensor) -> list[int] | None:
+    """Return the dims in the order of their strides, longest first; None for a tensor that is contiguous."""
+    local = local_tensor(value)
+    if local.layout is not torch.strided or local.is_contiguous():
+        return None
+    strides = local.stride()
+    dims = sorted(range(local.dim()), key=lambda dim: (-strides[dim], dim))
+    return None if dims == sorted(dims) else dims
+
+
+def in_memory_order(value: torch.Tensor, dims: Sequence[int] | None) -> torch.Tensor:
+    """Return the tensor with its dims in that order in memory: itself if they are, else a copy."""
+    if memory_order(value) == dims:
+        return value
+    order = list(range(value.dim())) if dims is None else list(dims)
+    if len(order) != value.dim():
+        raise CorruptCheckpointError(f"{len(order)} dims of a tensor that has {value.dim()}. Take another checkpoint")
+    back = [order.index(dim) for dim in range(value.dim())]
+    return value.permute(order).contiguous().permute(back)
+
+
 def give_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return the result of `take_tensors` with the tensors in their places again."""
+    return _give(value, tensors, {})
+
+
+def _give(value: Any, tensors: Mapping[str, torch.Tensor], given: dict[str, torch.Tensor]) -> Any:
     kind = type(value)
     if kind in _DICTS:
         if set(value) == {PLACEHOLDER}:
-            return tensors[value[PLACEHOLDER]]
-        given = copy.copy(value)
-        given.update({k: give_tensors(v, tensors) for k, v in value.items()})
-        return given
+            name, dims = _parts(value)
+            if name not in given:
+                given[name] = in_memory_order(tensors[name], dims)
+            return given[name]
+        result = copy.copy(value)
+        result.update({k: _give(v, tensors, given) for k, v in value.items()})
+        return result
     if kind in _LISTS:
-        items = (give_tensors(v, tensors) for v in value)
+        items = (_give(v, tensors, given) for v in value)
         return deque(items, value.maxlen) if isinstance(value, deque) else kind(items)
     return value
 
@@ -69,9 +149,20 @@ def names_of(value: Any) -> Iterator[str]:
     kind = type(value)
     if kind in _DICTS:
         if set(value) == {PLACEHOLDER}:
-            yield value[PLACEHOLDER]
+            yield _parts(value)[0]
             return
         value = value.values()
     if kind in _DICTS or kind in _LISTS:
         for item in value:
             yield from names_of(item)
+
+
+def _parts(value: Mapping[str, Any]) -> tuple[str, list[int] | None]:
+    """Return the name in a placeholder and the order of its dims in memory. Raises: CorruptCheckpointError."""
+    content = value[PLACEHOLDER]
+    match content:
+        case str():
+            return content, None
+        case [str(name), list(dims)] if sorted(dims, key=str) == sorted(range(len(dims)), key=str):
+            return name, dims
+    raise CorruptCheckpointError(f"{PLACEHOLDER}: {content!r:.80} is no name of a tensor. Take another checkpoint")

@@ -1,0 +1,216 @@
+"""The content of one optimizer: state of its parameters, settings of its groups, and everything beside them.
+
+Owns the two ways to read and to write it. An optimizer with torch's own `state_dict` is read and written directly, so
+that no dtype is cast and tensors alias live memory. An optimizer that overrides `state_dict` or `load_state_dict`, or
+has hooks on them, is asked for its state and given it back by its own methods. Knows no names of parameters.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from titan_ckpt.errors import LoadMismatchError, StateEncodingError
+from titan_ckpt.geometry.chunks import local_tensor
+
+State = Mapping[nn.Parameter, Mapping[Any, Any]]
+_DICTS = (dict, OrderedDict, defaultdict)
+_METHODS = ("state_dict", "load_state_dict")
+_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+_OF_TORCH = ("torch.optim.", "torchao.optim.")
+"""Modules whose `__setstate__` only completes the state of older releases."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerContent:
+    """The content of one optimizer, as it is read or to be given back."""
+
+    state: State
+    """State of each parameter that was stepped."""
+    groups: Sequence[Mapping[str, Any]]
+    """Settings of each parameter group; "params" does not count."""
+    beside: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    """State that belongs to no parameter: "state": entries of `optimizer.state` under other keys; "state_dict": further
+    entries of its state dict; "wrapper": what an object around the optimizer keeps."""
+
+
+def innermost(optimizer: Any) -> Optimizer:
+    """Return the optimizer inside wrappers that share its state and groups (accelerate, Fabric, schedulefree).
+
+    Raises: LoadMismatchError for an object that is no optimizer and wraps none.
+    """
+    while True:
+        inners = (getattr(optimizer, name, None) for name in ("optimizer", "base"))
+        inner = next((i for i in inners if isinstance(i, Optimizer) and i is not optimizer), None)
+        shares = inner is not None and optimizer.param_groups is inner.param_groups and optimizer.state is inner.state
+        if not shares:
+            break
+        optimizer = inner
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    raise LoadMismatchError(
+        f"{type(optimizer).__qualname__} is no torch.optim.Optimizer: pass the optimizer that it wraps in optimizers, "
+        "and what it keeps itself, if it has state_dict() and load_state_dict(), in states"
+    )
+
+
+def steppers(optimizers: Sequence[Any]) -> list[Optimizer] | None:
+    """Return the optimizers whose step hooks run before any weight changes, one for each; None if one has no such hook.
+
+    A wrapper that is no optimizer itself may change weights before it calls the optimizer inside (schedulefree's does).
+    """
+    inner = [innermost(optimizer) for optimizer in optimizers if isinstance(optimizer, Optimizer)]
+    hookable = [optimizer for optimizer in inner if hasattr(optimizer, "_optimizer_step_pre_hooks")]
+    return hookable if len(hookable) == len(optimizers) else None
+
+
+def kept_by(wrapper: Any) -> dict[str, dict[Any, Any]]:
+    """Return what schedulefree's wrapper keeps beside the optimizer: whether its weights are those of training."""
+    return {"wrapper": {"train_mode": wrapper.train_mode}} if _has_mode(wrapper) else {}
+
+
+def give_kept(wrapper: Any, beside: Mapping[str, Mapping[Any, Any]]) -> None:
+    """Give a wrapper what it kept."""
+    if _has_mode(wrapper) and "wrapper" in beside:
+        wrapper.train_mode = beside["wrapper"]["train_mode"]
+
+
+def _has_mode(wrapper: Any) -> bool:
+    return not isinstance(wrapper, Optimizer) and hasattr(wrapper, "train_mode")
+
+
+def speaks_for_itself(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's own `state_dict` differs, or may differ, from that of torch."""
+    kind = type(optimizer)
+    overrides = any(m in vars(optimizer) or getattr(kind, m) is not getattr(Optimizer, m) for m in _METHODS)
+    return overrides or any(getattr(optimizer, hooks, None) for hooks in _HOOKS)
+
+
+def read(optimizer: Optimizer) -> OptimizerContent:
+    """Return the content of an optimizer; tensors alias what it holds or what its `state_dict` made.
+
+    Raises: StateEncodingError for state of a tensor that is in none of its groups; what its `state_dict` raises.
+    """
+    if not speaks_for_itself(optimizer):
+        return _read_directly(optimizer)
+    own = optimizer.state_dict()
+    order = _order(optimizer)
+    groups = own.get("param_groups") if type(own) in _DICTS else None
+    if not _lists(groups, optimizer) or type(own.get("state")) not in _DICTS:
+        return OptimizerContent({}, [{} for _ in optimizer.param_groups], {"state_dict": {"": own}})
+    state = own["state"]
+    keyed = {i for i, value in state.items() if type(i) is int and i < len(order) and type(value) in _DICTS}
+    beside = {
+        "state": {key: value for key, value in state.items() if key not in keyed},
+        "state_dict": {key: value for key, value in own.items() if key not in ("state", "param_groups")},
+    }
+    of_parameters = {order[i]: state[i] for i in sorted(keyed)}
+    return OptimizerContent(of_parameters, groups, {name: part for name, part in beside.items() if part})
+
+
+def _read_directly(optimizer: Optimizer) -> OptimizerContent:
+    parameters = {p for group in optimizer.param_groups for p in group["params"]}
+    others = {key: value for key, value in optimizer.state.items() if key not in parameters}
+    if lost := [key for key in others if isinstance(key, torch.Tensor)]:
+        raise StateEncodingError(
+            f"{type(optimizer).__qualname__} has state of {len(lost)} tensors that are in none of its parameter groups, "
+            f"such as one of shape {list(lost[0].shape)}. Delete it from optimizer.state, or give them a group"
+        )
+    if strange := [state for state in optimizer.state.values() if state and type(state) not in _DICTS and not others]:
+        raise StateEncodingError(
+            f"{type(optimizer).__qualname__} keeps a {type(strange[0]).__qualname__} as the state of a parameter; only a "
+            "dict can be stored"
+        )
+    state = {p: optimizer.state[p] for p in optimizer.state if p in parameters} if others else optimizer.state
+    return OptimizerContent(state, optimizer.param_groups, {"state": others} if others else {})
+
+
+def give(optimizer: Optimizer, content: OptimizerContent) -> None:
+    """Give an optimizer its content. Groups have their settings, without "params".
+
+    Raises: LoadMismatchError if its own `load_state_dict` does not take the content.
+    """
+    if not speaks_for_itself(optimizer):
+        _give_directly(optimizer, content)
+        return
+    name = type(optimizer).__qualname__
+    beside = content.beside.get("state_dict", {})
+    index = {parameter: i for i, parameter in enumerate(_order(optimizer))}
+    state: dict[Any, Any] = {index[p]: dict(own) for p, own in content.state.items()}
+    numbered = [{**group, "params": [index[p] for p in live["params"]]} for group, live in _pairs(optimizer, content)]
+    whole = {"state": state | content.beside.get("state", {}), "param_groups": numbered} | beside
+    try:
+        optimizer.load_state_dict(beside[""] if "" in beside else whole)
+    except Exception as error:
+        raise LoadMismatchError(
+            f"{name}.load_state_dict() does not take the state that was stored: {type(error).__name__}: {error}. Build "
+            'the optimizer as in the run that saved, or start it afresh: checkpoint.resume.exclude = ["optimizer"]'
+        ) from error
+    for parameter, own in content.state.items():
+        live = optimizer.state.get(parameter)
+        if type(live) in _DICTS:
+            for key in live.keys() & own.keys():
+                live[key] = _uncast(own[key], live[key])
+
+
+def _give_directly(optimizer: Optimizer, content: OptimizerContent) -> None:
+    for group, live in _pairs(optimizer, content):
+        live.update(group)
+    others = content.beside.get("state", {})
+    parameters = {p for group in optimizer.param_groups for p in group["params"]}
+    for key in [k for k in optimizer.state if (k not in content.state if k in parameters else k not in others)]:
+        del optimizer.state[key]
+    for parameter, own in content.state.items():
+        optimizer.state[parameter] = dict(own)
+    optimizer.state.update(others)
+    owner = next(kind for kind in type(optimizer).__mro__ if "__setstate__" in vars(kind))
+    if not owner.__module__.startswith(_OF_TORCH):  # it may derive attributes from the state, as after torch's own load
+        optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+
+def _pairs(optimizer: Optimizer, content: OptimizerContent) -> list[tuple[Mapping[str, Any], dict[str, Any]]]:
+    return list(zip(content.groups, optimizer.param_groups, strict=True))
+
+
+def _order(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters in the order by which torch numbers them."""
+    return list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
+
+
+def _lists(groups: Any, optimizer: Optimizer) -> bool:
+    """Return whether these are the live groups with numbers for parameters, as torch's `state_dict` lists them."""
+    index = {parameter: i for i, parameter in enumerate(_order(optimizer))}
+    numbers = [[index[p] for p in group["params"]] for group in optimizer.param_groups]
+    return type(groups) is list and [g.get("params") if type(g) is dict else None for g in groups] == numbers
+
+
+def _uncast(given: Any, loaded: Any) -> Any:
+    """Return the given value if the loaded one is what torch's `load_state_dict` makes of it, else the loaded one.
+
+    It casts state to the dtype of the parameter, turns text into other text and drops the length of a deque.
+    Source: torch/optim/optimizer.py, load_state_dict, `_cast`.
+    """
+    if isinstance(given, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        same = given.shape == loaded.shape and given.dtype is not loaded.dtype
+        cast = same and torch.equal(local_tensor(given).to(loaded.dtype), local_tensor(loaded).to(given.device))
+        return given.to(loaded.device) if cast else loaded
+    if isinstance(given, str) and isinstance(loaded, str):
+        return given
+    if isinstance(given, deque) and isinstance(loaded, deque) and len(given) == len(loaded):
+        return deque(map(_uncast, given, loaded), given.maxlen)
+    if type(given) in (list, tuple) and type(loaded) is type(given) and len(given) == len(loaded):
+        return type(given)(map(_uncast, given, loaded))
+    if type(given) in _DICTS and type(loaded) is dict and given.keys() == loaded.keys():
+        return {key: _uncast(given[key], loaded[key]) for key in given}
+    return loaded

@@ -1,0 +1,133 @@
+"""The content of one optimizer as tensors by name, and as groups that typed JSON can hold.
+
+Owns the decision what is stored once per group, what is a tensor of its own, and what cannot be stored. optimizer.py
+owns the names and the way back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from titan_ckpt.components import quantised_state
+from titan_ckpt.components.optimizer_content import OptimizerContent
+from titan_ckpt.geometry.chunks import plain
+from titan_ckpt.geometry.nested import Taken, address, memory_order, placeholder, take_tensors, tensors_in
+from titan_ckpt.types import StateDict
+
+Group = dict[str, Any]
+"""{"hyperparameters": ..., "shared": 0-d state that is equal for all its parameters, "fqns": [...], "stateless": fqns
+that were never stepped, "own": fqn -> name -> other state that is no tensor, that nests tensors, or whose tensor has
+another order of dims in memory than its parameter or is there twice}. The first group of an optimizer may have "beside":
+what belongs to no parameter."""
+
+NOT_STORED = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+"""Parameters are stored by name; foreach, fused, capturable and differentiable are choices of the current run."""
+_CONTAINERS = (dict, list, tuple, deque)
+_ATOMS = (bool, int, float, complex, str, type(None))
+
+
+class Splitter:
+    """Splits one optimizer; its tensors are put into `tensors`, which aliases them."""
+
+    def __init__(self, optimizer: Optimizer, content: OptimizerContent, prefix: str, tensors: StateDict) -> None:
+        self._optimizer = optimizer
+        self._content = content
+        self._prefix = prefix
+        self._tensors = tensors
+        every = (value for state in content.state.values() for name in state for value in tensors_in(state[name]))
+        counts = Counter(map(address, every))
+        self._repeated = frozenset(start for start, count in counts.items() if count > 1 and start)
+        self._taken = Taken(repeated=self._repeated)
+
+    def groups(self, names: Mapping[nn.Parameter, str]) -> list[Group]:
+        """Return the groups of the optimizer with everything that is no tensor of its own."""
+        live = self._optimizer.param_groups
+        return [self._group(g["params"], s, names) for g, s in zip(live, self._content.groups, strict=True)]
+
+    def take(self, value: Any, path: str) -> Any:
+        """Take the tensors out of state that belongs to no parameter."""
+        return take_tensors(value, path, self._tensors, self._taken)
+
+    def _group(
+        self, parameters: Sequence[nn.Parameter], settings: Mapping[str, Any], names: Mapping[nn.Parameter, str]
+    ) -> Group:
+        scalars: dict[str, dict[str, Any]] = {}
+        own: dict[str, dict[Any, Any]] = {}
+        fqns = [names[parameter] for parameter in parameters]
+        stateless = []
+        for fqn, parameter in zip(fqns, parameters, strict=True):
+            state = self._content.state.get(parameter)
+            if not state:
+                stateless.append(fqn)
+                continue
+            for name, value in state.items():
+                if self._is_scalar(name, value):
+                    scalars.setdefault(name, {})[fqn] = value
+                elif (rest := self._stored(fqn, name, value, parameter)) is not None:
+                    own.setdefault(fqn, {})[name] = rest
+        shared = {}
+        for name, values in scalars.items():
+            if len(values) == len(fqns) - len(stateless) and _all_equal(list(values.values())):
+                shared[name] = frozen(next(iter(values.values())))
+                continue
+            for fqn, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    self._tensors[f"{self._prefix}{fqn}.{name}"] = plain(value)
+                else:
+                    own.setdefault(fqn, {})[name] = value
+        hyperparameters = {k: frozen(v) for k, v in settings.items() if k not in NOT_STORED}
+        return {"hyperparameters": hyperparameters, "shared": shared, "fqns": fqns, "stateless": stateless, "own": own}
+
+    def _is_scalar(self, name: Any, value: Any) -> bool:
+        """Return whether the state is a number or the like, which a group may store once for all its parameters."""
+        if type(name) is not str or "." in name:  # a name that would come back as another
+            return False
+        if isinstance(value, torch.Tensor):
+            return not value.dim() and not isinstance(value, DTensor) and address(value) not in self._repeated
+        return not isinstance(value, _CONTAINERS)
+
+    def _stored(self, fqn: str, name: Any, value: Any, parameter: nn.Parameter) -> Any:
+        """Store one entry of a parameter's state. Return what "own" holds of it; None if a tensor is all that it is."""
+        path = f"{self._prefix}{fqn}.{name}"
+        if not isinstance(value, torch.Tensor):
+            return self.take(value, path)
+        if quantised_state.is_subclass(value):
+            return quantised_state.take(self._optimizer, value, path, self._tensors, self._taken)
+        value = plain(value)
+        plain_name = type(name) is str and "." not in name
+        if plain_name and address(value) not in self._repeated and _is_laid_out_like_new(value, parameter):
+            self._tensors[path] = value
+            return None
+        return placeholder(value, path, self._tensors, self._taken)
+
+
+def _is_laid_out_like_new(value: torch.Tensor, parameter: nn.Parameter) -> bool:
+    """Return whether a new tensor for this state would have the same order of dims in memory."""
+    if value.shape == parameter.shape:
+        return value.stride() == parameter.stride() or memory_order(value) == memory_order(parameter)
+    return memory_order(value) is None
+
+
+def frozen(value: Any) -> Any:
+    """Return a copy of a tensor, because optimizers and schedulers change live ones in place; return others as is."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _all_equal(values: list[Any]) -> bool:
+    """Return whether values have the same type and the same bits."""
+    first = values[0]
+    if all(isinstance(v, torch.Tensor) for v in values):
+        if any(v.dtype != first.dtype for v in values):
+            return False
+        one_device = all(v.device == first.device for v in values)
+        stacked = torch.stack([v.detach() if one_device else v.detach().cpu() for v in values])  # one transfer for all
+        rows = stacked.view(torch.uint8).view(len(values), -1)  # 0.0 and -0.0 are different states, and a NaN is one
+        return bool((rows == rows[0]).all())
+    return type(first) in _ATOMS and all(type(v) is type(first) and repr(v) == repr(first) for v in values)

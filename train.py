@@ -16,6 +16,7 @@ from rich.logging import RichHandler
 
 from converters import ModelConverters, from_tables
 from titan_ckpt.config import apply_overrides, from_dict, read_toml
+from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import CheckpointError, ConfigError
 from titan_ckpt.progress import CONSOLE
 from titan_ckpt.training.config import RunConfig
@@ -39,6 +40,7 @@ def main(argv: Sequence[str]) -> None:
 
 def read_run(path: str, overrides: Sequence[str]) -> tuple[RunConfig, ModelConverters]:
     """Return the checked settings from the file and the command line. Raises: ConfigError; ConverterError."""
+    require_local({"config": path})
     raw = apply_overrides(read_toml(path), overrides)
     tables = raw.pop("converters", [])
     problems: list[str] = []

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, get_args
 
+from titan_ckpt.encoding.local_path import LocalPath
 from titan_ckpt.encoding.overrides import apply_overrides
 from titan_ckpt.encoding.toml import Check, Checked, from_dict, read_toml, validate
 from titan_ckpt.types import Format
@@ -20,6 +21,7 @@ __all__ = [
     "ExportConfig",
     "InitialLoadConfig",
     "KeepConfig",
+    "LocalPath",
     "NonEmpty",
     "NonNegative",
     "PositiveInt",
@@ -123,7 +125,7 @@ class StopConfig(Checked):
 class InitialLoadConfig(Checked):
     """A source of weights for a run that has no checkpoint of its own yet."""
 
-    path: NonEmpty
+    path: LocalPath
     """Path of a checkpoint step, a Hugging Face folder, a PEFT adapter, or a DCP folder."""
     format: Format | None = None
     """Required format; absent: detected from the content."""
@@ -155,9 +157,9 @@ class ExportConfig(Checked):
     """Maximum size of one safetensors file, unless a single tensor is larger."""
     file_layout: Literal["size", "base"] = "size"
     """size: files of at most max_shard_bytes; base: each tensor in the file that has it in the base's folder."""
-    folder: NonEmpty = "exports"
+    folder: LocalPath = "exports"
     """Path relative to the run's base folder; outside the checkpoint folder, so that a resume never looks into it."""
-    assets: NonEmpty | None = None
+    assets: LocalPath | None = None
     """Hugging Face folder whose tokenizer, generation config and similar files are copied beside the weights; absent:
     the model's own, or the folder of initial_load."""
 
@@ -213,7 +215,7 @@ class CheckpointConfig(Checked):
         key: f"a torchtitan key; here: {answer}" for key, answer in _TORCHTITAN_KEYS.items()
     }
 
-    folder: NonEmpty = "checkpoints"
+    folder: LocalPath = "checkpoints"
     """Path relative to the run's base folder."""
     components: tuple[Component, ...] | None = None
     """Components that the run saves and loads; those it does not have are ignored. Absent: all. Without "model", the

@@ -19,6 +19,7 @@ from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import ExportError, KeyMapError, NotACheckpointError
 from titan_ckpt.formats.dcp.dcp import export_dcp
 from titan_ckpt.formats.huggingface.export import export_huggingface
@@ -50,9 +51,10 @@ def convert(
     `key_map`: the model's table; needed to or from Hugging Face unless its names are the native ones. `hf_config`:
     config.json of a Hugging Face target. `dtype`: the dtype of floating tensors in `target`. Training state is not
     converted. Memory: blocks of 64 MiB and the I/O buffers.
-    Raises: NotACheckpointError for an adapter; KeyMapError; CorruptCheckpointError; ExportError. Nothing is
-    written to `target` then.
+    Raises: ConfigError for a URI; NotACheckpointError for an adapter; KeyMapError; CorruptCheckpointError; ExportError.
+    Nothing is written to `target` then.
     """
+    require_local({"source": source, "target": target, "assets": assets})
     source, target = Path(source), Path(target)
     problems = [] if to in get_args(Format) else [f"to: {to!r} is not one of {', '.join(get_args(Format))}"]
     if dtype not in (None, *CASTABLE):

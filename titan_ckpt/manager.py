@@ -19,6 +19,7 @@ from titan_ckpt.components.run_state import Mark, RunState, Snapshot
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, ExportError
 from titan_ckpt.exporting import Exporter
 from titan_ckpt.loading.external import ExternalWeights
@@ -70,8 +71,10 @@ class CheckpointManager:
 
         `external_weights` fills the model at every load; it is required if `config.components` leaves the model out,
         and refused otherwise.
-        Raises: ConfigError if `external_weights` and `config.components` do not agree.
+        Raises: ConfigError for a folder that is a URI, and if `external_weights` and `config.components` do not agree.
         """
+        assets = sd_transforms.assets if sd_transforms is not None else None
+        require_local({"base_folder": base_folder, "sd_transforms.assets": assets})
         if config.external is (external_weights is None):
             raise ConfigError([_HANDLER_MISSING if config.external else _HANDLER_UNUSED])
         left_out = config.left_out()

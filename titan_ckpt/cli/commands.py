@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import assert_never
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from titan_ckpt.config import KeepConfig, from_dict
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from titan_ckpt.formats.native.verify import verify_files
 from titan_ckpt.formats.open import detect_format, open_reader
@@ -25,6 +27,7 @@ def run(command: Command) -> int:
     """Run a command and return the exit code; an error is one line on standard error."""
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
+        require_local({name: value for name, value in vars(command).items() if isinstance(value, Path)})
         match command:
             case Ls():
                 return _ls(command, console)

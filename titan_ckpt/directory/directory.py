@@ -21,6 +21,7 @@ from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.directory.names import read_manifest_bytes
 from titan_ckpt.directory.store import Attempt, StepStore, attempt_at
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, PreflightError, SaveError
 
@@ -35,7 +36,8 @@ class CheckpointDirectory:
     """
 
     def __init__(self, root: Path, coordinator: Coordinator) -> None:
-        """Bind to a folder, which need not exist; nothing is touched."""
+        """Bind to a folder, which need not exist; nothing is touched. Raises: ConfigError for a URI."""
+        require_local({"root": root})
         self.root = Path(os.path.abspath(root))
         self._coordinator = coordinator
         self._store = StepStore(self.root)

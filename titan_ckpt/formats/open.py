@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import assert_never
 
+from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.types import Format
@@ -13,13 +14,11 @@ from titan_ckpt.types import Format
 def detect_format(path: Path) -> Format:
     """Return the format of a path, detected from its content.
 
-    Raises: CheckpointNotFoundError; NotACheckpointError if it has no known format, or several.
+    Raises: ConfigError for a URI; CheckpointNotFoundError; NotACheckpointError if it has no known format, or several.
     """
     from titan_ckpt.formats.huggingface import reader as huggingface
 
-    path = Path(path)
-    if not path.exists():
-        raise CheckpointNotFoundError(f"{path} is not there; name an existing checkpoint folder or .safetensors file")
+    path = _existing(path)
     if (path / "MANIFEST.json").exists():
         return "native"
     if (path / ".metadata").exists():
@@ -40,11 +39,9 @@ def detect_format(path: Path) -> Format:
 def open_reader(path: Path, format: Format | None = None) -> TensorReader:  # noqa: A002 - the name in the config
     """Open the checkpoint at a path, in the given format or the detected one.
 
-    Raises: CheckpointNotFoundError; NotACheckpointError; CorruptCheckpointError.
+    Raises: ConfigError for a URI; CheckpointNotFoundError; NotACheckpointError; CorruptCheckpointError.
     """
-    path = Path(path)
-    if not path.exists():
-        raise CheckpointNotFoundError(f"{path} is not there; name an existing checkpoint folder or .safetensors file")
+    path = _existing(path)
     kind = format or detect_format(path)
     match kind:
         case "native":
@@ -67,6 +64,13 @@ def open_reader(path: Path, format: Format | None = None) -> TensorReader:  # no
             return PeftReader(path)
         case _:
             assert_never(kind)
+
+
+def _existing(path: Path) -> Path:
+    require_local({"path": path})
+    if not Path(path).exists():
+        raise CheckpointNotFoundError(f"{path} is not there; name an existing checkpoint folder or .safetensors file")
+    return Path(path)
 
 
 def _what_is_there(path: Path) -> str:

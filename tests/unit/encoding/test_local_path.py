@@ -1,0 +1,98 @@
+"""A URI is not a folder: every setting and argument that names one refuses it, and no folder of that name appears."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import train
+from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig, StateDictTransforms
+from titan_ckpt.cli.main import main
+from titan_ckpt.config import from_dict
+from titan_ckpt.converting import convert
+from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.encoding.local_path import is_uri
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.formats.open import detect_format, open_reader
+from titan_ckpt.training.config import RunConfig
+
+URIS = ("s3://b/x", "gs://b", "memory://", "file:///tmp/x", "az://c/x", "hf://org/model", "abfss://c@a/x")
+
+
+@pytest.fixture(autouse=True)
+def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_uri_is_known_in_both_forms() -> None:
+    """`Path` joins the slashes of a URI, and a path that has a colon elsewhere is none."""
+    assert all(is_uri(uri) and is_uri(Path(uri)) for uri in URIS)
+    assert not any(map(is_uri, ("runs/a", "/data/x", "a:b", "C:/x", "runs/s3://x", "/data/s3:/x", "10:30/run", ".")))
+
+
+def test_every_setting_that_names_a_folder_refuses_a_uri() -> None:
+    """One error lists all of them by their keys; nothing else of the table is at fault."""
+    uri = "s3://bucket/x"
+    raw = {
+        "output_folder": uri,
+        "model": {"folder": uri},
+        "data": {"corpus": uri, "cache_folder": uri, "tokenizer": {"folder": uri}},
+        "evaluation": {"interval": 1, "corpus": uri},
+        "tensorboard": {"folder": uri},
+        "profiling": {"interval": 2, "folder": uri},
+        "checkpoint": {
+            "folder": uri,
+            "initial_load": [{"path": uri}, {"path": "base"}, {"path": "hf://org/model"}],
+            "export": {"format": "hf", "folder": uri, "assets": uri},
+        },
+    }
+    with pytest.raises(ConfigError) as raised:
+        from_dict(RunConfig, raw)
+    assert sorted(line.partition(":")[0] for line in raised.value.problems) == sorted(
+        ["output_folder", "model.folder", "data.corpus", "data.cache_folder", "data.tokenizer.folder"]
+        + ["evaluation.corpus", "tensorboard.folder", "profiling.folder", "checkpoint.folder"]
+        + ["checkpoint.initial_load.0.path", "checkpoint.initial_load.2.path"]
+        + ["checkpoint.export.folder", "checkpoint.export.assets"]
+    )
+    assert all('(no URI such as s3:// is supported), found "' in line for line in raised.value.problems)
+
+
+def manager(**settings: object) -> CheckpointManager:
+    return CheckpointManager(
+        CheckpointConfig(save=SaveConfig(interval=1)), model_parts=[nn.Linear(1, 1)], **settings  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+CALLS: dict[str, tuple[Callable[[str], object], str]] = {
+    "manager": (lambda uri: manager(base_folder=uri), "base_folder: expected"),
+    "manager, a Path": (lambda uri: manager(base_folder=Path(uri)), "base_folder: expected"),
+    "assets": (lambda uri: manager(sd_transforms=StateDictTransforms(assets=Path(uri))), r"sd_transforms\.assets: "),
+    "checkpoint folder": (lambda uri: CheckpointConfig(folder=uri), "folder: expected"),
+    "directory": (lambda uri: CheckpointDirectory(Path(uri), Coordinator.current()), "root: expected"),
+    "convert": (lambda uri: convert(uri, uri, "hf"), r"(?s)2 problem.*source: .*target: "),
+    "detect": (lambda uri: detect_format(Path(uri)), "path: expected"),
+    "open": (lambda uri: open_reader(Path(uri), "hf"), "path: expected"),
+    "train.py": (lambda uri: train.read_run(uri, []), "config: expected"),
+}
+
+
+@pytest.mark.parametrize("uri", ["s3://bucket/x", "memory://x"])
+@pytest.mark.parametrize("call", CALLS)
+def test_every_argument_that_names_a_folder_refuses_a_uri(call: str, uri: str, tmp_path: Path) -> None:
+    """The error names the argument, and no local folder appears."""
+    act, message = CALLS[call]
+    with pytest.raises(ConfigError, match=message):
+        act(uri)
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "save --run"])
+def test_every_command_refuses_a_uri(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 1 and a message that says what is supported, also if a folder of that name is there."""
+    (tmp_path / "s3:" / "bucket").mkdir(parents=True)
+    assert main([*command.split(), "s3://bucket"]) == 1
+    assert "mounted file system (no URI such as s3:// is supported)" in capsys.readouterr().err

@@ -38,9 +38,10 @@ from titan_ckpt.training.callbacks.trackers import TensorBoard, Wandb
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.data.corpus import open_corpus
 from titan_ckpt.training.data.loader import Batch, PackedDataset, build_dataloader, collate, tokenise
-from titan_ckpt.training.data.tokenizer import TextTokenizer, read_tokenizer, train_tokenizer
+from titan_ckpt.training.data.tokenizer import VOCAB_SIZE, TextTokenizer, read_tokenizer, train_tokenizer
 from titan_ckpt.training.folders import check_folders
 from titan_ckpt.training.loss import summed_cross_entropy
+from titan_ckpt.training.model_folder import checkpoint_settings, tokenizer_folder
 from titan_ckpt.training.parallel.apply import parallelise
 from titan_ckpt.training.parallel.data_parallel import is_sharded
 from titan_ckpt.training.parallel.degrees import Degrees, find_degrees
@@ -48,7 +49,7 @@ from titan_ckpt.training.parallel.pipeline import Pipeline
 from titan_ckpt.training.parallel.ranks import Ranks, process_group, world_size
 from titan_ckpt.training.parallel.tensor_parallel import Plan
 from titan_ckpt.training.precision import keep_stored_dtypes
-from titan_ckpt.training.schedule import rate_factor
+from titan_ckpt.training.schedule import rate_factor, schedule_record
 from titan_ckpt.training.train_state import TrainState
 from titan_ckpt.types import ModelHooks
 from titan_ckpt.weights.initialize import construct, materialise
@@ -105,7 +106,7 @@ class BuildSteps:
         self.config = config
         self.converters = converters
         self.user_callbacks = tuple(callbacks)
-        self.state = TrainState()
+        self.state = TrainState(schedule_record(config))
         self.measurements: dict[str, LogValue] = {}
         """Values that callbacks measured in the current step, to be logged with it; equal on every rank."""
 
@@ -156,18 +157,28 @@ class BuildSteps:
         if problems:
             raise ConfigError(problems)
         if self._compute_dtype is torch.bfloat16:
-            keep_stored_dtypes(self.model, self.config.checkpoint, Path(self.config.output_folder))
+            keep_stored_dtypes(self.model, checkpoint_settings(self.config), Path(self.config.output_folder))
 
     def build_assets(self) -> TextTokenizer | None:
-        """Return the tokenizer. Raises: ConfigError if the model's vocabulary is too small for it."""
-        data = self.config.data
-        if data.tokenizer.folder is not None:
-            tokenizer = read_tokenizer(Path(data.tokenizer.folder))
+        """Return the tokenizer, by default that of the pretrained model.
+
+        Raises: ConfigError if the model's vocabulary is too small for it, and for pretrained weights without one.
+        """
+        data, folder = self.config.data, tokenizer_folder(self.config)
+        if folder is not None:
+            setting = "data.tokenizer" if data.tokenizer.folder is None else "data.tokenizer.folder"
+            tokenizer = read_tokenizer(folder, setting)
         else:
-            tokenizer = train_tokenizer(open_corpus(data.corpus), data.tokenizer.vocab_size, Path(data.cache_folder))
-        need, have = tokenizer.vocab_size, self.model.vocab_size
+            size = data.tokenizer.vocab_size or VOCAB_SIZE
+            tokenizer = train_tokenizer(open_corpus(data.corpus), size, Path(data.cache_folder))
+        need, have = tokenizer.num_ids, self.model.vocab_size
         if need > have:
-            raise ConfigError([f"data.tokenizer: its {need} tokens do not fit the model's vocabulary of {have}"])
+            raise ConfigError(
+                [
+                    f"data.tokenizer: the {need} tokens of {tokenizer.folder} do not fit the model's vocabulary of "
+                    f"{have}: choose the tokenizer that belongs to the weights, or a smaller one"
+                ]
+            )
         return tokenizer
 
     def build_data_transform(self) -> Callable[[str], list[int]] | None:
@@ -336,9 +347,9 @@ class BuildSteps:
     def build_manager(self) -> CheckpointManager:
         """Return the checkpoint manager of everything that was built."""
         tokenizer = self.tokenizer
-        special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id} if tokenizer is not None else {}
+        special = tokenizer.special_ids if tokenizer is not None else {}
         return CheckpointManager(
-            self.config.checkpoint,
+            checkpoint_settings(self.config),
             model_parts=self.model_parts,
             optimizers=[self.optimizer],
             lr_schedulers=[self.lr_scheduler] if self.lr_scheduler is not None else [],

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from titan_ckpt.config import CheckpointConfig, NonEmpty, NonNegative, PositiveInt, PositiveSteps
+from titan_ckpt.config import CheckpointConfig, LocalPath, NonEmpty, NonNegative, PositiveInt, PositiveSteps
 from titan_ckpt.encoding.toml import Check, Checked
 from titan_ckpt.training.parallel.config import ParallelConfig
 
@@ -27,8 +27,11 @@ class ModelConfig(Checked):
     """The architecture; "hf" is any causal language model of the transformers library and needs `folder`."""
     flavor: NonEmpty | None = None
     """A shape by name, such as "debug-2m" or "8B"."""
-    folder: NonEmpty | None = None
-    """A Hugging Face folder; only the shape in its config.json is used. [[checkpoint.initial_load]] loads weights."""
+    folder: LocalPath | None = None
+    """A Hugging Face folder. The shape is that of its config.json; a new run starts from its weights, if it has any and
+    [[checkpoint.initial_load]] names no sources; its tokenizer is the default of [data.tokenizer]."""
+    load_weights: bool = True
+    """With false, only the shape of `folder` is used, and a new run starts from random values."""
     freeze: tuple[NonEmpty, ...] = ()
     """Parameters that are not trained, as patterns over their names, such as "tok_embeddings.*"."""
 
@@ -39,26 +42,27 @@ class ModelConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig(Checked):
-    """The tokenizer: read from `folder`, or trained on the corpus if `folder` is absent."""
+    """The tokenizer. Without any setting it is that of `model.folder` or of the Hugging Face folder in
+    [[checkpoint.initial_load]]; a run without such a folder trains one on the corpus."""
 
-    folder: NonEmpty | None = None
+    folder: LocalPath | None = None
     """A Hugging Face folder with a tokenizer.json."""
-    vocab_size: Annotated[int, Check("258 or more: the bytes and two marks", lambda n: n >= 258)] = 2048
-    """Number of tokens of a trained tokenizer; it has fewer if the corpus has too few merges to learn."""
+    vocab_size: Annotated[int, Check("258 or more: the bytes and two marks", lambda n: n >= 258)] | None = None
+    """Train a tokenizer of this many tokens; it has fewer if the corpus has too few merges to learn. Absent: 2048."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataConfig(Checked):
     """The training text, and the length of its sequences."""
 
-    corpus: NonEmpty = "builtin"
+    corpus: LocalPath = "builtin"
     """Either "builtin" (Python's help topics, 0.5 MB), or the path of a .txt or .jsonl file."""
     sequence_length: PositiveInt = 256
     """Length of one training sequence in tokens."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     held_out: BelowOne = 0.0
     """Share of the corpus, at its end, that is not trained on; [evaluation] measures it unless it names a corpus."""
-    cache_folder: NonEmpty = "outputs/cache"
+    cache_folder: LocalPath = "outputs/cache"
     """Trained tokenizers and tokenised corpora, shared between runs."""
 
 
@@ -120,7 +124,7 @@ class EvaluationConfig(Checked):
 
     interval: PositiveSteps
     """Steps between evaluations; the last step is also evaluated."""
-    corpus: NonEmpty | None = None
+    corpus: LocalPath | None = None
     """A .txt or .jsonl file. Absent: the share of the corpus that data.held_out keeps back."""
     max_sequences: PositiveInt | None = None
     """Measure only this many sequences from the start of the text. Absent: all."""
@@ -130,7 +134,7 @@ class EvaluationConfig(Checked):
 class TensorBoardConfig(Checked):
     """[tensorboard]: writes all logged values as event files; needs the extra `tensorboard`."""
 
-    folder: NonEmpty = "tensorboard"
+    folder: LocalPath = "tensorboard"
     """Relative to the output folder."""
 
 
@@ -167,7 +171,7 @@ class ProfilingConfig(Checked):
     """Record the source line of each operation; this slows the traced steps."""
     shapes: bool = False
     """Record the input shapes of operations."""
-    folder: NonEmpty = "profiles"
+    folder: LocalPath = "profiles"
     """Relative to the output folder."""
 
     def problems(self) -> Iterator[str]:
@@ -198,7 +202,7 @@ class RunConfig(Checked):
     """One training run."""
 
     model: ModelConfig
-    output_folder: NonEmpty
+    output_folder: LocalPath
     """The folder for everything that the run writes except the cache: metrics.jsonl, checkpoints, exports."""
     seed: NonNegative = 42
     """Seed of initial values, data order and dropout."""

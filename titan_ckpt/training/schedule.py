@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import assert_never
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, assert_never
 
-from titan_ckpt.training.config import ScheduleConfig
+from titan_ckpt.training.config import RunConfig, ScheduleConfig
 
 
 def rate_factor(config: ScheduleConfig, num_steps: int) -> Callable[[int], float]:
@@ -29,6 +30,20 @@ def rate_factor(config: ScheduleConfig, num_steps: int) -> Callable[[int], float
         return config.min_ratio + (1 - config.min_ratio) * _shape(config, left)
 
     return factor
+
+
+def schedule_record(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that the learning rate of a step depends on, by their keys; a checkpoint records them."""
+    return {"training.steps": config.training.steps} | {f"schedule.{k}": v for k, v in asdict(config.schedule).items()}
+
+
+def schedule_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return every setting that differs, from its old value to its new one; "" if the schedule is the same.
+
+    A checkpoint of an earlier version records nothing, and nothing is known to have changed.
+    """
+    changed = (name for name in now if name in before and before[name] != now[name])
+    return ", ".join(f"{name} from {before[name]} to {now[name]}" for name in changed)
 
 
 def _shape(config: ScheduleConfig, left: float) -> float:

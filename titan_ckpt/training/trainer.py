@@ -8,18 +8,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 
-from titan_ckpt.formats.huggingface.reader import is_huggingface
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.training.build_steps import BuildSteps
 from titan_ckpt.training.callbacks import StepMetrics
 from titan_ckpt.training.data.loader import Batch
 from titan_ckpt.training.loss import num_predicted, summed_cross_entropy
+from titan_ckpt.training.model_folder import other_choices
 from titan_ckpt.training.parallel.context_parallel import share_of
 from titan_ckpt.training.parallel.data_parallel import clip_gradients, sync_gradients
+from titan_ckpt.training.schedule import schedule_changes
 from titan_ckpt.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -62,17 +62,19 @@ class Trainer(BuildSteps):
     def load(self) -> None:
         """Resume, load initial weights, or start from step 0."""
         result = self.manager.load()
-        shape = self.config.model.folder
-        found_weights = result.step or result.plan.sources or result.plan.external
-        if shape and not found_weights and is_huggingface(Path(shape)):
-            logger.warning(
-                "%s says the shape of the model alone, and the weights in it are not loaded. To start from them: "
-                '[[checkpoint.initial_load]] path = "%s"',
-                shape,
-                shape,
-            )
         self.state.step = result.step
+        if self.ranks.rank == 0:
+            self._log_choices(resumed=result.step > 0)
         self.callbacks.on_load(self, result)
+
+    def _log_choices(self, *, resumed: bool) -> None:
+        """Log settings that differ from the pretrained model's defaults, and from those of the run that is resumed."""
+        tokenizer = self.tokenizer.folder if self.tokenizer is not None else None
+        for line in other_choices(self.config, tokenizer, resumed=resumed):
+            logger.warning("%s", line)
+        changes = schedule_changes(self.state.saved_schedule, self.state.schedule)
+        if changes and resumed and self.lr_scheduler is not None:
+            logger.warning("the learning rate schedule is rescaled after step %d: %s", self.state.step, changes)
 
     def train(self) -> None:
         """Run the remaining optimizer steps, or fewer if the guard stops the run; the guard then saves.

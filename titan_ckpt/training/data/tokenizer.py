@@ -20,6 +20,8 @@ from titan_ckpt.training.data.corpus import Corpus
 
 BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"
+VOCAB_SIZE = 2048
+"""Number of tokens of a tokenizer that is trained without data.tokenizer.vocab_size."""
 _FORMAT = 2
 """Part of the cache key: change it when the written files change."""
 
@@ -37,6 +39,22 @@ class TextTokenizer:
     @property
     def vocab_size(self) -> int:
         return int(self.backend.get_vocab_size())
+
+    @property
+    def num_ids(self) -> int:
+        """Return the number of rows that a table needs for every id, which may be more than there are tokens."""
+        ids = self.backend.get_vocab(with_added_tokens=True).values()
+        return 1 + max(*ids, self.eos_id, self.bos_id or 0)
+
+    @property
+    def special_ids(self) -> dict[str, Any]:
+        """Return the bos and eos ids of an exported config.json; those that the folder's config.json names stay.
+
+        A model may stop at several tokens: its eos_token_id is a list then.
+        """
+        declared = _json(self.folder / "config.json")
+        ids = {"bos_token_id": self.bos_id, "eos_token_id": self.eos_id}
+        return {name: value if declared.get(name) is None else declared[name] for name, value in ids.items()}
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of the text alone, without special tokens."""
@@ -61,22 +79,23 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, cache: Path) -> TextTokeniz
     return read_tokenizer(cached_folder(cache, "tokenizer", key, lambda folder: _train(corpus, vocab_size, folder)))
 
 
-def read_tokenizer(folder: Path) -> TextTokenizer:
+def read_tokenizer(folder: Path, setting: str = "data.tokenizer.folder") -> TextTokenizer:
     """Return the tokenizer of a Hugging Face folder: tokenizer.json and the names of its special tokens.
 
+    `setting`: the key that errors name.
     Raises: ConfigError for a file that is missing or damaged, and if no eos token is named.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise ConfigError([f"data.tokenizer.folder: {file} is not there; expected a folder that AutoTokenizer loads"])
+        raise ConfigError([f"{setting}: {file} is not there; expected a folder that AutoTokenizer loads"])
     data = file.read_bytes()
     try:
         backend = tokenizers.Tokenizer.from_str(data.decode())
     except Exception as error:  # tokenizers raises nothing narrower
-        raise ConfigError([f"data.tokenizer.folder: {file} is no tokenizer: {error}"]) from None
+        raise ConfigError([f"{setting}: {file} is no tokenizer: {error}"]) from None
     bos, eos = (_special(backend, folder, kind) for kind in ("bos", "eos"))
     if eos is None:
-        raise ConfigError([f"data.tokenizer.folder: tokenizer_config.json or config.json in {folder} must name an eos"])
+        raise ConfigError([f"{setting}: tokenizer_config.json or config.json in {folder} must name an eos"])
     return TextTokenizer(backend, bos, eos, folder, hashlib.sha256(data).hexdigest())
 
 

@@ -1,0 +1,137 @@
+"""A run over a pretrained folder takes its weights and its tokenizer, or says which others it takes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from converters import from_tables
+from tests.tiny_run import losses, settings
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.training.config import RunConfig
+from titan_ckpt.training.trainer import Trainer
+
+LORA = [{"kind": "lora", "rank": 2, "target_modules": ["wq"]}]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder in bfloat16 with a tokenizer, whose model may stop at two tokens."""
+    folder = tmp_path_factory.mktemp("base")
+    export = {"format": "hf", "dtype": "bfloat16"}
+    Trainer(settings(folder, training={"steps": 1}, checkpoint={"export": export})).run()
+    exported = folder / "run" / "exports" / "step-1"
+    config = json.loads((exported / "config.json").read_text())
+    (exported / "config.json").write_text(json.dumps({**config, "eos_token_id": [1, 7]}))
+    return exported
+
+
+def over(base: Path, folder: Path, *, model: dict[str, Any] | None = None, **tables: dict[str, Any]) -> RunConfig:
+    """Return a run of one step over a folder, with no word on weights and tokenizer unless `tables` say one."""
+    tables = {"training": {"steps": 1}, "data": {"tokenizer": {}}, **tables}
+    return settings(folder, model={"flavor": None, "folder": str(base), **(model or {})}, **tables)
+
+
+def test_weights_and_tokenizer_of_the_folder_are_the_default(
+    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run is, bit for bit, the one that names both; its export carries the folder's tokenizer and stop tokens."""
+    Trainer(over(base, tmp_path / "default", checkpoint={"export": {"format": "hf"}})).run()
+    named = {"data": {"tokenizer": {"folder": str(base)}}}
+    load = {"initial_load": [{"path": str(base), "cast": True}], "export": {"format": "hf"}}
+    Trainer(over(base, tmp_path / "named", checkpoint=load, **named)).run()
+    assert losses(tmp_path / "default") == losses(tmp_path / "named")
+    exports = [tmp_path / name / "run" / "exports" / "step-1" for name in ("default", "named")]
+    first, second = (load_file(folder / "model.safetensors") for folder in exports)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    for folder in exports:
+        assert (folder / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+        assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [1, 7]
+    assert "not loaded" not in caplog.text and "tokenizer" not in caplog.text
+
+
+def test_other_choices_are_explicit_and_warned_about(
+    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Random values and a trained tokenizer are settings; each is one warning, also where other weights are loaded."""
+    data = {"tokenizer": {"vocab_size": 300, "folder": None}, "corpus": __file__}
+    random = {"model": {"load_weights": False}, "data": data}
+    Trainer(over(base, tmp_path / "a", **random)).run()
+    assert f"the weights in {base} are not loaded; this run starts from random values" in caplog.text
+    assert f"data.tokenizer: this run uses and exports the tokenizer in {settings(tmp_path).data.cache_folder}" in (
+        caplog.text
+    )
+    caplog.clear()
+    other = shutil.copytree(base, tmp_path / "other")
+    Trainer(over(base, tmp_path / "b", checkpoint={"initial_load": [{"path": str(other), "cast": True}]})).run()
+    assert f"{base} are not loaded; this run starts from the sources of [[checkpoint.initial_load]]" in caplog.text
+    assert "data.tokenizer" not in caplog.text, "the tokenizer is the same"
+
+
+def test_an_adapter_finds_its_base_again_without_being_told(tmp_path: Path, base: Path) -> None:
+    """A step that holds an adapter alone resumes over the folder that its run started from by default."""
+    for steps in (1, 2):
+        config = over(base, tmp_path, training={"steps": steps}, checkpoint={"save": {"interval": 1}})
+        assert Trainer(config, from_tables(LORA)).run().step == steps
+    assert len(losses(tmp_path)) == 2
+    manifest = json.loads((tmp_path / "run" / "checkpoints" / "step-2" / "MANIFEST.json").read_text())
+    assert (manifest["kind"], manifest["base"]["path"]) == ("adapter", str(base))
+
+
+def test_a_tokenizer_comes_from_the_source_of_weights_of_a_flavor(tmp_path: Path, base: Path) -> None:
+    """A run that names its shape by a flavor and loads a folder takes the tokenizer of that folder."""
+    trainer = Trainer(
+        settings(
+            tmp_path,
+            training={"steps": 1},
+            data={"tokenizer": {}},
+            checkpoint={"initial_load": [{"path": str(base), "cast": True}]},
+        )
+    )
+    trainer.run()
+    assert trainer.tokenizer is not None and trainer.tokenizer.folder == base
+
+
+def test_pretrained_weights_without_a_tokenizer_or_in_pickles_are_refused(tmp_path: Path, base: Path) -> None:
+    """One error before step 1 says which settings choose; the settings that it names are accepted."""
+    bare = shutil.copytree(base, tmp_path / "bare", ignore=shutil.ignore_patterns("token*"))
+    with pytest.raises(ConfigError, match=rf"{bare} holds weights and no tokenizer\.json; .*tokenizer\.vocab_size"):
+        Trainer(over(bare, tmp_path / "a")).run()
+    Trainer(over(bare, tmp_path / "b", model={"load_weights": False})).run()
+    (bare / "model.safetensors").rename(bare / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"such as pytorch_model\.bin; .*model\.load_weights = false"):
+        Trainer(over(bare, tmp_path / "c")).run()
+    assert not (tmp_path / "a").exists() and not (tmp_path / "c").exists()
+
+
+def test_a_token_beyond_the_table_is_refused_before_step_1(tmp_path: Path, base: Path) -> None:
+    """Ids count, and not the number of tokens: a vocabulary with a gap can name a row that the table lacks."""
+    gap = shutil.copytree(base, tmp_path / "gap")
+    tokenizer = json.loads((gap / "tokenizer.json").read_text())
+    last = max(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].__getitem__)
+    tokenizer["model"]["vocab"][last] = 2048
+    (gap / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="the 2049 tokens of .*gap do not fit the model's vocabulary of 2048"):
+        Trainer(over(gap, tmp_path / "run")).run()
+
+
+def test_a_resume_with_another_number_of_steps_says_how_the_schedule_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line from what to what; a resume with the same settings has none, and so has one without a schedule."""
+    Trainer(settings(tmp_path, training={"steps": 1})).run()
+    Trainer(settings(tmp_path, training={"steps": 2}, schedule={"kind": "linear"})).run()
+    lines = [record.getMessage() for record in caplog.records if "schedule is rescaled" in record.getMessage()]
+    assert lines == [
+        "the learning rate schedule is rescaled after step 1: training.steps from 1 to 2, schedule.kind from cosine "
+        "to linear"
+    ]
+    caplog.clear()
+    Trainer(settings(tmp_path, training={"steps": 2}, schedule={"kind": "linear"})).run()
+    assert "rescaled" not in caplog.text

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from titan_ckpt.formats.huggingface.export import Base, export_huggingface
 from titan_ckpt.formats.huggingface.peft import export_peft
 from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.formats.open import detect_format
+from titan_ckpt.formats.publish.record import remove_record, why_foreign, write_record
 from titan_ckpt.geometry.chunks import LazyTensor, Stage, TensorInfo, can_freeze, frozen, info_of, local_tensor
 from titan_ckpt.types import ModelHooks, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD
@@ -51,6 +52,8 @@ class Exporter:
     _coordinator: Coordinator
     _initial_load: Sequence[InitialLoadConfig] = ()
     """The sources of the base; an export may take over the dtypes and file layout of the base."""
+    _left: set[Path] = field(default_factory=set)
+    """Folders that retention leaves, because they are not as this run published them; each was logged."""
 
     def check(self, configs: Sequence[ExportConfig]) -> None:
         """Check before training that every export can be made. Collective.
@@ -254,6 +257,7 @@ class Exporter:
             try:
                 write(coordinator=coordinator)
                 logger.info("exported %s to %s", config.format, folder)
+                self._record(config, step, coordinator)
                 self._expire(config, step, coordinator)
             except ExportError:
                 raise
@@ -267,22 +271,38 @@ class Exporter:
         source = self._source() if config.format == "hf" else None
         return None if source is None else Base.read(source, self._transforms.key_map.ignores)
 
+    def _record(self, config: ExportConfig, step: int, coordinator: Coordinator) -> None:
+        """Record on rank 0 that the run has made this export."""
+        if coordinator.rank == 0:
+            try:
+                write_record(self._base_folder, config.lands_in(step))
+            except OSError as error:
+                logger.warning("%s is not recorded, so it never expires: %s", self._folder(config, step), error)
+
     def _expire(self, config: ExportConfig, step: int, coordinator: Coordinator) -> None:
-        """Remove interval exports that are no longer kept, and only folders with exactly such a name. Collective."""
+        """Remove interval exports that are no longer kept. Collective."""
         error: BaseException | None = None
         try:
             if coordinator.rank == 0 and config.keep is not None:
-                parent = self._base_folder / config.folder
-                before, after = map(re.escape, Path(config.lands_in()).name.split("N"))
-                name = re.compile(rf"{before}(0|[1-9][0-9]*){after}")
-                matches = map(name.fullmatch, posix.list_folder(parent))
-                steps = [int(match[1]) for match in matches if match and posix.is_real_folder(parent / match[0])]
-                for expired in policy.expired_exports(steps, step, config):
+                for expired in policy.expired_exports(self._own_steps(config), step, config):
                     StagedFolder.discard(self._folder(config, expired))
+                    remove_record(self._base_folder, config.lands_in(expired))
                     logger.info("export of step %d removed: the newest %d are kept", expired, config.keep)
         except Exception as e:
             error = e
         coordinator.barrier("export-expire", error)
+
+    def _own_steps(self, config: ExportConfig) -> list[int]:
+        """Return the steps whose exports are as this run published them; other folders of such names are named once."""
+        before, after = map(re.escape, Path(config.lands_in()).name.split("N"))
+        name = re.compile(rf"{before}(0|[1-9][0-9]*){after}")
+        matches = map(name.fullmatch, posix.list_folder(self._base_folder / config.folder))
+        foreign = {n: why_foreign(self._base_folder, config.lands_in(n)) for n in (int(m[1]) for m in matches if m)}
+        left = {self._folder(config, step): why for step, why in foreign.items() if why}
+        if new := [f"{path} ({why})" for path, why in left.items() if path not in self._left]:
+            logger.warning("retention of exports leaves what is not as this run published it: %s", ", ".join(new))
+        self._left.update(left)
+        return [step for step, why in foreign.items() if why is None]
 
     def _source(self) -> Path | None:
         """Return the Hugging Face folder (or file) that the run's weights came from, if there is exactly one."""

@@ -9,22 +9,29 @@ from __future__ import annotations
 import logging
 import stat
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 
 from titan_ckpt.directory.manifest import MANIFEST_NAME
 from titan_ckpt.directory.names import STAGING, TRASH, is_attempt_name, is_trashed_name, listed_steps, step_name
 from titan_ckpt.disk import posix
+from titan_ckpt.errors import SaveError
 
 logger = logging.getLogger(__name__)
 
 
-def discard(root: Path, folder: Path, why: str) -> list[str]:
+def discard(root: Path, folder: Path, why: str, content: Collection[str] | None = None) -> list[str]:
     """Delete one of our folders; return one line per failure. The next `recover` tries those again.
 
-    `why` is "removed", "dead" or "preflight". Raises: OSError if the folder could not be renamed.
+    `why` is "removed", "dead" or "preflight". `content`: the names that may be deleted; a folder that has come to hold
+    another one stays.
+    Raises: OSError if the folder could not be renamed; SaveError if it stays.
     """
     place = root / TRASH / f"{why}-{folder.name.partition('.')[0]}.{uuid.uuid4().hex}"
     posix.rename_noreplace(folder, place)
+    if content is not None and (foreign := [name for name in posix.list_folder(place) if name not in content]):
+        posix.rename_noreplace(place, folder)
+        raise SaveError(f"{folder}: holds what is not ours: {', '.join(foreign)}. Take it out first")
     posix.fsync_folder(root / TRASH)
     posix.fsync_folder(folder.parent)
     return empty(place)

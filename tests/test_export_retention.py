@@ -1,0 +1,75 @@
+"""Retention of exports removes what this run published, as it published it, and nothing else."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig
+
+
+def export(run: Path, *steps: int, keep: int = 1) -> None:
+    """Make the exports of these steps, as one process of the run in this folder."""
+    config = CheckpointConfig(export=(ExportConfig("dcp", interval=1, keep=keep),))
+    with CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=run) as manager:
+        for step in steps:
+            manager.export(step)
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "exports").iterdir())
+
+
+def test_only_exports_of_this_run_are_removed_and_the_others_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A user's folder, a link, another run's export and an own one under another step's name stay, whatever `keep` is.
+
+    Exports of an earlier process of the same run are removed as before.
+    """
+    run, other = tmp_path / "run", tmp_path / "other"
+    export(other, 2)
+    exports = run / "exports"
+    (exports / "step-1").mkdir(parents=True)
+    (exports / "step-1" / "results.txt").write_text("42")
+    shutil.copytree(other / "exports" / "step-2", exports / "step-2")
+    (exports / "step-3").symlink_to(exports / "step-1")
+    export(run, 5, 6)
+    assert names(run) == ["step-1", "step-2", "step-3", "step-6"]
+    shutil.copytree(exports / "step-6", exports / "step-4")
+    export(run, 7, 8)
+    assert names(run) == ["step-1", "step-2", "step-3", "step-4", "step-8"]
+    assert (exports / "step-1" / "results.txt").read_text() == "42"
+    lines = [record.getMessage() for record in caplog.records if "retention of exports leaves" in record.getMessage()]
+    assert len(lines) == 2, "one for each process"
+    assert all(f"step-{n} (" in lines[0] for n in (1, 2, 3)) and "step-4 (there is no record that this run made it)" in lines[1]
+
+
+def test_an_export_that_a_user_has_changed_stays_and_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file or folder that was added, replaced or taken away makes an export the user's."""
+    export(tmp_path, 1, 2, 3, 4, keep=9)
+    exports = tmp_path / "exports"
+    (exports / "step-1" / "notes.md").write_text("good")
+    (exports / "step-2" / "evals").mkdir()
+    (exports / "step-3" / ".metadata").unlink()
+    export(tmp_path, 5)
+    assert names(tmp_path) == ["step-1", "step-2", "step-3", "step-5"]
+    assert "step-1 (changed since: notes.md)" in caplog.text
+    assert "step-2 (changed since: evals)" in caplog.text
+    assert "step-3 (changed since: .metadata)" in caplog.text
+
+
+def test_a_record_that_cannot_be_read_makes_nothing_ours(tmp_path: Path) -> None:
+    """Damaged, foreign and oddly shaped records are no reason to delete or to end the run."""
+    export(tmp_path, 1, 2, 3, 4, keep=9)
+    records = sorted((tmp_path / ".titan_ckpt-exports").iterdir())
+    for record, content in zip(records, (b"{", b"[]", b'{"content": {}}'), strict=False):
+        record.write_bytes(content)
+    records[3].unlink()
+    records[3].symlink_to("/dev/null")
+    export(tmp_path, 5)
+    assert names(tmp_path) == [f"step-{n}" for n in range(1, 6)]
+    assert len([*(tmp_path / ".titan_ckpt-exports").iterdir()]) == 5

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from converters.lora.config import LoRAConfig
 from converters.lora.fused import PARTS, targets_of
 from converters.lora.merge import AdaptedWeight
 from titan_ckpt.errors import KeyMapError
-from titan_ckpt.formats.huggingface.peft import PREFIX
+from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import (
     IDENTITY,
@@ -108,14 +107,15 @@ class PeftAdapter:
         for name, value in expected.items():
             if found.get(name, "none" if name == "bias" else False) != value:
                 problems.append(f"{name} is {found[name]!r}, expected {value!r}")
-        for target in targets_of(self.adapted.values(), base):
-            for key in target.modules:
-                rank = _from_pattern(found.get("rank_pattern") or {}, key, found.get("r", 8))
-                alpha = _from_pattern(found.get("alpha_pattern") or {}, key, found.get("lora_alpha", 8))
-                scaling = alpha / (math.sqrt(rank) if found.get("use_rslora") else rank)
+        numbers = ModuleNumbers(found)
+        try:
+            for target, key in ((t, key) for t in targets_of(self.adapted.values(), base) for key in t.modules):
+                rank, scaling = numbers.rank(key), numbers.scaling(key)
                 fits = target.accepts(rank, key, found.get(PARTS) or {})
                 if not fits or not math.isclose(scaling, target.scaling):
                     problems.append(f"{key}: rank {rank} scaled by {scaling:g}, expected {target.expected}")
+        except ValueError as error:  # of an expression that takes too long
+            problems.append(f"rank_pattern and alpha_pattern: {error}")
         return problems
 
 
@@ -193,11 +193,6 @@ def _shortest(adapted: Sequence[str], others: Sequence[str]) -> list[str]:
     if not {key.rpartition(".")[2] for key in others}.intersection(last):
         return last
     return sorted(adapted)
-
-
-def _from_pattern(pattern: Mapping[str, Any], key: str, default: Any) -> Any:
-    """Return the value for a module as PEFT looks it up. Source: peft, tuners/tuners_utils.py get_pattern_key."""
-    return next((value for name, value in pattern.items() if re.match(rf"(.*\.)?({name})$", key)), default)
 
 
 def json_number(value: float) -> float | int:

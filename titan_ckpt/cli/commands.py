@@ -25,7 +25,7 @@ from titan_ckpt.guard import outside_request
 
 def run(command: Command) -> int:
     """Run a command and return the exit code; an error is one line on standard error."""
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
     try:
         require_local({name: value for name, value in vars(command).items() if isinstance(value, Path)})
         match command:
@@ -40,8 +40,15 @@ def run(command: Command) -> int:
             case _:
                 assert_never(command)
     except (CheckpointError, OSError) as error:
-        Console(stderr=True, soft_wrap=True).print(f"titan-ckpt: {error}", style="red", markup=False)
+        Console(stderr=True, soft_wrap=True, emoji=False).print(
+            _printable(f"titan-ckpt: {error}"), style="red", markup=False
+        )
         return 1
+
+
+def _printable(text: str) -> str:
+    """Return the text with control characters escaped: a name in a foreign file could change the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def _ls(command: Ls, console: Console) -> int:
@@ -84,7 +91,7 @@ def _inspect(command: Inspect, console: Console) -> int:
         table = Table("tensor", "dtype", "shape", "MiB")
         for key, info in sorted(reader.tensors.items()):
             dtype = str(info.dtype).removeprefix("torch.")
-            table.add_row(key, dtype, str(list(info.shape)), f"{info.nbytes / 2**20:.3f}")
+            table.add_row(_printable(key), dtype, str(list(info.shape)), f"{info.nbytes / 2**20:.3f}")
         console.print(table)
         total = sum(info.nbytes for info in reader.tensors.values())
         console.print(f"{reader.format}: {len(reader.tensors)} tensors, {total / 2**20:.1f} MiB")

@@ -8,7 +8,6 @@ Source: peft, utils/save_and_load.py, tuners/lora/config.py; vLLM, vllm/lora/pef
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.encoding.foreign_pattern import ForeignPatterns, pattern_fault
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, ExportError, NotACheckpointError, listed
 from titan_ckpt.formats.huggingface.reader import read_config, to_json
 from titan_ckpt.formats.publish.plan import ExportPlan
@@ -137,32 +137,40 @@ def export_peft(
 
 def check_adapter(infos: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> list[str]:
     """Return one line for each tensor that PEFT would ignore, or that contradicts its partner or the config."""
-    faults = []
+    try:
+        return list(_adapter_faults(infos, config, ModuleNumbers(config)))
+    except ValueError as error:  # of an expression that takes too long
+        return [f"{' and '.join(name for name in _NUMBERS if config.get(name))}: {error}"]
+
+
+def _adapter_faults(
+    infos: Mapping[str, TensorInfo], config: Mapping[str, Any], numbers: ModuleNumbers
+) -> Iterator[str]:
     for key, info in infos.items():
         if not key.startswith(PREFIX):
-            faults.append(f"{key} does not start with {PREFIX}: PEFT would ignore it, and the adapter would do nothing")
+            yield f"{key} does not start with {PREFIX}: PEFT would ignore it, and the adapter would do nothing"
             continue
         suffix = next((suffix for suffix in (*_PARTNERS, MAGNITUDE) if key.endswith(suffix)), None)
         if suffix is None:
             if ".base_layer." in key:
-                faults.append(f"{key} is a copy of a base weight; save the adapter with save_embedding_layers=False")
+                yield f"{key} is a copy of a base weight; save the adapter with save_embedding_layers=False"
             elif not _is_saved_module(key, config):
-                faults.append(f"{key} is no LoRA tensor, nor of a module that modules_to_save names")
+                yield f"{key} is no LoRA tensor, nor of a module that modules_to_save names"
             continue
         module = key.removesuffix(suffix)
         if suffix == MAGNITUDE:
             if not config.get("use_dora"):
-                faults.append(f"{key} is a DoRA magnitude, and the config does not say use_dora")
+                yield f"{key} is a DoRA magnitude, and the config does not say use_dora"
             continue
         if (partner := module + _PARTNERS[suffix]) not in infos:
-            faults.append(f"{key} has no partner {partner}")
-        rank = _rank(module.removeprefix(PREFIX), config)
+            yield f"{key} has no partner {partner}"
+        rank = numbers.rank(module.removeprefix(PREFIX))
+        numbers.scaling(module.removeprefix(PREFIX))  # so that one that takes too long is refused here
         dim = 0 if suffix.endswith(("_A", "_A.weight")) else 1
         if len(info.shape) < 2 or info.shape[dim] != rank:
-            faults.append(f"{key} is {info}, expected {rank} in dim {dim}, the rank that the config gives this module")
+            yield f"{key} is {info}, expected {rank} in dim {dim}, the rank that the config gives this module"
         if config.get("use_dora") and module + MAGNITUDE not in infos and ".lora_embedding_" not in key:
-            faults.append(f"{key} has no {module + MAGNITUDE}, and the config says use_dora")
-    return faults
+            yield f"{key} has no {module + MAGNITUDE}, and the config says use_dora"
 
 
 def _is_saved_module(key: str, config: Mapping[str, Any]) -> bool:
@@ -171,25 +179,33 @@ def _is_saved_module(key: str, config: Mapping[str, Any]) -> bool:
     return any(module.endswith(name) for name in config.get("modules_to_save") or ())
 
 
-def scaling_of(module: str, config: Mapping[str, Any]) -> float:
-    """Return the factor of a module's product B @ A."""
-    rank, alpha = _rank(module, config), float(_from_pattern("alpha_pattern", "lora_alpha", module, config))
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+class ModuleNumbers:
+    """The rank and the scale of each module by an adapter_config.json, as PEFT looks them up.
 
-
-def _rank(module: str, config: Mapping[str, Any]) -> int:
-    return int(_from_pattern("rank_pattern", "r", module, config))
-
-
-def _from_pattern(patterns: str, default: str, module: str, config: Mapping[str, Any]) -> float:
-    """Return a module's number as PEFT looks it up: by pattern, else the default, else 8.
-
-    Source: peft, utils/other.py get_pattern_key.
+    Each method raises ValueError for regular expressions that take too long; for names that `check_adapter` has looked
+    up, they do not.
     """
-    table: Mapping[str, float] = config.get(patterns) or {}
-    matched = next((value for pattern, value in table.items() if re.match(rf"(.*\.)?({pattern})$", module)), None)
-    number: float = config.get(default, 8) if matched is None else matched
-    return number
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self._ranks = ForeignPatterns(config.get("rank_pattern") or {})
+        self._alphas = ForeignPatterns(config.get("alpha_pattern") or {})
+
+    def rank(self, module: str) -> int:
+        """Return the module's rank: by pattern, else `r`, else PEFT's default."""
+        rank = self._ranks.first(module)
+        return int(self._config.get("r", 8) if rank is None else rank)
+
+    def scaling(self, module: str) -> float:
+        """Return the factor of the module's product B @ A."""
+        found = self._alphas.first(module)
+        alpha, rank = float(self._config.get("lora_alpha", 8) if found is None else found), self.rank(module)
+        return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+
+
+def scaling_of(module: str, config: Mapping[str, Any]) -> float:
+    """Return the factor of one module's product B @ A."""
+    return ModuleNumbers(config).scaling(module)
 
 
 def _read_adapter_config(path: Path) -> dict[str, Any]:
@@ -240,10 +256,8 @@ def _pattern_faults(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} is {patterns!r:.80}, expected a map from module names to numbers"
             continue
         for pattern, value in patterns.items():
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                yield f"{name} has {pattern!r}, which is no regular expression: {error}"
+            if cause := pattern_fault(pattern):
+                yield f"{name} has {pattern!r:.80}, which is no regular expression that can be used: {cause}"
             if type(value) not in (int, float) or not math.isfinite(value) or (name == "rank_pattern" and value < 1):
                 yield f"{name} has {value!r:.80} for {pattern!r}, expected a {_NUMBERS[name]}"
     if "r" in config and not (type(config["r"]) is int and config["r"] > 0):

@@ -13,19 +13,20 @@ from typing import ClassVar
 from torch import nn
 
 from converters.lora.config import LoRAConfig
+from converters.lora.copies import TrainedCopy, attach_copy
 from converters.lora.init import initialize_adapter
 from converters.lora.layers import (
     AdaptedStacks,
     Adapter,
+    LoRAConv1D,
     LoRAEmbedding,
     LoRALinear,
-    TrainedCopy,
     attach,
-    attach_copy,
     attach_to_stack,
 )
 from converters.lora.merge import AdaptedWeight, check_adapters, merged, rounded
 from converters.lora.peft import PeftAdapter
+from converters.lora.proof import prove
 from converters.lora.sites import Site, copy_misfits, find_sites, leaf_modules, tied_modules, unused_patterns
 from converters.protocol import ModelConverter, Stage
 from converters.qat.converter import quantised_forward
@@ -63,15 +64,18 @@ class LoRAConverter(ModelConverter):
         leaves = leaf_modules(model)
         copied = select(list(leaves), self.config.modules_to_save, "module with parameters and without parts")
         tied, adapted = tied_modules(model), [site.fqn for site in chosen]
-        problems = [problem for site in chosen for problem in site.misfits(self.config)]
-        problems += [*copy_misfits(copied, adapted, tied), *unused_patterns(self.config, adapted)]
+        misfits = {site.fqn: [*site.misfits(self.config)] for site in chosen}
+        proof = prove([site for site in chosen if not misfits[site.fqn]], self.config)
+        problems = [problem for problems in misfits.values() for problem in problems] + proof.problems
+        problems += copy_misfits({fqn: leaves[fqn] for fqn in copied}, adapted, tied)
+        problems += unused_patterns(self.config, adapted)
         if problems:
             raise ConverterError(f"LoRA: {len(problems)} problem(s){in_lines(problems)}")
         if shared := [fqn for fqn in adapted if fqn in tied]:
             logger.warning("LoRA: %s shares its weight with another module: it cannot be merged", ", ".join(shared))
         model.requires_grad_(False)
         for site in chosen:
-            self._adapt(site, tied=site.fqn in tied)
+            self._adapt(site, tied=site.fqn in tied, scaled_by=proof.scaled_by.get(site.fqn, ""))
         for fqn in copied:
             names = [*leaves[fqn].state_dict()]
             attach_copy(leaves[fqn], self.config.torch_dtype)
@@ -119,16 +123,16 @@ class LoRAConverter(ModelConverter):
         wanted = self.key_filter if fqns is None else set(fqns).__contains__
         for part in model_parts:
             for name, module in part.named_modules():
-                if isinstance(module, LoRALinear | LoRAEmbedding | AdaptedStacks | TrainedCopy):
+                if isinstance(module, LoRALinear | LoRAEmbedding | LoRAConv1D | AdaptedStacks | TrainedCopy):
                     initialize_adapter(module, clean_fqn(name), wanted, self.config.seed)
 
-    def _adapt(self, site: Site, *, tied: bool) -> None:
+    def _adapt(self, site: Site, *, tied: bool, scaled_by: str) -> None:
         config, fqn = self.config, site.fqn
         rank, scaling = config.rank_of(fqn), config.scaling_of(fqn)
-        adapter = Adapter(rank, scaling, config.dropout, config.use_dora, config.torch_dtype, site.rows)
+        adapter = Adapter(rank, scaling, config.dropout, config.use_dora, config.torch_dtype, site.rows, scaled_by)
         if site.form == "stack":
             attach_to_stack(site.module, site.parameter, adapter)
         else:
-            attach(site.module, adapter, quantised_forward(site.module))
+            attach(site.module, site.form, adapter, quantised_forward(site.module))
         alpha = config.alpha_of(fqn)
         self._adapted[fqn] = AdaptedWeight(fqn, site.form, rank, alpha, scaling, site.rows, config.use_dora, tied)

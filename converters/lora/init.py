@@ -13,7 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from converters.lora.layers import AdaptedStacks, LoRAEmbedding, LoRALinear, StackAdapter, TrainedCopy, child_weight
+from converters.lora.copies import TrainedCopy
+from converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear, StackAdapter, child_weight
 from converters.lora.merge import whole
 from titan_ckpt.geometry.chunks import blocks_of, fill
 
@@ -31,7 +32,7 @@ def initialize_adapter(module: nn.Module, fqn: str, wanted: Callable[[str], bool
         for name in module.adapters:
             _initialize_stack(module.get_submodule(f"lora_{name}"), f"{fqn}.lora_{name}", wanted, seed)
         return
-    assert isinstance(module, LoRALinear | LoRAEmbedding)
+    assert isinstance(module, LoRALinear | LoRAEmbedding | LoRAConv1D)
     random, zero = ("lora_b", "lora_a") if isinstance(module, LoRAEmbedding) else ("lora_a", "lora_b")
     if wanted(name := f"{fqn}.{random}.weight"):
         weight = child_weight(module, random)
@@ -42,7 +43,7 @@ def initialize_adapter(module: nn.Module, fqn: str, wanted: Callable[[str], bool
         for block in blocks_of(child_weight(module, zero)):
             block.data.zero_()
     if module.adapter.dora and wanted(f"{fqn}.lora_magnitude.weight"):
-        rows = torch.linalg.vector_norm(whole(module.weight).float(), dim=1)
+        rows = torch.linalg.vector_norm(whole(module.get_parameter("weight")).float(), dim=1)
         fill(child_weight(module, "lora_magnitude"), rows)
 
 

@@ -6,7 +6,6 @@ the initial values.
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import skip_init
 
-from converters.lora.merge import spread
+from converters.lora.merge import Form, spread
 from converters.qat.converter import QuantisedForward
 
 
@@ -33,6 +32,8 @@ class Adapter:
     dtype: torch.dtype
     rows: tuple[int, ...] = ()
     """Rows of each part of a fused weight; see merge.AdaptedWeight."""
+    scaled_by: str = ""
+    """Attribute by which an embedding's own forward multiplies what it looks up; see proof.py."""
 
 
 class LoRAUp(nn.Linear):
@@ -127,9 +128,28 @@ class LoRAEmbedding(nn.Embedding):
         inner = F.embedding(input, self.lora_a.weight.t())
         if isinstance(inner, DTensor):  # A sharded by columns gives a masked partial sum, which must be reduced
             inner = inner.redistribute(placements=[Replicate()] * inner.device_mesh.ndim)
-        low = F.linear(inner, self.lora_b.weight)
-        out: torch.Tensor = (base + low * self.adapter.scaling).to(base.dtype)
+        low = F.linear(inner, self.lora_b.weight) * self.adapter.scaling
+        if self.adapter.scaled_by:
+            scale = getattr(self, self.adapter.scaled_by)
+            # transformers rounds a tensor to the table's dtype, and multiplies by a float as it is
+            low = low * (scale.to(self.weight.dtype) if isinstance(scale, torch.Tensor) else scale)
+        out: torch.Tensor = (base + low).to(base.dtype)
         return out
+
+
+class LoRAConv1D(nn.Module):
+    """GPT-2's Conv1D, a linear module with a weight (in_features, out_features), with an additional low-rank path."""
+
+    adapter: Adapter
+    lora_a: nn.Linear
+    lora_b: LoRAUp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add both paths; see LoRALinear."""
+        base: torch.Tensor = super().forward(x)
+        dropped = F.dropout(x, self.adapter.dropout, self.training)
+        low: torch.Tensor = self.lora_b(self.lora_a(dropped.to(self.lora_a.weight.dtype)))
+        return (base + low * self.adapter.scaling).to(base.dtype)
 
 
 class StackAdapter(nn.Module):
@@ -174,19 +194,6 @@ class AdaptedStacks(nn.Module):
         return combine(weight, factors.lora_a, factors.lora_b, adapter.scaling).to(weight.dtype)
 
 
-class TrainedCopy(nn.Module):
-    """A module that computes with a copy, `trained`, trained in full; its own parameters are the frozen base."""
-
-    trained: nn.Module
-
-    def forward(self, *args: Any) -> torch.Tensor:
-        """Compute with the copy in its dtype; the result has the base's dtype."""
-        trained = next(self.trained.parameters()).dtype
-        cast = [a.to(trained) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
-        out: torch.Tensor = self.trained(*cast)
-        return out.to(next(self.parameters(recurse=False)).dtype)
-
-
 def combine(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
     """Return b @ a * scaling + weight in float32, or in float64 for a float64 weight.
 
@@ -196,18 +203,18 @@ def combine(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: flo
     return (b.to(dtype) @ a.to(dtype)) * scaling + weight
 
 
-def attach(module: nn.Module, adapter: Adapter, quantised: QuantisedForward | None) -> None:
+def attach(module: nn.Module, form: Form, adapter: Adapter, quantised: QuantisedForward | None) -> None:
     """Turn the module into its adapted form in place, with uninitialised adapters on the same device."""
-    assert isinstance(module, nn.Linear | nn.Embedding)
-    where: dict[str, Any] = {"device": module.weight.device, "dtype": adapter.dtype}
-    embedding = isinstance(module, nn.Embedding)
-    num_out, num_in = module.weight.shape[::-1] if embedding else module.weight.shape
+    weight = module.get_parameter("weight")
+    where: dict[str, Any] = {"device": weight.device, "dtype": adapter.dtype}
+    num_out, num_in = weight.shape if form == "linear" else weight.shape[::-1]
     linear = LoRALinear if quantised is None else QuantisedLoRALinear
     base: Any = type(module)
-    module.__class__ = _mixed(LoRAEmbedding if embedding else linear, base)
+    kind = {"linear": linear, "embedding": LoRAEmbedding, "conv1d": LoRAConv1D}[form]
+    module.__class__ = mixed(kind, base)
     # skip_init: values drawn at this point would be overwritten, and would advance the run's generator
     module.lora_a = skip_init(nn.Linear, num_in, adapter.rank * max(1, len(adapter.rows)), bias=False, **where)
-    up = nn.Linear if embedding else LoRAUp
+    up = nn.Linear if form == "embedding" else LoRAUp
     module.lora_b = skip_init(up, adapter.rank, num_out, bias=False, **where)
     if adapter.dora:
         module.lora_magnitude = Magnitude(num_out, **where)
@@ -220,23 +227,15 @@ def attach_to_stack(module: nn.Module, name: str, adapter: Adapter) -> None:
     """Attach an adapter to a parameter of stacked experts, in place."""
     if not isinstance(module, AdaptedStacks):
         base: Any = type(module)
-        module.__class__ = _mixed(AdaptedStacks, base)
+        module.__class__ = mixed(AdaptedStacks, base)
         module.__dict__["adapters"] = {}
     assert isinstance(module, AdaptedStacks)
     module.adapters[name] = adapter
     module.add_module(f"lora_{name}", StackAdapter(module.get_parameter(name), adapter.rank, adapter.dtype))
 
 
-def attach_copy(module: nn.Module, dtype: torch.dtype) -> None:
-    """Turn a leaf module into one that computes with a trained copy of itself, in place."""
-    trained = copy.deepcopy(module).to(dtype).requires_grad_(True)
-    base: Any = type(module)
-    module.__class__ = _mixed(TrainedCopy, base)
-    module.trained = trained
-
-
 @cache
-def _mixed(kind: Any, base: Any) -> type[Any]:
+def mixed(kind: Any, base: Any) -> type[Any]:
     """Return a subclass of `kind` whose `super().forward` is the forward of `base`."""
     return kind if base in kind.__mro__ else type(f"{kind.__name__}_{base.__name__}", (kind, base), {})
 

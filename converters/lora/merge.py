@@ -36,8 +36,9 @@ _WORK_ELEMENTS = 1 << 18
 _Factors = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """The two whole factors of an adapter's product, in the order in which they are multiplied, and DoRA's magnitudes."""
 
-Form = Literal["linear", "embedding", "stack"]
-"""A linear module's weight, an embedding table, or the 3-D parameter of all experts."""
+Form = Literal["linear", "embedding", "conv1d", "stack"]
+"""A linear module's weight, an embedding table, the transposed weight of GPT-2's Conv1D, or the 3-D parameter of all
+experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def merged(adapted: AdaptedWeight, tensors: Mapping[str, torch.Tensor | LazyTens
         # gathered for each use, not kept: they are small compared with the weight. Every rank takes part
         dtype = torch.promote_types(info_of(weight).dtype, torch.float32)
         left, right = spread(whole(b), adapted.rows).to(dtype), whole(a).to(dtype)
-        if adapted.form == "embedding":
+        if adapted.form in ("embedding", "conv1d"):
             left, right = right.t(), left.t()
         return left, right, None if magnitude is None else whole(magnitude).to(dtype)
 

@@ -5,21 +5,27 @@ Owns the inspection of a model before it is changed. Changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
 from converters.lora.config import LoRAConfig
-from converters.lora.layers import AdaptedStacks, LoRAEmbedding, LoRALinear, TrainedCopy
+from converters.lora.copies import TrainedCopy
+from converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear
 from converters.lora.merge import Form
 from converters.qat.converter import quantised_forward
 from converters.targets import matches
 from titan_ckpt.errors import KeyMapError
 from titan_ckpt.geometry.keymap import KeyMap, Split
 from titan_ckpt.weights.wrapper import clean_fqn
+
+_OUT = "leave it out of target_modules"
+_ADAPTED = (LoRALinear, LoRAEmbedding, LoRAConv1D, TrainedCopy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +50,22 @@ class Site:
 
     def misfits(self, config: LoRAConfig) -> Iterator[str]:
         """Yield the reasons why this weight cannot have the adapter that `config` gives it."""
+        kind = type(self.module).__name__
+        if isinstance(self.module, _ADAPTED) or self._is_adapted_stack():
+            yield f"{self.fqn}: has an adapter already"
+        elif self.parameter not in dict(self.module.named_parameters(recurse=False)):
+            yield f"{self.fqn}: {kind} computes its {self.parameter} from others (weight_norm, parametrize); {_OUT}"
+        elif is_lazy(self.weight):
+            yield f"{self.fqn}: {kind} has no shape before its first forward; run one batch through the model first"
+        elif reason := _replaced_forward(self.module):
+            yield f"{self.fqn}: {reason}"
+        else:
+            yield from self._misfits_of_weight(config)
+
+    def _misfits_of_weight(self, config: LoRAConfig) -> Iterator[str]:
         rank, weight = config.rank_of(self.fqn), self.weight
         capacity = min(*weight.shape[-2:], *self.rows)
-        if isinstance(self.module, LoRALinear | LoRAEmbedding | TrainedCopy) or self._is_adapted_stack():
-            yield f"{self.fqn}: has an adapter already"
-        elif isinstance(weight, DTensor):
+        if isinstance(weight, DTensor):
             yield f"{self.fqn}: is sharded already; convert the model first, then parallelise it"
         elif not weight.is_floating_point():
             yield f"{self.fqn}: its weight is {weight.dtype}, and an adapter needs a floating-point base"
@@ -58,6 +75,10 @@ class Site:
             yield f"{self.fqn}: DoRA is for linear modules; leave this {self.form} out, or set use_dora = false"
         elif config.use_dora and type(weight.data) is not torch.Tensor:
             yield f"{self.fqn}: DoRA needs plain weights in the forward, and this is a {type(weight.data).__name__}"
+        elif isinstance(self.module, NonDynamicallyQuantizableLinear):
+            yield f"{self.fqn}: MultiheadAttention computes with this weight itself, and an adapter would do nothing; {_OUT}"
+        elif getattr(self.module, "max_norm", None) is not None:
+            yield f"{self.fqn}: max_norm changes the rows of the frozen table in each forward; {_OUT}"
         elif config.dropout and (self.form == "stack" or quantised_forward(self.module) is not None):
             why = "an adapter's input" if self.form == "stack" else "an adapter's input, and QAT quantises"
             yield f"{self.fqn}: dropout acts on {why} the merged weight; set dropout = 0"
@@ -77,10 +98,17 @@ def find_sites(model: nn.Module) -> dict[str, Site]:
             sites[fqn] = Site(fqn, "embedding", module, "weight")
         elif isinstance(module, nn.Linear):
             sites[fqn] = Site(fqn, "linear", module, "weight", _fused_rows(f"{fqn}.weight", table))
+        elif is_conv1d(module):
+            sites[fqn] = Site(fqn, "conv1d", module, "weight")
         else:
             stacks = [n for n, p in module.named_parameters(recurse=False) if p.dim() == 3]
             sites |= {f"{fqn}.{n}": Site(f"{fqn}.{n}", "stack", module, n) for n in stacks}
     return sites
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether this is GPT-2's linear module, whose weight is (in_features, out_features)."""
+    return any((c.__module__, c.__name__) == ("transformers.pytorch_utils", "Conv1D") for c in type(module).__mro__)
 
 
 def leaf_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -104,9 +132,18 @@ def tied_modules(model: nn.Module) -> set[str]:
     return tied
 
 
-def copy_misfits(copied: Sequence[str], adapted: Sequence[str], tied: set[str]) -> Iterator[str]:
+def _replaced_forward(module: nn.Module) -> str:
+    """Return why a module's forward would not be that of its class; empty if it is."""
+    if "forward" not in vars(module):
+        return ""
+    return "its forward was replaced on the module itself, as accelerate does; convert the model before that"
+
+
+def copy_misfits(copied: Mapping[str, nn.Module], adapted: Sequence[str], tied: set[str]) -> Iterator[str]:
     """Yield the reasons why modules cannot be trained as copies."""
-    for fqn in copied:
+    for fqn, module in copied.items():
+        if reason := _replaced_forward(module):
+            yield f"{fqn}: {reason}"
         if fqn in adapted:
             yield f"{fqn}: is in target_modules and in modules_to_save"
         if fqn in tied:

@@ -7,20 +7,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 
 from titan_ckpt.errors import ConverterError, listed
+from titan_ckpt.weights.lora_names import matches
 
-_WILD = frozenset("*?[")
 _LISTED = 8
 _LINES = 12
-
-
-def matches(fqn: str, target: str) -> bool:
-    """Return whether `target` selects the module: a pattern must match its full name, other text a dotted suffix."""
-    if _WILD.intersection(target):
-        return fnmatchcase(fqn, target)
-    return fqn == target or fqn.endswith(f".{target}")
 
 
 def select(fqns: Sequence[str], targets: Iterable[str], what: str) -> list[str]:

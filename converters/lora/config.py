@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 import torch
 
-from converters.targets import matches
 from titan_ckpt.config import PositiveInt
 from titan_ckpt.encoding.toml import Check, Checked
+from titan_ckpt.weights.lora_names import from_patterns, scale
 
 Alpha = Annotated[float, Check("a positive number; at 0 the adapter does nothing", lambda a: a > 0)]
 Dropout = Annotated[float, Check("a probability below 1", lambda p: 0 <= p < 1)]
@@ -63,13 +62,12 @@ class LoRAConfig(Checked):
 
     def rank_of(self, fqn: str) -> int:
         """Return the rank of the adapter on this module."""
-        return next((rank for name, rank in self.rank_pattern.items() if matches(fqn, name)), self.rank)
+        return from_patterns(fqn, self.rank_pattern, self.rank)
 
     def alpha_of(self, fqn: str) -> float:
         """Return alpha of the adapter on this module."""
-        return next((alpha for name, alpha in self.alpha_pattern.items() if matches(fqn, name)), self.alpha)
+        return from_patterns(fqn, self.alpha_pattern, self.alpha)
 
     def scaling_of(self, fqn: str) -> float:
         """Return the factor by which the adapter's output on this module is multiplied."""
-        rank = self.rank_of(fqn)
-        return self.alpha_of(fqn) / (math.sqrt(rank) if self.use_rslora else rank)
+        return scale(self.rank_of(fqn), self.alpha_of(fqn), use_rslora=self.use_rslora)

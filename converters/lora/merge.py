@@ -29,6 +29,7 @@ from titan_ckpt.geometry.chunks import (
     layout_of,
 )
 from titan_ckpt.types import StateDict
+from titan_ckpt.weights.lora_names import MAGNITUDE, A, B, lora_name
 
 _WORK_ELEMENTS = 1 << 18
 """At most this many elements of a weight are held in float32 at once."""
@@ -64,26 +65,23 @@ class AdaptedWeight:
 
     @property
     def lora_a(self) -> str:
-        return self._beside("lora_a")
+        return self._name(A)
 
     @property
     def lora_b(self) -> str:
-        return self._beside("lora_b")
+        return self._name(B)
 
     @property
     def lora_magnitude(self) -> str:
-        return self._beside("lora_magnitude")
+        return self._name(MAGNITUDE)
 
     @property
     def owned(self) -> tuple[str, ...]:
         """Return the fqns that this adapter added."""
         return (self.lora_a, self.lora_b, *((self.lora_magnitude,) if self.dora else ()))
 
-    def _beside(self, name: str) -> str:
-        if self.form != "stack":
-            return f"{self.fqn}.{name}.weight"
-        module, _, parameter = self.fqn.rpartition(".")
-        return f"{module}.lora_{parameter}.{name}"
+    def _name(self, role: str) -> str:
+        return lora_name(role, self.fqn, stack=self.form == "stack")
 
 
 def merged(adapted: AdaptedWeight, tensors: Mapping[str, torch.Tensor | LazyTensor]) -> LazyTensor:

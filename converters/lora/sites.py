@@ -19,9 +19,9 @@ from converters.lora.copies import TrainedCopy
 from converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear
 from converters.lora.merge import Form
 from converters.qat.converter import quantised_forward
-from converters.targets import matches
 from titan_ckpt.errors import KeyMapError
 from titan_ckpt.geometry.keymap import KeyMap, Split
+from titan_ckpt.weights.lora_names import matches
 from titan_ckpt.weights.wrapper import clean_fqn
 
 _OUT = "leave it out of target_modules"

@@ -199,7 +199,12 @@ def test_what_cannot_be_merged_is_refused_with_the_base_untouched(tmp_path: Path
         ),
         (base, lone, CorruptCheckpointError, r"0\.mlp\.down_proj\.lora_A\.weight has no partner"),
         (base, broken, CorruptCheckpointError, "not finite"),
-        (base, write_base(tmp_path / "second"), LoadMismatchError, "is hf, and only a PEFT adapter can be merged"),
+        (
+            base,
+            write_base(tmp_path / "second"),
+            LoadMismatchError,
+            "is hf and holds whole weights, and only an adapter can be merged",
+        ),
         (tied, words, LoadMismatchError, r"tok_embeddings\.weight is another module's weight too"),
     ]:
         model = Llama3(Llama3Config.from_hf(json.loads((where / "config.json").read_text())))

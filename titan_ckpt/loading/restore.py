@@ -7,7 +7,7 @@ are, sources.py and training_state.py read them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,14 @@ from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from titan_ckpt.formats.native.shared_check import check_together
 from titan_ckpt.formats.open import detect_format
 from titan_ckpt.loading import plan
+from titan_ckpt.loading.adapters import is_adapter
 from titan_ckpt.loading.external import ExternalLoad, ExternalWeights
+from titan_ckpt.loading.merge import AdapterMerge
 from titan_ckpt.loading.plan import LoadPlan, ResumeStep
 from titan_ckpt.loading.sources import PreparedLoad, prepare_load
 from titan_ckpt.loading.training_state import ResumeState
 from titan_ckpt.types import Format, LoadReport
-from titan_ckpt.weights.identity import check_base, check_converters, identify_base
+from titan_ckpt.weights.identity import BASE_RECORD, check_base, check_converters, identify_base
 from titan_ckpt.weights.initialize import initialise, mark_filled
 from titan_ckpt.weights.transforms import StateDictTransforms
 
@@ -141,17 +143,25 @@ class Restorer:
         """Fill the live tensors. Collective.
 
         1 The ranks verify the cached blocks of their files. 2 When all have, they fill the live tensors. 3 Adapters to
-        be merged are added to the base, if it is the base that they record.
+        be merged are added to the base in order, if it is the base that they record.
         """
         loads: list[PreparedLoad | ResumeState] = [prepared] if state is None else [prepared, state]
         check_together([part for load in loads for part in load.parts], self._coordinator)
         self._together("load-read", lambda: [load.read() for load in loads])
-        if prepared.merges:
-            if bases := prepared.adapter_bases(merged=True):
-                unmerged = identify_base(self._run.model, None, self._coordinator)
-                for path, recorded in bases:
-                    check_base(unmerged, recorded, str(path))
-            self._together("load-merge", prepared.merge)
+        self._merge(prepared.merges)
+
+    def _merge(self, merges: Sequence[AdapterMerge]) -> None:
+        """Merge adapters in order. Each may record the base as loaded, or as the adapters before it left it. Collective.
+
+        Raises: BaseMismatchError before an adapter that records another base is merged.
+        """
+        records = [merge.reader.metadata().get(BASE_RECORD) for merge in merges]
+        loaded = identify_base(self._run.model, None, self._coordinator) if any(records) else {}
+        for merge, recorded in zip(merges, records, strict=True):
+            if recorded and recorded["digest"] != loaded["digest"]:
+                current = loaded if merge is merges[0] else identify_base(self._run.model, None, self._coordinator)
+                check_base(current, recorded, str(merge.reader.path))
+            self._together("load-merge", merge.apply)
 
     def _complete(self, load_plan: LoadPlan, prepared: PreparedLoad) -> LoadReport:
         """Take weights from outside if the plan says so; then initialise the tensors that still have no values."""
@@ -208,4 +218,4 @@ class Restorer:
                 f"checkpoint.initial_load: {path} is not there; name an existing folder or file"
             )
         format_ = source.format or detect_format(path)
-        return format_, format_ == "peft"
+        return format_, is_adapter(path, format_, self._run.model)

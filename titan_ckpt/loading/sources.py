@@ -16,11 +16,13 @@ from typing import Any, Self
 from titan_ckpt.components.files import model_tensors
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConverterError, LoadMismatchError, listed
+from titan_ckpt.formats.huggingface.peft import unselected
 from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
+from titan_ckpt.loading.adapters import check_fits, check_mergeable
 from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
 from titan_ckpt.loading.plan import LoadSource
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
@@ -28,7 +30,7 @@ from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.quantise import QuantisesWeights
 from titan_ckpt.weights.read_plan import ReadPlan
 from titan_ckpt.weights.transforms import StateDictTransforms
-from titan_ckpt.weights.wrapper import ModelWrapper, without_memory
+from titan_ckpt.weights.wrapper import ModelWrapper, clean_fqn, without_memory
 
 logger = logging.getLogger(__name__)
 _LISTED = 12
@@ -44,6 +46,8 @@ class _Opened:
     reader: TensorReader
     plan: ReadPlan
     merge: AdapterMerge | None = None
+    unselected: Sequence[str] = ()
+    """Tensors of a PEFT adapter that PEFT itself would ignore."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +74,13 @@ class PreparedLoad:
             reader.read(requests)
 
     @property
-    def merges(self) -> bool:
-        """Return whether any source is an adapter to be merged into the base; the same on all ranks."""
-        return any(opened.source.merge for opened in self._opened)
+    def merges(self) -> list[AdapterMerge]:
+        """Return the adapters to be merged into the base, in order; as many on all ranks."""
+        return [opened.merge for opened in self._opened if opened.merge is not None]
 
-    def merge(self) -> None:
-        """Add the adapters to be merged to the live weights, in order. Raises: CorruptCheckpointError; OSError."""
-        for opened in self._opened:
-            if opened.merge is not None:
-                opened.merge.apply()
-
-    def adapter_bases(self, *, merged: bool = False) -> list[tuple[Path, dict[str, Any]]]:
-        """Return, for each adapter that records the digest of its base, its folder and that record.
-
-        `merged`: return the adapters that are merged into the base; otherwise those of the converters.
-        """
-        chosen = [o for o in self._opened if (o.source.merge if merged else o.source.adapter)]
-        records = [(o.source.path, o.reader.metadata().get(BASE_RECORD)) for o in chosen]
+    def adapter_bases(self) -> list[tuple[Path, dict[str, Any]]]:
+        """Return, for each adapter of a converter that records the digest of its base, its folder and that record."""
+        records = [(o.source.path, o.reader.metadata().get(BASE_RECORD)) for o in self._opened if o.source.adapter]
         return [(path, record) for path, record in records if record]
 
     def __enter__(self) -> Self:
@@ -157,14 +151,14 @@ def prepare_load(
 def _plan_merge(
     source: LoadSource, reader: TensorReader, wanted: StateDict, wrapper: ModelWrapper, transforms: StateDictTransforms
 ) -> _Opened:
-    if source.format != "peft":
-        raise LoadMismatchError(f"{source.path} is {source.format}, and only a PEFT adapter can be merged: see `merge`")
+    check_mergeable(source.path, source.format)
     base = {fqn: value for fqn, value in wanted.items() if not wrapper.owns(fqn)}
     tied = set(wrapper.tied.values())
     if (transforms.hf_config or {}).get("tie_word_embeddings"):  # a model may use one weight twice without sharing it
         tied |= {fqn for fqn in base if TIED[1] in transforms.key_map.group_of_fqn(fqn).keys}
-    merge = prepare_merge(reader, base, tied, transforms.key_map)
-    return _Opened(source, reader, ReadPlan([], merge.report), merge)
+    modules = {clean_fqn(name): module for part in wrapper.parts for name, module in part.named_modules()}
+    merge = prepare_merge(reader, base, tied, transforms.key_map, modules)
+    return _Opened(source, reader, ReadPlan([], merge.report), merge, _unselected(source, reader))
 
 
 def _plan(
@@ -184,11 +178,16 @@ def _plan(
             )
     if source.format not in ("native", "dcp"):
         plan = transforms.from_file(wanted, reader.tensors, wrapper.hooks, cast=source.cast)
-        return _Opened(source, reader, plan)
+        return _Opened(source, reader, plan, unselected=_unselected(source, reader))
     prefix, available = model_tensors(reader.tensors, reader.format, wanted)
+    check_fits(source, available, wanted, wrapper)
     plan = StateDictTransforms().from_file(wanted, available, None, cast=source.cast)
     requests = [ReadRequest(prefix + r.key, r.chunk, r.into) for r in plan.requests]
     return _Opened(source, reader, replace(plan, requests=requests))
+
+
+def _unselected(source: LoadSource, reader: TensorReader) -> Sequence[str]:
+    return unselected(reader) if source.format == "peft" else ()
 
 
 def _quantises(wrapper: ModelWrapper) -> bool:
@@ -262,8 +261,8 @@ def _verdict(
     mismatched: list[Mismatch] = []
     cast: dict[str, str] = {}
     problems: list[str] = []
-    for source, plan, strangers in ((o.source, o.plan, sorted(u)) for o, u in zip(opened, unknown, strict=True)):
-        report = plan.report
+    for o, strangers in zip(opened, map(sorted, unknown), strict=True):
+        source, plan, report = o.source, o.plan, o.plan.report
         for fqn in report.loaded:
             if fqn in loaded:
                 twice.append(f"{fqn} (in {loaded[fqn].path} and {source.path})")
@@ -279,6 +278,9 @@ def _verdict(
             lines = [f"{key} (like {', '.join(keys)}?)" if keys else key for key, keys in near.items()]
             lines += strangers[_LISTED:]
             problems.append(f"{source.path}: {len(lines)} that the model does not have: {_listed(lines)}")
+        if o.unselected:
+            names = f"{len(o.unselected)} that its target_modules does not select, so that PEFT would ignore them"
+            problems.append(f"{source.path}: {names}: {_listed(o.unselected)}")
     misfits = {m.key for m in mismatched}
     absent = [fqn for fqn in wanted if fqn not in loaded and fqn not in misfits]
     has_adapter = any(o.source.adapter for o in opened)

@@ -17,6 +17,7 @@ import torch
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.foreign_pattern import ForeignPatterns, pattern_fault
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, ExportError, NotACheckpointError, listed
+from titan_ckpt.formats.huggingface.peft_fields import OWN, Selection, saves, unsupported, wrong_types
 from titan_ckpt.formats.huggingface.reader import read_config, to_json
 from titan_ckpt.formats.publish.plan import ExportPlan
 from titan_ckpt.formats.publish.run import ExportSummary, FolderFormat, export_folder
@@ -31,7 +32,6 @@ CONFIG = "adapter_config.json"
 RECORD = "titan_ckpt.json"
 """Holds what this package records of an adapter beyond PEFT's fields; PEFT warns of fields that it does not know."""
 PREFIX = "base_model.model."
-_OWN = "titan_ckpt_"
 _PARTNERS = {
     ".lora_A.weight": ".lora_B.weight",
     ".lora_B.weight": ".lora_A.weight",
@@ -68,8 +68,9 @@ class PeftReader(TensorReader):
     def __init__(self, path: Path) -> None:
         """Check config and names; read no tensor.
 
-        Raises: CheckpointNotFoundError; NotACheckpointError without safetensors or if it is no LoRA adapter;
-        CorruptCheckpointError listing names and shapes that PEFT would ignore or misread.
+        Raises: CheckpointNotFoundError; NotACheckpointError without safetensors, if it is no LoRA adapter, and for
+        settings that cannot be honoured; CorruptCheckpointError listing names and shapes that PEFT would ignore or
+        misread.
         """
         self.path = path
         if not path.is_dir():
@@ -80,6 +81,11 @@ class PeftReader(TensorReader):
             raise NotACheckpointError(f"{path}: no {WEIGHTS} beside {CONFIG}{hint}")
         self._files = SafetensorsFiles([read_header(path / WEIGHTS)])
         self._tensors = {key: entry.info for key, entry in self._files.entries.items()}
+        if settings := unsupported(self._config, self._tensors):
+            raise NotACheckpointError(
+                f"{path / CONFIG}: {len(settings)} setting(s) cannot be honoured; nothing was loaded\n  "
+                + listed(settings, "\n  ")
+            )
         if faults := check_adapter(self._tensors, self._config):
             raise CorruptCheckpointError(f"{path / WEIGHTS}: {listed(faults)}. {_AGAIN}", str(path / WEIGHTS))
 
@@ -118,8 +124,8 @@ def export_peft(
     """
 
     def companions(plan: ExportPlan) -> dict[str, bytes | Path]:
-        public = {**_DEFAULTS, **{name: value for name, value in config.items() if not name.startswith(_OWN)}}
-        own = {name: value for name, value in config.items() if name.startswith(_OWN)}
+        public = {**_DEFAULTS, **{name: value for name, value in config.items() if not name.startswith(OWN)}}
+        own = {name: value for name, value in config.items() if name.startswith(OWN)}
         if faults := list(_config_faults(public)) or check_adapter(plan.infos, public):
             raise ExportError(listed(faults))
         files: dict[str, bytes | Path] = {CONFIG: to_json(public)}
@@ -154,7 +160,7 @@ def _adapter_faults(
         if suffix is None:
             if ".base_layer." in key:
                 yield f"{key} is a copy of a base weight; save the adapter with save_embedding_layers=False"
-            elif not _is_saved_module(key, config):
+            elif not saves(config, key):
                 yield f"{key} is no LoRA tensor, nor of a module that modules_to_save names"
             continue
         module = key.removesuffix(suffix)
@@ -173,10 +179,17 @@ def _adapter_faults(
             yield f"{key} has no {module + MAGNITUDE}, and the config says use_dora"
 
 
-def _is_saved_module(key: str, config: Mapping[str, Any]) -> bool:
-    """Return whether `modules_to_save` names the module. As in PEFT, "norm" also matches "input_layernorm"."""
-    module = key.removeprefix(PREFIX).rpartition(".")[0]
-    return any(module.endswith(name) for name in config.get("modules_to_save") or ())
+def unselected(reader: TensorReader) -> list[str]:
+    """Return the names of tensors that PEFT would ignore, because the config does not select their module.
+
+    Raises: CorruptCheckpointError for regular expressions that take too long.
+    """
+    suffixes, selection = (*_PARTNERS, MAGNITUDE), Selection(reader.metadata())
+    modules = {key: key.removesuffix(s) for key in reader.tensors for s in suffixes if key.endswith(s)}
+    try:
+        return [key for key, module in modules.items() if not selection.holds(module.removeprefix(PREFIX))]
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{reader.path}: target_modules: {error}. {_AGAIN}", str(reader.path)) from None
 
 
 class ModuleNumbers:
@@ -215,7 +228,7 @@ def _read_adapter_config(path: Path) -> dict[str, Any]:
     config = read_config(file)
     if config.get("peft_type") != "LORA":
         raise NotACheckpointError(f"{file}: peft_type is {config.get('peft_type')!r}; only LORA adapters can be read")
-    if faults := list(_pattern_faults(config)):
+    if faults := [*_pattern_faults(config), *wrong_types(config)]:
         raise CorruptCheckpointError(f"{file}: {listed(faults)}. {_AGAIN}", str(file))
     own = read_config(path / RECORD)
     if faults := [f"{name} is {value!r:.80}" for name, value in own.items() if not _is_record(value)]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import sub
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
+from titan_ckpt.weights.identity import BASE_RECORD
 
 
 class _Source(NamedTuple):
@@ -68,7 +69,8 @@ class NativeReader(TensorReader):
         self._borrows = False
         if not self.path.is_dir():
             raise CheckpointNotFoundError(f"{self.path}: no such folder")
-        committed = _committed_files(self.path) if files is None else files
+        self._manifest = _manifest(self.path) if files is None else None
+        committed = files if self._manifest is None else self._manifest.files
         self._records = None if committed is None else {record.name: record for record in committed}
         ready = dist.is_available() and dist.is_initialized()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
@@ -92,6 +94,11 @@ class NativeReader(TensorReader):
         first = self._open(0).header
         with gc_paused():
             return {**first.infos(), **first.elsewhere}
+
+    def metadata(self) -> dict[str, Any]:
+        """Return the base under the adapter of a step that the manifest records, under BASE_RECORD."""
+        base = None if self._manifest is None else self._manifest.base
+        return {} if base is None else {BASE_RECORD: base}
 
     def _open(self, rank: int) -> _Source:
         """Open and check one rank's file, once."""
@@ -231,8 +238,8 @@ class NativeReader(TensorReader):
             source.file.close()
 
 
-def _committed_files(folder: Path) -> tuple[FileRecord, ...] | None:
-    """Return the files that the folder's manifest lists, or None without one. Raises: CorruptCheckpointError."""
+def _manifest(folder: Path) -> Manifest | None:
+    """Return the folder's manifest, or None without one. Raises: CorruptCheckpointError."""
     path = folder / MANIFEST_NAME
     try:
         data = posix.read_whole(path, MAX_BYTES)
@@ -240,7 +247,7 @@ def _committed_files(folder: Path) -> tuple[FileRecord, ...] | None:
         return None
     except OSError as error:
         raise CorruptCheckpointError(f"{path}: cannot be read ({error}). Load another step", str(path)) from error
-    return Manifest.from_bytes(data, str(path)).files
+    return Manifest.from_bytes(data, str(path))
 
 
 def read_header(file: FileReader) -> RankFile:

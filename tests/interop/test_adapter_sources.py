@@ -1,0 +1,260 @@
+"""Adapters in this package's own steps and in DCP folders as sources of another run: loaded, resumed and merged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from transformers import LlamaForCausalLM
+
+from converters import from_tables
+from tests.interop.test_lora_run import LoraRun, trained, write_base
+from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, SaveConfig, StateDictTransforms
+from titan_ckpt.errors import BaseMismatchError, LoadMismatchError
+from titan_ckpt.models.llama3 import Llama3, Llama3Config
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp in one process, as meant here
+EVERYWHERE = ["wq", "wk", "wv", "wo", "w1", "w2", "w3", "tok_embeddings"]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A tiny Llama that transformers wrote."""
+    return write_base(tmp_path / "base", seed=0)
+
+
+def write_dcp(run: LoraRun, folder: Path) -> Path:
+    """Save the adapter of a run with torch, as another program would."""
+    owned = {fqn: value for fqn, value in run.model.state_dict().items() if run.hooks.key_filter(fqn)}
+    dcp.save(owned, checkpoint_id=folder)
+    return folder
+
+
+def assert_continues(first: LoraRun, base: Path, adapter: Path, folder: Path) -> None:
+    """Fail unless a run over base and adapter starts where `first` ended, and resumes what it saves bit for bit."""
+    second = LoraRun.build(base, seed=9)
+    with second.manager(folder, [base, adapter]) as manager:
+        result = manager.load()
+        assert result.step == 0 and not result.report.initialised
+        assert torch.equal(second.logits(), first.logits())
+        for step in (1, 2):
+            second.step()
+            manager.save(step)
+        second.step()
+    third = LoraRun.build(base, seed=5)
+    with third.manager(folder, [base, adapter]) as manager:
+        assert manager.load().step == 2
+        third.step()
+    assert torch.equal(third.logits(), second.logits())
+
+
+def test_an_adapter_step_is_a_source_at_the_start_and_at_every_resume(tmp_path: Path, base: Path) -> None:
+    """The resume of such a run reads the base and its own step, and leaves the step that it started from alone."""
+    first = trained(tmp_path, base)
+    assert_continues(first, base, tmp_path / "run/checkpoints/step-4", tmp_path / "second")
+
+
+def test_an_adapter_in_a_dcp_folder_is_a_source_too(
+    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its names say that it is an adapter; that nothing says its alpha is warned of."""
+    first = trained(tmp_path, base)
+    assert_continues(first, base, write_dcp(first, tmp_path / "dcp"), tmp_path / "second")
+    assert "dcp does not say which rank, alpha and base its adapter has" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changed", "faults"),
+    [
+        ({"alpha": 16.0}, ["lora.alpha: 8.0 in the checkpoint, 16.0 in this run"]),
+        ({"rank": 2}, ["lora.rank: 4 in the checkpoint, 2 in this run"]),
+        ({"use_rslora": True}, ["lora.use_rslora: False in the checkpoint, True in this run"]),
+        ({"use_dora": True}, ["lora.use_dora: False in the checkpoint, True in this run"]),
+        ({"alpha_pattern": {"wq": 4.0}}, ["lora.alpha_pattern: {} in the checkpoint, {'wq': 4.0} in this run"]),
+        ({"target_modules": ["wq", "wk"]}, ["lora.target_modules: ['wq', 'wk', 'wv', 'w2'] in the checkpoint"]),
+        ({"target_modules": ["wq", "wk", "wv", "wo", "w2"], "rank": 8}, ["lora.rank", "lora.target_modules"]),
+    ],
+)
+def test_other_settings_than_the_steps_are_named(
+    changed: dict[str, Any], faults: list[str], tmp_path: Path, base: Path
+) -> None:
+    """Every setting that would change the adapter's result is listed, once, before anything is loaded."""
+    trained(tmp_path, base)
+    run = LoraRun.build(base, **changed)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    sources = [base, tmp_path / "run/checkpoints/step-4"]
+    with run.manager(tmp_path / "second", sources) as manager, pytest.raises(LoadMismatchError) as raised:
+        manager.load()
+    assert all(fault in str(raised.value) for fault in faults), raised.value
+    assert str(raised.value).count("in this run") == len(faults)
+    assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
+
+
+def test_settings_that_give_the_same_result_are_accepted(tmp_path: Path, base: Path) -> None:
+    """Targets and patterns in other words, the same scale by rsLoRA, and another dropout: the adapter is the same."""
+    first = trained(tmp_path, base)
+    second = LoraRun.build(
+        base,
+        target_modules=["layers.*.attention.w[qkv]", "feed_forward.w2"],
+        rank=9,
+        rank_pattern={"layers.*": 4},
+        alpha=4.0,
+        use_rslora=True,
+        dropout=0.5,
+    )
+    with second.manager(tmp_path / "second", [base, tmp_path / "run/checkpoints/step-4"]) as manager:
+        manager.load()
+    second.model.eval()
+    assert torch.equal(second.logits(), first.logits())
+
+
+def test_another_base_than_the_steps_is_named(tmp_path: Path, base: Path) -> None:
+    """An adapter step knows the weights it was trained on, as a source too, loaded or merged."""
+    trained(tmp_path, base)
+    other, adapter = write_base(tmp_path / "other", seed=1), tmp_path / "run/checkpoints/step-4"
+    run = LoraRun.build(base)
+    with run.manager(tmp_path / "a", [other, adapter]) as manager, pytest.raises(BaseMismatchError, match="step-4 was"):
+        manager.load()
+    with pytest.raises(BaseMismatchError, match="step-4 was trained on another base"):
+        merge_into(other, tmp_path / "b", adapter)
+
+
+def merge_into(base: Path, folder: Path, *adapters: Path) -> Llama3:
+    """Return a model without converters: the base with the adapters merged into it."""
+    model = Llama3(Llama3Config.from_hf(json.loads((base / "config.json").read_text())))
+    sources = (InitialLoadConfig(str(base)), *(InitialLoadConfig(str(path), merge=True) for path in adapters))
+    with CheckpointManager(
+        CheckpointConfig(initial_load=sources),
+        model_parts=[model],
+        sd_transforms=StateDictTransforms(model.key_map(), model.hf_config()),
+        base_folder=folder,
+    ) as manager:
+        manager.load()
+    return model
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {},
+        {"target_modules": EVERYWHERE, "rank_pattern": {"w2": 2}, "alpha_pattern": {"layers.0.*": 3.0}},
+        {"use_dora": True, "use_rslora": True},
+        {"modules_to_save": ["norm", "output"]},
+    ],
+)
+def test_a_merged_step_has_the_bits_of_the_merged_export(lora: dict[str, Any], tmp_path: Path, base: Path) -> None:
+    """`merge = true` of an adapter step gives the weights that its own run exports, in a run without converters."""
+    trained(tmp_path, base, **lora)
+    ours = merge_into(base, tmp_path / "merged", tmp_path / "run/checkpoints/step-4")
+    expected = Llama3(ours.config)
+    export = InitialLoadConfig(str(tmp_path / "run/exports/step-4"))
+    with CheckpointManager(
+        CheckpointConfig(initial_load=(export,)),
+        model_parts=[expected],
+        sd_transforms=StateDictTransforms(expected.key_map(), expected.hf_config()),
+        base_folder=tmp_path / "expected",
+    ) as manager:
+        manager.load()
+    assert all(torch.equal(value, expected.state_dict()[name]) for name, value in ours.state_dict().items())
+    unmerged = merge_into(base, tmp_path / "unmerged").state_dict()
+    assert not torch.equal(ours.state_dict()["layers.0.attention.wq.weight"], unmerged["layers.0.attention.wq.weight"])
+
+
+def test_adapters_of_a_chain_are_merged_in_their_order(tmp_path: Path, base: Path) -> None:
+    """The second adapter was trained over the first one's merge, and its record names that base."""
+    first = trained(tmp_path, base)
+    adapter = tmp_path / "run/checkpoints/step-4"
+    second = LoraRun.build(base, seed=3)
+    config = CheckpointConfig(
+        save=SaveConfig(interval=2),
+        initial_load=(InitialLoadConfig(str(base)), InitialLoadConfig(str(adapter), merge=True)),
+    )
+    with CheckpointManager(
+        config,
+        model_parts=[second.model],
+        optimizers=[second.optimizer],
+        sd_transforms=StateDictTransforms(second.model.key_map(), second.model.hf_config()),
+        model_converters=second.hooks,
+        base_folder=tmp_path / "second",
+    ) as manager:
+        manager.load()
+        torch.testing.assert_close(second.logits(), first.logits(), rtol=0, atol=1e-5)
+        second.step()
+        second.step()
+        manager.save(2, last_step=True)
+    chain = [adapter, tmp_path / "second/checkpoints/step-2"]
+    with torch.no_grad():
+        merged = merge_into(base, tmp_path / "merged", *chain)(torch.arange(18).view(2, 9))
+        torch.testing.assert_close(merged, second.model(torch.arange(18).view(2, 9)), rtol=0, atol=1e-5)
+    with pytest.raises(BaseMismatchError, match="step-2 was trained on another base"):
+        merge_into(base, tmp_path / "alone", chain[1])
+
+
+def test_a_whole_step_with_an_adapter_inside_is_exact_or_refused(tmp_path: Path, base: Path) -> None:
+    """With the same converters it is the model; with another alpha, without converters or merged it is refused."""
+    first = LoraRun.build(base)
+    save = SaveConfig(interval=1, include_base=True)
+    with first.manager(tmp_path / "run", [base], save=save) as manager:
+        manager.load()
+        first.step()
+        manager.save(1)
+    step = tmp_path / "run/checkpoints/step-1"
+    second = LoraRun.build(base, seed=4)
+    with second.manager(tmp_path / "second", [step]) as manager:
+        manager.load()
+    assert torch.equal(second.logits(), first.logits())
+    third = LoraRun.build(base, alpha=32.0)
+    with (
+        third.manager(tmp_path / "third", [step]) as manager,
+        pytest.raises(LoadMismatchError, match=r"lora\.alpha: 8"),
+    ):
+        manager.load()
+    plain = Llama3(first.model.config)
+    with (
+        CheckpointManager(
+            CheckpointConfig(initial_load=(InitialLoadConfig(str(step)),)),
+            model_parts=[plain],
+            base_folder=tmp_path / "plain",
+        ) as manager,
+        pytest.raises(LoadMismatchError, match=r"step-1 holds 16 tensors of converters \(lora\).*has no converters"),
+    ):
+        manager.load()
+    with pytest.raises(LoadMismatchError, match="step-1 is native and holds whole weights, and only an adapter"):
+        merge_into(base, tmp_path / "merged", step)
+
+
+def test_a_dcp_adapter_is_not_merged_by_a_guessed_alpha(tmp_path: Path, base: Path) -> None:
+    """The refusal says how the adapter can be merged; without LoRA in the run it is not loaded either."""
+    first = trained(tmp_path, base)
+    folder = write_dcp(first, tmp_path / "dcp")
+    with pytest.raises(LoadMismatchError, match=r"says no rank and no alpha.*merge the export"):
+        merge_into(base, tmp_path / "merged", folder)
+    hooks = from_tables([])
+    plain = Llama3(first.model.config)
+    sources = (InitialLoadConfig(str(base)), InitialLoadConfig(str(folder)))
+    with (
+        CheckpointManager(
+            CheckpointConfig(initial_load=sources),
+            model_parts=[plain],
+            sd_transforms=StateDictTransforms(plain.key_map(), plain.hf_config()),
+            model_converters=hooks,
+            base_folder=tmp_path / "plain",
+        ) as manager,
+        pytest.raises(LoadMismatchError, match="dcp is an adapter, and no converter of this run owns"),
+    ):
+        manager.load()
+
+
+def test_a_merged_step_is_the_model_that_transformers_opens(tmp_path: Path, base: Path) -> None:
+    """The merge of a step, and the folder that its run exported, in transformers: the same logits."""
+    run = trained(tmp_path, base)
+    exported: Any = LlamaForCausalLM.from_pretrained(tmp_path / "run/exports/step-4")
+    tokens = torch.arange(18).view(2, 9)
+    with torch.no_grad():
+        ours = merge_into(base, tmp_path / "merged", tmp_path / "run/checkpoints/step-4")(tokens)
+        assert (ours - exported.eval()(tokens).logits).abs().max() <= 1e-5
+        assert (ours - run.model(tokens)).abs().max() <= 1e-5

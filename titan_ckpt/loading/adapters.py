@@ -1,0 +1,163 @@
+"""Adapters in this package's own steps and in DCP folders: how they are recognised, and whether they fit the run.
+
+Owns the comparison of the converters that a manifest records with those of the run. peft.py reads PEFT's settings.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from titan_ckpt.components.files import model_tensors
+from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
+from titan_ckpt.disk import posix
+from titan_ckpt.errors import LoadMismatchError, listed
+from titan_ckpt.formats.open import open_reader
+from titan_ckpt.loading.plan import LoadSource
+from titan_ckpt.types import Format
+from titan_ckpt.weights import lora_names
+from titan_ckpt.weights.identity import Description, differences
+from titan_ckpt.weights.lora_names import LoRARecord, lora_tensor
+from titan_ckpt.weights.wrapper import ModelWrapper
+
+logger = logging.getLogger(__name__)
+_LISTED = 12
+_OF_RESULT = ("rank", "alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+"""LoRA's settings that decide what its tensors compute; the others decide how they are trained."""
+_OF_SITES = ("target_modules", "modules_to_save")
+_NEXT_STEP = "Give the [[converters]] table the settings that the step was trained with, or take another step"
+
+
+def manifest_of(path: Path) -> Manifest | None:
+    """Return the manifest of a native step; None in a folder without one. Raises: CorruptCheckpointError; OSError."""
+    file = path / MANIFEST_NAME
+    return Manifest.from_bytes(posix.read_whole(file, MAX_BYTES), str(file)) if file.exists() else None
+
+
+def is_adapter(path: Path, format_: Format, model: ModelWrapper) -> bool:
+    """Return whether a source holds the tensors of converters and none of the base.
+
+    A manifest says it. A DCP folder says nothing, so it is an adapter if a converter of the run owns all its weights
+    or LoRA would have named them so. Raises: CorruptCheckpointError; OSError.
+    """
+    if format_ in ("hf", "peft"):
+        return format_ == "peft"
+    if format_ == "native" and (manifest := manifest_of(path)) is not None:
+        return manifest.kind == "adapter"
+    with open_reader(path, format_) as reader:
+        _, names = model_tensors(reader.tensors, format_)
+    return bool(names) and all(model.owns(name) or lora_tensor(name) for name in names)
+
+
+def lora_record(path: Path) -> LoRARecord:
+    """Return the settings of the LoRA tensors in a step. Raises: LoadMismatchError if no manifest says them."""
+    manifest = manifest_of(path)
+    descriptions = _by_kind([] if manifest is None else manifest.converters)
+    if lora_names.KIND not in descriptions:
+        raise LoadMismatchError(
+            f"{path}: its manifest describes no LoRA converter, so nothing says the scale of its tensors. Export the "
+            'adapter in the run that trained it (format = "peft"), and take that'
+        )
+    return _record(descriptions[lora_names.KIND], str(path))
+
+
+def check_mergeable(path: Path, format_: Format) -> None:
+    """Check that a source to be merged is an adapter that says its scale. Raises: LoadMismatchError."""
+    if format_ == "peft" or (format_ == "native" and (manifest := manifest_of(path)) and manifest.kind == "adapter"):
+        return
+    if format_ == "dcp":
+        raise LoadMismatchError(
+            f"{path} is a DCP folder, which says no rank and no alpha, so it cannot be merged: load it into a run with "
+            'the [[converters]] it was trained with, export that (format = "peft"), and merge the export'
+        )
+    raise LoadMismatchError(
+        f"{path} is {format_} and holds whole weights, and only an adapter can be merged: see `merge`"
+    )
+
+
+def check_fits(source: LoadSource, names: Collection[str], wanted: Collection[str], model: ModelWrapper) -> None:
+    """Check that the converters' tensors in a native or DCP source mean in this run what they meant in their own.
+
+    `names`: the model's tensors in the source; `wanted`: those that it should fill. A scale shows in no shape, so the
+    settings are compared.
+    Raises: LoadMismatchError listing every difference that changes the result.
+    """
+    path, format_ = source.path, source.format
+    manifest = manifest_of(path) if format_ == "native" else None
+    if manifest is not None and manifest.kind == "external":
+        raise LoadMismatchError(f"{path} holds no model weights: its run took them from outside. Name another source")
+    owned = [name for name in names if model.owns(name) or lora_tensor(name)]
+    if not owned:
+        return
+    running = [] if model.hooks is None else model.hooks.describe()
+    if not any(map(model.owns, owned)):
+        saved = [] if manifest is None else manifest.converters
+        made_by = ", ".join(_by_kind(saved)) or lora_names.KIND
+        raise LoadMismatchError(
+            f"{path} holds {len(owned)} tensors of converters ({made_by}), such as {owned[0]}, and this run has "
+            f"{', '.join(_by_kind(running)) or 'no converters'}: add the [[converters]] it was trained with, or start "
+            "from the export of its run, in which they are merged"
+        )
+    if manifest is None:
+        logger.warning(
+            "load: %s does not say which rank, alpha and base its adapter has; the [[converters]] of this run count",
+            path,
+        )
+        return
+    strangers = [name for name in owned if not model.owns(name)]
+    lacking = [name for name in wanted if source.adapter and name not in names]
+    settings = _OF_RESULT + (_OF_SITES if strangers or lacking else ())
+    if problems := list(_misfits(path, manifest.converters, running, owned, settings)):
+        raise LoadMismatchError(
+            f"{path}: its adapter would compute something else with the converters of this run; nothing was loaded\n  "
+            + listed(problems, "\n  ", most=_LISTED)
+            + f"\n  {_NEXT_STEP}"
+        )
+
+
+def _misfits(
+    path: Path,
+    saved: Sequence[Description],
+    running: Sequence[Description],
+    owned: Sequence[str],
+    settings: Collection[str],
+) -> Iterator[str]:
+    """Yield the differences between two sets of converters that change what the `owned` tensors compute."""
+    before, now = _by_kind(saved), _by_kind(running)
+    parts = [part for name in owned if (part := lora_tensor(name)) is not None]
+    if parts:
+        if lora_names.KIND not in before or lora_names.KIND not in now:
+            yield from differences(saved, running)
+            return
+        records = [_record(description[lora_names.KIND], str(path)) for description in (before, now)]
+        sites = {part.site for part in parts if part.role == lora_names.A}
+        same = all(_effect(records[0], site) == _effect(records[1], site) for site in sites)
+        if not same or settings != _OF_RESULT:
+            yield from differences(*([_only(of[lora_names.KIND], settings)] for of in (before, now)))
+    others = [[d for d in of if d["kind"] != lora_names.KIND] for of in (saved, running)]
+    if lines := differences(*others):
+        if len(parts) < len(owned):
+            yield from lines
+        else:  # these converters own no tensor of the source, so its values mean the same without them
+            logger.warning("load: %s was trained with other converters than this run has: %s", path, "; ".join(lines))
+
+
+def _effect(record: LoRARecord, site: str) -> tuple[int, float, bool]:
+    return record.rank_of(site), record.scaling_of(site), record.use_dora
+
+
+def _record(description: Description, where: str) -> LoRARecord:
+    try:
+        return LoRARecord.of(description)
+    except ValueError as error:
+        raise LoadMismatchError(f"{where}: the record of its LoRA converter cannot be read: {error}") from None
+
+
+def _only(description: Description, names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in description.items() if name in ("kind", *names)}
+
+
+def _by_kind(descriptions: Sequence[Description]) -> Mapping[str, Description]:
+    return {description["kind"]: description for description in descriptions}

@@ -103,10 +103,8 @@ class PeftAdapter:
         problems = []
         if found.get("peft_type", "LORA") != "LORA":
             return [f"peft_type is {found['peft_type']!r}, and this converter is LoRA"]
-        expected = {"use_dora": self.config.use_dora, "fan_in_fan_out": False, "bias": "none", "lora_bias": False}
-        for name, value in expected.items():
-            if found.get(name, "none" if name == "bias" else False) != value:
-                problems.append(f"{name} is {found[name]!r}, expected {value!r}")
+        if (dora := bool(found.get("use_dora"))) != self.config.use_dora:
+            problems.append(f"use_dora is {dora}, expected {self.config.use_dora}")
         numbers = ModuleNumbers(found)
         try:
             for target, key in ((t, key) for t in targets_of(self.adapted.values(), base) for key in t.modules):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ import torch.distributed.checkpoint as dcp
 from transformers import LlamaForCausalLM
 
 from converters import from_tables
+from tests.interop.test_lora_peft import FusedLlama, randomise
 from tests.interop.test_lora_run import LoraRun, trained, write_base
 from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, SaveConfig, StateDictTransforms
 from titan_ckpt.errors import BaseMismatchError, LoadMismatchError
+from titan_ckpt.geometry.chunks import Chunk, blocks_of
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
+from titan_ckpt.models.qwen3_moe import FLAVORS, Qwen3Moe
+from titan_ckpt.weights.wrapper import ModelWrapper
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp in one process, as meant here
 EVERYWHERE = ["wq", "wk", "wv", "wo", "w1", "w2", "w3", "tok_embeddings"]
@@ -162,6 +167,48 @@ def test_a_merged_step_has_the_bits_of_the_merged_export(lora: dict[str, Any], t
     assert all(torch.equal(value, expected.state_dict()[name]) for name, value in ours.state_dict().items())
     unmerged = merge_into(base, tmp_path / "unmerged").state_dict()
     assert not torch.equal(ours.state_dict()["layers.0.attention.wq.weight"], unmerged["layers.0.attention.wq.weight"])
+
+
+@pytest.mark.parametrize("form", ["fused", "stacks"])
+def test_fused_weights_and_stacked_experts_are_merged_too(form: str, tmp_path: Path) -> None:
+    """A step keeps them as the model has them; merged they have the bits of the run's own merged weights."""
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        made = FusedLlama() if form == "fused" else Qwen3Moe(replace(FLAVORS["debug-1m"], num_layers=2))
+        for parameter in made.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+        return made
+
+    targets = ["w13"] if form == "fused" else ["wq", "experts.w1", "experts.w2"]
+    first, folder = model(), tmp_path / "run"
+    hooks = from_tables([{"kind": "lora", "rank": 4, "target_modules": targets, "use_dora": form == "fused"}])
+    with manager_of(model(), tmp_path / "origin") as manager:
+        manager.save(1)
+    origin = InitialLoadConfig(str(tmp_path / "origin/checkpoints/step-1"))
+    hooks.convert(first)
+    with manager_of(first, folder, origin, hooks=hooks) as manager:
+        manager.load()
+        randomise(first, hooks)
+        manager.save(1)
+    merged = model()
+    adapter = InitialLoadConfig(str(folder / "checkpoints/step-1"), merge=True)
+    with manager_of(merged, tmp_path / "merged", origin, adapter) as manager:
+        manager.load()
+    expected = ModelWrapper([first], hooks).state_dict("export")
+    for name, value in merged.state_dict().items():
+        for block in blocks_of(expected[name]):
+            assert torch.equal(value[block.chunk.within(Chunk.whole(value.shape))], block.data), name
+
+
+def manager_of(model: Any, folder: Path, *sources: InitialLoadConfig, hooks: Any = None) -> CheckpointManager:
+    return CheckpointManager(
+        CheckpointConfig(initial_load=sources, save=SaveConfig(interval=1)),
+        model_parts=[model],
+        sd_transforms=StateDictTransforms(model.key_map(), model.hf_config()),
+        model_converters=hooks,
+        base_folder=folder,
+    )
 
 
 def test_adapters_of_a_chain_are_merged_in_their_order(tmp_path: Path, base: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from titan_ckpt.components.files import MODEL
 from titan_ckpt.errors import KeyMapError, LoadMismatchError
-from titan_ckpt.formats.huggingface.peft import MAGNITUDE, PAIRS, PREFIX, scaling_of
+from titan_ckpt.formats.huggingface.peft import MAGNITUDE, PAIRS, PREFIX, ModuleNumbers
 from titan_ckpt.formats.huggingface.peft_fields import targets_parameter
 from titan_ckpt.geometry.chunks import Shape, info_of
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, Split, Transpose
@@ -70,6 +70,7 @@ def find_pairs(reader: TensorReader, base: StateDict, key_map: KeyMap, modules: 
 
 def _of_peft(reader: TensorReader, base: StateDict, key_map: KeyMap, modules: Mapping[str, nn.Module]) -> Contents:
     contents, config = Contents(), reader.metadata()
+    numbers = ModuleNumbers(config)
     for key in reader.tensors:
         suffix = next((s for s in PAIRS if key.endswith(s)), None)
         if suffix is None and key.endswith((*PAIRS.values(), MAGNITUDE)):
@@ -85,7 +86,7 @@ def _of_peft(reader: TensorReader, base: StateDict, key_map: KeyMap, modules: Ma
             transposed = suffix.endswith("_embedding_A") or (not by_parameter and _is_stored_transposed(place, modules))
             magnitude = f"{PREFIX}{module}{MAGNITUDE}" if config.get("use_dora") else None
             partner = f"{PREFIX}{module}{PAIRS[suffix]}"
-            contents.pairs.append(Pair(key, partner, scaling_of(module, config), place, transposed, magnitude))
+            contents.pairs.append(Pair(key, partner, numbers.scaling(module), place, transposed, magnitude))
     return contents
 
 

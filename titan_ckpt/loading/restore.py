@@ -151,7 +151,7 @@ class Restorer:
         self._merge(prepared.merges)
 
     def _merge(self, merges: Sequence[AdapterMerge]) -> None:
-        """Merge adapters in order. Each may record the base as loaded, or as the adapters before it left it. Collective.
+        """Merge adapters in order. Each may record the base as loaded, or as those before it left it. Collective.
 
         Raises: BaseMismatchError before an adapter that records another base is merged.
         """

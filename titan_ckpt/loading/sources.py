@@ -23,6 +23,7 @@ from titan_ckpt.formats.open import open_reader
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
 from titan_ckpt.loading.adapters import check_fits, check_mergeable
+from titan_ckpt.loading.bases import check_named_base
 from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
 from titan_ckpt.loading.plan import LoadSource
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
@@ -130,6 +131,10 @@ def prepare_load(
                 reader = stack.enter_context(open_reader(source.path, source.format))
                 prepare = _plan_merge if source.merge else _plan
                 opened.append(prepare(source, reader, wanted, wrapper, transforms))
+            base = next((source for source in sources if not (source.adapter or source.merge)), None)
+            for o in opened:
+                if o.source.format == "peft":
+                    check_named_base(o.source.path, o.reader.metadata(), base)
         except Exception as e:
             error = e
         unexpected = coordinator.gather("load-plan", [list(o.plan.report.unexpected) for o in opened], error)

@@ -21,7 +21,7 @@ from converters.lora.merge import Form
 from converters.qat.converter import quantised_forward
 from titan_ckpt.errors import KeyMapError
 from titan_ckpt.geometry.keymap import KeyMap, Split
-from titan_ckpt.weights.lora_names import matches
+from titan_ckpt.weights.lora_names import is_conv1d, matches
 from titan_ckpt.weights.wrapper import clean_fqn
 
 _OUT = "leave it out of target_modules"
@@ -104,11 +104,6 @@ def find_sites(model: nn.Module) -> dict[str, Site]:
             stacks = [n for n, p in module.named_parameters(recurse=False) if p.dim() == 3]
             sites |= {f"{fqn}.{n}": Site(f"{fqn}.{n}", "stack", module, n) for n in stacks}
     return sites
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Return whether this is GPT-2's linear module, whose weight is (in_features, out_features)."""
-    return any((c.__module__, c.__name__) == ("transformers.pytorch_utils", "Conv1D") for c in type(module).__mro__)
 
 
 def leaf_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -111,7 +111,7 @@ def _of_step(reader: TensorReader, base: StateDict, key_map: KeyMap, modules: Ma
         if lost := {b, magnitude or b} - reader.tensors.keys():
             raise LoadMismatchError(f"{reader.path}: {key} has no {', '.join(lost)}. Take another step")
         module = modules.get(part.site)
-        transposed = isinstance(module, nn.Embedding) or _is_conv1d(module)
+        transposed = isinstance(module, nn.Embedding) or lora_names.is_conv1d(module)
         rows = _rows(part.weight, reader.tensors[key].shape, reader.tensors[b].shape, key_map)
         contents.pairs.append(Pair(key, b, record.scaling_of(part.site), place, transposed, magnitude, rows))
     return contents
@@ -132,14 +132,7 @@ def _is_stored_transposed(place: Place, modules: Mapping[str, nn.Module]) -> boo
     Its module is a Conv1D if the model's own is one, or if the table transposes the weight of a linear module.
     """
     module = modules.get(place.group.fqns[0].rpartition(".")[0])
-    return _is_conv1d(module) != isinstance(place.group.op, Transpose)
-
-
-def _is_conv1d(module: nn.Module | None) -> bool:
-    """Return whether a module is GPT-2's, or a sharded form of it. It is found by name: transformers is optional."""
-    return any(
-        kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils" for kind in type(module).mro()
-    )
+    return lora_names.is_conv1d(module) != isinstance(place.group.op, Transpose)
 
 
 def _rows(weight: str, a: Shape, b: Shape, key_map: KeyMap) -> tuple[int, ...]:

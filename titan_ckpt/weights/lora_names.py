@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Self, TypeVar
 
+from torch import nn
+
 KIND = "lora"
 """`kind` of the converter in a manifest."""
 A, B, MAGNITUDE, COPY = "lora_a", "lora_b", "lora_magnitude", "trained"
@@ -53,6 +55,14 @@ def lora_name(role: str, site: str, *, stack: bool) -> str:
         return f"{site}.{role}.weight"
     module, _, parameter = site.rpartition(".")
     return f"{module}.lora_{parameter}.{role}"
+
+
+def is_conv1d(module: nn.Module | None) -> bool:
+    """Return whether this is GPT-2's linear module, or a sharded form of it, whose weight is (in, out).
+
+    It is found by name, because transformers is optional.
+    """
+    return any((c.__module__, c.__name__) == ("transformers.pytorch_utils", "Conv1D") for c in type(module).__mro__)
 
 
 def matches(fqn: str, target: str) -> bool:

@@ -65,8 +65,7 @@ def test_all_lookups_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(foreign_pattern, "MAX_STEPS", 1_000)
     patterns = ForeignPatterns(dict.fromkeys(map(str, range(30)), 1.0))
     with pytest.raises(ValueError, match="take more than 1000 steps"):
-        for i in range(40):
-            patterns.first(f"layer.{i}.x")
+        [patterns.first(f"layer.{i}.x") for i in range(40)]
 
 
 @pytest.mark.parametrize(

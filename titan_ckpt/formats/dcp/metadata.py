@@ -1,74 +1,53 @@
 """Reading the metadata file of the torch.distributed.checkpoint format as data: nothing in it is trusted.
 
-Owns the unpickler, which knows a dozen harmless types, and the check of every field. Reads no tensors.
+Owns the check of every field; unpickle.py makes the objects. Reads no tensors.
 Source: torch/distributed/checkpoint/metadata.py.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
+from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.formats.dcp.unpickle import unpickle
+from titan_ckpt.gc_paused import gc_paused
 
 METADATA = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
-_MODULES = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "MetadataIndex",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch": {"Size", "device"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-    "pathlib._local": {"PosixPath", "PurePosixPath"},
-}
 
 
-class _SafeUnpickler(pickle._Unpickler):  # noqa: SLF001 - the only name it has
-    """Finds harmless names only. It is the Python class: the C one allocates what a file claims, up to 64 GiB."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _MODULES.get(module, ()):
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(value := getattr(torch, name, None), (torch.dtype, torch.layout)):
-            return value
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no DCP metadata needs")
-
-
+@gc_paused()
 def read_metadata(path: Path) -> Metadata:
     """Return a folder's metadata with every field checked. Nothing in the file is executed.
 
     Raises: OSError; CorruptCheckpointError for anything that is no valid metadata.
     """
+    data = posix.read_whole(path, _MAX_METADATA_BYTES)
     try:
-        data = posix.read_whole(path, _MAX_METADATA_BYTES)
-        metadata = _SafeUnpickler(io.BytesIO(data)).load()
+        metadata = unpickle(data)
         if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+            raise UnpicklingError(f"it holds a {type(metadata).__name__}")
         _check_types(metadata)
-    except Exception as error:  # a pickle can fail in any way
-        if isinstance(error, OSError):
-            raise
-        cause = error if isinstance(error, pickle.UnpicklingError) else repr(error)
+    except (UnpicklingError, ValueError, OverflowError) as error:
         raise CorruptCheckpointError(
-            f"{path} is not the metadata of a DCP checkpoint, and may be hostile: {cause}. Nothing was executed",
+            f"{path} is not the metadata of a DCP checkpoint, and may be hostile: {error}. Nothing was executed. "
+            "Take another checkpoint",
             str(path),
         ) from error
     return metadata
@@ -82,28 +61,52 @@ def storage_table(metadata: Metadata) -> dict[Any, Any]:
 
 def _check_types(metadata: Metadata) -> None:
     """Check the types and values of all fields before anything uses them. Raises: UnpicklingError."""
-    for index, info in storage_table(metadata).items():
-        if not isinstance(info, _StorageInfo) or type(index) is not MetadataIndex or type(index.fqn) is not str:
-            raise pickle.UnpicklingError("its storage table is malformed")
-        sizes = (info.offset, info.length, *(() if index.offset is None else index.offset))
-        if not all(type(n) is int and n >= 0 for n in sizes) or type(info.relative_path) is not str:
-            raise pickle.UnpicklingError(f"the place of {index.fqn} is malformed")
-    for name, entry in metadata.state_dict_metadata.items():
+    entries, places = (vars(metadata).get(name) for name in ("state_dict_metadata", "storage_data"))
+    if not isinstance(entries, dict) or not isinstance(places, dict | None):
+        raise UnpicklingError("its tables of names and places are malformed")
+    for index, info in (places or {}).items():
+        _check_place(index, info)
+    for name, entry in entries.items():
         if type(name) is not str:
-            raise pickle.UnpicklingError("a name is malformed")
-        if isinstance(entry, TensorStorageMetadata):
-            _check_tensor(name, entry)
+            raise UnpicklingError("a name is malformed")
+        if type(entry) is TensorStorageMetadata:
+            _check_tensor(name, vars(entry))
+        elif type(entry) is not BytesStorageMetadata:
+            raise UnpicklingError(f"the entry of {name!r:.200} is malformed")
 
 
-def _check_tensor(name: str, entry: TensorStorageMetadata) -> None:
-    shape: tuple[Any, ...] = tuple(entry.size)  # unpickled: its types are what is checked here
-    dtype: Any = entry.properties.dtype
-    if not isinstance(dtype, torch.dtype) or not all(type(n) is int and n >= 0 for n in shape):
-        raise pickle.UnpicklingError(f"the shape or dtype of {name} is malformed")
-    for chunk in entry.chunks:
-        box = list(zip(shape, chunk.offsets, chunk.sizes, strict=True))
-        if not all(type(o) is int and type(n) is int and o >= 0 and n >= 0 and o + n <= size for size, o, n in box):
-            raise pickle.UnpicklingError(f"a chunk of {name} is not inside its shape")
-    filled = [tuple(chunk.offsets) for chunk in entry.chunks if math.prod(chunk.sizes)]
-    if len(set(filled)) != len(filled):
-        raise pickle.UnpicklingError(f"two chunks of {name} begin at the same place")
+def _check_place(index: Any, info: Any) -> None:
+    if type(info) is not _StorageInfo or type(index) is not MetadataIndex:
+        raise UnpicklingError("its table of places is malformed")
+    name, offset = vars(index).get("fqn"), vars(index).get("offset")
+    place = vars(info)
+    transforms = place.get("transform_descriptors")
+    sizes = (place.get("offset"), place.get("length"), *(offset or ()))
+    if (
+        not all(type(n) is int and n >= 0 for n in sizes)
+        or type(place.get("relative_path")) is not str
+        or not (transforms is None or (type(transforms) in (list, tuple) and all(type(t) is str for t in transforms)))
+    ):
+        raise UnpicklingError(f"the place of {name!r:.200} is malformed")
+
+
+def _check_tensor(name: str, entry: Mapping[str, Any]) -> None:
+    shape, properties, chunks = entry.get("size"), entry.get("properties"), entry.get("chunks")
+    dtype = vars(properties).get("dtype") if type(properties) is TensorProperties else None
+    if not isinstance(dtype, torch.dtype) or type(shape) is not torch.Size or any(n < 0 for n in shape):
+        raise UnpicklingError(f"the shape or dtype of {name!r:.200} is malformed")
+    if type(chunks) is not list or not all(type(chunk) is ChunkStorageMetadata for chunk in chunks):
+        raise UnpicklingError(f"the chunks of {name!r:.200} are malformed")
+    filled: set[torch.Size] = set()
+    for chunk in chunks:
+        offsets: Any = vars(chunk).get("offsets")
+        sizes: Any = vars(chunk).get("sizes")
+        comparable = type(offsets) is type(sizes) is torch.Size and len(offsets) == len(sizes) == len(shape)
+        if not comparable or not all(
+            o >= 0 and n >= 0 and o + n <= size for size, o, n in zip(shape, offsets, sizes, strict=True)
+        ):
+            raise UnpicklingError(f"a chunk of {name!r:.200} is not inside its shape")
+        if math.prod(sizes):
+            if offsets in filled:
+                raise UnpicklingError(f"two chunks of {name!r:.200} begin at the same place")
+            filled.add(offsets)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import save_file
 
+from titan_ckpt import CheckpointConfig, CheckpointManager
 from titan_ckpt.cli.main import main
+from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.formats.open import open_reader
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "native-1"
 
 MODULE = "base_model.model." + "a" * 40 + "!"
 
@@ -58,3 +67,83 @@ def test_the_name_of_a_tensor_is_shown_and_not_interpreted(
     assert main(["inspect", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert name.replace("\x1b", "\\x1b") in shown
+
+
+def resealed(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Change a step's manifest and seal it again, as anybody can who knows docs/format.md."""
+    path = folder / "MANIFEST.json"
+    manifest = json.loads(path.read_text())
+    del manifest["digest"]
+    for file in manifest["files"]:
+        data = (folder / file["name"]).read_bytes()
+        if file["name"].endswith(".json"):
+            file |= {"num_bytes": len(data), "digest": xxhash.xxh3_128_hexdigest(data)}
+    change(manifest)
+    body = json.dumps(manifest)[:-1].encode()
+    path.write_bytes(body + f',\n"digest": "{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode())
+    return folder
+
+
+def without_rank_1(manifest: dict[str, Any]) -> None:
+    manifest["files"] = [file for file in manifest["files"] if "00001" not in file["name"]]
+
+
+def alone(manifest: dict[str, Any]) -> None:
+    without_rank_1(manifest)
+    manifest["world_size"] = 1
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (lambda m: m.update(world_size=3), "world_size is 3, and files lacks rank-00002.safetensors"),
+        (lambda m: m.update(world_size=1), "world_size is 1, and files lists rank-00001.safetensors"),
+        (without_rank_1, "world_size is 2, and files lacks rank-00001.safetensors"),
+        (lambda m: m["files"].pop(), "world_size is 2, and files lacks rank-00001.json"),
+        (alone, "rank-00000.safetensors: is of a checkpoint of 2 ranks, and the manifest lists the files of 1. "),
+        (lambda m: m["components"].append("scaler"), "this version knows no scaler; it restores model, optimizer"),
+    ],
+)
+def test_a_step_of_other_ranks_or_with_an_unknown_component_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], cause: str
+) -> None:
+    """Each is one error of the manifest or of the file, before a tensor is read."""
+    folder = Path(shutil.copytree(GOLDEN / "two-ranks/checkpoints/step-2", tmp_path / "step-2"))
+    with pytest.raises(CorruptCheckpointError, match=cause) as caught:
+        open_reader(resealed(folder, change))
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "cause"),
+    [
+        (
+            "state.json",
+            '"step": 2,',
+            '"step": 2, "scaler": {},',
+            "'scaler' is none of lr_scheduler, model, optimizer, ",
+        ),
+        ("state.json", '"step": 2,', '"step": 3,', "step is 3, and the manifest says 2"),
+        ("state.json", '"step": 2,', "", "step is None, and the manifest says 2"),
+        ("state.json", '"step": 2,', '"step": 2, "step": 2,', "a key is there twice: 'step'"),
+        ("state.json", '"tokens": 14', '"tokens": NaN', "NaN is not JSON"),
+        ("rank-00000.json", '"layout"', '"amplifier": 1, "layout"', "'amplifier' is none of data_parallel, dataloader"),
+    ],
+)
+def test_a_state_file_with_what_no_run_writes_is_refused(
+    tmp_path: Path, name: str, old: str, new: str, cause: str
+) -> None:
+    """What this version would leave out of a resume without a word is named, under digests that hold."""
+    folder = Path(shutil.copytree(GOLDEN / "external/checkpoints", tmp_path / "checkpoints")) / "step-2"
+    text = (folder / name).read_text()
+    assert old in text
+    (folder / name).write_text(text.replace(old, new, 1))
+    resealed(folder, lambda manifest: None)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    config = CheckpointConfig(components=("rng", "states"))
+    manager = CheckpointManager(
+        config, model_parts=[model], base_folder=tmp_path, external_weights=lambda event: event.fill(model.state_dict())
+    )
+    with manager, pytest.raises(CorruptCheckpointError, match=cause) as caught:
+        manager.load()
+    assert str(folder / name) in str(caught.value)

@@ -231,6 +231,10 @@ WRONG: tuple[tuple[str, Sequence[Any], Any], ...] = (
     ("elsewhere-dtype", (*ELSEWHERE, "other", 0), "float33"),
     ("elsewhere-shape", (*ELSEWHERE, "other", 1), [-1]),
     ("elsewhere-no-object", ELSEWHERE, "[]"),
+    ("elsewhere-and-here", ELSEWHERE, '{"a": ["float32", [2, 3]]}'),
+    ("elsewhere-twice", ELSEWHERE, '{"other": ["float32", [1]], "other": ["float32", [2]]}'),
+    ("a-name-twice", FQNS, '{"c": "e", "c": "f"}'),
+    ("shape-no-number", KINDS, '[[[NaN, 3], [2, 0]], [[5], [0], "complex128"]]'),
 )
 """Each breaks one rule of docs/format-rank-file.md."""
 
@@ -242,6 +246,21 @@ def test_every_rule_of_a_header_is_checked(tmp_path: Path, way: Sequence[Any], v
     put(header, way, value)
     raw = sealed(canonical(header))
     with pytest.raises(CorruptCheckpointError, match="its header cannot be read"):
+        parse_header(raw, len(raw) + len(data), FILE)
+
+
+@pytest.mark.parametrize("name", ["a", "__metadata__", "shape"])
+def test_a_key_that_is_there_twice_is_named(tmp_path: Path, name: str) -> None:
+    """Readers of JSON take the first, or the last, and would read different tensors from one file."""
+    header, data = sample(tmp_path)
+    text = canonical(header)
+    doubled = {
+        "a": text[:-1] + b',"a":' + canonical(header["a"]) + b"}",
+        "__metadata__": text[:-1] + b',"__metadata__":' + canonical(header["__metadata__"]) + b"}",
+        "shape": text.replace(b'"shape":[2,3]', b'"shape":[3,2],"shape":[2,3]'),
+    }
+    raw = sealed(doubled[name])
+    with pytest.raises(CorruptCheckpointError, match=f"a key is there twice: '{name}'"):
         parse_header(raw, len(raw) + len(data), FILE)
 
 

@@ -15,8 +15,9 @@ from typing import Any, Literal, NoReturn, cast, get_args
 
 import xxhash
 
+from titan_ckpt.config import Component
 from titan_ckpt.encoding.strict_json import Json, as_int, as_list, as_str, parse, to_text
-from titan_ckpt.errors import CorruptCheckpointError, StateEncodingError
+from titan_ckpt.errors import CorruptCheckpointError, StateEncodingError, listed
 
 MANIFEST_NAME = "MANIFEST.json"
 MAX_BYTES = 32 * 2**20
@@ -27,6 +28,7 @@ _FORMAT = "titan_ckpt"
 _MAX_METRICS = 1_000
 _MAX_ENTRIES = 100_000
 _MAX_TEXT = 1_000_000
+_RANK_FILE = re.compile(r"rank-(\d{5,})\.(safetensors|json)")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _SEAL = re.compile(rb',\n"digest": "([0-9a-f]{32})"\n\}\n\Z')
@@ -136,7 +138,22 @@ def _validate(document: Json) -> Manifest:
     manifest = Manifest(**values)
     if (manifest.kind == "external") is ("model" in manifest.components):
         raise ValueError(f"kind {manifest.kind!r} with components {', '.join(manifest.components)}")
+    _check_ranks(manifest)
     return manifest
+
+
+def _check_ranks(manifest: Manifest) -> None:
+    """Raise ValueError unless there is one tensor file, and one state file, of each rank, or none of any."""
+    ranks: dict[str, set[int]] = {}
+    for match in filter(None, (_RANK_FILE.fullmatch(record.name) for record in manifest.files)):
+        ranks.setdefault(match[2], set()).add(int(match[1]))
+    for kind, numbers in ranks.items():
+        if numbers != set(range(manifest.world_size)):
+            missing = [f"rank-{rank:05d}.{kind}" for rank in range(manifest.world_size) if rank not in numbers]
+            foreign = [f"rank-{rank:05d}.{kind}" for rank in sorted(numbers) if rank >= manifest.world_size]
+            faults = [f"lacks {listed(missing, ', ', ' ')}"] if missing else []
+            faults += [f"lists {listed(foreign, ', ', ' ')}"] if foreign else []
+            raise ValueError(f"world_size is {manifest.world_size}, and files {' and '.join(faults)}")
 
 
 def _natural(least: int, most: int) -> Callable[[Json], int]:
@@ -180,6 +197,11 @@ def _components(value: Json) -> tuple[str, ...]:
     names = tuple(as_str(name) for name in as_list(value))
     if len(set(names)) != len(names) or not all(0 < len(name) <= 200 for name in names):
         raise ValueError("expected names, each once")
+    if unknown := [name for name in names if name not in get_args(Component)]:
+        raise ValueError(
+            f"this version knows no {', '.join(unknown):.200}; it restores {', '.join(get_args(Component))}: take the "
+            "titan_ckpt version that wrote it"
+        )
     return names
 
 

@@ -27,14 +27,19 @@ def parse(data: bytes, max_bytes: int, source: str) -> Json:
     if len(data) > max_bytes:
         raise CorruptCheckpointError(f"{source}: {len(data)} bytes, at most {max_bytes} are allowed", source)
     try:
-        parsed: Json = json.loads(
-            data.decode("utf-8"),
-            object_pairs_hook=_object_without_duplicates,
-            parse_constant=_refuse_constant,
-            parse_float=_finite_float,
-        )
+        return loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{source}: not the JSON that was written: {error}", source) from None
+
+
+def loads(text: str) -> Json:
+    """Parse strict JSON, as `parse` does, of any size. Raises: ValueError; RecursionError."""
+    parsed: Json = json.loads(
+        text,
+        object_pairs_hook=_object_without_duplicates,
+        parse_constant=_refuse_constant,
+        parse_float=_finite_float,
+    )
     return parsed
 
 
@@ -88,7 +93,9 @@ def to_text(value: Json) -> str:
 def _object_without_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise ValueError("a key is there twice")
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"a key is there twice: {twice!r:.200}")
     return made
 
 

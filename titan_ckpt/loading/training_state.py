@@ -30,6 +30,9 @@ from titan_ckpt.types import StateDict
 _TYPES: dict[str, type] = {
     "step": int, "model": dict, "optimizer": list, "lr_scheduler": list, "states": dict, "rng": dict,
 }  # fmt: skip
+_OF_RUN = frozenset({"step", "model", "optimizer", "lr_scheduler", "states"})
+_OF_RANK = frozenset({"layout", "rng", "data_parallel", "dataloader", "lr_scheduler", "states"})
+"""The parts of a state file: those of the run, and those of a rank."""
 _GENERATORS = frozenset({"python", "numpy", "torch"})
 
 
@@ -165,7 +168,7 @@ def _read_state(path: Path, name: str, manifest: Manifest) -> dict[str, Any]:
             f"{path / name}: its bytes are not those that were committed. Take another checkpoint", str(path / name)
         )
     state = typed_json.loads(data, str(path / name))
-    if wrong := _misshapen(state):
+    if wrong := _misshapen(state, _OF_RUN if name == RUN_STATE else _OF_RANK, manifest.step):
         raise CorruptCheckpointError(
             f"{path / name}: not the state of a run: {', '.join(wrong)}. Take another checkpoint", str(path / name)
         )
@@ -173,10 +176,11 @@ def _read_state(path: Path, name: str, manifest: Manifest) -> dict[str, Any]:
     return state
 
 
-def _misshapen(state: Any) -> list[str]:
-    """Return the parts of a state file whose type no run writes: a file by another program may have a valid digest."""
+def _misshapen(state: Any, known: frozenset[str], step: int) -> list[str]:
+    """Return the parts of a state file that no run writes so: a file by another program may have a valid digest."""
     if not isinstance(state, dict):
         return [f"a {type(state).__name__}, expected an object"]
+    unknown = [f"{name!r:.80} is none of {', '.join(sorted(known))}" for name in state if name not in known]
     parts = [(name, state[name], kind) for name, kind in _TYPES.items() if name in state]
     if isinstance(optimizers := state.get("optimizer"), list):
         parts += [(f"optimizer[{index}]", groups, list) for index, groups in enumerate(optimizers)]
@@ -187,4 +191,6 @@ def _misshapen(state: Any) -> list[str]:
     wrong = [f"{name} is a {actual}, not a {expected}" for name, actual, expected in misfits]
     if isinstance(rng := state.get("rng"), dict) and (missing := _GENERATORS - rng.keys()):
         wrong.append(f"rng without {', '.join(sorted(missing))}")
-    return wrong
+    if "step" in known and state.get("step") != step:
+        wrong.append(f"step is {state.get('step')!r:.40}, and the manifest says {step}")
+    return unknown + wrong

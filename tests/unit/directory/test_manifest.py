@@ -102,6 +102,7 @@ def test_every_truncation_and_extension_is_noticed() -> None:
         ("created_unix_seconds", 5),
         ("components", ["model", "model"]),
         ("components", [""]),
+        ("components", ["model", "teleporter"]),
         ("components", "model"),
         ("converters", [1]),
         ("converters", {}),

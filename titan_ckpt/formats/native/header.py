@@ -5,7 +5,6 @@ Owns every check of what layout.py writes, whatever the bytes are. Moves no tens
 
 from __future__ import annotations
 
-import json
 import struct
 from array import array
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ import torch
 import xxhash
 
 from titan_ckpt.disk.memory import ALIGNMENT
+from titan_ckpt.encoding import strict_json
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.native.layout import (
     CARRIERS,
@@ -117,7 +117,7 @@ def parse_header(raw: bytes, file_bytes: int, path: str) -> RankFile:
         raise _corrupt(path, f"its header has digest {state.hexdigest()}, expected {digest.decode('ascii', 'replace')}")
     try:
         with gc_paused():
-            header = json.loads(raw[8:])
+            header: Any = strict_json.loads(raw[8:].decode())
             return _read(header, digest.decode("ascii"), len(raw), file_bytes, path)
     except CorruptCheckpointError:
         raise
@@ -152,25 +152,26 @@ def _read(header: dict[str, Any], digest: str, data_start: int, file_bytes: int,
     if data_start + data_bytes != file_bytes:
         raise _corrupt(path, f"it has {file_bytes} bytes, expected {data_start + data_bytes}; it was cut or grew")
     boxes = list(map(tuple, sizes))
-    rows = json.loads(metadata.get("titan_ckpt.kinds", "[]"))
+    rows: Any = strict_json.loads(metadata.get("titan_ckpt.kinds", "[]"))
     _require(bool(rows) == ("titan_ckpt.kind_of" in metadata), "kinds and kind_of go together")
-    kind_of = json.loads(metadata["titan_ckpt.kind_of"]) if rows else [0] * len(names)
+    kind_of: Any = strict_json.loads(metadata["titan_ckpt.kind_of"]) if rows else [0] * len(names)
     kinds = _check_kinds(rows, kind_of, boxes, dtypes)
-    fqns = json.loads(metadata.get("titan_ckpt.fqns", "{}"))
+    fqns: Any = strict_json.loads(metadata.get("titan_ckpt.fqns", "{}"))
     _require(type(fqns) is dict and set(map(type, fqns.values())) <= {str} and fqns.keys() <= header.keys(), "a name")
     blocks = metadata["titan_ckpt.blocks"]
     _require(type(blocks) is str and len(blocks) == DIGEST_CHARS * -(-data_bytes // block_bytes), "a digest per block")
+    by_fqn = _index([fqns.get(name, name) for name in names] if fqns else names)
+    elsewhere = _read_elsewhere(metadata.get("titan_ckpt.elsewhere", "{}"))
+    _require(by_fqn.keys().isdisjoint(elsewhere), "a tensor both here and elsewhere")
     return RankFile(
         path, rank, world_size, digest, block_bytes, blocks, data_start, data_bytes,
-        names, boxes, dtypes, starts, kind_of, kinds, fqns,
-        _index([fqns.get(name, name) for name in names] if fqns else names),
-        _read_elsewhere(metadata.get("titan_ckpt.elsewhere", "{}")),
+        names, boxes, dtypes, starts, kind_of, kinds, fqns, by_fqn, elsewhere,
     )  # fmt: skip
 
 
 def _read_elsewhere(text: str) -> dict[str, TensorInfo]:
     """Return the tensors that only other ranks' files hold; those of equal shape and dtype share one object."""
-    rows = json.loads(text)
+    rows: Any = strict_json.loads(text)
     _numbers([shape for _, shape in rows.values()])
     dtypes = {name: _dtype_by_name(name) for name in {dtype for dtype, _ in rows.values()}}
     kinds: dict[tuple[torch.dtype, Shape], TensorInfo] = {}

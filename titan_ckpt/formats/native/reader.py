@@ -127,6 +127,7 @@ class NativeReader(TensorReader):
                     str(path),
                 )
             self._check_record(name, header, file.num_bytes)
+            self._check_world(header)
         except BaseException:
             file.close()
             raise
@@ -143,6 +144,15 @@ class NativeReader(TensorReader):
             raise CorruptCheckpointError(
                 f"{header.path}: expected {expected} by the manifest, found {found}; the file is of another save. "
                 "Load another step, or copy the folder again from where it is whole",
+                header.path,
+            )
+
+    def _check_world(self, header: RankFile) -> None:
+        ranks = [name for name in self._records or () if name.endswith(".safetensors")]
+        if self._records is not None and len(ranks) != header.world_size:
+            raise CorruptCheckpointError(
+                f"{header.path}: is of a checkpoint of {header.world_size} ranks, and the manifest lists the files of "
+                f"{len(ranks)}. Load another step, or copy the folder again from where it is whole",
                 header.path,
             )
 

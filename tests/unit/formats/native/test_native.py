@@ -431,7 +431,7 @@ def test_a_file_of_another_save_is_refused_by_the_manifest(tmp_path: Path) -> No
     os.replace(tmp_path / "other" / FILE, tmp_path / "mine" / FILE)
     with pytest.raises(CorruptCheckpointError, match="of another save"):
         load(tmp_path / "mine", tensors)
-    manifest(tmp_path / "mine", dataclasses.replace(record, name="rank-00001.safetensors"))
+    manifest(tmp_path / "mine", dataclasses.replace(record, name="state.json"))
     with pytest.raises(CorruptCheckpointError, match="no such file"):
         NativeReader(tmp_path / "mine")
 

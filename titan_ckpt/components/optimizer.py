@@ -32,6 +32,7 @@ PREFIX = "optimizer."
 _BESIDE = f"{PREFIX}beside."
 _RUN_CHOICES = NOT_STORED - {"params"}
 _START_AFRESH = 'or start the optimizer afresh: checkpoint.resume.exclude = ["optimizer"]'
+_RATES = frozenset({"lr", "initial_lr"})
 _LISTED = 8
 
 Groups = list[list[Group]]
@@ -209,7 +210,11 @@ class OptimizerState:
         for wrapper, optimizer, matched in zip(self._wrappers, self.optimizers, matches, strict=True):
             settings = [
                 {name: live[name] for name in live.keys() & _RUN_CHOICES}
-                | {k: _like(v, live.get(k), self._device()) for g in of_group for k, v in g["hyperparameters"].items()}
+                | {
+                    name: _like(name, value, live.get(name), self._device())
+                    for stored in of_group
+                    for name, value in stored["hyperparameters"].items()
+                }
                 for live, of_group in zip(optimizer.param_groups, matched, strict=True)
             ]
             state = self._states(optimizer, matched, by_fqn, tensors)
@@ -316,17 +321,18 @@ def misfit(strangers: Sequence[str]) -> LoadMismatchError:
     )
 
 
-def _like(stored: Any, live: Any, device: torch.device) -> Any:
-    """Return a stored hyperparameter in the type and device of the live one: a learning rate may be a tensor or not.
+def _like(name: str, stored: Any, live: Any, device: torch.device) -> Any:
+    """Return a stored hyperparameter as this run has it: a learning rate may be a tensor or not, by this run's choice.
 
     `device`: of a tensor that the optimizer has not made yet; they are stored without a device.
     """
-    if isinstance(live, torch.Tensor) and isinstance(stored, (int, float, torch.Tensor)):
+    is_number = isinstance(live, (int, float))
+    if name in _RATES and isinstance(live, torch.Tensor) and isinstance(stored, (int, float, torch.Tensor)):
         return torch.as_tensor(stored, dtype=live.dtype, device=live.device)
-    if isinstance(live, (int, float)) and isinstance(stored, torch.Tensor) and not stored.dim():
+    if name in _RATES and is_number and isinstance(stored, torch.Tensor) and not stored.dim():
         return stored.item()
-    if live is None and isinstance(stored, torch.Tensor):
-        return stored.to(device)
+    if isinstance(stored, torch.Tensor):
+        return stored.to(live.device if isinstance(live, torch.Tensor) else device)
     return stored
 
 

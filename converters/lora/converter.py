@@ -28,6 +28,7 @@ from converters.lora.merge import AdaptedWeight, check_adapters, merged, rounded
 from converters.lora.peft import PeftAdapter
 from converters.lora.proof import prove
 from converters.lora.sites import Site, copy_misfits, find_sites, leaf_modules, tied_modules, unused_patterns
+from converters.lora.watch import FirstForward
 from converters.protocol import ModelConverter, Stage
 from converters.qat.converter import quantised_forward
 from converters.targets import in_lines, select
@@ -52,7 +53,7 @@ class LoRAConverter(ModelConverter):
         """The fqn of a trained copy's tensor -> the fqn of the base's tensor."""
         self._owned: set[str] = set()
         self._others: list[str] = []
-        """Weights that could have an adapter but have none; target_modules of a PEFT export must not select them."""
+        """The base's tensors without an adapter; target_modules of a PEFT export must not select their modules."""
 
     def convert(self, model: nn.Module) -> None:
         """Freeze the model and attach adapters, in place.
@@ -81,8 +82,10 @@ class LoRAConverter(ModelConverter):
             attach_copy(leaves[fqn], self.config.torch_dtype)
             self._copied |= {f"{fqn}.trained.{name}": f"{fqn}.{name}" for name in names}
         self._owned = {name for adapted in self._adapted.values() for name in adapted.owned} | set(self._copied)
-        self._others += [site.weight_fqn for fqn, site in sites.items() if fqn not in self._adapted]
+        weights = {adapted.weight for adapted in self._adapted.values()} | self._owned
+        self._others += [fqn for name in model.state_dict() if (fqn := clean_fqn(name)) not in weights]
         self.initialize([model])
+        FirstForward(model, tied)
         logger.info("LoRA: %d weights adapted, %d modules trained in full", len(chosen), len(copied))
 
     def key_filter(self, fqn: str) -> bool:

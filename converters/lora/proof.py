@@ -83,7 +83,7 @@ def _kind(site: Site) -> tuple[Any, ...]:
 
 
 def _compare(site: Site, config: LoRAConfig) -> tuple[str, str]:
-    """Return the attribute by which the adapter must scale ("" for none), and why no adapter is right ("" if one is)."""
+    """Return the attribute by which the adapter must scale, and why no adapter is right; empty if there is none."""
     scales = ["", _SCALE] if site.form == "embedding" and hasattr(site.module, _SCALE) else [""]
     name, differences = type(site.module).__name__, []
     for scaled_by in reversed(scales):  # a scale that happens to be 1 is still followed
@@ -91,7 +91,7 @@ def _compare(site: Site, config: LoRAConfig) -> tuple[str, str]:
         adapter = Adapter(rank, 0.5, 0.0, config.use_dora, torch.float32, scaled_by=scaled_by)
         try:
             differences.append(_difference(site, adapter))
-        except Exception as error:  # noqa: BLE001 - any class of any library
+        except Exception as error:
             cause = (str(error).splitlines() or [type(error).__name__])[0]
             return "", f"no adapter can be proved right on {name} ({cause:.160})"
         if differences[-1] <= (_FLOAT8_TOLERANCE if name == "Float8Linear" else _TOLERANCE):

@@ -44,10 +44,6 @@ class Site:
     def weight(self) -> torch.Tensor:
         return self.module.get_parameter(self.parameter)
 
-    @property
-    def weight_fqn(self) -> str:
-        return self.fqn if self.form == "stack" else f"{self.fqn}.{self.parameter}"
-
     def misfits(self, config: LoRAConfig) -> Iterator[str]:
         """Yield the reasons why this weight cannot have the adapter that `config` gives it."""
         kind = type(self.module).__name__
@@ -76,7 +72,7 @@ class Site:
         elif config.use_dora and type(weight.data) is not torch.Tensor:
             yield f"{self.fqn}: DoRA needs plain weights in the forward, and this is a {type(weight.data).__name__}"
         elif isinstance(self.module, NonDynamicallyQuantizableLinear):
-            yield f"{self.fqn}: MultiheadAttention computes with this weight itself, and an adapter would do nothing; {_OUT}"
+            yield f"{self.fqn}: MultiheadAttention uses this weight itself, and an adapter would do nothing; {_OUT}"
         elif getattr(self.module, "max_norm", None) is not None:
             yield f"{self.fqn}: max_norm changes the rows of the frozen table in each forward; {_OUT}"
         elif config.dropout and (self.form == "stack" or quantised_forward(self.module) is not None):

@@ -1,0 +1,119 @@
+"""The first forward of a converted model is watched for weights that are used past their modules.
+
+An adapter acts when its module is called. A parent that computes with `child.weight` itself (Mamba's dt_proj, fused
+kernels) passes the adapter by: the model that trains is not the one that is exported. No module can show this about
+itself, so the first forward is observed and stopped with one error, before any optimizer step.
+Owns the observation. Changes no result. Does not see what torch.compile runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from converters.lora.copies import TrainedCopy
+from converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear
+from converters.targets import in_lines
+from titan_ckpt.errors import ConverterError
+from titan_ckpt.weights.wrapper import clean_fqn
+
+
+class FirstForward:
+    """Hooks that watch the first forward of a model and then remove themselves."""
+
+    def __init__(self, model: nn.Module, tied: Collection[str]) -> None:
+        """Register the hooks. `tied`: modules whose weights other modules use by design."""
+        self._tied = tied
+        self._uses: _WeightUses | None = None
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._start),
+            model.register_forward_hook(self._finish, always_call=True),
+        ]
+
+    def _start(self, model: nn.Module, args: object) -> None:
+        if self._uses is None and not torch.compiler.is_compiling() and not any(map(_is_compiled, model.modules())):
+            self._uses = _WeightUses(model, self._tied)
+            self._uses.__enter__()  # type: ignore[no-untyped-call]
+
+    def _finish(self, model: nn.Module, args: object, output: object) -> None:
+        if self._uses is None:
+            return
+        uses, self._uses = self._uses, None
+        uses.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if lines := [f"{fqn}: used by {user}" for fqn, user in uses.users.items()]:
+            raise ConverterError(
+                f"LoRA: {len(lines)} adapted weight(s) are used past their modules, and the adapters do nothing there; "
+                f"leave them out of target_modules and modules_to_save{in_lines(lines)}"
+            )
+        for handle in self._handles:
+            handle.remove()
+
+
+class _WeightUses(TorchFunctionMode):
+    """Notes each base weight that a torch function computes with outside of the weight's own module."""
+
+    def __init__(self, model: nn.Module, tied: Collection[str]) -> None:
+        super().__init__()
+        self.users: dict[str, str] = {}
+        """fqn of a weight -> the class that used it, and the function."""
+        self._model, self._tied = model, tied
+        self._known: dict[int, tuple[nn.Parameter, tuple[str, nn.Module] | None]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(True for _ in _tensors([result])):
+            for value in _tensors([*args, *(kwargs or {}).values()]):
+                owner = self._owner(value) if isinstance(value, nn.Parameter) and value is not result else None
+                if owner is not None and not any(caller is owner[1] for caller in _callers()):
+                    user = next(map(type, _callers()), type(self._model)).__name__
+                    self.users.setdefault(owner[0], f"{user} ({getattr(func, '__name__', func)})")
+        return result
+
+    def _owner(self, value: nn.Parameter) -> tuple[str, nn.Module] | None:
+        """Return the name of an adapted base weight and its module. FSDP2 exchanges parameters in the forward."""
+        if id(value) not in self._known:
+            owners = {id(weight): (weight, (fqn, module)) for fqn, weight, module in self._adapted()}
+            self._known.update(owners)
+            self._known.setdefault(id(value), (value, None))
+        return self._known[id(value)][1]
+
+    def _adapted(self) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
+        for name, module in self._model.named_modules():
+            fqn = clean_fqn(name)
+            if isinstance(module, AdaptedStacks | TrainedCopy | LoRALinear | LoRAEmbedding | LoRAConv1D):
+                kept = module.adapters if isinstance(module, AdaptedStacks) else None
+                for own, weight in module.named_parameters(recurse=False):
+                    adapted = isinstance(module, TrainedCopy) or (own in kept if kept is not None else own == "weight")
+                    if adapted and fqn not in self._tied:
+                        yield f"{fqn}.{own}", weight, module
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None  # noqa: SLF001 - torch has no public name for Module.compile()
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
+
+
+def _callers() -> Iterator[nn.Module]:
+    """Yield the modules whose methods are running, the innermost first."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, nn.Module):
+            yield caller
+        frame = frame.f_back

@@ -1,0 +1,103 @@
+"""modules_to_save: a trained copy computes and returns exactly what the exported module will."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from converters import LoRAConfig, ModelConverters, build
+from titan_ckpt.errors import ConverterError
+from titan_ckpt.geometry.chunks import blocks_of
+from titan_ckpt.weights.wrapper import ModelWrapper
+
+
+class Mixed(nn.Module):
+    """Two dtypes, a buffer that counts, an argument by name, and results of several types in one structure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, dtype=torch.bfloat16))
+        self.scale = nn.Parameter(torch.randn(8, dtype=torch.float64))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, *, shift: float) -> dict[str, Any]:
+        self.calls += 1
+        return {"low": x * self.weight + shift, "high": [x.double() * self.scale, None], "order": x.argsort(-1)}
+
+
+def router() -> nn.Module:
+    config = Qwen3MoeConfig(hidden_size=8, num_experts=6, num_experts_per_tok=2)
+    made = Qwen3MoeTopKRouter(config).bfloat16()
+    nn.init.normal_(made.weight)
+    return made
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "norm": (lambda: nn.RMSNorm(8).bfloat16(), {}),
+    "lstm": (lambda: nn.LSTM(8, 4), {}),
+    "lstm in bfloat16": (lambda: nn.LSTM(8, 4).bfloat16(), {}),
+    "router": (router, {}),
+    "mixed": (Mixed, {"shift": 0.25}),
+}
+
+
+def trained(module: nn.Module) -> tuple[Any, ModelConverters]:
+    """A model whose module `m` is trained in full beside an adapter, after one step."""
+    model = nn.ModuleDict({"m": module, "up": nn.Linear(8, 8)})
+    converters = build([LoRAConfig(("up",), rank=2, modules_to_save=("m",))])
+    converters.convert(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if converters.key_filter(name):
+                parameter.normal_(0, 0.3)
+    return model, converters
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return [tensor for part in parts for tensor in tensors(part)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_trained_copy_computes_what_is_exported(name: str) -> None:
+    """Tuples, dicts and named arguments pass; each result has the values and the dtype of the exported module."""
+    make, keywords = CASES[name]
+    model, converters = trained(make())
+    exported = make()
+    values = ModelWrapper([model], converters).state_dict("export")
+    blocks = {fqn[2:]: next(iter(blocks_of(v))).data for fqn, v in values.items() if fqn.startswith("m.")}
+    exported.load_state_dict(blocks)
+    x = torch.randn(3, 8, dtype=next(exported.parameters()).dtype)
+    got, expected = model["m"](x, **keywords), exported(x, **keywords)
+    assert type(got) is type(expected) and len(tensors(got)) == len(tensors(expected)) > 0
+    for ours, theirs in zip(tensors(got), tensors(expected), strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    sum(t.float().sum() for t in tensors(got) if t.is_floating_point()).backward()  # type: ignore[union-attr]
+    for parameter_name, parameter in model["m"].named_parameters():
+        assert (parameter.grad is not None) == parameter_name.startswith("trained.")
+        assert not parameter_name.startswith("trained.") or parameter.dtype == torch.float32
+
+
+def test_hooks_of_the_module_run_once() -> None:
+    """They run around the module; its copy has none of its own."""
+    module, calls = nn.RMSNorm(8), []
+    module.register_forward_hook(lambda *_: calls.append("after"))
+    module.register_forward_pre_hook(lambda *_: calls.append("before"))
+    model, _ = trained(module)
+    model["m"](torch.randn(2, 8))
+    assert calls == ["before", "after"]
+
+
+def test_a_module_whose_forward_was_replaced_is_refused() -> None:
+    """Its copy would never compute."""
+    module: Any = nn.RMSNorm(8)
+    module.forward = lambda x: x
+    with pytest.raises(ConverterError, match="m: its forward was replaced on the module itself"):
+        trained(module)

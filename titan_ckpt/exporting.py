@@ -29,7 +29,7 @@ from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.formats.open import detect_format
 from titan_ckpt.formats.publish.record import remove_record, why_foreign, write_record
 from titan_ckpt.geometry.chunks import LazyTensor, Stage, TensorInfo, can_freeze, frozen, info_of, local_tensor
-from titan_ckpt.types import ModelHooks, StateDict
+from titan_ckpt.types import ModelHooks, PlacesTensors, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.quantise import QuantisesWeights, WeightQuantiser, quantised
 from titan_ckpt.weights.transforms import StateDictTransforms
@@ -70,6 +70,27 @@ class Exporter:
         except Exception as e:
             error = e
         self._coordinator.barrier("export-check", error)
+        if any(config.format == "peft" for config in configs):
+            self._check_placement()
+
+    def _check_placement(self) -> None:
+        """Check that other tools will find a place for every tensor of an adapter. Collective: stages hold parts."""
+        groups = self._transforms.to_file(self._model.owned_state_dict(), self._model.hooks, None)
+        own: Any = {key: list(info.shape) for group in groups for key, info in group.infos.items()}
+        parts: list[Any] = self._coordinator.gather("export-shapes", own)
+        error: BaseException | None = None
+        try:
+            adapter: object = None if self._model.hooks is None else self._model.hooks.state_dict_adapter()
+            if self._coordinator.rank == 0 and isinstance(adapter, PlacesTensors):
+                shapes = {key: shape for part in parts for key, shape in part.items()}
+                if faults := adapter.misplaced(self._transforms.key_map, shapes, self._transforms.hf_config):
+                    raise ExportError(
+                        f"checkpoint.export: peft: {'; '.join(faults)}. Leave these modules out of target_modules, or "
+                        'export merged weights (format = "hf")'
+                    )
+        except Exception as e:
+            error = e
+        self._coordinator.barrier("export-placement", error)
 
     def _check(self, configs: Sequence[ExportConfig], owned: bool) -> None:
         problems = []

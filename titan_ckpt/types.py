@@ -46,6 +46,19 @@ class StateDictAdapter(Protocol):
 
 
 @runtime_checkable
+class PlacesTensors(Protocol):
+    """A StateDictAdapter that knows where another tool puts the tensors of an export."""
+
+    def misplaced(
+        self, base: KeyMap, shapes: Mapping[str, Sequence[int]], hf_config: Mapping[str, Any] | None
+    ) -> list[str]:
+        """Return the reasons why the other tool would not put every file tensor where it belongs.
+
+        `shapes`: those of all file tensors. `hf_config`: config.json of the base's model, if it has one.
+        """
+
+
+@runtime_checkable
 class ModelHooks(Protocol):
     """Interface of a converter, or of a container of converters, to the core."""
 

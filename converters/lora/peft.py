@@ -6,16 +6,19 @@ Source: peft, utils/save_and_load.py and tuners/lora/config.py.
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from converters.lora.config import LoRAConfig
 from converters.lora.fused import PARTS, targets_of
 from converters.lora.merge import AdaptedWeight
-from titan_ckpt.errors import KeyMapError
+from converters.lora.placement import misplaced
+from titan_ckpt.errors import ConfigError, KeyMapError, listed
 from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import (
@@ -30,7 +33,7 @@ from titan_ckpt.geometry.keymap import (
     Unstack,
 )
 
-logger = logging.getLogger(__name__)
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class PeftAdapter:
     adapted: Mapping[str, AdaptedWeight]
     copied: Mapping[str, str]
     others: Sequence[str]
+    """The base's other tensors: nothing that is written may select their modules."""
 
     def key_map(self, base: KeyMap, found: Mapping[str, TensorInfo] | None = None) -> KeyMap:
         """Return the table of the owned keys. If the base's table permutes a weight's rows, B's rows are permuted too.
@@ -74,26 +78,59 @@ class PeftAdapter:
         modules = {module: t for t in targets_of(self.adapted.values(), base) for module in t.modules}
         alphas = {module: t.alpha(config.use_rslora) for module, t in modules.items()}
         parts = {module: t.ranks for module, t in modules.items() if t.is_fused}
-        others = [key for fqn in self.others for key in _known(fqn, base)]
-        _warn_of_lost_experts(self.adapted.values(), base)
+        every = _with_parents({*modules, *(key.rpartition(".")[0] for key in self._other_keys(base))})
         copied = {key for fqn in self.copied.values() for key in _modules(base.group_of_fqn(fqn))}
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "r": config.rank,
             "lora_alpha": json_number(config.alpha),
-            "target_modules": _shortest(list(modules), others),
+            "target_modules": _targets(list(modules), every),
             "lora_dropout": config.dropout,
             "bias": "none",
             "use_rslora": config.use_rslora,
             "use_dora": config.use_dora,
-            "fan_in_fan_out": False,
+            "fan_in_fan_out": self._has_conv1d,
             "inference_mode": True,
-            "rank_pattern": {module: t.rank for module, t in modules.items() if t.rank != config.rank},
-            "alpha_pattern": {m: json_number(alpha) for m, alpha in alphas.items() if alpha != config.alpha},
+            "rank_pattern": {_pattern(m, every): t.rank for m, t in modules.items() if t.rank != config.rank},
+            "alpha_pattern": {
+                _pattern(m, every): json_number(alpha) for m, alpha in alphas.items() if alpha != config.alpha
+            },
             "modules_to_save": sorted(copied) or None,
             **({PARTS: parts} if parts else {}),
         }
+
+    def misplaced(
+        self, base: KeyMap, shapes: Mapping[str, Sequence[int]], hf_config: Mapping[str, Any] | None
+    ) -> list[str]:
+        """Return why PEFT would not put every tensor of an export on exactly one module of transformers' model.
+
+        `shapes`: those of all file tensors. `hf_config`: config.json of the base, if it has one. Without transformers,
+        PEFT or such a model, the names alone are judged.
+        """
+        if hf_config is not None:
+            public = {name: value for name, value in self.file_config(base).items() if name != PARTS}
+            with contextlib.suppress(ImportError, ConfigError):
+                return misplaced(shapes, public, hf_config)
+        return list(self._lost_beside_experts(base))
+
+    def _lost_beside_experts(self, base: KeyMap) -> Iterator[str]:
+        """Yield a line if PEFT on transformers 5, which fuses experts on load, would ignore adapters of dense modules.
+
+        Source: peft, utils/transformers_weight_conversion.py _convert_peft_config_moe, which compares last parts.
+        """
+        dense = {m for t in targets_of(self.adapted.values(), base) for m in t.modules if not _EXPERT.search(m)}
+        keys = [*self._other_keys(base), *(k for a in self.adapted.values() for k in _known(a.weight, base))]
+        experts = {key.removesuffix(".weight").rpartition(".")[2] for key in keys if _EXPERT.search(key)}
+        if lost := sorted(module for module in dense if module.rpartition(".")[2] in experts):
+            yield f"PEFT takes {listed(lost, ', ', ' ', most=4)} for experts, which have modules of the same name"
+
+    def _other_keys(self, base: KeyMap) -> list[str]:
+        return [key for fqn in self.others for key in _known(fqn, base)]
+
+    @property
+    def _has_conv1d(self) -> bool:
+        return any(adapted.form == "conv1d" for adapted in self.adapted.values())
 
     def misfits(self, base: KeyMap, found: Mapping[str, Any]) -> list[str]:
         """Return why an adapter_config.json would compute something different from this converter with its tensors.
@@ -135,6 +172,9 @@ def _adapter_rules(adapted: AdaptedWeight, group: KeyGroup) -> Iterator[KeyRule]
         a, b = ("lora_B", "lora_A") if group.op.transpose else ("lora_A", "lora_B")
         yield KeyRule.of(adapted.lora_a, named(f"{a}.weight"), group.op)
         yield KeyRule.of(adapted.lora_b, named(f"{b}.weight"), group.op)
+    elif adapted.form == "conv1d" and isinstance(group.op, Identity):
+        yield KeyRule.of(adapted.lora_a, named("lora_A.weight"))
+        yield KeyRule.of(adapted.lora_b, named("lora_B.weight"))
     elif adapted.form == "linear" and _keeps_rows(group, adapted.rows):
         parts = Split((adapted.rank,) * len(adapted.rows)) if adapted.rows else IDENTITY
         yield KeyRule.of(adapted.lora_a, named("lora_A.weight"), parts)
@@ -147,23 +187,6 @@ def _adapter_rules(adapted: AdaptedWeight, group: KeyGroup) -> Iterator[KeyRule]
         raise KeyMapError(f"{what}, and a low-rank product cannot follow", (adapted.fqn,))
 
 
-def _warn_of_lost_experts(adapted: Collection[AdaptedWeight], base: KeyMap) -> None:
-    """Warn of adapters that PEFT on transformers 5, which fuses experts' projections on load, would ignore.
-
-    Source: peft, utils/transformers_weight_conversion.py _convert_peft_config_moe, which compares last parts of names.
-    """
-    last: dict[bool, set[str]] = {True: set(), False: set()}
-    for weight in adapted:
-        keys = _modules(base.group_of_fqn(weight.weight))
-        last[weight.form == "stack"].update(key.rpartition(".")[2] for key in keys)
-    if both := sorted(last[True] & last[False]):
-        logger.warning(
-            "PEFT on transformers 5 ignores the adapters of dense modules called %s beside those of experts called "
-            "alike; the files are right, and other readers use all of them",
-            ", ".join(both),
-        )
-
-
 def _keeps_rows(group: KeyGroup, rows: tuple[int, ...]) -> bool:
     """Return whether B can follow the operation: it reorders rows, or splits them where the adapter is split."""
     return isinstance(group.op, Identity | PermuteRotary) or (isinstance(group.op, Split) and group.op.rows == rows)
@@ -174,23 +197,40 @@ def _modules(group: KeyGroup) -> list[str]:
     return [key.removesuffix(".weight") for key in group.keys]
 
 
-def _known(weight: str, base: KeyMap) -> list[str]:
-    """Return the names of the other tool's modules that hold a weight; empty if it has no such weight."""
+def _known(fqn: str, base: KeyMap) -> tuple[str, ...]:
+    """Return the keys of the other tool's tensors that hold this one; empty if it has no such tensor."""
     try:
-        return _modules(base.group_of_fqn(weight))
+        return base.group_of_fqn(fqn).keys
     except KeyMapError:
-        return []
+        return ()
 
 
-def _shortest(adapted: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Return the last parts of names if they select only adapted modules, else the full names.
+def _with_parents(modules: Collection[str]) -> set[str]:
+    """Return the modules and all modules that contain them."""
+    return {part for module in modules for part in accumulate(module.split("."), lambda a, b: f"{a}.{b}")}
 
-    If a last part also selected a module without an adapter, PEFT would add an untrained adapter to it.
+
+def _targets(adapted: Sequence[str], every: Collection[str]) -> list[str] | str:
+    """Return target_modules that select exactly the adapted modules: PEFT compares the ends of names.
+
+    Last parts of names if these suffice, else full names, else a pattern that must match the full name.
     """
-    last = sorted({key.rpartition(".")[2] for key in adapted})
-    if not {key.rpartition(".")[2] for key in others}.intersection(last):
-        return last
-    return sorted(adapted)
+    last = {module.rpartition(".")[2] for module in adapted}
+    selected = {module for module in every if module.rpartition(".")[2] in last}
+    if selected == {*adapted} and not any(part.isdigit() for part in last):
+        return sorted(last)
+    if not any(_is_end(module, every) for module in adapted):
+        return sorted(adapted)
+    return "|".join(map(re.escape, sorted(adapted)))
+
+
+def _pattern(module: str, every: Collection[str]) -> str:
+    """Return the key of a module in rank_pattern and alpha_pattern, which PEFT compares with the ends of names."""
+    return f"^{re.escape(module)}" if _is_end(module, every) else module
+
+
+def _is_end(module: str, every: Collection[str]) -> bool:
+    return any(other.endswith(f".{module}") for other in every)
 
 
 def json_number(value: float) -> float | int:

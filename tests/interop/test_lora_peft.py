@@ -254,16 +254,6 @@ def test_adapters_on_experts_in_peft(targets: list[str], tmp_path: Path) -> None
     assert (logits(tuned) - logits(model)).abs().max() <= 1e-5
 
 
-def test_experts_and_dense_modules_of_one_name_come_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """PEFT would drop the dense layer's adapters and say nothing, so this side says it."""
-    model = qwen3_moe.Qwen3Moe(replace(qwen3_moe.FLAVORS["debug-1m"], num_layers=2))
-    adapter = native_on(model, {"target_modules": ["w1", "w2", "w3"]}).state_dict_adapter()
-    assert adapter is not None
-    with caplog.at_level("WARNING"):
-        adapter.file_config(model.key_map())
-    assert "ignores the adapters of dense modules called down_proj, gate_proj, up_proj" in caplog.text
-
-
 def test_a_second_run_goes_on_from_base_and_adapter(tmp_path: Path) -> None:
     """An adapter of ours, exported as PEFT, is a source for another run, and its base is checked by digest."""
     hf_base(tmp_path / "base")

@@ -1,0 +1,186 @@
+"""PEFT exports by PEFT's own rules of names: each pair lands on its module, or is refused before training."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import converters
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
+from titan_ckpt.errors import ExportError
+from titan_ckpt.geometry.keymap import KeyMap
+from titan_ckpt.models import hf, qwen3_moe
+
+auto: Any = AutoModelForCausalLM  # its methods have no types
+TOKENS = torch.arange(12).view(2, 6) % 7 + 3
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MOE = {**TINY, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 64}
+GEMMA = {**TINY, "head_dim": 8, "tie_word_embeddings": False}
+DEEPSEEK = {
+    **MOE, "n_routed_experts": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+    "v_head_dim": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+
+
+class Run:
+    """A model of transformers over its own folder, with adapters, and the manager that exports them."""
+
+    def __init__(self, kind: str, shape: dict[str, Any], folder: Path, *targets: str, **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.folder = folder
+        self.base = auto.from_config(hf.build({"model_type": kind, **shape}).config).eval()
+        self.base.save_pretrained(folder / "base")
+        self.model = hf.build(folder / "base")
+        table = {"kind": "lora", "rank": 2, "alpha": 8.0, "target_modules": list(targets), **settings}
+        self.converters = converters.from_tables([table])
+        self.converters.convert(self.model.eval())
+
+    def manager(self, *exports: ExportConfig) -> CheckpointManager:
+        return CheckpointManager(
+            CheckpointConfig(initial_load=(InitialLoadConfig(str(self.folder / "base")),), export=exports),
+            model_parts=[self.model],
+            model_converters=self.converters,
+            sd_transforms=StateDictTransforms(self.model.key_map(), self.model.hf_config()),
+            base_folder=self.folder / "run",
+        )
+
+    @torch.no_grad()
+    def export(self) -> torch.Tensor:
+        """Give all adapters values, export them, and return the logits of the model that was exported."""
+        with self.manager(ExportConfig("peft")) as manager:
+            manager.load()
+            for name, parameter in self.model.named_parameters():
+                if self.converters.key_filter(name):
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+            manager.save(1, last_step=True)
+        return self.model(TOKENS)
+
+
+ATTENTION_AND_MLP = ("q_proj", "o_proj", "gate_proj", "down_proj")
+PLACED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
+    "dense, with patterns": (
+        "llama", TINY, ATTENTION_AND_MLP,
+        {"rank_pattern": {"q_proj": 3, "1.mlp.down_proj": 1}, "alpha_pattern": {"0.self_attn.o_proj": 3.0}},
+    ),
+    "an embedding that scales": ("gemma3_text", GEMMA, ("embed_tokens", "q_proj"), {"modules_to_save": ["model.norm"]}),
+    "Conv1D": ("gpt2", GPT2, ("c_attn", "c_proj", "wte"), {}),
+    "experts": ("qwen3_moe", {**MOE, "num_experts": 4}, ("experts.down_proj", "q_proj"), {}),
+    "a shared expert beside experts": (
+        "qwen2_moe", {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 16},
+        ("layers.0.mlp.shared_expert.up_proj", "v_proj"), {},
+    ),
+    "experts that PEFT renames": ("mixtral", {**TINY, "num_local_experts": 4}, ("experts.down_proj", "v_proj"), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_peft_computes_what_was_trained(name: str, tmp_path: Path) -> None:
+    """PEFT opens the folder over the base and gives the logits of the run."""
+    kind, shape, targets, settings = PLACED[name]
+    run = Run(kind, shape, tmp_path, *targets, **settings)
+    trained = run.export()
+    opened = PeftModel.from_pretrained(
+        auto.from_pretrained(tmp_path / "base"), str(tmp_path / "run/exports/step-1-peft")
+    )
+    with torch.no_grad():
+        assert (opened.eval()(TOKENS).logits - trained).abs().max() <= 1e-5
+        assert (run.base(TOKENS).logits - trained).abs().max() > 1e-2
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
+    "dense layers named like experts": (
+        "deepseek_v3", DEEPSEEK, ("gate_proj", "up_proj", "down_proj"),
+        r"PEFT has no module for model\.layers\.0\.mlp\.down_proj\.lora_A\.weight",
+    ),
+    "one of two fused experts": (
+        "deepseek_v3", DEEPSEEK, ("gate_proj",), "Cannot convert PEFT target.* without also targeting up_proj",
+    ),
+    "a name that differs in the folder": (
+        "gpt_neox", TINY, ("lm_head",), r"PEFT cannot open it: .*embed_out",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_adapter_that_peft_would_ignore_is_refused_before_training(name: str, tmp_path: Path) -> None:
+    """The manager is not even made; without the export the same run trains, and merged weights can be exported."""
+    kind, shape, targets, fault = REFUSED[name]
+    run = Run(kind, shape, tmp_path, *targets)
+    state = torch.get_rng_state()
+    with pytest.raises(ExportError, match=f"checkpoint.export: peft: .*{fault}.*Leave these modules out"):
+        run.manager(ExportConfig("peft"))
+    assert torch.equal(torch.get_rng_state(), state)
+    run.manager(ExportConfig("hf")).close()
+
+
+def test_without_peft_the_names_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dense layer's modules that are named like experts' are refused from the names in the folder alone."""
+    monkeypatch.setitem(sys.modules, "peft", None)
+    shape = replace(qwen3_moe.FLAVORS["debug-1m"], num_layers=2)
+    for targets, fault in ((["w1", "w2", "w3"], "model.layers.0.mlp.down_proj"), (["wq", "experts.w2"], None)):
+        model = qwen3_moe.Qwen3Moe(shape)
+        made = converters.from_tables([{"kind": "lora", "target_modules": targets}])
+        made.convert(model)
+        adapter: Any = made.state_dict_adapter()
+        faults = adapter.misplaced(model.key_map(), {}, model.hf_config())
+        assert [line for line in faults if fault is None or fault not in line] == []
+        assert len(faults) == (fault is not None)
+
+
+class Nested(nn.Module):
+    """Names of which one is the end of another, and numbers that name layers of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2)])
+        self.encoder = nn.ModuleDict({"layers": nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)])})
+        self.norm = nn.LayerNorm(4)
+
+
+@pytest.mark.parametrize(
+    ("targets", "rank_pattern"),
+    [
+        (["layers.*"], {}),
+        (["encoder.layers.0.0", "layers.1.2"], {"layers.1.2": 1}),
+        (["layers.0.[0]", "layers.1.[0]"], {}),  # each is also the end of a name in the encoder
+        (["layers.0.0"], {"layers.0.[0]": 1}),
+    ],
+)
+def test_peft_adapts_the_same_modules_with_the_same_ranks(targets: list[str], rank_pattern: dict[str, int]) -> None:
+    """A short name such as "0" would also mean layers, and a full name may be the end of another one."""
+    model = Nested()
+    made = converters.from_tables(
+        [{"kind": "lora", "rank": 2, "target_modules": targets, "rank_pattern": rank_pattern}]
+    )
+    made.convert(model)
+    ours = {name: tuple(p.shape) for name, p in model.named_parameters() if name.endswith("lora_a.weight")}
+    adapter: Any = made.state_dict_adapter()
+    fields = {
+        k: v
+        for k, v in adapter.file_config(KeyMap(identity=True)).items()
+        if k in ("r", "target_modules", "rank_pattern")
+    }
+    theirs: Any = get_peft_model(Nested(), LoraConfig(**fields))  # type: ignore[arg-type]
+    found = {
+        n.removeprefix("base_model.model."): tuple(p.shape) for n, p in theirs.named_parameters() if ".lora_A." in n
+    }
+    assert found == {name.replace("lora_a.weight", "lora_A.default.weight"): shape for name, shape in ours.items()}

@@ -10,6 +10,7 @@ import base64
 import binascii
 import json
 import math
+from collections import Counter
 from typing import NoReturn, TypeAlias
 
 from titan_ckpt.errors import CorruptCheckpointError
@@ -93,8 +94,7 @@ def to_text(value: Json) -> str:
 def _object_without_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"a key is there twice: {twice!r:.200}")
     return made
 

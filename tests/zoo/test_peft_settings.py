@@ -1,0 +1,281 @@
+"""Every setting of PEFT's LoraConfig, made by PEFT and read in both ways: PEFT's logits, or a refusal by its name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import EvaConfig, LoraConfig, LoraRuntimeConfig, get_peft_model, initialize_lora_eva_weights
+from peft.tuners.lora.config import BdLoraConfig, KasaConfig, LoraGAConfig, MontecloraConfig, VeloraConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel, Qwen2Config
+
+from converters import from_tables
+from tests.zoo.sample import chosen
+from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, StateDictTransforms
+from titan_ckpt.errors import CheckpointError
+from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers, PeftReader
+from titan_ckpt.formats.huggingface.peft_fields import HONOURED, REFUSED, WITHOUT_EFFECT
+from titan_ckpt.models import hf
+
+TOKENS = torch.arange(24).reshape(2, 12)
+SIZES: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32,
+}  # fmt: skip
+CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "gpt2": GPT2Config(vocab_size=96, n_positions=32, n_embd=32, n_layer=2, n_head=4, tie_word_embeddings=False),
+}
+TARGETS = {"llama": ["q_proj", "k_proj", "down_proj"], "gpt2": ["c_attn", "c_proj", "c_fc"]}
+"""GPT-2's projection after attention is square, the others are not."""
+
+
+def _as_made(model: Any, folder: Path) -> None:
+    model.save_pretrained(str(folder), save_embedding_layers=False)
+
+
+def _converted(model: Any, folder: Path) -> None:
+    """Save as PEFT turns an adapter with a changed base into an ordinary one: by what it was at the start."""
+    start = folder.with_name("start")
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(str(start))
+    _randomise(model)
+    model.save_pretrained(str(folder), path_initial_model_for_weight_conversion=str(start))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One adapter: LoraConfig's settings, what is changed in its file, and the field by which it must be refused."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    refused: str | None = None
+    edited: Mapping[str, Any] = field(default_factory=dict)
+    base: str = "llama"
+    save: Callable[[Any, Path], None] = _as_made
+    no_converter: str = ""
+    """Why no [[converters]] table can hold the adapter, so that it can only be merged."""
+
+    def __str__(self) -> str:
+        fields = {**self.settings, **self.edited}
+        text = ", ".join(f"{name}={_shown(value)}" for name, value in fields.items()) or "defaults"
+        how = ", converted" if self.save is _converted else ""
+        return f"{self.base}: {text}{how}"
+
+
+def _shown(value: Any) -> str:
+    return type(value).__name__ if dataclasses.is_dataclass(value) else str(value)
+
+
+def exact(base: str = "llama", **settings: Any) -> Case:
+    return Case(settings, base=base)
+
+
+def refused(*, by: str | None = None, base: str = "llama", **settings: Any) -> Case:
+    return Case(settings, by or next(iter(settings)), base=base)
+
+
+def edited(refused: str | None = None, **fields: Any) -> Case:
+    """A folder whose config PEFT does not write, or cannot make on this machine."""
+    return Case({}, refused, fields)
+
+
+CASES = [
+    exact(),
+    exact(r=2, lora_alpha=3),
+    exact(use_rslora=True),
+    exact(use_dora=True),
+    exact(use_dora=True, use_rslora=True, rank_pattern={"k_proj": 2}, alpha_pattern={"layers.0.mlp.down_proj": 5}),
+    exact(rank_pattern={r"layers\.\d\.self_attn\.q_proj": 2}, alpha_pattern={"^model.layers.1.*": 2}),
+    exact(target_modules="all-linear"),
+    exact(target_modules=r".*\.1\..*(q|down)_proj"),
+    exact(target_modules=["embed_tokens", "lm_head", "o_proj"]),
+    exact(exclude_modules=["layers.0.self_attn.k_proj"]),
+    exact(exclude_modules=".*0.*down_proj"),
+    exact(layers_to_transform=[1]),
+    exact(layers_to_transform=0, layers_pattern="layers"),
+    exact(modules_to_save=["norm", "lm_head"]),
+    exact(modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    exact(target_modules=["k_proj"], target_parameters=["q_proj.weight", "down_proj.weight"]),
+    exact(lora_dropout=0.5),
+    exact(task_type="CAUSAL_LM", inference_mode=False, revision="main"),
+    exact(runtime_config=LoraRuntimeConfig(ephemeral_gpu_offload=True)),
+    exact(megatron_core="somewhere.else"),
+    exact(fan_in_fan_out=True),
+    exact("gpt2"),
+    exact("gpt2", fan_in_fan_out=True, use_rslora=True),
+    exact("gpt2", fan_in_fan_out=False, target_modules=["c_proj"]),
+    exact("gpt2", target_modules=["wte", "lm_head"]),
+    Case({"use_dora": True}, base="gpt2", no_converter="DoRA is for linear modules"),
+    exact("qwen2", modules_to_save=["q_proj"], target_modules=["down_proj"]),
+    exact(bias="all"),
+    exact(bias="lora_only"),
+    refused(bias="all", base="qwen2"),
+    refused(bias="lora_only", base="qwen2"),
+    refused(lora_bias=True, base="qwen2"),
+    exact(init_lora_weights=False),
+    exact(init_lora_weights="gaussian"),
+    exact(init_lora_weights="orthogonal"),
+    exact(init_lora_weights="mica"),
+    exact(init_lora_weights="eva", eva_config=EvaConfig(rho=2.0)),
+    exact(init_lora_weights="eva", eva_config=EvaConfig(rho=1.0, adjust_scaling_factors=False), r=3),
+    refused(init_lora_weights="pissa"),
+    refused(init_lora_weights="pissa_niter_4"),
+    refused(init_lora_weights="olora"),
+    refused(init_lora_weights="lora_ga", lora_ga_config=LoraGAConfig()),
+    Case({"init_lora_weights": "pissa"}, save=_converted),
+    Case({"init_lora_weights": "olora", "use_rslora": True}, save=_converted),
+    edited("init_lora_weights", init_lora_weights="loftq", loftq_config={"loftq_bits": 4, "loftq_iter": 1}),
+    edited("init_lora_weights", init_lora_weights="corda", corda_config={"corda_method": "kpm"}),
+    edited("init_lora_weights", init_lora_weights="a_later_one"),
+    edited(loftq_config={"loftq_bits": 4}, corda_config={"verbose": True}),
+    refused(trainable_token_indices=[1, 2]),
+    refused(trainable_token_indices={"embed_tokens": [3]}),
+    refused(alora_invocation_tokens=[1, 2], task_type="CAUSAL_LM"),
+    refused(layer_replication=[(0, 2), (0, 2)]),
+    refused(kasa_config=KasaConfig()),
+    refused(velora_config=VeloraConfig(num_groups=4)),
+    refused(monteclora_config=MontecloraConfig()),
+    refused(use_bdlora=BdLoraConfig(target_modules_bd_a=TARGETS["llama"], nblocks=2)),
+    exact(use_bdlora=BdLoraConfig(target_modules_bd_a=TARGETS["llama"], nblocks=1)),
+    exact(use_qalora=True, qalora_group_size=8),
+    edited("arrow_config", arrow_config={"top_k": 2}),
+    edited("megatron_config", megatron_config={"hidden_size": 32}),
+    edited("target_parameters", target_parameters=["mlp.experts.gate_up_proj"]),
+    edited("a_later_field", a_later_field={"scale": 2}),
+    edited(a_later_field=None, auto_mapping={"parent_library": "transformers"}, peft_version="99.0"),
+]
+_OF_PEFT = {"peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"}
+"""Fields that PEFT fills itself in every case."""
+
+
+def _randomise(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+def open_base(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def made(case: Case, base: Path, folder: Path) -> Any:
+    """Write the case's adapter with PEFT and return PEFT's model of it."""
+    torch.manual_seed(1)
+    targets = TARGETS.get(case.base, TARGETS["llama"])
+    model: Any = get_peft_model(
+        open_base(base), LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": targets, **case.settings})
+    )
+    if case.settings.get("init_lora_weights") == "eva":
+        batches = [{"input_ids": torch.randint(0, 96, (2, 12)), "attention_mask": torch.ones(2, 12)} for _ in range(4)]
+        initialize_lora_eva_weights(model, batches)
+    if case.save is _as_made:
+        _randomise(model)
+    case.save(model.eval(), folder)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | case.edited))
+    return model
+
+
+def lora_table(adapter: Path, model: nn.Module) -> dict[str, Any]:
+    """Return the [[converters]] table that a user would write for an adapter of PEFT."""
+    with PeftReader(adapter) as reader:
+        config, numbers = reader.metadata(), ModuleNumbers(reader.metadata())
+        names = [key.removeprefix(PREFIX) for key in reader.tensors]
+    modules = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
+    return {
+        "kind": "lora",
+        "target_modules": sorted(modules),
+        "use_dora": config["use_dora"],
+        "rank_pattern": {name: numbers.rank(name) for name in modules},
+        "alpha_pattern": {name: numbers.scaling(name) * numbers.rank(name) for name in modules},
+        "modules_to_save": sorted({name.rpartition(".")[0] for name in names if ".lora_" not in name}),
+    }
+
+
+def logits_of(base: Path, adapter: Path, folder: Path, *, merge: bool) -> torch.Tensor:
+    """Return our model's logits with the adapter merged into the base, or loaded into LoRA's modules."""
+    model = hf.build(base)
+    hooks = None
+    if not merge:
+        hooks = from_tables([lora_table(adapter, model)])
+        hooks.convert(model)
+    sources = (InitialLoadConfig(str(base)), InitialLoadConfig(str(adapter), merge=merge))
+    with CheckpointManager(
+        CheckpointConfig(initial_load=sources),
+        model_parts=[model],
+        sd_transforms=StateDictTransforms(model.key_map(), model.hf_config()),
+        model_converters=hooks,
+        base_folder=folder,
+    ) as manager:
+        manager.load()
+    return logits(model)
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    out = model.eval()(TOKENS)
+    result: torch.Tensor = out if isinstance(out, torch.Tensor) else out.logits
+    return result
+
+
+def verdicts(case: Case, folder: Path) -> dict[str, tuple[str, str]]:
+    """Return (verdict, note) of both ways in: exact, refused, or different."""
+    base = folder / "base"
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[case.base])
+    _randomise(model)
+    model.save_pretrained(base)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's own, of unusual settings
+        theirs = logits(made(case, base, folder / "adapter"))
+        plain = logits(open_base(base))
+    found = {}
+    for way, merge in (("merged", True), ("as LoRA", False)):
+        try:
+            ours = logits_of(base, folder / "adapter", folder / way, merge=merge)
+        except CheckpointError as error:
+            found[way] = "refused", str(error)
+            continue
+        close = bool((ours - theirs).abs().max() <= 2e-5 < 1e-3 < (ours - plain).abs().max())
+        found[way] = "exact" if close else "different", ""
+    return found
+
+
+@pytest.mark.parametrize("case", chosen(CASES, 14), ids=str)
+def test_a_setting_of_peft_is_exact_or_refused_by_its_name(case: Case, tmp_path: Path) -> None:
+    """Merged into the base and as a source of LoRA's modules: PEFT's logits within 2e-5, or an error with the field."""
+    for way, (verdict, note) in verdicts(case, tmp_path).items():
+        reason = f"{case.refused} = " if case.refused else case.no_converter if way == "as LoRA" else ""
+        assert verdict == ("refused" if reason else "exact"), (way, note)
+        assert reason in note, (way, note)
+
+
+def test_every_field_of_the_installed_peft_is_in_one_table_and_in_a_case() -> None:
+    """A field that PEFT adds is refused until it is in a table of peft_fields.py, and shown here."""
+    fields = {f.name for f in dataclasses.fields(LoraConfig)}
+    tables = [*HONOURED, *WITHOUT_EFFECT, *REFUSED]
+    assert len(tables) == len(set(tables)) and fields <= set(tables), fields - set(tables)
+    shown = {name for case in CASES for name in (*case.settings, *case.edited)}
+    assert fields - shown <= _OF_PEFT, fields - shown
+    assert {case.refused for case in CASES} >= REFUSED.keys()
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """Return (configuration, verdict, note) of every case and way in."""
+    out = []
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            for way, (verdict, note) in verdicts(case, Path(folder)).items():
+                out.append((f"{case}, {way}", verdict, note.rpartition(f"{case.refused} = ")[2].partition(":")[2]))
+    return out

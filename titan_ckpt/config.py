@@ -134,7 +134,7 @@ class InitialLoadConfig(Checked):
     revision: NonEmpty | None = None
     """Version of `path`; an adapter's checkpoint records it as part of the base's identity."""
     merge: bool = False
-    """Add this PEFT adapter to the weights of the sources before it, instead of loading it into a converter."""
+    """Add this adapter to the weights of the sources before it, instead of loading it into a converter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from converters import from_tables
 from tests.distributed.trainer_layouts import LAYOUTS, built, managed, next_step, settings, write_shapes
@@ -52,13 +54,54 @@ def loaded(root: Path, model: str, layout: str) -> Any:
     return built(config, from_tables([RUNS[model][0]]), load=True)
 
 
+def merged_into_base(root: Path, layout: str, adapter: Path) -> Any:
+    """Build the model without converters, from its base and an adapter that is merged into it."""
+    sources = [{"path": str(root / "llama3/base/step-2")}, {"path": str(adapter), "merge": True}]
+    return built(settings(root, "llama3", LAYOUTS[layout][1], {"initial_load": sources}, root / "nothing"), load=True)
+
+
+def assert_holds_part_of(truth: dict[str, torch.Tensor], trainer: Trainer) -> None:
+    tensors = {fqn: value for part in trainer.model_parts for fqn, value in part.state_dict().items()}
+    assert tensors
+    for fqn, value in tensors.items():
+        for block in blocks_of(value):
+            assert torch.equal(block.data, truth[fqn][block.chunk.within(Chunk.whole(truth[fqn].shape))]), fqn
+
+
+@distributed(nproc=2)
+def adapter_steps_on_2(root: Path) -> None:
+    """Load, resume and merge the adapter's own step, and load its DCP folder, in each of the layouts."""
+    truth, merged = (torch.load(root / "llama3" / name) for name in ("truth.pt", "merged.pt"))
+    step = root / "llama3/adapter/checkpoints/step-2"
+    for layout in ("fsdp", "tensor", "gpipe"):
+        for adapter in (step, root / "dcp") if layout == "fsdp" else (step,):
+            sources = [{"path": str(root / "llama3/base/step-2")}, {"path": str(adapter)}]
+            checkpoint = {"initial_load": sources, "save": {"interval": 1}}
+            config = settings(root, "llama3", LAYOUTS[layout][1], checkpoint, root / f"{layout}-{adapter.name}")
+            lora = from_tables([DENSE])
+            with built(config, lora, load=True) as trainer:
+                assert trainer.state.step == 0
+                assert_holds_part_of(truth, trainer)
+                trainer.train()
+                trained = {n: p.clone() for part in trainer.model_parts for n, p in part.state_dict().items()}
+            with built(config, lora, load=True) as trainer:
+                assert trainer.state.step == 2
+                tensors = {n: p for part in trainer.model_parts for n, p in part.state_dict().items()}
+                for name, value in tensors.items():
+                    for block, expected in zip(blocks_of(value), blocks_of(trained[name]), strict=True):
+                        assert torch.equal(block.data, expected.data), name
+        with merged_into_base(root, layout, step) as trainer:
+            tensors = {fqn: value for part in trainer.model_parts for fqn, value in part.state_dict().items()}
+            for fqn, value in tensors.items():
+                for block in blocks_of(value):
+                    part = merged[fqn][block.chunk.within(Chunk.whole(merged[fqn].shape))]
+                    torch.testing.assert_close(block.data, part, rtol=1e-6, atol=1e-7)
+
+
 def assert_loads_and_trains(root: Path, model: str, layout: str) -> None:
     truth = torch.load(root / model / "truth.pt")
     with loaded(root, model, layout) as trainer:
-        tensors = {fqn: value for part in trainer.model_parts for fqn, value in part.state_dict().items()}
-        for fqn, value in tensors.items():
-            for block in blocks_of(value):
-                assert torch.equal(block.data, truth[fqn][block.chunk.within(Chunk.whole(truth[fqn].shape))]), fqn
+        assert_holds_part_of(truth, trainer)
         trained = set(trainer.trainable())
         named = [one for part in trainer.model_parts for one in part.named_parameters()]
         assert {fqn for fqn, p in named if p in trained} == {fqn for fqn, _ in named if "lora_" in fqn}
@@ -81,6 +124,19 @@ def everywhere(root: Path, num_ranks: int) -> None:
         for layout in layouts:
             if LAYOUTS[layout][0] == num_ranks:
                 assert_loads_and_trains(root, model, layout)
+
+
+def test_an_adapter_step_loads_resumes_and_merges_on_two_ranks(tmp_path: Path) -> None:
+    """A native adapter step under FSDP2, tensor and pipeline parallelism, merged too; a DCP folder under FSDP2."""
+    write_shapes(tmp_path)
+    write_sources(tmp_path, "llama3")
+    adapter = {name: value for name, value in torch.load(tmp_path / "llama3/truth.pt").items() if "lora_" in name}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # dcp in one process, as meant here
+        dcp.save(adapter, checkpoint_id=tmp_path / "dcp")
+    with merged_into_base(tmp_path, "single", tmp_path / "llama3/adapter/checkpoints/step-2") as trainer:
+        torch.save(trainer.model.state_dict(), tmp_path / "llama3/merged.pt")
+    adapter_steps_on_2(tmp_path)
 
 
 def test_a_base_and_an_adapter_load_into_every_layout(tmp_path: Path) -> None:

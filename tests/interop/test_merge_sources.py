@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from converters import from_tables
 from titan_ckpt import (
@@ -29,7 +29,9 @@ from titan_ckpt import (
 )
 from titan_ckpt.errors import BaseMismatchError, CorruptCheckpointError, LoadMismatchError
 from titan_ckpt.formats.huggingface.peft import PeftReader
+from titan_ckpt.geometry.keymap import KeyMap, KeyRule, Transpose
 from titan_ckpt.loading.merge import prepare_merge
+from titan_ckpt.models import hf
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
 from titan_ckpt.testing import distributed
 
@@ -251,3 +253,92 @@ def test_dora_is_merged_as_peft_merges_it(tmp_path: Path) -> None:
         manager.load()
     found = model.state_dict()["layers.0.feed_forward.w2.weight"].double()
     assert ((found - ideal).abs() <= (ideal.bfloat16().double() - ideal).abs() + 1e-6).all()
+
+
+def write_gpt2(folder: Path) -> Path:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=96, n_positions=32, n_embd=32, n_layer=2, n_head=4, tie_word_embeddings=False)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+def merged_gpt2(base: Path, adapter: Path, folder: Path, *, sharded: bool = False) -> Any:
+    """Return GPT-2 as transformers has it, with the adapter merged by a run."""
+    model = hf.build(base)
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    sources = (InitialLoadConfig(str(base)), InitialLoadConfig(str(adapter), merge=True))
+    with CheckpointManager(
+        CheckpointConfig(initial_load=sources),
+        model_parts=[model],
+        sd_transforms=StateDictTransforms(model.key_map(), model.hf_config()),
+        base_folder=folder,
+    ) as manager:
+        manager.load()
+    return model
+
+
+@distributed(nproc=2)
+def merge_gpt2_on_shards(base: Path, adapter: Path, folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    for fqn, value in merged_gpt2(base, adapter, folder, sharded=True).state_dict().items():
+        assert isinstance(value, DTensor)
+        assert torch.allclose(value.full_tensor(), expected[fqn], rtol=1e-6, atol=1e-7), fqn
+
+
+def test_weights_that_are_stored_transposed_get_the_transposed_product(tmp_path: Path) -> None:
+    """GPT-2's Conv1D: its square projections have no shape that would tell, and the flag in the file is not asked."""
+    base = write_gpt2(tmp_path / "base")
+    for flag in (True, False):
+        options: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn", "c_proj"]}
+        theirs = get_peft_model(
+            GPT2LMHeadModel.from_pretrained(base), LoraConfig(**options, use_dora=flag, fan_in_fan_out=True)
+        )
+        with torch.no_grad():
+            for parameter in theirs.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+        adapter = tmp_path / f"adapter-{flag}"
+        theirs.save_pretrained(str(adapter))
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        (adapter / "adapter_config.json").write_text(json.dumps(config | {"fan_in_fan_out": flag}))
+        ours = merged_gpt2(base, adapter, tmp_path / f"run-{flag}")
+        expected = theirs.merge_and_unload().state_dict()
+        assert {tuple(expected[f"transformer.h.0.attn.{name}.weight"].shape) for name in ("c_proj", "c_attn")} == {
+            (32, 32),
+            (32, 96),
+        }
+        for name, value in ours.state_dict().items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+    truth = {name: value.clone() for name, value in ours.state_dict().items()}
+    merge_gpt2_on_shards(base, adapter, tmp_path / "shards", truth)
+
+
+def test_a_table_that_transposes_a_square_weight_says_how_the_other_tool_stores_it(tmp_path: Path) -> None:
+    """A linear module of ours under GPT-2's names: PEFT's A and B are those of the Conv1D in the other model."""
+    base = write_gpt2(tmp_path / "base")
+    adapter = tmp_path / "adapter"
+    theirs = get_peft_model(
+        GPT2LMHeadModel.from_pretrained(base),
+        LoraConfig(r=4, target_modules=["c_proj"], fan_in_fan_out=True, init_lora_weights=False),
+    )
+    theirs.save_pretrained(str(adapter))
+    key = "transformer.h.{i}.attn.c_proj.weight"
+    table = KeyMap(
+        (
+            KeyRule.of("layers.{i}.wo.weight", key, Transpose()),
+            KeyRule.of("layers.{i}.w2.weight", key.replace("attn", "mlp"), Transpose()),
+        )
+    )
+    plain = GPT2LMHeadModel.from_pretrained(base).state_dict()
+    names = {
+        table.group_of_fqn(f"layers.{i}.{w}.weight").keys[0]: f"layers.{i}.{w}.weight"
+        for i in (0, 1)
+        for w in ("wo", "w2")
+    }
+    state = {fqn: plain[name].t().clone() for name, fqn in names.items()}
+    modules = {fqn.removesuffix(".weight"): torch.nn.Linear(1, 1) for fqn in state}
+    with PeftReader(adapter) as reader:
+        prepare_merge(reader, state, (), table, modules).apply()
+    merged = theirs.merge_and_unload().state_dict()
+    for name, fqn in names.items():
+        torch.testing.assert_close(state[fqn].t(), merged[name], rtol=0, atol=1e-6)

@@ -60,7 +60,10 @@ def lora_record(path: Path) -> LoRARecord:
             f"{path}: its manifest describes no LoRA converter, so nothing says the scale of its tensors. Export the "
             'adapter in the run that trained it (format = "peft"), and take that'
         )
-    return _record(descriptions[lora_names.KIND], str(path))
+    try:
+        return LoRARecord.of(descriptions[lora_names.KIND])
+    except ValueError as error:
+        raise LoadMismatchError(f"{path}: its manifest describes a LoRA that cannot be merged: {error}") from None
 
 
 def check_mergeable(path: Path, format_: Format) -> None:
@@ -125,20 +128,20 @@ def _misfits(
     settings: Collection[str],
 ) -> Iterator[str]:
     """Yield the differences between two sets of converters that change what the `owned` tensors compute."""
-    before, now = _by_kind(saved), _by_kind(running)
-    parts = [part for name in owned if (part := lora_tensor(name)) is not None]
-    if parts:
-        if lora_names.KIND not in before or lora_names.KIND not in now:
-            yield from differences(saved, running)
-            return
-        records = [_record(description[lora_names.KIND], str(path)) for description in (before, now)]
-        sites = {part.site for part in parts if part.role == lora_names.A}
-        same = all(_effect(records[0], site) == _effect(records[1], site) for site in sites)
-        if not same or settings != _OF_RESULT:
-            yield from differences(*([_only(of[lora_names.KIND], settings)] for of in (before, now)))
-    others = [[d for d in of if d["kind"] != lora_names.KIND] for of in (saved, running)]
+    sites = {part.site for name in owned if (part := lora_tensor(name)) is not None and part.role == lora_names.A}
+    before, now = (_by_kind(descriptions).get(lora_names.KIND) for descriptions in (saved, running))
+    try:
+        records = [LoRARecord.of(description) for description in (before, now) if description is not None]
+    except ValueError:  # a converter of somebody else's that has the same name
+        records = []
+    if not sites or before is None or now is None or len(records) < 2:
+        yield from differences(saved, running)
+        return
+    if settings != _OF_RESULT or any(_effect(records[0], site) != _effect(records[1], site) for site in sites):
+        yield from differences([_only(before, settings)], [_only(now, settings)])
+    others = [[d for d in descriptions if d["kind"] != lora_names.KIND] for descriptions in (saved, running)]
     if lines := differences(*others):
-        if len(parts) < len(owned):
+        if any(lora_tensor(name) is None for name in owned):
             yield from lines
         else:  # these converters own no tensor of the source, so its values mean the same without them
             logger.warning("load: %s was trained with other converters than this run has: %s", path, "; ".join(lines))
@@ -146,13 +149,6 @@ def _misfits(
 
 def _effect(record: LoRARecord, site: str) -> tuple[int, float, bool]:
     return record.rank_of(site), record.scaling_of(site), record.use_dora
-
-
-def _record(description: Description, where: str) -> LoRARecord:
-    try:
-        return LoRARecord.of(description)
-    except ValueError as error:
-        raise LoadMismatchError(f"{where}: the record of its LoRA converter cannot be read: {error}") from None
 
 
 def _only(description: Description, names: Collection[str]) -> dict[str, Any]:

@@ -86,6 +86,8 @@ def test_biases_of_modules_that_are_saved_whole_are_no_trained_biases() -> None:
         {"target_modules": ["model.layers.1.mlp.down_proj", "proj"]},
         {"target_modules": r".*\.1\..*proj"},
         {"target_modules": "q_proj"},
+        {"target_modules": r"lm_head|model\.layers\.10\.mlp\.down_proj"},
+        {"target_modules": "|".join([r"model\.layers\.1\.self_attn\.q_proj", *["x" * 50] * 100])},
         {"target_modules": ["q_proj", "down_proj"], "exclude_modules": ["self_attn.q_proj"]},
         {"target_modules": ["q_proj", "down_proj"], "exclude_modules": r"model\.layers\.1.*"},
         {"target_modules": ["q_proj", "up", "lm_head", "c_attn"], "layers_to_transform": [1]},

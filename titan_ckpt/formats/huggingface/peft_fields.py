@@ -85,6 +85,8 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "revision": (str,),
 }
 """Types of the fields whose values are used; each may be null too."""
+_NAMES = re.compile(r"(?:[\w/|-]|\\[.-])+")
+"""Full names, escaped and with "|" between them; there may be more of them than an expression may be long."""
 _TEXTS = ("target_modules", "exclude_modules")
 """Fields that are a list of names, or a text that is a regular expression."""
 
@@ -111,7 +113,8 @@ def wrong_types(config: Mapping[str, Any]) -> Iterator[str]:
         if value is not None and not (isinstance(value, types) and all(isinstance(entry, item) for entry in entries)):
             yield f"{name} is {value!r:.80}, expected {' or '.join(kind.__name__ for kind in types)}"
     for name in _TEXTS:
-        if isinstance(text := config.get(name), str) and (fault := pattern_fault(f"^(?:{text})")):
+        text = config.get(name)
+        if isinstance(text, str) and not _whole_names(text) and (fault := pattern_fault(f"^(?:{text})")):
             yield f"{name} is {text!r:.80}, which is no regular expression that is matched here: {fault}"
 
 
@@ -123,11 +126,10 @@ class Selection:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
+        texts = {name: text for name in _TEXTS if isinstance(text := config.get(name), str)}
+        self._whole = {name: _whole_names(text) for name, text in texts.items()}
         # the table matches ends of names, so "^" makes it compare whole ones
-        fields = {name: config.get(name) for name in _TEXTS}
-        self._patterns = {
-            name: ForeignPatterns({f"^(?:{text})": 1.0}) for name, text in fields.items() if isinstance(text, str)
-        }
+        self._patterns = {name: ForeignPatterns({f"^(?:{text})": 1.0}) for name, text in texts.items()}
 
     def holds(self, module: str) -> bool:
         """Return whether the config selects the module; without target_modules, for which PEFT has a table, it does.
@@ -144,6 +146,8 @@ class Selection:
 
     def _names(self, field: str, module: str) -> bool:
         """Return whether a regular expression, or one of several last parts of names, names the module."""
+        if whole := self._whole.get(field):
+            return module in whole
         if field in self._patterns:
             return self._patterns[field].first(module) is not None
         return _is_one_of(self._config.get(field) or (), module)
@@ -167,6 +171,11 @@ def saves(config: Mapping[str, Any], key: str) -> bool:
     """Return whether `modules_to_save` names a tensor's module. As in PEFT, "norm" also matches "input_layernorm"."""
     module = key.rpartition(".")[0]
     return any(module.endswith(name) for name in config.get("modules_to_save") or ())
+
+
+def _whole_names(text: str) -> frozenset[str]:
+    """Return the names of an expression that is nothing but names, as exports write it; else an empty set."""
+    return frozenset(text.replace("\\", "").split("|")) if _NAMES.fullmatch(text) else frozenset()
 
 
 def _is_one_of(names: Sequence[str], module: str) -> bool:

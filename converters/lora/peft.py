@@ -138,6 +138,7 @@ class PeftAdapter:
         The load checks keys and shapes; a wrong scale would pass those checks, so it is found by this method.
         """
         problems = []
+        modules: dict[str, list[str]] = {}
         if found.get("peft_type", "LORA") != "LORA":
             return [f"peft_type is {found['peft_type']!r}, and this converter is LoRA"]
         if (dora := bool(found.get("use_dora"))) != self.config.use_dora:
@@ -148,9 +149,13 @@ class PeftAdapter:
                 rank, scaling = numbers.rank(key), numbers.scaling(key)
                 fits = target.accepts(rank, key, found.get(PARTS) or {})
                 if not fits or not math.isclose(scaling, target.scaling):
-                    problems.append(f"{key}: rank {rank} scaled by {scaling:g}, expected {target.expected}")
+                    cause = f"rank {rank} scaled by {scaling:g}, expected {target.expected}"
+                    modules.setdefault(cause, []).append(key)
         except ValueError as error:  # of an expression that takes too long
             problems.append(f"rank_pattern and alpha_pattern: {error}")
+        for cause, keys in modules.items():
+            others = f" (and {len(keys) - 1} other modules)" if len(keys) > 1 else ""
+            problems.append(f"{keys[0]}: {cause}{others}")
         return problems
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ MODULES = [
 ]  # fmt: skip
 
 
-def write(folder: Path, keys: list[str] | None = None, **config: Any) -> Path:
-    """Write a plain adapter of one module, with more keys and fields."""
+def write(folder: Path, config: dict[str, Any], keys: Sequence[str] = ()) -> Path:
+    """Write a plain adapter of one module, with more fields and keys."""
     folder.mkdir(parents=True)
     tensors = {f"{KEY}.lora_A.weight": torch.ones(4, 8), f"{KEY}.lora_B.weight": torch.ones(8, 4)}
-    save_file(tensors | {key: torch.ones(8) for key in keys or ()}, folder / "adapter_model.safetensors")
+    save_file(tensors | {key: torch.ones(8) for key in keys}, folder / "adapter_model.safetensors")
     fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]} | config
     (folder / "adapter_config.json").write_text(json.dumps(fields))
     return folder
@@ -37,9 +38,10 @@ def write(folder: Path, keys: list[str] | None = None, **config: Any) -> Path:
 @pytest.mark.parametrize("name", [*REFUSED, "a_later_field"])
 def test_a_field_that_cannot_be_honoured_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
     """An empty value is none; any other names the field, whatever tensors stand beside it."""
-    for index, value in enumerate((None, False, [], {}, 0, "")):
-        PeftReader(write(tmp_path / str(index), **{name: value})).close()
-    folder = write(tmp_path / "set", [f"{KEY}.lora_B.bias"], **{name: {"x": 1}})
+    values: list[Any] = [None, False, [], {}, 0, ""]
+    for index, value in enumerate(values):
+        PeftReader(write(tmp_path / str(index), {name: value})).close()
+    folder = write(tmp_path / "set", {name: {"x": 1}}, [f"{KEY}.lora_B.bias"])
     with pytest.raises(NotACheckpointError, match=rf"1 setting\(s\) cannot be honoured.*\n  {name} = \{{'x': 1\}}: "):
         PeftReader(folder)
 
@@ -54,15 +56,14 @@ def test_the_docs_list_every_field_with_its_treatment() -> None:
 
 def test_all_settings_that_cannot_be_honoured_are_listed_in_one_error(tmp_path: Path) -> None:
     """Each with its value and its reason, and with a way out where there is one."""
-    folder = write(
-        tmp_path / "a",
-        [f"{KEY}.base_layer.bias"],
-        bias="all",
-        init_lora_weights="pissa",
-        alora_invocation_tokens=[1],
-        target_parameters=["experts.gate_up_proj"],
-        use_bdlora={"nblocks": 2},
-    )
+    config = {
+        "bias": "all",
+        "init_lora_weights": "pissa",
+        "alora_invocation_tokens": [1],
+        "target_parameters": ["experts.gate_up_proj"],
+        "use_bdlora": {"nblocks": 2},
+    }
+    folder = write(tmp_path / "a", config, [f"{KEY}.base_layer.bias"])
     with pytest.raises(NotACheckpointError) as raised:
         PeftReader(folder)
     lines = str(raised.value).splitlines()
@@ -108,17 +109,18 @@ def test_modules_are_selected_as_peft_selects_them(settings: dict[str, Any]) -> 
 
 def test_tensors_that_peft_would_ignore_are_found(tmp_path: Path) -> None:
     """A folder whose target_modules was changed by hand; expressions that no reader can bound are refused."""
-    with PeftReader(write(tmp_path / "a", target_modules=["k_proj"])) as reader:
+    with PeftReader(write(tmp_path / "a", {"target_modules": ["k_proj"]})) as reader:
         assert unselected(reader) == [f"{KEY}.lora_A.weight", f"{KEY}.lora_B.weight"]
-    with PeftReader(write(tmp_path / "b", target_modules=r".*(q|v)_proj")) as reader:
+    with PeftReader(write(tmp_path / "b", {"target_modules": r".*(q|v)_proj"})) as reader:
         assert not unselected(reader)
-    for name, value, fault in [
+    wrong: list[tuple[str, Any, str]] = [
         ("target_modules", "(q_proj", "which is no regular expression that is matched here"),
         ("target_modules", {"q_proj": 1}, "expected list or str"),
         ("exclude_modules", [1], "expected list or str"),
         ("layers_to_transform", ["1"], "expected list or int"),
         ("use_dora", "yes", "expected bool"),
         ("base_model_name_or_path", ["base"], "expected str"),
-    ]:
+    ]
+    for name, value, fault in wrong:
         with pytest.raises(CorruptCheckpointError, match=f"{name} is .*{fault}"):
-            PeftReader(write(tmp_path / f"{name}{len(str(value))}", **{name: value}))
+            PeftReader(write(tmp_path / f"{name}{len(str(value))}", {name: value}))

@@ -1,6 +1,6 @@
-"""Adapters in this package's own steps and in DCP folders: how they are recognised, and whether they fit the run.
+"""Adapters in PEFT folders, in this package's own steps and in DCP folders: how they are recognised and compared.
 
-Owns the comparison of the converters that a manifest records with those of the run. peft.py reads PEFT's settings.
+Owns the comparison of an adapter's settings with the converters of the run.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import LoadMismatchError, listed
 from titan_ckpt.formats.open import open_reader
+from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.loading.plan import LoadSource
-from titan_ckpt.types import Format
+from titan_ckpt.types import Format, ModelHooks
 from titan_ckpt.weights import lora_names
 from titan_ckpt.weights.identity import Description, differences
 from titan_ckpt.weights.lora_names import LoRARecord, lora_tensor
@@ -78,6 +79,17 @@ def check_mergeable(path: Path, format_: Format) -> None:
     raise LoadMismatchError(
         f"{path} is {format_} and holds whole weights, and only an adapter can be merged: see `merge`"
     )
+
+
+def check_settings(path: Path, config: Mapping[str, Any], key_map: KeyMap, hooks: ModelHooks | None) -> None:
+    """Check that the settings of a PEFT folder fit this run's converter. Raises: LoadMismatchError."""
+    adapter = None if hooks is None else hooks.state_dict_adapter()
+    if problems := [] if adapter is None else adapter.misfits(key_map, config):
+        raise LoadMismatchError(
+            f"{path}: its adapter_config.json and this run's converter disagree; nothing was loaded\n  "
+            + listed(problems, "\n  ", most=_LISTED)
+            + "\n  Give the [[converters]] table the adapter's rank, alpha and kind, or take another adapter"
+        )
 
 
 def check_fits(source: LoadSource, names: Collection[str], wanted: Collection[str], model: ModelWrapper) -> None:

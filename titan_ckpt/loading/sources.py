@@ -22,7 +22,7 @@ from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
-from titan_ckpt.loading.adapters import check_fits, check_mergeable
+from titan_ckpt.loading.adapters import check_fits, check_mergeable, check_settings
 from titan_ckpt.loading.bases import check_named_base
 from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
 from titan_ckpt.loading.plan import LoadSource
@@ -172,7 +172,7 @@ def _plan(
     if source.adapter:
         wanted = {fqn: value for fqn, value in wanted.items() if wrapper.owns(fqn)}
     if source.format == "peft":
-        _check_adapter_config(source, reader, wrapper, transforms)
+        check_settings(source.path, reader.metadata(), transforms.key_map, wrapper.hooks)
     if source.format == "hf":
         _check_model_config(source, reader.metadata(), transforms.hf_config or {})
         if reader.metadata().get("quantization_config") and _quantises(wrapper):
@@ -201,20 +201,6 @@ def _quantises(wrapper: ModelWrapper) -> bool:
         return isinstance(wrapper.hooks, QuantisesWeights) and wrapper.hooks.weight_quantiser() is not None
     except ConverterError:  # two schemes, which only an export refuses
         return True
-
-
-def _check_adapter_config(
-    source: LoadSource, reader: TensorReader, wrapper: ModelWrapper, transforms: StateDictTransforms
-) -> None:
-    """Raise LoadMismatchError if the adapter's settings do not fit this run's converter."""
-    adapter = None if wrapper.hooks is None else wrapper.hooks.state_dict_adapter()
-    problems = [] if adapter is None else adapter.misfits(transforms.key_map, reader.metadata())
-    if problems:
-        raise LoadMismatchError(
-            f"{source.path}: its adapter_config.json and this run's converter disagree; nothing was loaded\n  "
-            + listed(problems, "\n  ", most=_LISTED)
-            + "\n  Give the [[converters]] table the adapter's rank, alpha and kind, or take another adapter"
-        )
 
 
 def _check_model_config(source: LoadSource, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import ExportError, KeyMapError, NotACheckpointError
 from titan_ckpt.formats.dcp.dcp import export_dcp
 from titan_ckpt.formats.huggingface.export import export_huggingface
+from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.formats.native.rank_file import write_stream
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, TensorInfo
@@ -101,7 +102,10 @@ def native_tensors(reader: TensorReader, key_map: KeyMap) -> dict[str, LazyTenso
     if kind == "external":
         raise NotACheckpointError(f"{reader.path} holds no model weights: its run took them from outside")
     if reader.format == "hf":
-        prefix, groups = "", _groups(reader, key_map)
+        assert isinstance(reader, HuggingFaceReader)
+        table = key_map.of_folder(reader.tensors)
+        reader.leave_out(table.repeats)
+        prefix, groups = "", _groups(reader, table)
     else:
         prefix, names = model_tensors(reader.tensors, reader.format)
         groups = [KeyGroup((name,), (name,), IDENTITY) for name in names]

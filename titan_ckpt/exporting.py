@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator, bounded
 from titan_ckpt.errors import CheckpointError, ConverterError, ExportError
 from titan_ckpt.formats.dcp.dcp import export_dcp
-from titan_ckpt.formats.huggingface.export import Base, export_huggingface
+from titan_ckpt.formats.huggingface.export import Base, HuggingFaceExport
 from titan_ckpt.formats.huggingface.peft import export_peft
 from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.formats.open import detect_format
@@ -72,6 +72,9 @@ class Exporter:
         self._coordinator.barrier("export-check", error)
         if any(config.format == "peft" for config in configs):
             self._check_placement()
+        for config in configs:
+            if config.format == "hf":
+                self._check_folder(config)
 
     def _check_placement(self) -> None:
         """Check that other tools will find a place for every tensor of an adapter. Collective: stages hold parts."""
@@ -91,6 +94,18 @@ class Exporter:
         except Exception as e:
             error = e
         self._coordinator.barrier("export-placement", error)
+
+    def _check_folder(self, config: ExportConfig) -> None:
+        """Check that weights, config.json and base agree. Collective. Raises: ExportError; KeyMapError."""
+        export: HuggingFaceExport | None = None
+        error: BaseException | None = None
+        try:
+            export = self._huggingface(config, self._model.state_dict("base"), self._base_of(config))
+        except Exception as e:
+            error = e
+        self._coordinator.barrier("export-folder", error)
+        assert export is not None
+        export.check(self._coordinator)
 
     def _check(self, configs: Sequence[ExportConfig], owned: bool) -> None:
         problems = []
@@ -114,8 +129,6 @@ class Exporter:
                 problems += self._quantising_problems(config)
         if problems:
             raise ExportError("checkpoint.export cannot be made: " + "; ".join(problems))
-        if any(config.format == "hf" for config in configs):
-            self._transforms.to_file(self._model.state_dict("base"), None, None)
         if any(config.format == "peft" for config in configs):
             self._transforms.to_file(self._model.owned_state_dict(), self._model.hooks, None)
 
@@ -126,8 +139,7 @@ class Exporter:
             if quantiser is None:
                 yield 'quantised: no converter quantises weights; add [[converters]] kind = "qat" or "float8"'
                 return
-            dtype = _dtype(config, self._base_of(config))
-            groups = self._transforms.to_file(self._model.state_dict("base"), None, dtype)
+            groups = self._huggingface(config, self._model.state_dict("base"), self._base_of(config)).groups
             stored = quantised(groups, quantiser)
         except (ConverterError, ExportError) as error:
             yield f"quantised: {error}"
@@ -252,20 +264,7 @@ class Exporter:
             assert dtype is None or isinstance(dtype, torch.dtype), "the config says so"
             write = partial(export_dcp, folder, cast_all(tensors, dtype))
         elif config.format == "hf":
-            assets = Path(config.assets) if config.assets else transforms.assets
-            if assets is None and came_from is not None and came_from.path.is_dir():
-                assets = came_from.path
-            write = partial(
-                export_huggingface,
-                folder,
-                transforms.to_file(tensors, hooks, dtype),
-                config=dict(transforms.hf_config or {}),
-                assets=assets,
-                max_shard_bytes=config.max_shard_bytes,
-                base=came_from,
-                as_base=config.file_layout == "base",
-                quantiser=_quantiser(hooks) if config.quantised else None,
-            )
+            write = partial(self._huggingface(config, tensors, came_from).write, folder)
         else:
             adapter = None if hooks is None else hooks.state_dict_adapter()
             assert adapter is not None, "check() comes first"
@@ -287,10 +286,27 @@ class Exporter:
 
         return write_and_expire
 
+    def _huggingface(self, config: ExportConfig, tensors: StateDict, base: Base | None) -> HuggingFaceExport:
+        """Return the export of these tensors as a Hugging Face folder, under the names of its base."""
+        transforms = self._transforms if base is None else replace(self._transforms, key_map=base.key_map)
+        assets = Path(config.assets) if config.assets else transforms.assets
+        if assets is None and base is not None and base.path.is_dir():
+            assets = base.path
+        return HuggingFaceExport(
+            transforms.to_file(tensors, self._model.hooks, _dtype(config, base)),
+            config=dict(transforms.hf_config or {}),
+            assets=assets,
+            max_shard_bytes=config.max_shard_bytes,
+            quantiser=_quantiser(self._model.hooks) if config.quantised else None,
+            base=base,
+            as_base=config.file_layout == "base",
+            verified=transforms.key_map.verified,
+        )
+
     def _base_of(self, config: ExportConfig) -> Base | None:
         """Return what the export takes over from the Hugging Face folder of the base; None without such a folder."""
         source = self._source() if config.format == "hf" else None
-        return None if source is None else Base.read(source, self._transforms.key_map.ignores)
+        return None if source is None else Base.read(source, self._transforms.key_map)
 
     def _record(self, config: ExportConfig, step: int, coordinator: Coordinator) -> None:
         """Record on rank 0 that the run has made this export."""

@@ -102,3 +102,5 @@ class LoadReport:
     """Converter-owned or non-checkpointed keys that no source provided and that have their initial values."""
     cast: Mapping[str, str] = field(default_factory=dict)
     """fqn -> "float32 -> bfloat16" for each tensor that was cast, on request, while it was loaded."""
+    ignored: tuple[str, ...] = ()
+    """Keys of the sources that the model declares as left over, or that the run's settings ignore."""

@@ -73,7 +73,9 @@ _SIZES: Mapping[str, int] = {
     **dict.fromkeys((
         "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts",
     ), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "index_topk"), 2),
+    **dict.fromkeys((
+        "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "index_topk",
+    ), 2),
     **dict.fromkeys((
         "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "n_group", "topk_group", "n_groups",
         "mamba_n_groups", "mamba_ngroups", "first_k_dense_replace", "num_dense_layers", "o_groups",
@@ -226,4 +228,3 @@ def _kept_layers(fields: Mapping[str, Any], sizes: Mapping[str, int]) -> list[in
     least = max(2, len(first), sizes["num_hidden_layers"] if sizes["num_hidden_layers"] > 2 else 0)
     more = [i for i in range(num) if i not in first.values()]
     return sorted([*first.values(), *more[: max(0, least - len(first))]])
-

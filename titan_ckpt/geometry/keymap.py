@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -316,6 +316,12 @@ class KeyMap:
     identity: bool = False
     ignored: tuple[str, ...] = ()
     """Patterns of file keys in old folders that no model needs: a load skips and logs them."""
+    left_out: frozenset[str] = frozenset()
+    """File keys of one folder that a load skips and logs, as those that `ignored` matches."""
+    repeats: tuple[tuple[str, str], ...] = ()
+    """(File key, file key that it repeats) of tied tensors that a folder has twice; both must be equal."""
+    verified: bool = False
+    """Names come from the library that opens the folder, so an export need not guess whether config.json fits them."""
     _native: _Rows = field(init=False, repr=False, compare=False)
     _file: _Rows = field(init=False, repr=False, compare=False)
 
@@ -335,7 +341,11 @@ class KeyMap:
 
     def ignores(self, key: str) -> bool:
         """Return whether a load skips this file key."""
-        return any(_compile(pattern).fullmatch(key) for pattern in self.ignored)
+        return key in self.left_out or any(_compile(pattern).fullmatch(key) for pattern in self.ignored)
+
+    def of_folder(self, keys: Collection[str]) -> KeyMap:
+        """Return the table for a folder with these keys; a model's library may know several names of a tensor."""
+        return self
 
     def ties(self, key: str) -> bool:
         """Return whether several native names may map to this file key."""

@@ -17,7 +17,7 @@ from titan_ckpt.components.files import model_tensors
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConverterError, LoadMismatchError, listed
 from titan_ckpt.formats.huggingface.peft import unselected
-from titan_ckpt.formats.huggingface.reader import TIED
+from titan_ckpt.formats.huggingface.reader import TIED, HuggingFaceReader
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.gc_paused import gc_paused
@@ -181,6 +181,10 @@ def _plan(
                 "before the first step: to go on with a run, resume it, or start from its plain export",
                 source.path,
             )
+    if isinstance(reader, HuggingFaceReader):
+        table = transforms.key_map.of_folder(reader.tensors)
+        reader.leave_out(table.repeats)
+        transforms = replace(transforms, key_map=table)
     if source.format not in ("native", "dcp"):
         plan = transforms.from_file(wanted, reader.tensors, wrapper.hooks, cast=source.cast)
         return _Opened(source, reader, plan, unselected=_unselected(source, reader))
@@ -284,7 +288,10 @@ def _verdict(
     if twice:
         both = ", or merge all adapters but one into the base (merge = true)" if has_adapter else ""
         problems.append(f"{len(twice)} in two sources: {_listed(twice)}. Name each weight's source once{both}")
-    report = LoadReport(tuple(loaded), tuple(missing), tuple(unexpected), tuple(mismatched), tuple(initialised), cast)
+    ignored = tuple(key for o in opened for key in o.plan.report.ignored)
+    report = LoadReport(
+        tuple(loaded), tuple(missing), tuple(unexpected), tuple(mismatched), tuple(initialised), cast, ignored
+    )
     if problems:
         raise LoadMismatchError(
             "the weights do not fit the model; nothing was loaded\n  "

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from titan_ckpt.encoding import special_floats
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.models.layers import INIT_STD
 
@@ -77,7 +78,7 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
     """Return the contents of a Hugging Face folder's config.json. Raises: ConfigError."""
     path = Path(folder) / "config.json"
     try:
-        config = json.loads(path.read_bytes())
+        config = special_floats.decode(json.loads(path.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError([f"model.folder: {path} is not there; expected a Hugging Face folder"]) from None
     except OSError as error:

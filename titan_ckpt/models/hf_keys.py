@@ -7,7 +7,7 @@ uses, over small tensors of distinct numbers, and derives the table from where e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from titan_ckpt.errors import KeyMapError, listed
 from titan_ckpt.geometry.chunks import Chunk, Shape
 from titan_ckpt.geometry.keymap import IDENTITY, Chain, Concat, KeyMap, KeyRule, Split, TensorOp, Transpose, Unstack
+from titan_ckpt.models.hf_folder import FolderNames, HuggingFaceKeyMap, generalised
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 if TYPE_CHECKING:
@@ -35,7 +36,11 @@ def find_key_map(model: PreTrainedModel) -> KeyMap:
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    shapes = {fqn: tuple(value.shape) for fqn, value in ModelWrapper([model]).state_dict().items()}
+    wrapper = ModelWrapper([model])
+    tied = wrapper.tied
+    saved = {first: alias for alias, first in tied.items() if alias not in model.all_tied_weights_keys}
+    shapes = {saved.get(fqn, fqn): tuple(value.shape) for fqn, value in wrapper.state_dict().items()}
+    first = {alias: fqn for fqn, alias in saved.items()}
     rules: list[KeyRule] = []
     problems: list[str] = []
     with torch.device("cpu"):  # the caller may be building on meta
@@ -46,14 +51,15 @@ def find_key_map(model: PreTrainedModel) -> KeyMap:
             if op is None:
                 problems.append(f"{', '.join(fqns)} as {listed(keys, ', ', ' ')}")
             else:
-                rules.append(KeyRule.of(fqns, keys, op))
+                rules.append(KeyRule.of([first.get(fqn, fqn) for fqn in fqns], keys, op))
     if problems:
         raise KeyMapError(
             f"{type(model).__name__}: no operation arranges {len(problems)} parameter(s) as the folder has them\n  "
             + "\n  ".join(problems),
             problems,
         )
-    return KeyMap(tuple(_generalised(rules)), identity=True)
+    names = FolderNames.of(model, tied)
+    return HuggingFaceKeyMap(tuple(generalised(rules)), identity=True, verified=True, exact=tuple(rules), names=names)
 
 
 def _numbered(shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
@@ -134,42 +140,3 @@ def _makes(op: TensorOp, natives: Sequence[torch.Tensor], wanted: Sequence[torch
             target = made[piece.file_index]
             target[piece.chunk.within(Chunk.whole(target.shape))] = piece.view.reshape(piece.chunk.sizes)
     return all(torch.equal(a, b) for a, b in zip(made, wanted, strict=True))
-
-
-def _generalised(rules: Sequence[KeyRule]) -> Iterable[KeyRule]:
-    """Yield one rule for all layers if they agree, else their own rules, and none for names that are equal."""
-    rows: dict[tuple[str, ...], list[tuple[KeyRule, KeyRule | None]]] = {}
-    for rule in rules:
-        general = _general(rule)
-        template = tuple(_template(fqn, _numbers(fqn)) or fqn for fqn in rule.native)
-        rows.setdefault(template, []).append((rule, general))
-    for same in rows.values():
-        agreed = {general for _, general in same}
-        chosen = [rule for rule, _ in same] if None in agreed or len(agreed) > 1 else agreed
-        yield from (
-            rule for rule in chosen if rule is not None and not (rule.native == rule.file and rule.op == IDENTITY)
-        )
-
-
-def _general(rule: KeyRule) -> KeyRule | None:
-    """Return the rule with placeholders for the numbers in its names; None if its names have different numbers."""
-    numbers = _numbers(rule.native[0])
-    names = [_template(name, numbers) for name in (*rule.native, *rule.file)]
-    templates = [name for name in names if name is not None]
-    if len(templates) < len(names) or any(_numbers(fqn) != numbers for fqn in rule.native):
-        return None
-    return KeyRule.of(templates[: len(rule.native)], templates[len(rule.native) :], rule.op)
-
-
-def _numbers(name: str) -> list[str]:
-    return [part for part in name.split(".") if part.isdecimal()]
-
-
-def _template(name: str, numbers: Sequence[str]) -> str | None:
-    """Return the name with these numbers, in this order, replaced by placeholders; None if it lacks one of them."""
-    parts, left = [], list(enumerate(numbers))
-    for part in name.split("."):
-        if left and part == left[0][1]:
-            part = f"{{n{left.pop(0)[0]}}}"
-        parts.append(part)
-    return None if left else ".".join(parts)

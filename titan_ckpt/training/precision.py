@@ -33,8 +33,9 @@ def keep_stored_dtypes(model: LanguageModel, config: CheckpointConfig, base_fold
     key_map = model.key_map()
     with ExitStack() as stack:
         for reader in _sources(config, base_folder, stack):
+            table = key_map.of_folder(reader.tensors) if reader.format == "hf" else key_map
             for fqn, parameter in list(frozen.items()):
-                keys = [f"model.{fqn}", fqn] if reader.format in ("native", "dcp") else key_map.group_of_fqn(fqn).keys
+                keys = [f"model.{fqn}", fqn] if reader.format in ("native", "dcp") else table.group_of_fqn(fqn).keys
                 dtypes = {reader.tensors[key].dtype for key in keys if key in reader.tensors}
                 if len(dtypes) == 1:
                     (dtype,) = dtypes

@@ -103,13 +103,14 @@ class ReadPlanner:
         unknown = [key for key in self.available if key not in self.known]
         ignored = [key for key in unknown if key_map.ignores(key)]
         if ignored:
-            logger.info("load: %d old keys that this model computes itself, such as %s", len(ignored), ignored[0])
+            logger.info("load: %d keys are ignored, which the model does not use, such as %s", len(ignored), ignored[0])
         report = LoadReport(
             loaded=tuple(self.loaded),
             missing=tuple(self.missing),
             unexpected=tuple(key for key in unknown if not key_map.ignores(key)),
             mismatched=tuple(self.mismatched),
             cast=self.cast,
+            ignored=tuple(ignored),
         )
         return ReadPlan(self.requests, report, tuple(self.absent))
 

@@ -7,7 +7,7 @@ Source: transformers, `modeling_utils.py` save_pretrained; huggingface_hub, `ser
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,10 @@ import torch
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError, listed
 from titan_ckpt.formats.huggingface.reader import CONFIG, INDEX, TIED, HuggingFaceReader, read_config, to_json
-from titan_ckpt.formats.publish.plan import ExportPlan, pack_as, pack_model_files
+from titan_ckpt.formats.publish.plan import ExportPlan, pack_as, pack_model_files, plan_export
 from titan_ckpt.formats.publish.run import ExportSummary, FolderFormat, export_folder
 from titan_ckpt.geometry.chunks import TensorInfo
+from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.weights.quantise import WeightQuantiser, check_quantised, quantised
 from titan_ckpt.weights.write_view import CASTABLE, FileGroup
@@ -47,6 +48,8 @@ _COPIED = (
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _FROM_BASE = ("auto_map", *_TOKENS)
 """Fields of config.json that are taken from the base's if the model has none: they belong to the copied files."""
+_OF_SHAPE = ("tie_word_embeddings", "vocab_size", "hidden_size", "num_hidden_layers")
+"""Fields of config.json that decide which keys and shapes transformers expects; absent ones have their defaults."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _OUTPUT = "lm_head.weight"
 _OUTPUTS = (_OUTPUT, "embed_out.weight", "head.weight", "decoder.weight", "output_projection.weight")
@@ -58,95 +61,136 @@ class Base:
     """The folder that the weights came from, with which an export of them has to agree."""
 
     path: Path
+    key_map: KeyMap
+    """The model's table, with the names of this folder."""
     tensors: Mapping[str, TensorInfo]
-    """The tensors that a load sees: dequantised, without those that models compute themselves."""
+    """The tensors that a load sees: dequantised, without those that the model does not use and without copies."""
     file_of: Mapping[str, str]
-    dtype: str | None
-    """The dtype in its config.json."""
+    config: Mapping[str, Any]
+    """Its config.json."""
 
     @staticmethod
-    def read(path: Path, ignores: Callable[[str], bool]) -> Base:
-        """Read the folder's headers, without the keys that `ignores` accepts. Raises: as HuggingFaceReader."""
+    def read(path: Path, key_map: KeyMap) -> Base:
+        """Read the folder's headers. `key_map`: the model's table. Raises: as HuggingFaceReader."""
         with HuggingFaceReader(path) as reader:
-            tensors = {key: info for key, info in reader.tensors.items() if not ignores(key)}
-            config = reader.metadata()
-            return Base(path, tensors, reader.file_of, config.get("dtype") or config.get("torch_dtype"))
+            table = key_map.of_folder(reader.tensors)
+            copies = {key for key, _ in table.repeats}
+            tensors = {k: info for k, info in reader.tensors.items() if k not in copies and not table.ignores(k)}
+            return Base(path, table, tensors, reader.file_of, reader.metadata())
+
+    @property
+    def dtype(self) -> str | None:
+        """Return the dtype in its config.json."""
+        return self.config.get("dtype") or self.config.get("torch_dtype")
+
+    def describes(self, config: Mapping[str, Any]) -> bool:
+        """Return whether its config.json agrees with a model's on all that decides about keys and shapes."""
+        return all(self.config.get(name, config.get(name)) == config.get(name) for name in _OF_SHAPE)
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
         return {key: info.dtype for key, info in self.tensors.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class HuggingFaceExport:
+    """An export into a folder that transformers opens."""
+
+    groups: Sequence[FileGroup]
+    config: Mapping[str, Any]
+    """The model's config.json; if empty, the one in `assets`."""
+    assets: Path | None
+    """A Hugging Face folder whose tokenizer, chat template, generation config and custom code are copied."""
+    max_shard_bytes: int
+    """Limit of one file's tensors."""
+    quantiser: WeightQuantiser | None = None
+    """Stores the weights that it claims (weights/quantise.py)."""
+    base: Base | None = None
+    """A folder that must have the same keys and shapes."""
+    as_base: bool = False
+    """Every tensor goes into the file of the same name as in the base."""
+    verified: bool = False
+    """Names and config.json come from the same library (KeyMap.verified)."""
+
+    def write(self, folder: Path, coordinator: Coordinator) -> ExportSummary:
+        """Write the folder, prove it, and publish it atomically. Collective.
+
+        Memory: at most one shard of a tensor, as lazy tensors compute it, and less than 64 MiB.
+        Raises: ExportError on every rank, with nothing under the folder's name.
+        """
+        stored = self._stored()
+        return export_folder(folder, stored, self._layout(stored, coordinator), coordinator)
+
+    def check(self, coordinator: Coordinator) -> None:
+        """Check that tensors, config.json and base agree; compute and write nothing. Collective.
+
+        Raises: ExportError on every rank, as `write` would.
+        """
+        stored = self._stored()
+        layout = self._layout(stored, coordinator)
+        plan = plan_export(stored, layout.pack, coordinator, layout.header)
+        error: Exception | None = None
+        try:
+            if coordinator.rank == 0:
+                layout.companions(plan)
+        except Exception as e:
+            error = e
+        coordinator.barrier("export/companions", error)
+
+    def _stored(self) -> Sequence[FileGroup]:
+        return self.groups if self.quantiser is None else quantised(self.groups, self.quantiser)
+
+    def _layout(self, stored: Sequence[FileGroup], coordinator: Coordinator) -> FolderFormat:
+        quantiser, base = self.quantiser, self.base
+
+        def pack(infos: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
+            if base is not None and self.as_base:
+                return pack_as(base.file_of, infos)
+            return pack_model_files(infos, self.max_shard_bytes)
+
+        def check(reader: TensorReader) -> None:
+            if quantiser is None:
+                return
+            assert isinstance(reader, HuggingFaceReader)
+            with HuggingFaceReader(reader.path) as dequantised:
+                if base is not None and coordinator.rank == 0:
+                    _compare(dequantised.tensors, base)
+                check_quantised(stored, dequantised)
+
+        return FolderFormat(
+            pack,
+            self._companions,
+            partial(HuggingFaceReader, dequantise=False),  # the proof reads the stored tensors
+            check,
+            None if quantiser is None else quantiser.header,
+        )
+
+    def _companions(self, plan: ExportPlan) -> dict[str, bytes | Path]:
+        """Return the files beside the tensors, by name. Raises: ExportError if they and the tensors disagree."""
+        if self.base is not None and self.quantiser is None:
+            _compare(plan.infos, self.base)
+        files: dict[str, bytes | Path] = dict(_assets(self.assets))
+        beside = read_config(self.assets / CONFIG) if self.assets is not None else {}
+        made = _config(self.config, beside)
+        made["dtype"] = _dtype(plan.infos, self.base)
+        if self.quantiser is not None:
+            made["quantization_config"] = self.quantiser.config(plan.infos, plan.quantised)
+        if not (self.verified or (self.base is not None and self.base.describes(made))):
+            _check_tied(made, {*plan.infos, *plan.quantised})
+            _check_shape(made, plan)
+        files[CONFIG] = to_json(made)
+        if GENERATION_CONFIG not in files:
+            files[GENERATION_CONFIG] = to_json(_generation_config(made))
+        if len(plan.layouts) > 1:
+            files[INDEX] = to_json(_index(plan))
+        return files
+
+
 def export_huggingface(
-    folder: Path,
-    groups: Sequence[FileGroup],
-    *,
-    config: Mapping[str, Any],
-    assets: Path | None,
-    max_shard_bytes: int,
-    coordinator: Coordinator,
-    quantiser: WeightQuantiser | None = None,
-    base: Base | None = None,
-    as_base: bool = False,
+    folder: Path, groups: Sequence[FileGroup], *, coordinator: Coordinator, **options: Any
 ) -> ExportSummary:
-    """Write a folder that transformers opens, prove it, and publish it atomically. Collective.
-
-    `config`: the model's config.json; if empty, the one in `assets`. `assets`: a Hugging Face folder whose tokenizer,
-    chat template, generation config and custom code are copied. `max_shard_bytes`: limit of one file's tensors.
-    `base`: a folder that must have the same keys and shapes; with `as_base` every tensor goes into the file of the same
-    name as there. `quantiser`: stores the weights that it claims (weights/quantise.py).
-    Memory: at most one shard of a tensor, as lazy tensors compute it, and less than 64 MiB.
-    Raises: ExportError on every rank, with nothing under the folder's name.
-    """
-
-    def pack(infos: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
-        return pack_as(base.file_of, infos) if base and as_base else pack_model_files(infos, max_shard_bytes)
-
-    stored = groups if quantiser is None else quantised(groups, quantiser)
-
-    def check(reader: TensorReader) -> None:
-        if quantiser is None:
-            return
-        assert isinstance(reader, HuggingFaceReader)
-        with HuggingFaceReader(reader.path) as dequantised:
-            if base is not None and coordinator.rank == 0:
-                _compare(dequantised.tensors, base)
-            check_quantised(stored, dequantised)
-
-    layout = FolderFormat(
-        pack,
-        lambda plan: _companions(plan, config, assets, base, quantiser),
-        partial(HuggingFaceReader, dequantise=False),  # the proof reads the stored tensors
-        check,
-        None if quantiser is None else quantiser.header,
-    )
-    return export_folder(folder, stored, layout, coordinator)
-
-
-def _companions(
-    plan: ExportPlan,
-    config: Mapping[str, Any],
-    assets: Path | None,
-    base: Base | None,
-    quantiser: WeightQuantiser | None,
-) -> dict[str, bytes | Path]:
-    """Return the files beside the tensors, by name. Raises: ExportError if they and the tensors disagree."""
-    if base is not None and quantiser is None:
-        _compare(plan.infos, base)
-    files: dict[str, bytes | Path] = dict(_assets(assets))
-    beside = read_config(assets / CONFIG) if assets is not None else {}
-    made = _config(config, beside)
-    made["dtype"] = _dtype(plan.infos, base)
-    if quantiser is not None:
-        made["quantization_config"] = quantiser.config(plan.infos, plan.quantised)
-    _check_tied(made, {*plan.infos, *plan.quantised})
-    _check_shape(made, plan)
-    files[CONFIG] = to_json(made)
-    if GENERATION_CONFIG not in files:
-        files[GENERATION_CONFIG] = to_json(_generation_config(made))
-    if len(plan.layouts) > 1:
-        files[INDEX] = to_json(_index(plan))
-    return files
+    """Write a Hugging Face folder; `options` are the fields of HuggingFaceExport. Collective. Raises: ExportError."""
+    return HuggingFaceExport(groups, **options).write(folder, coordinator)
 
 
 def _compare(infos: Mapping[str, TensorInfo], base: Base) -> None:

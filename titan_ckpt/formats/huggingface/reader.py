@@ -18,7 +18,7 @@ import torch
 
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.direct import IO_BYTES
-from titan_ckpt.encoding import strict_json
+from titan_ckpt.encoding import special_floats, strict_json
 from titan_ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -63,22 +63,25 @@ class HuggingFaceReader(TensorReader):
         self.file_of: Mapping[str, str] = {key: header.path.name for header in headers for key in header.entries}
         quantised = open_quantised(path, self._config, headers) if dequantise else None
         self._files = quantised or SafetensorsFiles(headers)
-        tensors = quantised.tensors if quantised else {k: e.info for h in headers for k, e in h.entries.items()}
-        self._tensors = self._without_copies(tensors)
+        self._tensors = quantised.tensors if quantised else {k: e.info for h in headers for k, e in h.entries.items()}
+        if self._config.get("tie_word_embeddings") and self._tensors.keys() >= set(TIED):
+            self.leave_out([TIED])
 
-    def _without_copies(self, tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
-        """Return the tensors without the copy of a tied output matrix. Raises: LoadMismatchError if it differs."""
-        output, embeddings = TIED
-        if not self._config.get("tie_word_embeddings") or not {output, embeddings} <= tensors.keys():
-            return tensors
-        if tensors[output] != tensors[embeddings] or not self._are_equal(tensors[output], output, embeddings):
-            self._files.close()
-            raise LoadMismatchError(
-                f"{self.path}: {CONFIG} says tie_word_embeddings = true, and {output} is not equal to {embeddings}: "
-                f"transformers would untie them. Set it to false if {output} was trained, or remove that tensor"
-            )
-        logger.info("%s: %s repeats %s, to which it is tied, and is passed by", self.path, output, embeddings)
-        return {key: info for key, info in tensors.items() if key != output}
+    def leave_out(self, repeats: Sequence[tuple[str, str]]) -> None:
+        """List no tensor that repeats a second one, to which it is tied; `repeats` has the keys of both.
+
+        Raises: LoadMismatchError if one differs; the reader is closed then.
+        """
+        for key, other in repeats:
+            if self._tensors[key] != self._tensors[other] or not self._are_equal(self._tensors[key], key, other):
+                self._files.close()
+                raise LoadMismatchError(
+                    f"{self.path}: {CONFIG} says tie_word_embeddings = true, and {key} is not equal to {other}: "
+                    f"transformers would untie them. Set it to false if {key} was trained, or remove that tensor"
+                )
+            logger.info("%s: %s repeats %s, to which it is tied, and is passed by", self.path, key, other)
+        repeating = {key for key, _ in repeats}
+        self._tensors = {key: info for key, info in self._tensors.items() if key not in repeating}
 
     def _are_equal(self, info: TensorInfo, *keys: str) -> bool:
         """Return whether two tensors are equal byte by byte; compares some MiB at a time."""
@@ -115,7 +118,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     try:
-        config = json.loads(data)
+        config = special_floats.decode(json.loads(data))
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: not JSON: {error}", str(path)) from error
     if not isinstance(config, dict):
@@ -125,7 +128,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def to_json(value: Mapping[str, Any]) -> bytes:
     """Return the bytes of a JSON file as transformers and PEFT write them."""
-    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+    return (json.dumps(special_floats.encode(value), indent=2, sort_keys=True) + "\n").encode()
 
 
 def _read_json_file(path: Path) -> bytes:

@@ -6,7 +6,7 @@ CORE := tests/test_without_extras.py tests/test_golden_native.py tests/test_mana
 	$(addprefix tests/unit/weights/test_,digest.py quantise.py single_device.py transforms.py wrapper.py) \
 	$(addprefix tests/unit/test_,config.py policy.py progress.py)
 
-.PHONY: demo test lint check bench soak clean
+.PHONY: demo test lint check bench soak zoo clean
 
 demo: $(READY)
 	$(BIN)/python -m docs.examples.demo
@@ -29,6 +29,10 @@ bench: $(READY)
 
 soak: $(READY)
 	TITAN_CKPT_SOAK=1 $(BIN)/python -m pytest --timeout=14400 -o faulthandler_timeout=14000 tests/faults
+
+# The table of docs/compatibility.md: everything that the installed libraries offer, about half an hour on two cores.
+zoo: $(READY)
+	$(BIN)/python -m tests.zoo
 
 clean:
 	rm -rf outputs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -5,6 +5,7 @@ Owns the steps and the verdicts about them. tiny_models.py finds the models.
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+import transformers
 from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -36,9 +38,9 @@ from titan_ckpt.models.hf import HuggingFaceModel
 from titan_ckpt.models.registry import build_model
 from titan_ckpt.weights.initialize import construct, materialise
 
-auto: Any = AutoModelForCausalLM  # its methods have no types
 STEPS = 3
 _SAVED = 2
+_RANK = 2
 _TOLERANCE = 1e-4
 """Of the largest logit: a merged product is rounded once more than the products of the trained model."""
 
@@ -120,9 +122,9 @@ def judge(kind: Callable[[Path, Path], None], config: PretrainedConfig, folder: 
             write_base(config, folder / "base")
             kind(folder / "base", folder / "run")
     except RefusedError as error:
-        return Outcome("refused", _line(error))
+        return Outcome("refused", _line(error, folder))
     except Exception as error:  # whatever a model, transformers or this package raises is a result
-        return Outcome("different", f"{type(error).__name__}: {_line(error)}")
+        return Outcome("different", f"{type(error).__name__}: {_line(error, folder)}")
     return Outcome("exact")
 
 
@@ -140,7 +142,7 @@ def full_run(base: Path, folder: Path) -> None:
         runs.append(whole := Run(base, folder))
         with whole.manager() as manager:
             manager.load()
-        twin = auto.from_pretrained(base).eval()
+        twin = opened(base).eval()
         _same("the loaded logits", logits_of(twin), whole.logits())
         runs.append(whole := Run(base, folder))
         whole.train((ExportConfig("hf"),))
@@ -157,13 +159,13 @@ def lora_run(base: Path, folder: Path) -> None:
     with _refusals() as runs:
         runs.append(run := Run(base, folder, lora=True))
         run.train((ExportConfig("hf"), ExportConfig("peft")))
-    trained, plain = run.logits(), logits_of(auto.from_pretrained(base).eval())
+    trained, plain = run.logits(), logits_of(opened(base).eval())
     tolerance = _TOLERANCE * max(1.0, float(trained.abs().max()))
     if (trained - plain).abs().max() <= 10 * tolerance:
         raise DifferentError("training changed nothing")
     exports = folder / "exports"
     merged = _reloaded(exports / f"step-{STEPS}")
-    adapted = PeftModel.from_pretrained(auto.from_pretrained(base), str(exports / f"step-{STEPS}-peft")).eval()
+    adapted = PeftModel.from_pretrained(opened(base), str(exports / f"step-{STEPS}-peft")).eval()
     for name, model in (("merged", merged), ("PEFT's", adapted)):
         difference = float((logits_of(model) - trained).abs().max())
         if not difference <= tolerance:
@@ -173,7 +175,8 @@ def lora_run(base: Path, folder: Path) -> None:
 def write_base(config: PretrainedConfig, folder: Path) -> None:
     """Write a folder of transformers' model with random weights, of which none is at its initial value."""
     torch.manual_seed(0)
-    model = auto.from_config(config)
+    make: Any = AutoModelForCausalLM.from_config
+    model = make(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
@@ -218,13 +221,20 @@ def _refusals() -> Iterator[list[Run]]:
 def _lora_table(model: nn.Module) -> dict[str, Any]:
     """Return the settings of LoRA on all linear modules but the output, as PEFT's "all-linear" has it."""
     output = model.get_output_embeddings()  # type: ignore[operator]
-    linear = [fqn for fqn, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not output]
-    return {"kind": "lora", "rank": 2, "alpha": 8.0, "target_modules": linear}
+    named = [(fqn, m) for fqn, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not output]
+    linear = [fqn for fqn, module in named if min(module.weight.shape) >= _RANK]
+    return {"kind": "lora", "rank": _RANK, "alpha": 8.0, "target_modules": linear}
+
+
+def opened(folder: Path, **options: Any) -> Any:
+    """Open a folder with the class of transformers that its config.json names."""
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    return getattr(transformers, name).from_pretrained(folder, **options)
 
 
 def _reloaded(folder: Path) -> Any:
     """Open an export with transformers, which must find all keys and no others."""
-    model, info = auto.from_pretrained(folder, output_loading_info=True, dtype="auto")
+    model, info = opened(folder, output_loading_info=True, dtype="auto")
     if wrong := {name: keys for name, keys in info.items() if keys}:
         raise DifferentError(f"transformers finds {wrong}")
     return model.eval()
@@ -243,5 +253,5 @@ def _same_values(where: str, expected: dict[str, torch.Tensor], actual: dict[str
         raise DifferentError(f"{where}: {len(wrong)} values differ, such as {wrong[0]}")
 
 
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+def _line(error: BaseException, folder: Path) -> str:
+    return " ".join(str(error).replace(f"{folder}/", "").split())[:300]

@@ -27,6 +27,12 @@ _LOADED = "_is_hf_initialized"
 """transformers' mark on tensors and modules whose values must be kept. Source: `initialization.py`."""
 
 
+_EXCHANGES = (
+    "model: {} exchanges modules in its first forward with sequences of {} tokens, so a resumed run would differ. Set "
+    "in config.json what it changes to (BigBird: attention_type), or take another data.sequence_length"
+)
+
+
 def build(source: str | Path | Mapping[str, Any], dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
     """Return the model of a Hugging Face folder, or of the contents of a config.json, without the folder's weights.
 
@@ -40,9 +46,10 @@ def build(source: str | Path | Mapping[str, Any], dtype: torch.dtype = torch.flo
     except ImportError as error:
         raise ConfigError([f'model: transformers is not installed ({error}); pip install "titan-ckpt[hf]"']) from error
     config = _read_config(source)
-    make: Any = AutoModelForCausalLM.from_config
+    named = _named_class(config)
+    make: Any = AutoModelForCausalLM.from_config if named is None else named._from_config  # noqa: SLF001 - as Auto does
     try:
-        model: PreTrainedModel = make(config, dtype=dtype, trust_remote_code=False)
+        model: PreTrainedModel = make(config, dtype=dtype, **({} if named else {"trust_remote_code": False}))
     except ValueError as error:
         raise ConfigError([f"model_type: {config.model_type!r}: {str(error).splitlines()[0]}"], str(source)) from error
     return adopt(model)
@@ -70,6 +77,7 @@ class HuggingFaceModel(LanguageModel):
     table: KeyMap
     layers_fqn: str
     architecture: str
+    has_run: bool = False
 
     if TYPE_CHECKING:
         config: PretrainedConfig
@@ -79,8 +87,15 @@ class HuggingFaceModel(LanguageModel):
         def tie_weights(self) -> None: ...
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Shape: (batch, seq) token ids in, (batch, seq, vocab) logits out."""
+        """Shape: (batch, seq) token ids in, (batch, seq, vocab) logits out.
+
+        Raises: ConfigError in the first call, if the model exchanges modules in it: a resume could not repeat that.
+        """
+        before = None if self.has_run else [*self.modules()]
         logits: torch.Tensor = super().forward(input_ids=tokens, use_cache=False).logits
+        if before is not None and before != [*self.modules()]:
+            raise ConfigError([_EXCHANGES.format(self.architecture, tokens.shape[-1])])
+        self.has_run = True
         return logits
 
     @property
@@ -155,6 +170,19 @@ def _read_config(source: str | Path | Mapping[str, Any]) -> PretrainedConfig:
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         raise ConfigError([f"transformers cannot read it: {' '.join(str(error).split())}"], where) from error
     return config
+
+
+def _named_class(config: PretrainedConfig) -> Any:
+    """Return the causal model that a config names itself, for parts of composite models that the Auto class lacks."""
+    import transformers
+
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    for name in config.architectures or ():
+        named = getattr(transformers, name, None)
+        if name.endswith("ForCausalLM") and getattr(named, "config_class", None) is type(config):
+            return named
+    return None
 
 
 def _find_layers(model: nn.Module) -> str:

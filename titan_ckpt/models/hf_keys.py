@@ -113,7 +113,8 @@ def _candidates(natives: Sequence[Shape], num_file: int) -> dict[str, TensorOp]:
         return {"concat": Concat(tuple(shape[0] for shape in natives))} if num_file == 1 and all(natives) else {}
     (shape,) = natives
     if num_file == 1:
-        return {"identity": IDENTITY, "transpose": Transpose()}
+        alone = {"unstack": Unstack(1), "unstack transposed": Unstack(1, transpose=True)} if shape[:1] == (1,) else {}
+        return {"identity": IDENTITY, "transpose": Transpose(), **alone}
     found: dict[str, TensorOp] = {}
     num, parts = shape[0], num_file // shape[0]
     if num % num_file == 0:

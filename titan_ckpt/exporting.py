@@ -72,9 +72,6 @@ class Exporter:
         self._coordinator.barrier("export-check", error)
         if any(config.format == "peft" for config in configs):
             self._check_placement()
-        for config in configs:
-            if config.format == "hf":
-                self._check_folder(config)
 
     def _check_placement(self) -> None:
         """Check that other tools will find a place for every tensor of an adapter. Collective: stages hold parts."""
@@ -95,17 +92,23 @@ class Exporter:
             error = e
         self._coordinator.barrier("export-placement", error)
 
-    def _check_folder(self, config: ExportConfig) -> None:
-        """Check that weights, config.json and base agree. Collective. Raises: ExportError; KeyMapError."""
-        export: HuggingFaceExport | None = None
-        error: BaseException | None = None
-        try:
-            export = self._huggingface(config, self._model.state_dict("base"), self._base_of(config))
-        except Exception as e:
-            error = e
-        self._coordinator.barrier("export-folder", error)
-        assert export is not None
-        export.check(self._coordinator)
+    def check_folders(self, configs: Sequence[ExportConfig]) -> None:
+        """Check after a load that weights, config.json and base agree, as an export itself does. Collective.
+
+        Raises: ExportError; KeyMapError.
+        """
+        for config in configs:
+            if config.format != "hf":
+                continue
+            export: HuggingFaceExport | None = None
+            error: BaseException | None = None
+            try:
+                export = self._huggingface(config, self._model.state_dict("base"), self._base_of(config))
+            except Exception as e:
+                error = e
+            self._coordinator.barrier("export-folder", error)
+            assert export is not None
+            export.check(self._coordinator)
 
     def _check(self, configs: Sequence[ExportConfig], owned: bool) -> None:
         problems = []
@@ -129,6 +132,8 @@ class Exporter:
                 problems += self._quantising_problems(config)
         if problems:
             raise ExportError("checkpoint.export cannot be made: " + "; ".join(problems))
+        if any(config.format == "hf" for config in configs):
+            self._transforms.to_file(self._model.state_dict("base"), None, None)
         if any(config.format == "peft" for config in configs):
             self._transforms.to_file(self._model.owned_state_dict(), self._model.hooks, None)
 

@@ -123,7 +123,8 @@ class CheckpointManager:
         ones, and logs why each was skipped. Call it before the first step, and again to roll back. Tensors that
         `materialise` left without values and no source provides are initialised once everything is read.
         Raises: CheckpointNotFoundError; LoadMismatchError; CorruptCheckpointError when no candidate can be read;
-        BaseMismatchError; ConverterError for a different set of converters.
+        BaseMismatchError; ConverterError for a different set of converters; ExportError for weights that do not fit
+        the config.json or the base of an export.
         """
         self._check_open()
         self.wait()
@@ -133,6 +134,7 @@ class CheckpointManager:
         self._saved_step = restored.result.step if restored.resumed_from else None
         if self._saver is not None:  # before step 1: lease, permissions and space for the saves to come
             self._directory.preflight(self._expected_bytes())
+        self._exporter.check_folders(self.config.export)
         self._knows_folder = True
         return restored.result
 

@@ -1,7 +1,7 @@
 """Run the whole zoo and write its verdicts to docs/compatibility.md: `make zoo`.
 
-A module `tests/zoo/test_*.py` takes part if it has `rows()`, which returns (configuration, verdict, note) of every case;
-the first line of its docstring is the heading. The exit status is 1 if any case is silently different.
+A module `tests/zoo/test_*.py` takes part if it has `rows()`: (configuration, verdict, note) of every case. The
+first line of its docstring is the heading. The exit status is 1 if any case is silently different.
 """
 
 from __future__ import annotations

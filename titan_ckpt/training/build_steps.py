@@ -173,12 +173,8 @@ class BuildSteps:
             tokenizer = train_tokenizer(open_corpus(data.corpus), size, Path(data.cache_folder))
         need, have = tokenizer.num_ids, self.model.vocab_size
         if need > have:
-            raise ConfigError(
-                [
-                    f"data.tokenizer: the {need} tokens of {tokenizer.folder} do not fit the model's vocabulary of "
-                    f"{have}: choose the tokenizer that belongs to the weights, or a smaller one"
-                ]
-            )
+            misfit = f"the {need} tokens of {tokenizer.folder} do not fit the model's vocabulary of {have}"
+            raise ConfigError([f"data.tokenizer: {misfit}; take the tokenizer of the weights, or a smaller one"])
         return tokenizer
 
     def build_data_transform(self) -> Callable[[str], list[int]] | None:

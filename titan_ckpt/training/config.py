@@ -43,7 +43,8 @@ class ModelConfig(Checked):
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig(Checked):
     """The tokenizer. Without any setting it is that of `model.folder` or of the Hugging Face folder in
-    [[checkpoint.initial_load]]; a run without such a folder trains one on the corpus."""
+    [[checkpoint.initial_load]]; a run without such a folder trains one on the corpus.
+    """
 
     folder: LocalPath | None = None
     """A Hugging Face folder with a tokenizer.json."""

@@ -15,7 +15,7 @@ from titan_ckpt.formats.huggingface.reader import is_huggingface
 from titan_ckpt.training.config import RunConfig
 
 TOKENIZER = "tokenizer.json"
-_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
+_OTHER_WEIGHTS = ("pytorch_model*.bin", "consolidated*.pth", "*.gguf", "tf_model.h5", "flax_model.msgpack")
 """Patterns of weights in a Hugging Face folder that are not read here."""
 
 
@@ -31,12 +31,8 @@ def checkpoint_settings(config: RunConfig) -> CheckpointConfig:
     if is_huggingface(Path(folder)):
         return replace(checkpoint, initial_load=(InitialLoadConfig(folder, format="hf", cast=True),))
     if unread := sorted(path.name for pattern in _OTHER_WEIGHTS for path in Path(folder).glob(pattern)):
-        raise ConfigError(
-            [
-                f"model.folder: {folder} holds weights that are not read here, such as {unread[0]}; convert them to "
-                "safetensors, or start from random values with model.load_weights = false"
-            ]
-        )
+        problem = f"{folder} holds weights that are not read here, such as {unread[0]}; convert them to safetensors"
+        raise ConfigError([f"model.folder: {problem}, or start from random values: model.load_weights = false"])
     return checkpoint
 
 
@@ -54,13 +50,8 @@ def tokenizer_folder(config: RunConfig) -> Path | None:
     if (own := _own_tokenizer(config)) is not None:
         return own
     if pretrained := [folder for folder in _folders(config) if _gives_weights(folder, config)]:
-        raise ConfigError(
-            [
-                f"data.tokenizer: {pretrained[0]} holds weights and no {TOKENIZER}; name the folder of their tokenizer "
-                "(data.tokenizer.folder), or the size of a new one (data.tokenizer.vocab_size), which the weights do "
-                "not know"
-            ]
-        )
+        choices = "name the folder of their tokenizer (folder), or the size of a new one (vocab_size)"
+        raise ConfigError([f"data.tokenizer: {pretrained[0]} holds weights and no {TOKENIZER}; {choices}"])
     return None
 
 

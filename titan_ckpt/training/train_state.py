@@ -10,7 +10,7 @@ class TrainState:
     """The progress of a run; saved in its checkpoints."""
 
     def __init__(self, schedule: Mapping[str, Any] | None = None) -> None:
-        """`schedule`: the settings that the learning rate depends on (schedule.py); saved, to be compared on a resume."""
+        """Start at step 0. `schedule`: the settings that the learning rate depends on, to be compared on a resume."""
         self.step = 0
         self.num_tokens = 0
         self.seconds = 0.0

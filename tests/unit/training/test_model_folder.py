@@ -61,8 +61,7 @@ def test_other_choices_are_explicit_and_warned_about(
 ) -> None:
     """Random values and a trained tokenizer are settings; each is one warning, also where other weights are loaded."""
     data = {"tokenizer": {"vocab_size": 300, "folder": None}, "corpus": __file__}
-    random = {"model": {"load_weights": False}, "data": data}
-    Trainer(over(base, tmp_path / "a", **random)).run()
+    Trainer(over(base, tmp_path / "a", model={"load_weights": False}, data=data)).run()
     assert f"the weights in {base} are not loaded; this run starts from random values" in caplog.text
     assert f"data.tokenizer: this run uses and exports the tokenizer in {settings(tmp_path).data.cache_folder}" in (
         caplog.text
@@ -101,7 +100,7 @@ def test_a_tokenizer_comes_from_the_source_of_weights_of_a_flavor(tmp_path: Path
 def test_pretrained_weights_without_a_tokenizer_or_in_pickles_are_refused(tmp_path: Path, base: Path) -> None:
     """One error before step 1 says which settings choose; the settings that it names are accepted."""
     bare = shutil.copytree(base, tmp_path / "bare", ignore=shutil.ignore_patterns("token*"))
-    with pytest.raises(ConfigError, match=rf"{bare} holds weights and no tokenizer\.json; .*tokenizer\.vocab_size"):
+    with pytest.raises(ConfigError, match=rf"{bare} holds weights and no tokenizer\.json; .*\(vocab_size\)"):
         Trainer(over(bare, tmp_path / "a")).run()
     Trainer(over(bare, tmp_path / "b", model={"load_weights": False})).run()
     (bare / "model.safetensors").rename(bare / "pytorch_model.bin")
@@ -117,21 +116,19 @@ def test_a_token_beyond_the_table_is_refused_before_step_1(tmp_path: Path, base:
     last = max(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].__getitem__)
     tokenizer["model"]["vocab"][last] = 2048
     (gap / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ConfigError, match="the 2049 tokens of .*gap do not fit the model's vocabulary of 2048"):
+    with pytest.raises(ConfigError, match=r"the 2049 tokens of .*gap do not fit the model's vocabulary of 2048"):
         Trainer(over(gap, tmp_path / "run")).run()
 
 
 def test_a_resume_with_another_number_of_steps_says_how_the_schedule_changes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line from what to what; a resume with the same settings has none, and so has one without a schedule."""
+    """One line from what to what; a resume with the same settings has none."""
     Trainer(settings(tmp_path, training={"steps": 1})).run()
     Trainer(settings(tmp_path, training={"steps": 2}, schedule={"kind": "linear"})).run()
     lines = [record.getMessage() for record in caplog.records if "schedule is rescaled" in record.getMessage()]
-    assert lines == [
-        "the learning rate schedule is rescaled after step 1: training.steps from 1 to 2, schedule.kind from cosine "
-        "to linear"
-    ]
+    changes = "training.steps from 1 to 2, schedule.kind from cosine to linear"
+    assert lines == [f"the learning rate schedule is rescaled after step 1: {changes}"]
     caplog.clear()
     Trainer(settings(tmp_path, training={"steps": 2}, schedule={"kind": "linear"})).run()
     assert "rescaled" not in caplog.text

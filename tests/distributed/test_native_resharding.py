@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.distributed.layouts import LAYOUTS, assert_true_values, raw, true_values, zeroed
-from tests.rank_files import verify
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import PeerError, StateEncodingError
 from titan_ckpt.formats.native.reader import NativeReader
@@ -54,7 +53,7 @@ def every_layout_into_every_other(root: Path) -> None:
         sizes = gathered(save(root / name, tensors).num_bytes)
         assert max(sizes) < 1.2 * sum(sizes) / len(sizes), f"{name}: ranks write {sizes} bytes"
         with NativeReader(root / name) as reader:
-            verify(reader)
+            reader.verify()
     for name in LAYOUTS:
         for make in LAYOUTS.values():
             target = zeroed(make())
@@ -130,7 +129,7 @@ def pipeline_with_copies(root: Path) -> None:
         tensors["copied"] = copied.clone()
     writer = save(root, tensors)
     with NativeReader(root) as reader:
-        verify(reader)
+        reader.verify()
         assert set(reader.tensors) == {"stage0.weight", "stage1.weight", "shared", "copied"}
     sizes = gathered(writer.num_bytes - writer.num_bytes % 4096)
     assert len(set(sizes)) == 1, "the copies of `shared` are written once"
@@ -154,7 +153,7 @@ def replicas_share_the_work(root: Path) -> None:
     replica = DTensor.from_local(large, mesh, [Replicate()], run_check=False)
     writer = save(root, {"plain": large, "replica": replica, **small})
     with NativeReader(root) as reader:
-        verify(reader)
+        reader.verify()
     sizes = gathered(writer.num_bytes)
     assert abs(sizes[0] - sizes[1]) < 8192
 
@@ -181,7 +180,7 @@ def a_change_on_one_rank(root: Path) -> None:
     dist.barrier()
     with NativeReader(root) as reader:
         assert set(reader.tensors) == {"a", "only.0", "only.1", "new"}
-        verify(reader)
+        reader.verify()
 
 
 def test_a_change_on_one_rank_makes_all_plan_anew(tmp_path: Path) -> None:

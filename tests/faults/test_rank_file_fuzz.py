@@ -16,7 +16,6 @@ import torch
 import xxhash
 
 from tests.faults.scenarios import SOAK
-from tests.rank_files import verify
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError
 from titan_ckpt.formats.native.header import header_bytes, parse_header
@@ -117,7 +116,7 @@ def read_everything(folder: Path) -> None:
             if info.nbytes < 1 << 20:
                 into = torch.empty(info.shape, dtype=info.dtype)
                 reader.read([ReadRequest(fqn, Chunk.whole(info.shape), into)])
-        verify(reader)
+        reader.verify()
 
 
 def test_changed_headers_give_typed_errors_only(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class Inspect:
 
 @dataclass(frozen=True)
 class Verify:
-    """Read a native step whole and compare every file with the digest that was committed."""
+    """Read a native step whole: compare every file with its digest, and check that every tensor is whole."""
 
     path: tyro.conf.Positional[Path]
 

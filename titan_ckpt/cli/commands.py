@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from titan_ckpt.formats.native.verify import verify_files
+from titan_ckpt.formats.native.verify import verify_step
 from titan_ckpt.formats.open import detect_format, open_reader
 from titan_ckpt.guard import outside_request
 
@@ -55,7 +56,10 @@ def _ls(command: Ls, console: Console) -> int:
     if not command.folder.is_dir():
         raise CheckpointNotFoundError(f"{command.folder} is no folder; name a run's checkpoint folder")
     directory = CheckpointDirectory(command.folder, Coordinator.current())
-    manifests = {step: directory.manifest(step) for step in directory.steps()}
+    manifests: dict[int, Manifest] = {}
+    for step in directory.steps():
+        with contextlib.suppress(CheckpointNotFoundError):  # deleted meanwhile by the run that writes here
+            manifests[step] = directory.manifest(step)
     table = Table("step", "kind", "ranks", "MiB", "components", "converters")
     expired: list[int] = []
     if command.keep is not None:
@@ -103,8 +107,11 @@ def _verify(command: Verify, console: Console) -> int:
     if found != "native":
         console.print(f"{command.path} is a {found} folder, which carries no digests: `inspect` shows what it holds")
         return 2
-    num_files, num_bytes = verify_files(command.path)
-    console.print(f"{command.path}: {num_files} files, {num_bytes / 2**20:.1f} MiB, every digest holds")
+    step = verify_step(command.path)
+    mib = f"{step.num_bytes / 2**20:.1f} MiB"
+    console.print(f"{command.path}: {step.num_files} files, {mib}, every digest holds and every tensor is whole")
+    if step.foreign:
+        console.print(f"also there, and no part of the step: {', '.join(step.foreign)}")
     return 0
 
 

@@ -7,6 +7,7 @@ its result or its error. Knows no tensors and no file formats. docs/format.md sp
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,13 @@ from titan_ckpt.directory.store import Attempt, StepStore, attempt_at
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.encoding.strict_json import Json
-from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, PreflightError, SaveError
+from titan_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    PreflightError,
+    SaveError,
+)
 
 _Value = TypeVar("_Value")  # JSON
 
@@ -65,16 +72,16 @@ class CheckpointDirectory:
     def manifest(self, step: int) -> Manifest:
         """Return a committed step's manifest, after checking that every rank sees the same save of that step.
 
-        Raises: CheckpointNotFoundError; CorruptCheckpointError, naming a rank that sees a different save.
+        Raises: CheckpointNotFoundError, also if the step is deleted meanwhile; CorruptCheckpointError, naming a rank
+        that sees a different save.
         """
         text = self._on_rank_0(f"manifest of step {step}", lambda: self._store.inspect(step).manifest_bytes.decode())
-        error: Exception | None = None
-        try:
-            self._await_same_manifest(step, text.encode())
-        except CheckpointError as e:
-            error = e
-        self._coordinator.barrier(f"view of step {step}", error)
+        self._await_same_view(step, text.encode())
         return Manifest.from_bytes(text.encode(), str(self.step_path(step) / MANIFEST_NAME))
+
+    def has(self, step: int) -> bool:
+        """Return whether a step's folder is there, whatever is in it."""
+        return self._on_rank_0(f"has step {step}", lambda: os.path.lexists(self.step_path(step)))
 
     def step_path(self, step: int) -> Path:
         """Return the path of a step, whether or not it exists. Not collective."""
@@ -105,7 +112,7 @@ class CheckpointDirectory:
         name = self._on_rank_0("preflight", begin, PreflightError, what)
         error: Exception | None = None
         try:
-            with _typed(PreflightError, what):
+            with os_errors_as(PreflightError, what):
                 preflight.write_probe(self.root, name, self._coordinator.rank)
         except PreflightError as e:
             error = e
@@ -192,31 +199,48 @@ class CheckpointDirectory:
         error: Exception | None = None
         if self._coordinator.rank == 0:
             try:
-                with _typed(error_type, what):
+                with os_errors_as(error_type, what):
                     value = act()
             except Exception as e:
                 error = e
         return cast(_Value, self._coordinator.broadcast(tag, value, error))
 
-    def _await_same_manifest(self, step: int, expected: bytes) -> None:
-        """Wait until this rank sees the save that rank 0 chose. Raises: CorruptCheckpointError."""
-        if self._coordinator.rank == 0:
-            return
+    def _await_same_view(self, step: int, expected: bytes) -> None:
+        """Wait until every rank sees the save that rank 0 chose: network file systems cache listings for seconds.
+
+        Raises: CheckpointNotFoundError; CorruptCheckpointError.
+        """
         deadline = time.monotonic() + step_store.VISIBLE_SECONDS
+        path = self.step_path(step)
         while True:
-            try:
-                manifest = read_manifest_bytes(self.step_path(step))
-            except (CorruptCheckpointError, OSError):
-                manifest = b""
-            if manifest == expected:
+            view = _view_of(path, expected)
+            facts: Json = [view == _SAME, not os.path.lexists(path), time.monotonic() > deadline]
+            of_ranks: list[Any] = self._coordinator.gather(f"view of step {step}", facts)
+            if all(is_same for is_same, _, _ in of_ranks):
                 return
-            if time.monotonic() > deadline:
-                seen = "another save" if manifest else "nothing"
-                raise CorruptCheckpointError(
-                    f"{self.step_path(step)}: rank {self._coordinator.rank} sees {seen}, rank 0 a committed step. "
-                    "Is the folder on a file system that all ranks share?"
-                )
+            _, is_gone, is_late = of_ranks[0]  # rank 0 decides for all
+            if is_gone:
+                raise CheckpointNotFoundError(f"{path}: was deleted while it was being opened; load another step")
+            if is_late:
+                break
             time.sleep(0.1)
+        error = CorruptCheckpointError(
+            f"{path}: rank {self._coordinator.rank} sees {view}, rank 0 a committed step. Is the folder on a file "
+            "system that all ranks share?"
+        )
+        self._coordinator.barrier(f"different views of step {step}", None if view == _SAME else error)
+
+
+_SAME = "the save that rank 0 sees"
+
+
+def _view_of(path: Path, expected: bytes) -> str:
+    """Return how this process sees a step."""
+    try:
+        manifest = read_manifest_bytes(path)
+    except (CorruptCheckpointError, OSError):
+        return "nothing"
+    return _SAME if manifest == expected else "another save"
 
 
 def _sum(sizes: list[Json]) -> int:
@@ -224,8 +248,8 @@ def _sum(sizes: list[Json]) -> int:
 
 
 @contextlib.contextmanager
-def _typed(error_type: type[SaveError] | None, what: str) -> Iterator[None]:
-    """Raise an OSError of the block as `error_type`, with its errno."""
+def os_errors_as(error_type: type[SaveError] | None, what: str) -> Iterator[None]:
+    """Raise an OSError of the block as `error_type`, with its errno; `what` names the folder and what failed."""
     try:
         yield
     except CheckpointError:
@@ -233,6 +257,7 @@ def _typed(error_type: type[SaveError] | None, what: str) -> Iterator[None]:
     except OSError as error:
         if error_type is None:
             raise
-        failure = error_type(f"{what}: {error}")
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        failure = error_type(f"{what}: {error}{'. Free some space, or keep fewer steps' if full else ''}")
         failure.errno = error.errno
         raise failure from error

@@ -113,17 +113,23 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Give the lease back; does nothing in a forked process or if another process took the lease."""
+        """Give the lease back; does nothing in a forked process or if another process took the lease.
+
+        A disk that refuses it is logged: it must not hide why a save failed, and the next process takes the lease over.
+        """
         if os.getpid() != self._holder.pid:
             return
         with _held_guard:
             if _held.pop(self._identity, None) is None:
                 return
             try:
-                if _read(self._fd) == self._holder:
-                    posix.truncate(self._fd, 0)
-            finally:
-                posix.close(self._fd)
+                try:
+                    if _read(self._fd) == self._holder:
+                        posix.truncate(self._fd, 0)
+                finally:
+                    posix.close(self._fd)
+            except OSError as error:
+                logger.warning("%s is not given back: %s", self._path, error)
 
     def _claim(self, folder: Path) -> None:
         locked = posix.lock(self._fd)

@@ -82,20 +82,28 @@ class Survey:
 
 
 def survey(root: Path) -> Survey:
-    """Inspect every entry of a checkpoint folder; an absent folder is empty. Raises: OSError if it cannot be listed."""
-    steps: list[CommittedStep] = []
-    rejected: list[tuple[str, str]] = []
-    for name in posix.list_folder(root):
-        path = root / name
-        step = step_of(name)
-        if step is not None:
-            try:
-                steps.append(inspect(path, step))
-            except (CorruptCheckpointError, OSError) as error:
-                rejected.append((name, str(error)))
-        elif not name.startswith(".") and path.is_dir() and _looks_like_a_checkpoint(path):
-            rejected.append((name, "not named step-N"))
-    return Survey(tuple(sorted(steps, key=lambda step: step.step)), tuple(rejected))
+    """Inspect every entry of a checkpoint folder; an absent folder is empty. Raises: OSError if it cannot be listed.
+
+    If a run that writes here deletes a step meanwhile, the folder is looked at again: the newer step, for which the
+    older one made room, may not have been listed.
+    """
+    while True:
+        steps: list[CommittedStep] = []
+        rejected: list[tuple[str, str]] = []
+        is_current = True
+        for name in posix.list_folder(root):
+            path = root / name
+            step = step_of(name)
+            if step is not None:
+                try:
+                    steps.append(inspect(path, step))
+                except (CorruptCheckpointError, OSError) as error:
+                    is_current &= os.path.lexists(path)
+                    rejected.append((name, str(error)))
+            elif not name.startswith(".") and path.is_dir() and _looks_like_a_checkpoint(path):
+                rejected.append((name, "not named step-N"))
+        if is_current:
+            return Survey(tuple(sorted(steps, key=lambda step: step.step)), tuple(rejected))
 
 
 def inspect(path: Path, step: int) -> CommittedStep:

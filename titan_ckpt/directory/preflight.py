@@ -7,6 +7,7 @@ bytes a save takes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import uuid
@@ -29,10 +30,12 @@ def require_space(root: Path, num_bytes: int) -> None:
     free = status.f_bavail * status.f_frsize
     wanted = int(num_bytes * SPACE_FACTOR)
     if free < wanted:
-        raise PreflightError(
+        failure = PreflightError(
             f"{root}: a save takes {_mib(num_bytes)} MiB and wants {_mib(wanted)} MiB free, found {_mib(free)} MiB. "
             "Free some space, keep fewer steps, or choose another folder"
         )
+        failure.errno = errno.ENOSPC
+        raise failure
 
 
 def begin_probe(root: Path) -> str:

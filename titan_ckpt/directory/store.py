@@ -97,10 +97,14 @@ class StepStore:
 
     def inspect(self, step: int) -> CommittedStep:
         """Return one committed step. Raises: CheckpointNotFoundError; CorruptCheckpointError; OSError."""
-        if not os.path.lexists(self.step_path(step)):
-            steps = ", ".join(str(committed.step) for committed in survey(self.root).steps) or "none"
-            raise CheckpointNotFoundError(f"{self.root}: step {step} is not there; committed steps: {steps}")
-        return inspect(self.step_path(step), step)
+        path = self.step_path(step)
+        try:
+            return inspect(path, step)
+        except (CorruptCheckpointError, OSError):
+            if os.path.lexists(path):
+                raise
+        steps = ", ".join(str(committed.step) for committed in survey(self.root).steps) or "none"
+        raise CheckpointNotFoundError(f"{self.root}: step {step} is not there; committed steps: {steps}")
 
     def open(self) -> Lease:
         """Take the lease and clear away what interrupted processes left; a second call only returns the lease.
@@ -162,11 +166,11 @@ class StepStore:
 
     def abandon(self, attempt: Attempt) -> None:
         """Remove an attempt that will not be committed, as far as possible."""
-        if attempt.path.exists():
-            try:
+        try:
+            if attempt.path.exists():
                 self._report(trash.discard(self.root, attempt.path, "dead"))
-            except OSError as error:
-                self._report([f"{attempt.path}: {error.strerror}"])
+        except OSError as error:
+            self._report([f"{attempt.path}: {error.strerror}"])
 
     def expired(self, keep: KeepConfig | None, protected: AbstractSet[int]) -> list[CommittedStep]:
         """Return the committed steps that the policy no longer keeps; weights-only steps are counted apart.
@@ -200,7 +204,8 @@ class StepStore:
         self.open().check()
         if step.foreign:
             raise SaveError(f"{step.path}: holds what is not ours: {', '.join(step.foreign)}. Take it out first")
-        self._report(trash.discard(self.root, step.path, "removed"))
+        content = {MANIFEST_NAME, *(record.name for record in step.manifest.files)}
+        self._report(trash.discard(self.root, step.path, "removed", content))
 
     def pin(self, step: int) -> None:
         """Write a file PINNED into a step; a step that holds a foreign file never expires."""

@@ -17,7 +17,7 @@ from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
-from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from titan_ckpt.formats.native.shared_check import check_together
 from titan_ckpt.formats.open import detect_format
 from titan_ckpt.loading import plan
@@ -72,17 +72,37 @@ class Restorer:
 
         Raises: as CheckpointManager.load.
         """
-        resumed = self._resume_newest() if step is None else self._resume(step, by_number=True)
+        resumed = self._resume_newest() if step is None else self._resume_by_number(step)
         return resumed or self._load_initial()
 
+    def _resume_by_number(self, step: int) -> Restored | None:
+        try:
+            return self._resume(step, by_number=True)
+        except OSError as error:
+            if isinstance(error, CheckpointError) or self._directory.step_path(step).exists():
+                raise
+            raise CheckpointNotFoundError(
+                f"{self._directory.step_path(step)}: was deleted while it was loaded; load another step"
+            ) from error
+
     def _resume_newest(self) -> Restored | None:
-        """Resume the newest valid step; return None if the folder has no step. Raises: the error of the oldest step."""
+        """Resume the newest valid step; return None if the folder has no step. Raises: the error of the oldest step.
+
+        If another run writes into the folder and deletes the step that is being read, the steps are listed again.
+        """
         failure: BaseException | None = None
-        for candidate in self._directory.steps()[::-1]:
+        candidates = self._directory.steps()
+        while candidates:
+            candidate = candidates.pop()
             try:
                 result = self._resume(candidate, by_number=False)
             except FAILURES as error:  # every rank has raised something, and all decide together
-                if not any(self._coordinator.gather("ladder", isinstance(error, CorruptCheckpointError))):
+                is_corrupt = any(self._coordinator.gather("ladder", isinstance(error, CorruptCheckpointError)))
+                if not self._directory.has(candidate) and (steps := self._directory.steps()):
+                    logger.info("step %d was deleted while it was loaded; going on to step %d", candidate, steps[-1])
+                    candidates, failure = steps, None
+                    continue
+                if not is_corrupt:
                     raise
                 logger.warning("step %d cannot be resumed from; going on to the one before it: %s", candidate, error)
                 failure = error

@@ -404,6 +404,28 @@ def test_retention_keeps_pinned_foreign_protected_and_weights_apart(tmp_path: Pa
     directory.close()
 
 
+def test_a_file_that_a_user_adds_while_a_step_expires_keeps_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step is looked at again when it has left its place, and goes back there whole."""
+    directory = open_directory(tmp_path)
+    for step in (1, 2):
+        commit_step(directory, step)
+    rename = posix.rename_noreplace
+
+    def pinned(source: Any, target: Any) -> None:
+        if os.fspath(source).endswith("step-1"):
+            (Path(source) / "PINNED").touch()
+        rename(source, target)
+
+    monkeypatch.setattr(posix, "rename_noreplace", pinned)
+    assert directory.expire(KeepConfig(latest=1)) == []
+    assert "step-1: holds what is not ours: PINNED" in caplog.text
+    assert directory.steps() == [1, 2]
+    assert directory.expired(KeepConfig(latest=1)) == []
+    directory.close()
+
+
 def test_a_deletion_that_fails_is_reported_and_finished_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, FileRecord, Manifest
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.direct import FileReader
-from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, NotACheckpointError
+from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, NotACheckpointError, listed
 from titan_ckpt.formats.native.header import RankFile, header_bytes, parse_header
 from titan_ckpt.formats.native.layout import Entry, rank_file_name
 from titan_ckpt.formats.native.scatter import Transfer
@@ -193,6 +193,35 @@ class NativeReader(TensorReader):
             finally:
                 self._drop_plan()
 
+    def verify(self) -> None:
+        """Check every byte of every rank's file, and that the stored chunks of each tensor cover it exactly once.
+
+        A load checks in the same way what it reads. Writes to no tensor.
+        Raises: CorruptCheckpointError listing every file and tensor that is not as it was written; OSError.
+        """
+        problems: list[str] = []
+        chunks: dict[str, list[Chunk]] = {fqn: [] for fqn in self.tensors}
+        for rank in range(self._world_size):
+            try:
+                source = self._open(rank)
+                entries = [source.header.entry(i) for i in range(len(source.header.names))]
+                _check_blocks(source, entries)
+            except CorruptCheckpointError as error:
+                problems.append(str(error))
+                continue
+            for entry in entries:
+                if (expected := self.tensors.get(entry.fqn)) != entry.info:
+                    problems.append(f"{source.header.path}: {entry.fqn} is {entry.info}, rank 0's file says {expected}")
+                else:
+                    chunks[entry.fqn].append(entry.chunk)
+        for fqn, parts in chunks.items() if not problems else ():
+            try:
+                _check_cover(fqn, Chunk.whole(self.tensors[fqn].shape), parts, str(self.path))
+            except CorruptCheckpointError as error:
+                problems.append(str(error))
+        if problems:
+            raise CorruptCheckpointError(listed(problems, "\n  "), str(self.path))
+
     def _drop_plan(self) -> None:
         planned, self._planned = self._planned, None
         for reader in planned.readers if planned is not None else ():
@@ -265,6 +294,14 @@ def read_header(file: FileReader) -> RankFile:
     path = str(file.path)
     length = header_bytes(file.read(0, 8), file.num_bytes, path)
     return parse_header(file.read(0, length), file.num_bytes, path)
+
+
+def _check_blocks(source: _Source, entries: Sequence[Entry]) -> None:
+    """Check the digests of all blocks of a file. Raises: CorruptCheckpointError."""
+    scratch = torch.empty(0)
+    reader = BlockReader(*source, [_transfer(entry, entry.chunk, scratch) for entry in entries if entry.nbytes])
+    reader.to_check = reader.windows
+    execute([reader], check_only=True)
 
 
 def _transfer(entry: Entry, part: Chunk, into: torch.Tensor) -> Transfer:

@@ -1,54 +1,58 @@
-"""Comparing every byte of a committed step with the digests of its manifest. Loads nothing into a model."""
+"""Comparing every byte of a committed step with what was committed. Loads nothing into a model.
+
+The reader checks the tensors' files, as a load does; this module checks the manifest and the state files.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
-from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, FileRecord, Manifest
+from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
+from titan_ckpt.directory.names import read_manifest_bytes
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.errors import CorruptCheckpointError
-from titan_ckpt.formats.native.reader import read_header
+from titan_ckpt.formats.native.reader import NativeReader
 
 
-def verify_files(folder: Path) -> tuple[int, int]:
-    """Check every file of a step against its manifest; return the number of files and their bytes.
+@dataclass(frozen=True, slots=True)
+class VerifiedStep:
+    """A step that is as it was committed."""
 
-    Raises: CorruptCheckpointError listing every file that is missing or changed, with the first bad byte range.
+    num_files: int
+    num_bytes: int
+    foreign: tuple[str, ...]
+    """Names in its folder that are no part of the step, such as PINNED; no reader looks at them."""
+
+
+def verify_step(folder: Path) -> VerifiedStep:
+    """Check every file of a step, and that the chunks of every tensor cover it exactly once.
+
+    Raises: CorruptCheckpointError listing every file and tensor that is not as it was committed.
     """
-    manifest = Manifest.from_bytes(posix.read_whole(folder / MANIFEST_NAME, MAX_BYTES), str(folder / MANIFEST_NAME))
-    problems = [problem for record in manifest.files if (problem := _fault(folder / record.name, record))]
-    expected = {MANIFEST_NAME, *(record.name for record in manifest.files)}
-    problems += [f"{name}: was not committed" for name in posix.list_folder(folder) if name not in expected]
+    manifest = Manifest.from_bytes(read_manifest_bytes(folder), str(folder / MANIFEST_NAME))
+    states = [record for record in manifest.files if not record.name.endswith(".safetensors")]
+    problems = [fault for record in states if (fault := _state_fault(folder / record.name, record))]
+    try:
+        with NativeReader(folder, manifest.files) as reader:
+            reader.verify()
+    except CorruptCheckpointError as error:
+        problems.append(str(error))
     if problems:
         lines = "\n  ".join(problems)
-        raise CorruptCheckpointError(f"{folder}: {len(problems)} file(s) differ\n  {lines}", str(folder))
-    return len(manifest.files), sum(record.num_bytes for record in manifest.files)
+        raise CorruptCheckpointError(f"{folder} is not as it was committed\n  {lines}", str(folder))
+    names = {MANIFEST_NAME, *(record.name for record in manifest.files)}
+    foreign = tuple(name for name in posix.list_folder(folder) if name not in names)
+    return VerifiedStep(len(manifest.files), sum(record.num_bytes for record in manifest.files), foreign)
 
 
-def _fault(path: Path, record: FileRecord) -> str | None:
-    """Return what is wrong with a file, or None."""
+def _state_fault(path: Path, record: FileRecord) -> str | None:
+    """Return what is wrong with a state file, or None."""
     try:
-        file = FileReader(path)
-    except (OSError, CorruptCheckpointError) as error:
-        return f"{path.name}: {error}"
-    try:
-        if file.num_bytes != record.num_bytes:
-            return f"{path.name}: {file.num_bytes} bytes, {record.num_bytes} were committed"
-        if path.suffix != ".safetensors":
-            digest = xxhash.xxh3_128_hexdigest(file.read(0, file.num_bytes))
-            return None if digest == record.digest else f"{path.name}: digest {digest}, {record.digest} was committed"
-        header = read_header(file)
-        if header.digest != record.digest:
-            return f"{path.name}: header digest {header.digest}, {record.digest} was committed"
-        for block, start in enumerate(range(0, header.data_bytes, header.block_bytes)):
-            data = file.read(header.data_start + start, min(header.block_bytes, header.data_bytes - start))
-            if xxhash.xxh3_128_hexdigest(data) != header.block_digest(block):
-                return f"{path.name}: bytes {start} to {start + len(data)} of its data are not what was committed"
-    except CorruptCheckpointError as error:
-        return f"{path.name}: {error}"
-    finally:
-        file.close()
-    return None
+        data = posix.read_whole(path, record.num_bytes)
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    digest = xxhash.xxh3_128_hexdigest(data)
+    return None if digest == record.digest else f"{path}: digest {digest}, {record.digest} was committed"

@@ -17,7 +17,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rank_files import verify
 from titan_ckpt.directory.manifest import FileRecord, Manifest
 from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -122,7 +121,7 @@ def test_every_dtype_and_shape_of_memory_comes_back(tmp_path: Path, staged: bool
         drop_from_page_cache(tmp_path)
     assert_same(load(tmp_path, tensors), {fqn: value.resolve_conj().resolve_neg() for fqn, value in tensors.items()})
     with NativeReader(tmp_path) as reader:
-        verify(reader)
+        reader.verify()
 
 
 def test_any_safetensors_reader_opens_the_file(tmp_path: Path) -> None:
@@ -364,7 +363,7 @@ def test_a_damaged_block_is_named_with_its_tensors_and_never_scattered(tmp_path:
         assert changed == set(caught.value.overwritten) and "t17" not in changed
         assert bool(changed) != cached
         with pytest.raises(CorruptCheckpointError, match="t17"):
-            verify(reader)
+            reader.verify()
     assert caught.value.path == str(path) and f"{start + 17 * BLOCK_BYTES}-" in str(caught.value)
 
 

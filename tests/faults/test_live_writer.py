@@ -1,0 +1,122 @@
+"""A run that only loads, beside a run that saves and keeps one step: every load takes a whole step."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from titan_ckpt import CheckpointConfig, CheckpointManager, ResumeConfig, SaveConfig
+from titan_ckpt.directory import names
+from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.disk import posix
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import CheckpointNotFoundError
+from titan_ckpt.testing import distributed
+
+WRITER = """
+import sys
+import torch
+from torch import nn
+from titan_ckpt import CheckpointConfig, CheckpointManager, KeepConfig, SaveConfig
+
+model = nn.Linear(64, 64)
+config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled", keep=KeepConfig(latest=1)))
+with CheckpointManager(config, model_parts=[model], base_folder=sys.argv[1]) as manager:
+    for step in range(1, 1_000_000):
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, step)
+        manager.save(step)
+        if step == 1:
+            print("ready", flush=True)
+"""
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run a process that saves without a pause, for the time of the block."""
+    command = [sys.executable, "-c", WRITER, str(folder)]
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    try:
+        assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+        yield writer
+    finally:
+        writer.kill()
+        writer.communicate()
+
+
+def load(folder: Path, step: int | None = None) -> int:
+    """Load as a run without [checkpoint.save]; return the step, whose number every weight must have."""
+    model = nn.Linear(64, 64)
+    config = CheckpointConfig(resume=ResumeConfig(step=step))
+    with CheckpointManager(config, model_parts=[model], base_folder=folder) as manager:
+        loaded = manager.load().step
+    assert {value for p in model.parameters() for value in p.detach().unique().tolist()} == {float(loaded)}
+    return loaded
+
+
+def test_fifty_loads_beside_a_writer_that_keeps_one_step(tmp_path: Path) -> None:
+    """No load fails, none starts from step 0, and none goes back; the writer lives and has gone on meanwhile."""
+    with writing(tmp_path) as writer:
+        steps = [load(tmp_path) for _ in range(50)]
+        assert writer.poll() is None
+    assert steps == sorted(steps)
+    assert 0 < steps[0] < steps[-1]
+
+
+@distributed(nproc=2)
+def test_two_ranks_load_the_same_step_beside_a_writer(tmp_path: Path) -> None:
+    """All ranks agree to go on to the newer step, also if the older one vanishes between their looks at it."""
+    line = Coordinator.current(60)
+    with writing(tmp_path) if dist.get_rank() == 0 else nullcontext():
+        line.barrier("writing")
+        for _ in range(15):
+            steps = line.gather("loaded", load(tmp_path))
+            assert steps[0] == steps[1] != 0
+        line.barrier("done")
+
+
+def save(folder: Path, step: int) -> None:
+    config = CheckpointConfig(save=SaveConfig(interval=1))
+    with CheckpointManager(config, model_parts=[nn.Linear(64, 64)], base_folder=folder) as manager:
+        manager.load()
+        manager.save(step)
+
+
+def test_a_step_asked_for_by_number_that_vanishes_is_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It never becomes another step, and the error names it: no bare FileNotFoundError."""
+    save(tmp_path, 1)
+    read = posix.read_whole
+
+    def vanish(path: Path, max_bytes: int) -> bytes:
+        if path.name == "state.json":
+            path.parent.rename(tmp_path / "gone")
+        return read(path, max_bytes)
+
+    monkeypatch.setattr(posix, "read_whole", vanish)
+    with pytest.raises(CheckpointNotFoundError, match=r"step-1: was deleted while it was loaded"):
+        load(tmp_path, step=1)
+
+
+def test_a_step_that_vanishes_from_a_listing_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is listed again, because the step that made it obsolete was not in the first list."""
+    save(tmp_path, 1)
+    root = tmp_path / "checkpoints"
+    inspect = names.inspect
+
+    def replaced(path: Path, step: int) -> names.CommittedStep:
+        monkeypatch.undo()
+        path.rename(tmp_path / "gone")
+        save(tmp_path, 2)
+        return inspect(path, step)
+
+    monkeypatch.setattr(names, "inspect", replaced)
+    assert CheckpointDirectory(root, Coordinator.current()).steps() == [2]

@@ -430,7 +430,7 @@ def test_a_program_that_ends_without_close_keeps_its_save_or_says_why_not(tmp_pa
     assert ended.stdout == "the end of the program\n", ended.stderr
     assert steps_in(tmp_path / "works") == ["step-1"], ended.stderr
     assert steps_in(tmp_path / "fails") == []
-    assert "what was saved or exported of step 1 is not there: [Errno 28] No space left" in ended.stderr
+    assert "step 1 was not saved: [Errno 28] No space left" in ended.stderr
     assert ended.stderr.count("is not there") == 1
 
 

@@ -87,6 +87,11 @@ class SaveConfig(Checked):
     check_replicas: Literal["off", "sampled", "full"] = "sampled"
     """Compare the ranks' copies of the same tensors before a save. sampled: 16 MiB of 1024 tensors per rank, other
     tensors at every save; full: all."""
+    on_failure: Literal["raise", "warn"] = "raise"
+    """If the disk refuses a save or an interval export (full, quota, read-only, I/O error): end the run, or warn and go
+    on to the next one that is due. The last save and the last exports always raise."""
+    max_failures_in_row: PositiveInt = 3
+    """With on_failure = "warn", one more failed save in a row ends the run."""
     timeout_seconds: PositiveSeconds = 1800.0
     """A rank that has waited this long for its peers fails and names them."""
 

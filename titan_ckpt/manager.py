@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 from titan_ckpt import policy
 from titan_ckpt.components.optimizer_content import steppers
 from titan_ckpt.components.run_state import Mark, RunState, Snapshot
-from titan_ckpt.config import CheckpointConfig
+from titan_ckpt.config import CheckpointConfig, ExportConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, ExportError
 from titan_ckpt.exporting import Exporter
+from titan_ckpt.failures import Failures
 from titan_ckpt.loading.external import ExternalWeights
 from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.saving import SaveHandle, Saver, SaveRequest
@@ -108,6 +109,9 @@ class CheckpointManager:
         self._base: dict[str, Any] | None = None
         self._resumed_from: dict[str, Any] | None = None
         self._saved_step: int | None = None
+        self._is_last_save = False
+        """Whether no later save can make up for the one in flight."""
+        self._failures = Failures(config.save, coordinator)
         self._exported_step: int | None = None
         self._mark: Mark | None = None
         self._stepping = False
@@ -128,7 +132,7 @@ class CheckpointManager:
         """
         self._check_open()
         self.wait()
-        self._mark = None
+        self._mark, self._is_last_save = None, False
         restored = self._restorer.restore(step if step >= 0 else self.config.resume.step)
         self._base, self._resumed_from = restored.base, restored.resumed_from
         self._saved_step = restored.result.step if restored.resumed_from else None
@@ -155,14 +159,17 @@ class CheckpointManager:
         saves a step that is not due, for a process that is about to be stopped. `metrics`: values recorded with the
         step, by which retention may keep the best steps; those of rank 0 count, and values that are not finite are
         left out.
+        With checkpoint.save.on_failure = "warn", a save that fails because of the disk is logged, and this function
+        returns False if it has failed by then. `last_step` says that this save is the last: it always raises.
         Raises: the error of an earlier background save, once; SaveError; ExportError.
         """
         self._check_open()
         saved = False
         due = force or policy.is_due(step, self.config.save, last_step)
+        self._note_last(step, last_step)
         if self._saver is not None and due and step != self._saved_step:
             finite = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
-            saved = self._save(step, finite, skippable=not (force or last_step))
+            saved = self._save(step, finite, skippable=not (force or last_step), last=last_step)
         if export:
             self.export(step, last_step)
         return saved
@@ -175,6 +182,7 @@ class CheckpointManager:
         Raises: ExportError; on the last step also the error of the save.
         """
         self._check_open()
+        self._note_last(step, last_step)
         due = policy.due_exports(step, self.config.export, last_step)
         if last_step:
             self.wait()
@@ -193,8 +201,21 @@ class CheckpointManager:
             logger.warning("step %d is due for export and left out: what came before it is still being written", step)
         else:
             for export in todo:
-                self._exporter.export(export, step, self._base)
+                self._export_now(export, step, last_step)
         return bool(due)
+
+    def _note_last(self, step: int, last_step: bool) -> None:
+        """Note that the save in flight is the last one, which was not known when it began."""
+        if last_step and step == self._saved_step:
+            self._is_last_save = True
+
+    def _export_now(self, export: ExportConfig, step: int, last_step: bool) -> None:
+        error: Exception | None = None
+        try:
+            self._exporter.export(export, step, self._base)
+        except Exception as e:
+            error = e
+        self._failures.settle("exported", step, error, is_last=last_step)
 
     def _has_staged(self, step: int) -> bool:
         """Return whether every rank has a copy of this step's weights. Collective."""
@@ -205,7 +226,9 @@ class CheckpointManager:
         skips = self.config.save is not None and self.config.save.if_busy == "skip"
         return skips and bool(self._coordinator.broadcast("busy", self._saver is not None and self._saver.busy))
 
-    def _save(self, step: int, metrics: dict[str, float], *, skippable: bool, mark: Mark | None = None) -> bool:
+    def _save(
+        self, step: int, metrics: dict[str, float], *, skippable: bool, last: bool, mark: Mark | None = None
+    ) -> bool:
         assert self._saver is not None and self.config.save is not None
         busy = self._coordinator.broadcast("busy", self._saver.busy)
         if busy and skippable and self.config.save.if_busy == "skip":
@@ -234,14 +257,14 @@ class CheckpointManager:
             return self._run.snapshot(step, model) if mark is None else self._run.snapshot_of(mark, model)
 
         self._saver.save(request, take)
+        self._saved_step, self._is_last_save = step, last
         if self.config.save.async_mode == "disabled":
-            self._saver.wait()
+            self.wait()
         elif not self._step_hooks:  # no hook will say when the weights are about to change
             self._saver.wait_staged()
-        self._saved_step = step
         if failed is not None:
             raise failed
-        return True
+        return self._saved_step == step
 
     def _look_before_saving(self, step: int) -> None:
         """Refuse to save into a folder that holds steps of an earlier run and was never loaded from."""
@@ -296,7 +319,7 @@ class CheckpointManager:
         """
         assert self._mark is not None and self.marked_step is not None
         if self._mark.step != self._saved_step:
-            self._save(self._mark.step, {}, skippable=False, mark=self._mark)
+            self._save(self._mark.step, {}, skippable=False, last=True, mark=self._mark)
         self.wait()
 
     def run_line(self) -> Coordinator:
@@ -327,14 +350,32 @@ class CheckpointManager:
             self._saver.wait_staged()
 
     def wait(self) -> None:
-        """Wait until the save in flight is committed and its exports are published. Raises: their errors, once."""
-        if self._saver is not None:
-            try:
-                self._saver.wait()
-            except BaseException as error:
-                if not isinstance(error, ExportError):  # a failed export leaves the step itself committed
-                    self._saved_step = None  # the step may be saved again
+        """Wait until the save in flight is committed and its exports are published. Raises: their errors, once.
+
+        With checkpoint.save.on_failure = "warn", a failure of the disk is logged instead, unless the save is the last
+        one of the run, or it is one failure too many.
+        """
+        self._wait(is_last=self._is_last_save)
+
+    def _wait(self, *, is_last: bool) -> None:
+        if self._saver is None:
+            return
+        save, exports = self._saver.in_flight, self._saver.exports_in_flight
+        of_save: Exception | None = None
+        of_exports: ExportError | None = None
+        try:
+            self._saver.wait()
+        except ExportError as error:  # the step itself is committed
+            of_exports = error
+        except BaseException as error:
+            self._saved_step = None  # the step may be saved again
+            if not isinstance(error, Exception):
                 raise
+            of_save = error
+        if save is not None:
+            self._failures.settle("saved", save.step, of_save, is_last=is_last)
+        if exports is not None:
+            self._failures.settle("exported", exports.step, of_exports, is_last=is_last)
 
     def close(self) -> None:
         """Finish the save in flight and release the folder; idempotent. Raises: the error of that save, once."""
@@ -342,7 +383,7 @@ class CheckpointManager:
             return
         self._closed = True
         try:
-            self.wait()
+            self._wait(is_last=True)
         finally:
             for hook in self._step_hooks:
                 hook.remove()

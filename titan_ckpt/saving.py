@@ -22,7 +22,7 @@ import xxhash
 from titan_ckpt.components.files import MERGE, RUN_STATE, divide, rank_state_name, run_parts
 from titan_ckpt.components.run_state import Snapshot
 from titan_ckpt.config import SaveConfig
-from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.directory.directory import CheckpointDirectory, os_errors_as
 from titan_ckpt.directory.manifest import FileRecord, Kind, Manifest
 from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
@@ -133,6 +133,10 @@ class Saver:
         return self._handle
 
     @property
+    def exports_in_flight(self) -> SaveHandle | None:
+        return self._exports
+
+    @property
     def longest_seconds(self) -> float | None:
         """Return the longest duration of the last saves, from copy to commit; None before the first one."""
         return max(self._seconds, default=None)
@@ -198,8 +202,10 @@ class Saver:
         handle = self._exports = SaveHandle(step)
 
         def make_after_save() -> None:
-            if saved is None or saved.succeeded():  # its own handle raises the error of a failed save
+            if saved is None or saved.succeeded():
                 make(self._coordinator)
+            else:  # the save's own handle has its error
+                logger.warning("the exports of step %d are left out, because its save has failed", step)
 
         threading.Thread(target=handle.run, args=(make_after_save,), name=f"titan_ckpt export {step}").start()
 
@@ -282,8 +288,9 @@ class Saver:
         error: BaseException | None = None
         records: list[FileRecord] = []
         try:
-            records = write_tensors(attempt.path)
-            records += [_write_file(attempt.path / name, data) for name, data in state.items()]
+            with os_errors_as(SaveError, f"{self._directory.root}: step {request.step} was not saved"):
+                records = write_tensors(attempt.path)
+                records += [_write_file(attempt.path / name, data) for name, data in state.items()]
         except BaseException as e:  # KeyboardInterrupt too, because the other ranks wait for an answer
             error = e
         try:

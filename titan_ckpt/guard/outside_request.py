@@ -49,12 +49,17 @@ def ask(run: Path) -> str:
     return name
 
 
-def pending(run: Path) -> str | None:
-    """Return the name of the waiting request, "" if it has no name, None if there is no request."""
+def take(run: Path) -> str | None:
+    """Remove the waiting request and return its name, "" if it has none; None if there is no request.
+
+    Raises: OSError for a folder, a link or a pipe of that name, which stays, and for a request that cannot be removed.
+    """
     try:
-        return posix.read_whole(run / REQUEST, _MAX_BYTES).decode(errors="replace").strip()
+        name = posix.read_whole(run / REQUEST, _MAX_BYTES).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
+    withdraw(run)
+    return name
 
 
 def withdraw(run: Path) -> None:
@@ -64,12 +69,17 @@ def withdraw(run: Path) -> None:
 
 
 def answer(run: Path, value: Answer) -> None:
-    """Write the answer and replace an earlier one."""
+    """Write the answer and replace an earlier one. Raises: OSError."""
     draft = run / f".{ANSWER}-{uuid.uuid4().hex}"
-    posix.write_file(draft, json.dumps(asdict(value)).encode())
-    with suppress(FileNotFoundError):
-        posix.unlink(run / ANSWER)
-    posix.rename_noreplace(draft, run / ANSWER)
+    try:
+        posix.write_file(draft, json.dumps(asdict(value)).encode())
+        with suppress(FileNotFoundError):
+            posix.unlink(run / ANSWER)
+        posix.rename_noreplace(draft, run / ANSWER)
+    except OSError:
+        with suppress(OSError):
+            posix.unlink(draft)
+        raise
 
 
 def await_answer(run: Path, name: str, timeout_seconds: float) -> Answer:

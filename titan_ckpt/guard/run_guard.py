@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -69,6 +70,8 @@ class RunGuard:
         self._step_seconds: deque[float] = deque(maxlen=8)
         self._step_began = 0.0
         self._asked: str | None = None
+        self._refused = ""
+        """Why the file `save-request` is no request, as last logged."""
         self._answering: tuple[str, int, SaveHandle | None] | None = None
         self._save_pending = False
         self._stop: Notice | None = None
@@ -89,13 +92,17 @@ class RunGuard:
         self._look_at_the_clock(max(self._step_seconds))
         self._take(self._board.tick())
         if self._stop is not None:
-            self._finish(lambda: self._manager.save(step, force=True, metrics=metrics, export=False))
+            self._finish(lambda: self._manager.save(step, last_step=True, metrics=metrics, export=False))
             return True
         if self._save_pending:
             self._save_pending = False
             self._manager.save(step, force=True, metrics=metrics, export=False)
             if self._line.rank == 0 and self._asked is not None:
-                self._answering, self._asked = (self._asked, step, self._manager.in_flight), None
+                if self._manager.saved_step == step:
+                    self._answering = self._asked, step, self._manager.in_flight
+                else:  # it has failed, and on_failure is "warn"
+                    self._answer(save_request.Answer(self._asked, step, "the save has failed: see the log of the run"))
+                self._asked = None
         return False
 
     def check(self) -> None:
@@ -183,16 +190,32 @@ class RunGuard:
             if handle is not None and not handle.done:
                 return
             error = None if handle is None or handle.succeeded() else str(handle.error or "see the log of the run")
-            save_request.answer(run, save_request.Answer(name, step, error))
+            self._answer(save_request.Answer(name, step, error))
             self._answering = None
-        elif self._asked is None and (asked := save_request.pending(run)) is not None:
-            save_request.withdraw(run)
+        elif self._asked is None and (asked := self._take_request(run)) is not None:
             if self._manager.config.save is None:
                 why = "this run saves nothing: its config has no [checkpoint.save]"
-                save_request.answer(run, save_request.Answer(asked, 0, why))
+                self._answer(save_request.Answer(asked, 0, why))
                 return
             self._asked = asked
             self._board.post("save", "a request in the run's folder")
+
+    def _take_request(self, run: Path) -> str | None:
+        """Return the name of the waiting request and remove it; log once what cannot be one, or cannot be removed."""
+        try:
+            return save_request.take(run)
+        except OSError as error:
+            if str(error) != self._refused:
+                logger.warning("no request to save: %s", error)
+            self._refused = str(error)
+            return None
+
+    def _answer(self, value: save_request.Answer) -> None:
+        """Answer a request; a disk that is full then is no reason to end the run."""
+        try:
+            save_request.answer(self._manager.base_folder, value)
+        except OSError as error:
+            logger.warning("the request to save is not answered: %s", error)
 
     # the context manager
 
@@ -223,7 +246,7 @@ class RunGuard:
             self._board.close()
             if self._line.rank == 0 and self._asked is not None:
                 why = "the run ended before it could save"
-                save_request.answer(self._manager.base_folder, save_request.Answer(self._asked, 0, why))
+                self._answer(save_request.Answer(self._asked, 0, why))
             elif self._line.rank == 0 and self._answering is not None:
                 self._answer_last()
         return False

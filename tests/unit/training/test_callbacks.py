@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import os
+import resource
 import signal
 import time
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.models.qwen3_moe import Qwen3Moe, RouterLoad
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue, StepMetrics, monitors
+from titan_ckpt.training.callbacks.console import Logging, read_metrics
 from titan_ckpt.training.callbacks.evaluation import Evaluation
 from titan_ckpt.training.data.loader import IGNORED, Batch, PackedDataset, collate
 from titan_ckpt.training.loss import num_predicted
@@ -493,3 +495,24 @@ def test_a_step_that_is_saved_because_its_evaluation_was_stopped_has_its_line(tm
     assert [("step" in row, "eval/loss" in row) for row in rows(tmp_path)] == [(True, True), (True, False)]
     Trainer(settings(tmp_path, **tables)).run()
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_rows_that_a_full_disk_refuses_are_written_before_the_next_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A row that was half written is taken back, the log warns once, and no row is lost once the disk takes them."""
+    path = tmp_path / "metrics.jsonl"
+    report = Logging(path)
+    assert report._write({"step": 1})
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, hard))  # the kernel takes five bytes more
+    try:
+        refused = [report._write({"step": step}) for step in (2, 3)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert refused == [False, False]
+    assert path.read_bytes() == before
+    assert report._write({"step": 4})
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4]
+    assert caplog.text.count("rows wait until the disk takes them") == 1

@@ -34,6 +34,8 @@ class Logging(Callback):
 
     def __init__(self, path: Path) -> None:
         self._file = MetricsFile(path)
+        self._unwritten: list[Mapping[str, LogValue]] = []
+        """Rows that the disk has refused; they are written before the next one."""
 
     def on_load(self, trainer: Trainer, result: LoadResult) -> None:
         if trainer.ranks.rank == 0:
@@ -46,7 +48,7 @@ class Logging(Callback):
     def on_log(self, trainer: Trainer, step: int, values: Mapping[str, LogValue]) -> None:
         if trainer.ranks.rank:
             return
-        self._file.append(values)
+        self._write(values)
         metrics = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         measured = "".join(f"  {name} {value:.4g}" for name, value in metrics.items() if "/" in name)
         logger.info(
@@ -59,6 +61,23 @@ class Logging(Callback):
             f"{metrics['num_tokens'] / metrics['seconds']:,.0f}",
             measured,
         )
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        if self._unwritten and not self._write():
+            logger.warning("%s: %d rows are lost", self._file.path, len(self._unwritten))
+
+    def _write(self, *rows: Mapping[str, LogValue]) -> bool:
+        """Write these rows after those that were refused before; a full disk does not end a run that can go on."""
+        was_refused = bool(self._unwritten)
+        self._unwritten += rows
+        try:
+            self._file.append(*self._unwritten)
+        except OSError as error:
+            if not was_refused:
+                logger.warning("%s: rows wait until the disk takes them: %s", self._file.path, error)
+            return False
+        self._unwritten.clear()
+        return True
 
 
 class ProgressBar(Callback):
@@ -93,10 +112,20 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def append(self, row: Mapping[str, object]) -> None:
-        """Append a row. It is handed to the operating system before this returns, so a killed process loses no row."""
-        with self.path.open("a") as file:
-            file.write(json.dumps(dict(row)) + "\n")
+    def append(self, *rows: Mapping[str, object]) -> None:
+        """Append rows. They are handed to the operating system before this returns, so a killed process loses no row.
+
+        Raises: OSError; the file is then as it was.
+        """
+        data = "".join(json.dumps(dict(row)) + "\n" for row in rows).encode()
+        with self.path.open("ab", buffering=0) as file:
+            start = file.seek(0, os.SEEK_END)
+            try:
+                while data:
+                    data = data[file.write(data) :]
+            except OSError:
+                file.truncate(start)
+                raise
 
     def truncate_after(self, step: int) -> None:
         """Remove rows of later steps, and a last line that a kill truncated. Atomic; creates the folder."""

@@ -1,0 +1,301 @@
+"""A save that the disk refuses: a typed error, or a warning and the next save, as checkpoint.save.on_failure says."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from tests.faults.shim import WRITES, intercepted
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, RunGuard, SaveConfig
+from titan_ckpt.errors import CommitConflictError, ConfigError, ExportError, SaveError
+from titan_ckpt.failures import DISK_ERRORS, is_disk_failure
+from titan_ckpt.guard import outside_request
+from titan_ckpt.testing import distributed
+
+
+@dataclass
+class Disk:
+    """A disk that refuses every write while `error` is set; what is there can be renamed and deleted."""
+
+    error: int = 0
+    only: str = ""
+    """Refuse only paths with this part."""
+
+    def __call__(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if self.error and name in WRITES and self.only in str(args[0]):
+            raise OSError(self.error, os.strerror(self.error))
+        return operation(*args)
+
+
+def manager_in(folder: Path, **save: Any) -> CheckpointManager:
+    config = CheckpointConfig(save=SaveConfig(interval=1, timeout_seconds=30, **save))
+    return CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=folder)
+
+
+def save(manager: CheckpointManager, step: int) -> None:
+    manager.save(step)
+    manager.wait()
+
+
+def content(folder: Path) -> list[str]:
+    """Return the steps, and everything in the folders of unfinished saves and deletions."""
+    root = folder / "checkpoints"
+    steps = [path.name for path in root.glob("step-*")]
+    return sorted(steps) + [str(path) for name in (".staging", ".trash") for path in (root / name).iterdir()]
+
+
+MODES = pytest.mark.parametrize("mode", ["disabled", "thread"])
+
+
+@MODES
+@pytest.mark.parametrize("error", sorted(DISK_ERRORS), ids=errno.errorcode.get)
+def test_an_error_of_the_disk_is_a_save_error_with_its_cause_and_path(tmp_path: Path, mode: str, error: int) -> None:
+    """It has the errno, names the folder and the step, and leaves nothing behind; by default it ends the run."""
+    disk = Disk()
+    with intercepted(disk), manager_in(tmp_path, async_mode=mode) as manager:
+        manager.save(1)
+        manager.wait()
+        disk.error = error
+        with pytest.raises(SaveError) as raised:
+            save(manager, 2)
+        disk.error = 0
+    assert raised.value.errno == error
+    assert f"{tmp_path / 'checkpoints'}: step 2" in str(raised.value) and os.strerror(error) in str(raised.value)
+    assert content(tmp_path) == ["step-1"]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "thread", "process"])
+def test_with_warn_the_run_goes_on_and_the_next_interval_saves(
+    tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each failed save is one warning with its cause, and a whole step is all that is ever there."""
+    disk = Disk()
+    with intercepted(disk), manager_in(tmp_path, async_mode=mode, on_failure="warn") as manager:
+        for step in range(1, 6):
+            disk.error = errno.ENOSPC if step in (2, 3) else 0
+            manager.save(step)
+            manager.wait()
+            assert manager.saved_step == (None if step in (2, 3) else step)
+    assert content(tmp_path) == ["step-1", "step-4", "step-5"]
+    lines = [record.getMessage() for record in caplog.records if "is not saved" in record.getMessage()]
+    assert [line.partition(":")[0] for line in lines] == [
+        f"step {n} is not saved ({n - 1} in a row, 3 are accepted)" for n in (2, 3)
+    ]
+    assert all("No space left on device" in line for line in lines)
+
+
+def test_warn_ends_the_run_at_one_failure_too_many_in_a_row(tmp_path: Path) -> None:
+    """A save that succeeds begins the count anew."""
+    disk = Disk()
+    manager = manager_in(tmp_path, async_mode="disabled", on_failure="warn", max_failures_in_row=2)
+    with intercepted(disk), manager:
+        for step in range(1, 8):
+            disk.error = 0 if step in (1, 4) else errno.EDQUOT
+            if step < 7:
+                assert manager.save(step) is (step in (1, 4))
+            else:
+                with pytest.raises(SaveError, match=r"step 7.*Disk quota exceeded"):
+                    manager.save(step)
+        disk.error = 0
+    assert content(tmp_path) == ["step-1", "step-4"]
+
+
+@MODES
+@pytest.mark.parametrize("how", ["last step", "last step, begun as any other", "close"])
+def test_the_last_save_always_raises(tmp_path: Path, mode: str, how: str) -> None:
+    """No later save can make up for it, so "warn" does not hide that it is missing."""
+    if (mode, how) == ("disabled", "close"):
+        pytest.skip("nothing is in flight then")
+    disk = Disk()
+
+    def end() -> None:
+        with intercepted(disk), manager_in(tmp_path, async_mode=mode, on_failure="warn") as manager:
+            manager.save(1)
+            manager.wait()
+            disk.error = errno.ENOSPC
+            if how != "last step":
+                manager.save(2)
+            if how != "close":
+                manager.save(2, last_step=True)
+
+    with pytest.raises(SaveError, match="No space left"):
+        end()
+    assert content(tmp_path) == ["step-1"]
+
+
+def test_the_last_save_makes_up_for_the_one_before_it(tmp_path: Path) -> None:
+    """A background save that turns out to have failed when the last one begins is no failure of the last one."""
+    disk = Disk()
+    with intercepted(disk), manager_in(tmp_path, on_failure="warn") as manager:
+        save(manager, 1)
+        disk.error = errno.ENOSPC
+        manager.save(2)
+        assert manager.in_flight is not None and not manager.in_flight.succeeded()
+        disk.error = 0
+        assert manager.save(3, last_step=True)
+    assert content(tmp_path) == ["step-1", "step-3"]
+
+
+def test_warn_is_no_licence_for_other_failures(tmp_path: Path) -> None:
+    """A folder that another writer has taken over stops this run at once."""
+    with manager_in(tmp_path, async_mode="disabled", on_failure="warn") as manager:
+        manager.save(1)
+        (tmp_path / "checkpoints" / ".lease").unlink()
+        with pytest.raises(CommitConflictError):
+            manager.save(2)
+    assert not is_disk_failure(["peer", "peer"]), "a rank that no longer answers"
+    assert not is_disk_failure(["disk", "done"]), "ranks that do not agree whether the step is there"
+
+
+def test_a_lack_of_space_that_is_foreseen_is_a_failure_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each save asks for the space that it takes; nothing is written if it is not there."""
+    with manager_in(tmp_path, async_mode="disabled", on_failure="warn") as manager:
+        assert manager.save(1)
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
+        assert not manager.save(2)
+        monkeypatch.undo()
+        assert manager.save(3)
+    assert content(tmp_path) == ["step-1", "step-3"]
+
+
+def export_through(folder: Path, mode: str, *, last_step: int) -> None:
+    """Save and export every step; the disk refuses what is exported of steps 2 and 3."""
+    disk = Disk(only="exports")
+    config = CheckpointConfig(
+        save=SaveConfig(interval=1, async_mode=mode, on_failure="warn"),  # type: ignore[arg-type]
+        export=(ExportConfig("dcp", interval=1),),
+    )
+    manager = CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=folder)
+    with intercepted(disk), manager:
+        for step in range(1, last_step + 1):
+            manager.wait()
+            disk.error = errno.ENOSPC if step in (2, 3) else 0
+            manager.save(step, last_step=step == last_step)
+
+
+ON_A_FULL_DISK = """
+import subprocess, sys
+from pathlib import Path
+from torch import nn
+from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+
+folder = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], check=True)
+config = CheckpointConfig(save=SaveConfig(interval=1, on_failure="warn"))
+with CheckpointManager(config, model_parts=[nn.Linear(700, 700)], base_folder=folder) as manager:
+    for step in range(1, 4):
+        if step == 2:
+            (folder / "somebody else's").write_bytes(bytes(5 << 20))
+        manager.save(step)
+        manager.wait()
+        (folder / "somebody else's").unlink(missing_ok=True)
+print(sorted(path.name for path in (folder / "checkpoints").glob("s*")))
+"""
+
+
+def test_a_run_goes_on_over_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
+    """On a real file system of 8 MiB: the save that does not fit is a warning, and the one after it is there."""
+    command = ["unshare", "-rm", sys.executable, "-c", ON_A_FULL_DISK, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    assert done.stdout == "['step-1', 'step-3']\n", done.stderr
+    assert "step 2 is not saved (1 in a row, 3 are accepted)" in done.stderr
+
+
+@MODES
+def test_an_interval_export_that_the_disk_refuses_does_not_end_the_run(
+    tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is one warning and leaves nothing behind, made in the background or not; the last exports raise."""
+    export_through(tmp_path / "a", mode, last_step=4)
+    assert sorted(path.name for path in (tmp_path / "a" / "exports").iterdir()) == ["step-1", "step-4"]
+    assert content(tmp_path / "a") == [f"step-{n}" for n in range(1, 5)]
+    assert [n for n in range(1, 5) if f"step {n} is not exported" in caplog.text] == [2, 3]
+    with pytest.raises(ExportError, match="No space left"):
+        export_through(tmp_path / "b", mode, last_step=3)
+
+
+@distributed(nproc=2)
+def test_all_ranks_go_on_after_a_failure_of_one(tmp_path: Path) -> None:
+    """The disk of one rank is full, then rank 0's: both go on and save the next step; one too many ends both."""
+    disk = Disk()
+    manager = manager_in(tmp_path, on_failure="warn", max_failures_in_row=2)
+    with intercepted(disk), manager:
+        for step, full in ((1, None), (2, 1), (3, 0), (4, None), (5, 1), (6, 1), (7, 1)):
+            disk.error = errno.ENOSPC if full == dist.get_rank() else 0
+            if step < 7:
+                save(manager, step)
+                assert manager.saved_step == (step if full is None else None)
+            else:
+                with pytest.raises(SaveError, match="No space left"):
+                    save(manager, step)
+        disk.error = 0
+    assert content(tmp_path) == ["step-1", "step-4"]
+
+
+@MODES
+def test_a_requested_save_that_fails_is_answered_and_the_run_goes_on(tmp_path: Path, mode: str) -> None:
+    """The answer says that the save has failed, whether it was made in the background or not."""
+    disk = Disk(only=".staging")
+    manager = manager_in(tmp_path, async_mode=mode, on_failure="warn")
+    with intercepted(disk), manager, RunGuard(manager) as guard:
+        manager.save(1)
+        guard.step_ended(1)
+        manager.wait()
+        disk.error = errno.ENOSPC
+        name = outside_request.ask(tmp_path)
+        for step in range(2, 1000):
+            manager.mark_step(step)
+            guard.step_ended(step)
+            if (tmp_path / outside_request.ANSWER).exists():
+                break
+            time.sleep(0.02)
+        answer = outside_request.await_answer(tmp_path, name, 10)
+        assert answer.error is not None and ("No space left" in answer.error or "see the log" in answer.error)
+        disk.error = 0
+        manager.save(step + 1)
+    assert content(tmp_path) == ["step-1", f"step-{step + 1}"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
+def test_what_is_called_save_request_and_is_none_does_not_end_a_run(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stays, the log names it once, and the run saves as if it were not there."""
+    path = tmp_path / "save-request"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "link":
+        path.symlink_to("nowhere")
+    else:
+        os.mkfifo(path)
+    with manager_in(tmp_path) as manager, RunGuard(manager) as guard:
+        for step in range(1, 4):
+            time.sleep(0.2)
+            manager.save(step)
+            assert not guard.step_ended(step)
+    assert content(tmp_path) == ["step-1", "step-2", "step-3"]
+    assert os.path.lexists(path)
+    assert caplog.text.count("no request to save: ") == 1 and str(path) in caplog.text
+
+
+def test_the_limit_is_a_setting() -> None:
+    """An impossible limit and an unknown way to fail are refused with the rest of the config."""
+    with pytest.raises(ConfigError, match=r"(?s)on_failure: expected one of .*max_failures_in_row: expected a pos"):
+        SaveConfig(1, on_failure="ignore", max_failures_in_row=0)  # type: ignore[arg-type]

@@ -1,0 +1,72 @@
+"""Saves and exports that the disk refused: whether a run goes on without them.
+
+Owns the decision, which all ranks make together, and the count of failures in a row. Saves and exports nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections import Counter
+from collections.abc import Collection
+from typing import Any, Literal
+
+from titan_ckpt.config import SaveConfig
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import PeerError
+
+logger = logging.getLogger(__name__)
+
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE})
+
+Outcome = Literal["done", "disk", "peer", "other"]
+"""How a save or an export ended on one rank: well, or because of the disk, of another rank, or of anything else."""
+
+
+class Failures:
+    """The failures of one run, counted alike on every rank."""
+
+    def __init__(self, config: SaveConfig | None, coordinator: Coordinator) -> None:
+        """Take on_failure and max_failures_in_row; without a config, every failure ends the run."""
+        self._config = config
+        self._coordinator = coordinator
+        self._in_row: Counter[str] = Counter()
+
+    def settle(self, what: Literal["saved", "exported"], step: int, error: Exception | None, *, is_last: bool) -> None:
+        """Count how the save or the exports of a step ended; log a failure after which the run goes on. Collective.
+
+        `error`: what was raised on this rank. `is_last`: nothing later makes up for a failure.
+        Raises: `error`, unless the run goes on.
+        """
+        if self._config is None or self._config.on_failure == "raise" or is_last:
+            if error is not None:
+                raise error
+            return
+        of_ranks: list[Any] = self._coordinator.gather(f"is step {step} {what}", outcome_of(error))
+        if error is None or not is_disk_failure(of_ranks):
+            self._in_row[what] = 0
+            if error is not None:
+                raise error
+            return
+        self._in_row[what] += 1
+        count, most = self._in_row[what], self._config.max_failures_in_row
+        logger.warning("step %d is not %s (%d in a row, %d are accepted): %s", step, what, count, most, error)
+        if count > most:
+            raise error
+
+
+def outcome_of(error: BaseException | None) -> Outcome:
+    """Return how a save or an export ended that raised this error on this rank; its causes count too."""
+    if error is None:
+        return "done"
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
+    if any(isinstance(e, OSError) and e.errno in DISK_ERRORS for e in chain):
+        return "disk"
+    return "peer" if any(isinstance(e, PeerError) for e in chain) else "other"
+
+
+def is_disk_failure(of_ranks: Collection[Outcome]) -> bool:
+    """Return whether something failed on all ranks, because of the disk alone."""
+    return "disk" in of_ranks and set(of_ranks) <= {"disk", "peer"}

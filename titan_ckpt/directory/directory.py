@@ -155,7 +155,8 @@ class CheckpointDirectory:
                 self._store.abandon(attempt)
                 raise
 
-        self._on_rank_0(f"commit of step {attempt.step}", finish, SaveError, f"step {attempt.step} was not saved")
+        what = f"{self.root}: step {attempt.step} was not saved"
+        self._on_rank_0(f"commit of step {attempt.step}", finish, SaveError, what)
 
     def abandon(self, attempt: Attempt) -> None:
         """Remove an attempt that will not be committed, as far as possible. Not collective: rank 0 acts."""

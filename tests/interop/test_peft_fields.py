@@ -40,10 +40,16 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_its_name(name: str, tmp_p
     """An empty value is none; any other names the field, whatever tensors stand beside it."""
     values: list[Any] = [None, False, [], {}, 0, ""]
     for index, value in enumerate(values):
-        PeftReader(write(tmp_path / str(index), {name: value})).close()
+        with PeftReader(write(tmp_path / str(index), {name: value})) as reader:
+            reader.require_supported()
     folder = write(tmp_path / "set", {name: {"x": 1}}, [f"{KEY}.lora_B.bias"])
-    with pytest.raises(NotACheckpointError, match=rf"1 setting\(s\) cannot be honoured.*\n  {name} = \{{'x': 1\}}: "):
-        PeftReader(folder)
+    fault = rf"1 setting\(s\) cannot be honoured.*\n  {name} = \{{'x': 1\}}: "
+    with PeftReader(folder) as reader:
+        assert len(reader.tensors) == 3, "it can be looked at"
+        with pytest.raises(NotACheckpointError, match=fault):
+            reader.require_supported()
+        with pytest.raises(NotACheckpointError, match=fault):
+            reader.read([])
 
 
 def test_the_docs_list_every_field_with_its_treatment() -> None:
@@ -64,8 +70,8 @@ def test_all_settings_that_cannot_be_honoured_are_listed_in_one_error(tmp_path: 
         "use_bdlora": {"nblocks": 2},
     }
     folder = write(tmp_path / "a", config, [f"{KEY}.base_layer.bias"])
-    with pytest.raises(NotACheckpointError) as raised:
-        PeftReader(folder)
+    with PeftReader(folder) as reader, pytest.raises(NotACheckpointError) as raised:
+        reader.require_supported()
     lines = str(raised.value).splitlines()
     assert [line.split(" = ")[0].strip() for line in lines[1:]] == [
         "alora_invocation_tokens", "init_lora_weights", "bias", "use_bdlora", "target_parameters",

@@ -16,7 +16,7 @@ from typing import Any, Self
 from titan_ckpt.components.files import model_tensors
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConverterError, LoadMismatchError, listed
-from titan_ckpt.formats.huggingface.peft import unselected
+from titan_ckpt.formats.huggingface.peft import PeftReader, unselected
 from titan_ckpt.formats.huggingface.reader import TIED, HuggingFaceReader
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
@@ -47,8 +47,6 @@ class _Opened:
     reader: TensorReader
     plan: ReadPlan
     merge: AdapterMerge | None = None
-    unselected: Sequence[str] = ()
-    """Tensors of a PEFT adapter that PEFT itself would ignore."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +127,8 @@ def prepare_load(
                         'converter it belongs to, such as [[converters]] kind = "lora"'
                     )
                 reader = stack.enter_context(open_reader(source.path, source.format))
+                if isinstance(reader, PeftReader):
+                    reader.require_supported()
                 prepare = _plan_merge if source.merge else _plan
                 opened.append(prepare(source, reader, wanted, wrapper, transforms))
             base = next((source for source in sources if not (source.adapter or source.merge)), None)
@@ -163,7 +163,7 @@ def _plan_merge(
         tied |= {fqn for fqn in base if TIED[1] in transforms.key_map.group_of_fqn(fqn).keys}
     modules = {clean_fqn(name): module for part in wrapper.parts for name, module in part.named_modules()}
     merge = prepare_merge(reader, base, tied, transforms.key_map, modules)
-    return _Opened(source, reader, ReadPlan([], merge.report), merge, _unselected(source, reader))
+    return _Opened(source, reader, ReadPlan([], merge.report), merge)
 
 
 def _plan(
@@ -187,16 +187,12 @@ def _plan(
         transforms = replace(transforms, key_map=table)
     if source.format not in ("native", "dcp"):
         plan = transforms.from_file(wanted, reader.tensors, wrapper.hooks, cast=source.cast)
-        return _Opened(source, reader, plan, unselected=_unselected(source, reader))
+        return _Opened(source, reader, plan)
     prefix, available = model_tensors(reader.tensors, reader.format, wanted)
     check_fits(source, available, wanted, wrapper)
     plan = StateDictTransforms().from_file(wanted, available, None, cast=source.cast)
     requests = [ReadRequest(prefix + r.key, r.chunk, r.into) for r in plan.requests]
     return _Opened(source, reader, replace(plan, requests=requests))
-
-
-def _unselected(source: LoadSource, reader: TensorReader) -> Sequence[str]:
-    return unselected(reader) if source.format == "peft" else ()
 
 
 def _quantises(wrapper: ModelWrapper) -> bool:
@@ -273,9 +269,9 @@ def _verdict(
             lines = [f"{key} (like {', '.join(keys)}?)" if keys else key for key, keys in near.items()]
             lines += strangers[_LISTED:]
             problems.append(f"{source.path}: {len(lines)} that the model does not have: {_listed(lines)}")
-        if o.unselected:
-            names = f"{len(o.unselected)} that its target_modules does not select, so that PEFT would ignore them"
-            problems.append(f"{source.path}: {names}: {_listed(o.unselected)}")
+        if isinstance(o.reader, PeftReader) and (ignored := unselected(o.reader)):
+            why = "that its target_modules does not select, so that PEFT would ignore them"
+            problems.append(f"{source.path}: {len(ignored)} {why}: {_listed(ignored)}")
     misfits = {m.key for m in mismatched}
     absent = [fqn for fqn in wanted if fqn not in loaded and fqn not in misfits]
     has_adapter = any(o.source.adapter for o in opened)

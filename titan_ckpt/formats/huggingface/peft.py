@@ -68,9 +68,9 @@ class PeftReader(TensorReader):
     def __init__(self, path: Path) -> None:
         """Check config and names; read no tensor.
 
-        Raises: CheckpointNotFoundError; NotACheckpointError without safetensors, if it is no LoRA adapter, and for
-        settings that cannot be honoured; CorruptCheckpointError listing names and shapes that PEFT would ignore or
-        misread.
+        An adapter with settings that cannot be honoured opens, to be looked at; `require_supported` refuses it.
+        Raises: CheckpointNotFoundError; NotACheckpointError without safetensors or if it is no LoRA adapter;
+        CorruptCheckpointError listing names and shapes that PEFT would ignore or misread.
         """
         self.path = path
         if not path.is_dir():
@@ -81,12 +81,8 @@ class PeftReader(TensorReader):
             raise NotACheckpointError(f"{path}: no {WEIGHTS} beside {CONFIG}{hint}")
         self._files = SafetensorsFiles([read_header(path / WEIGHTS)])
         self._tensors = {key: entry.info for key, entry in self._files.entries.items()}
-        if settings := unsupported(self._config, self._tensors):
-            raise NotACheckpointError(
-                f"{path / CONFIG}: {len(settings)} setting(s) cannot be honoured; nothing was loaded\n  "
-                + listed(settings, "\n  ")
-            )
-        if faults := check_adapter(self._tensors, self._config):
+        self._unsupported = unsupported(self._config, self._tensors)  # such adapters may have tensors of other names
+        if faults := [] if self._unsupported else check_adapter(self._tensors, self._config):
             raise CorruptCheckpointError(f"{path / WEIGHTS}: {listed(faults)}. {_AGAIN}", str(path / WEIGHTS))
 
     @property
@@ -94,12 +90,24 @@ class PeftReader(TensorReader):
         return self._tensors
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Fill every request. Raises: CorruptCheckpointError for values that are not finite; OSError."""
+        """Fill every request.
+
+        Raises: CorruptCheckpointError for values that are not finite; OSError; as `require_supported`.
+        """
+        self.require_supported()
         self._files.read(requests)
         bad = {r.key for r in requests if r.into.dtype in CASTABLE and not bool(torch.isfinite(r.into).all())}
         if bad:
             file = self.path / WEIGHTS
             raise CorruptCheckpointError(f"{file}: not finite: {listed(sorted(bad))}. {_AGAIN}", str(self.path))
+
+    def require_supported(self) -> None:
+        """Check that every setting can be honoured. Raises: NotACheckpointError listing those that cannot."""
+        if self._unsupported:
+            raise NotACheckpointError(
+                f"{self.path / CONFIG}: {len(self._unsupported)} setting(s) cannot be honoured; nothing was loaded\n  "
+                + listed(self._unsupported, "\n  ")
+            )
 
     def metadata(self) -> dict[str, Any]:
         """Return adapter_config.json, merged with this package's record if there is one."""
@@ -179,11 +187,13 @@ def _adapter_faults(
             yield f"{key} has no {module + MAGNITUDE}, and the config says use_dora"
 
 
-def unselected(reader: TensorReader) -> list[str]:
+def unselected(reader: PeftReader) -> list[str]:
     """Return the names of tensors that PEFT would ignore, because the config does not select their module.
 
-    Raises: CorruptCheckpointError for regular expressions that take too long.
+    Raises: NotACheckpointError for settings that cannot be honoured; CorruptCheckpointError for regular expressions
+    that take too long.
     """
+    reader.require_supported()
     suffixes, selection = (*_PARTNERS, MAGNITUDE), Selection(reader.metadata())
     modules = {key: key.removesuffix(s) for key in reader.tensors for s in suffixes if key.endswith(s)}
     try:

@@ -192,14 +192,16 @@ def lora_table(adapter: Path, model: nn.Module) -> dict[str, Any]:
     with PeftReader(adapter) as reader:
         config, numbers = reader.metadata(), ModuleNumbers(reader.metadata())
         names = [key.removeprefix(PREFIX) for key in reader.tensors]
-    modules = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
+    present = dict(model.named_modules())
+    modules = {module for name in names if ".lora_" in name and (module := name.partition(".lora_")[0]) in present}
+    copies = {name.rpartition(".")[0] for name in names if ".lora_" not in name and config["modules_to_save"]}
     return {
         "kind": "lora",
         "target_modules": sorted(modules),
         "use_dora": config["use_dora"],
         "rank_pattern": {name: numbers.rank(name) for name in modules},
         "alpha_pattern": {name: numbers.scaling(name) * numbers.rank(name) for name in modules},
-        "modules_to_save": sorted({name.rpartition(".")[0] for name in names if ".lora_" not in name}),
+        "modules_to_save": sorted(copies),
     }
 
 

@@ -296,6 +296,38 @@ def test_a_dcp_adapter_is_not_merged_by_a_guessed_alpha(tmp_path: Path, base: Pa
         manager.load()
 
 
+class OwnLoRA(torch.nn.Module):
+    """A model that has low-rank factors of its own, as torchtune's have, under the names that LoRA here gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lora_a = torch.nn.Linear(8, 2, bias=False)
+        self.lora_b = torch.nn.Linear(2, 8, bias=False)
+        self.base = torch.nn.Linear(8, 8)
+
+
+def test_names_that_the_model_has_itself_are_no_converters(tmp_path: Path) -> None:
+    """Without converters such tensors are weights like others: a step of them loads, and a DCP folder beside a base."""
+    first, second = torch.nn.ModuleDict({"x": OwnLoRA()}), torch.nn.ModuleDict({"x": OwnLoRA()})
+    values = {name: value.clone() for name, value in first.state_dict().items()}
+    with CheckpointManager(
+        CheckpointConfig(save=SaveConfig(interval=1)), model_parts=[first], base_folder=tmp_path / "run"
+    ) as manager:
+        manager.save(1)
+    for name in ("base", "lora_"):
+        part = {key: value for key, value in values.items() if f"x.{name}" in key}
+        dcp.save(part, checkpoint_id=tmp_path / name)
+    for sources in ([tmp_path / "run/checkpoints/step-1"], [tmp_path / "base", tmp_path / "lora_"]):
+        for parameter in second.parameters():
+            torch.nn.init.zeros_(parameter)
+        loads = tuple(InitialLoadConfig(str(path)) for path in sources)
+        with CheckpointManager(
+            CheckpointConfig(initial_load=loads), model_parts=[second], base_folder=tmp_path / "second"
+        ) as manager:
+            manager.load()
+        assert all(torch.equal(value, values[name]) for name, value in second.state_dict().items())
+
+
 def test_a_merged_step_is_the_model_that_transformers_opens(tmp_path: Path, base: Path) -> None:
     """The merge of a step, and the folder that its run exported, in transformers: the same logits."""
     run = trained(tmp_path, base)

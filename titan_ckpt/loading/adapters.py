@@ -14,8 +14,10 @@ from titan_ckpt.components.files import model_tensors
 from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import LoadMismatchError, listed
+from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.keymap import KeyMap
+from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.loading.plan import LoadSource
 from titan_ckpt.types import Format, ModelHooks
 from titan_ckpt.weights import lora_names
@@ -31,30 +33,26 @@ _OF_SITES = ("target_modules", "modules_to_save")
 _NEXT_STEP = "Give the [[converters]] table the settings that the step was trained with, or take another step"
 
 
-def manifest_of(path: Path) -> Manifest | None:
-    """Return the manifest of a native step; None in a folder without one. Raises: CorruptCheckpointError; OSError."""
-    file = path / MANIFEST_NAME
-    return Manifest.from_bytes(posix.read_whole(file, MAX_BYTES), str(file)) if file.exists() else None
-
-
 def is_adapter(path: Path, format_: Format, model: ModelWrapper) -> bool:
     """Return whether a source holds the tensors of converters and none of the base.
 
-    A manifest says it. A DCP folder says nothing, so it is an adapter if a converter of the run owns all its weights
-    or LoRA would have named them so. Raises: CorruptCheckpointError; OSError.
+    A manifest says it. A DCP folder says nothing, so in a run with converters it is an adapter if a converter owns all
+    its weights or LoRA would have named them so. Raises: CorruptCheckpointError; OSError.
     """
     if format_ in ("hf", "peft"):
         return format_ == "peft"
-    if format_ == "native" and (manifest := manifest_of(path)) is not None:
+    if format_ == "native" and (manifest := _manifest_of(path)) is not None:
         return manifest.kind == "adapter"
+    if model.hooks is None:  # the names may be the model's own
+        return False
     with open_reader(path, format_) as reader:
         _, names = model_tensors(reader.tensors, format_)
     return bool(names) and all(model.owns(name) or lora_tensor(name) for name in names)
 
 
-def lora_record(path: Path) -> LoRARecord:
+def lora_record(reader: TensorReader) -> LoRARecord:
     """Return the settings of the LoRA tensors in a step. Raises: LoadMismatchError if no manifest says them."""
-    manifest = manifest_of(path)
+    path, manifest = reader.path, _manifest_in(reader)
     descriptions = _by_kind([] if manifest is None else manifest.converters)
     if lora_names.KIND not in descriptions:
         raise LoadMismatchError(
@@ -67,17 +65,18 @@ def lora_record(path: Path) -> LoRARecord:
         raise LoadMismatchError(f"{path}: its manifest describes a LoRA that cannot be merged: {error}") from None
 
 
-def check_mergeable(path: Path, format_: Format) -> None:
+def check_mergeable(reader: TensorReader) -> None:
     """Check that a source to be merged is an adapter that says its scale. Raises: LoadMismatchError."""
-    if format_ == "peft" or (format_ == "native" and (manifest := manifest_of(path)) and manifest.kind == "adapter"):
+    manifest = _manifest_in(reader)
+    if reader.format == "peft" or (manifest is not None and manifest.kind == "adapter"):
         return
-    if format_ == "dcp":
+    if reader.format == "dcp":
         raise LoadMismatchError(
-            f"{path} is a DCP folder, which says no rank and no alpha, so it cannot be merged: load it into a run with "
-            'the [[converters]] it was trained with, export that (format = "peft"), and merge the export'
+            f"{reader.path} is a DCP folder, which says no rank and no alpha, so it cannot be merged: load it into a "
+            'run with the [[converters]] it was trained with, export that (format = "peft"), and merge the export'
         )
     raise LoadMismatchError(
-        f"{path} is {format_} and holds whole weights, and only an adapter can be merged: see `merge`"
+        f"{reader.path} is {reader.format} and holds whole weights, and only an adapter can be merged: see `merge`"
     )
 
 
@@ -92,23 +91,25 @@ def check_settings(path: Path, config: Mapping[str, Any], key_map: KeyMap, hooks
         )
 
 
-def check_fits(source: LoadSource, names: Collection[str], wanted: Collection[str], model: ModelWrapper) -> None:
+def check_fits(
+    source: LoadSource, reader: TensorReader, names: Collection[str], wanted: Collection[str], model: ModelWrapper
+) -> None:
     """Check that the converters' tensors in a native or DCP source mean in this run what they meant in their own.
 
     `names`: the model's tensors in the source; `wanted`: those that it should fill. A scale shows in no shape, so the
     settings are compared.
     Raises: LoadMismatchError listing every difference that changes the result.
     """
-    path, format_ = source.path, source.format
-    manifest = manifest_of(path) if format_ == "native" else None
+    path, manifest = source.path, _manifest_in(reader)
     if manifest is not None and manifest.kind == "external":
         raise LoadMismatchError(f"{path} holds no model weights: its run took them from outside. Name another source")
-    owned = [name for name in names if model.owns(name) or lora_tensor(name)]
+    saved = [] if manifest is None else manifest.converters
+    has_lora = source.adapter or lora_names.KIND in _by_kind(saved)  # else such names are the model's own
+    owned = [name for name in names if model.owns(name) or (has_lora and lora_tensor(name))]
     if not owned:
         return
     running = [] if model.hooks is None else model.hooks.describe()
     if not any(map(model.owns, owned)):
-        saved = [] if manifest is None else manifest.converters
         made_by = ", ".join(_by_kind(saved)) or lora_names.KIND
         raise LoadMismatchError(
             f"{path} holds {len(owned)} tensors of converters ({made_by}), such as {owned[0]}, and this run has "
@@ -124,12 +125,22 @@ def check_fits(source: LoadSource, names: Collection[str], wanted: Collection[st
     strangers = [name for name in owned if not model.owns(name)]
     lacking = [name for name in wanted if source.adapter and name not in names]
     settings = _OF_RESULT + (_OF_SITES if strangers or lacking else ())
-    if problems := list(_misfits(path, manifest.converters, running, owned, settings)):
+    if problems := list(_misfits(path, saved, running, owned, settings)):
         raise LoadMismatchError(
             f"{path}: its adapter would compute something else with the converters of this run; nothing was loaded\n  "
             + listed(problems, "\n  ", most=_LISTED)
             + f"\n  {_NEXT_STEP}"
         )
+
+
+def _manifest_in(reader: TensorReader) -> Manifest | None:
+    return reader.manifest if isinstance(reader, NativeReader) else None
+
+
+def _manifest_of(path: Path) -> Manifest | None:
+    """Return the manifest of a native step; None in a folder without one. Raises: CorruptCheckpointError; OSError."""
+    file = path / MANIFEST_NAME
+    return Manifest.from_bytes(posix.read_whole(file, MAX_BYTES), str(file)) if file.exists() else None
 
 
 def _misfits(

@@ -91,7 +91,7 @@ def _of_peft(reader: TensorReader, base: StateDict, key_map: KeyMap, modules: Ma
 
 
 def _of_step(reader: TensorReader, base: StateDict, key_map: KeyMap, modules: Mapping[str, nn.Module]) -> Contents:
-    contents, record = Contents(), lora_record(reader.path)
+    contents, record = Contents(), lora_record(reader)
     for key in reader.tensors:
         part = lora_names.lora_tensor(key.removeprefix(MODEL))
         if not key.startswith(MODEL) or (part is not None and part.role in (lora_names.B, lora_names.MAGNITUDE)):

@@ -156,7 +156,7 @@ def prepare_load(
 def _plan_merge(
     source: LoadSource, reader: TensorReader, wanted: StateDict, wrapper: ModelWrapper, transforms: StateDictTransforms
 ) -> _Opened:
-    check_mergeable(source.path, source.format)
+    check_mergeable(reader)
     base = {fqn: value for fqn, value in wanted.items() if not wrapper.owns(fqn)}
     tied = set(wrapper.tied.values())
     if (transforms.hf_config or {}).get("tie_word_embeddings"):  # a model may use one weight twice without sharing it
@@ -189,7 +189,7 @@ def _plan(
         plan = transforms.from_file(wanted, reader.tensors, wrapper.hooks, cast=source.cast)
         return _Opened(source, reader, plan)
     prefix, available = model_tensors(reader.tensors, reader.format, wanted)
-    check_fits(source, available, wanted, wrapper)
+    check_fits(source, reader, available, wanted, wrapper)
     plan = StateDictTransforms().from_file(wanted, available, None, cast=source.cast)
     requests = [ReadRequest(prefix + r.key, r.chunk, r.into) for r in plan.requests]
     return _Opened(source, reader, replace(plan, requests=requests))

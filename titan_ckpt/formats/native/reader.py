@@ -69,8 +69,9 @@ class NativeReader(TensorReader):
         self._borrows = False
         if not self.path.is_dir():
             raise CheckpointNotFoundError(f"{self.path}: no such folder")
-        self._manifest = _manifest(self.path) if files is None else None
-        committed = files if self._manifest is None else self._manifest.files
+        self.manifest = _manifest(self.path) if files is None else None
+        """The folder's manifest; None without one, and if `files` was given."""
+        committed = files if self.manifest is None else self.manifest.files
         self._records = None if committed is None else {record.name: record for record in committed}
         ready = dist.is_available() and dist.is_initialized()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
@@ -97,7 +98,7 @@ class NativeReader(TensorReader):
 
     def metadata(self) -> dict[str, Any]:
         """Return the base under the adapter of a step that the manifest records, under BASE_RECORD."""
-        base = None if self._manifest is None else self._manifest.base
+        base = None if self.manifest is None else self.manifest.base
         return {} if base is None else {BASE_RECORD: base}
 
     def _open(self, rank: int) -> _Source:

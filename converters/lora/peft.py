@@ -11,14 +11,14 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 from converters.lora.config import LoRAConfig
 from converters.lora.fused import PARTS, targets_of
 from converters.lora.merge import AdaptedWeight
 from converters.lora.placement import misplaced
-from titan_ckpt.errors import ConfigError, KeyMapError, listed
+from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import (
@@ -34,6 +34,8 @@ from titan_ckpt.geometry.keymap import (
 )
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_FUSED = ({"gate_proj", "up_proj"}, {"w1", "w3"})
+"""Projections of experts that are one parameter in transformers 5. Source: peft, _MOE_FUSED_TARGETS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +78,27 @@ class PeftAdapter:
         """Return adapter_config.json without the base's identity: the keys that PEFT reads and vLLM requires."""
         config = self.config
         modules = {module: t for t in targets_of(self.adapted.values(), base) for module in t.modules}
-        alphas = {module: t.alpha(config.use_rslora) for module, t in modules.items()}
-        parts = {module: t.ranks for module, t in modules.items() if t.is_fused}
+        by_weight = self._beside_experts(base)
         every = _with_parents({*modules, *(key.rpartition(".")[0] for key in self._other_keys(base))})
+        keys = {m: [_pattern(name, every) for name in (m, *by_weight.get(m, ()))] for m in modules}
+        alphas = {module: json_number(t.alpha(config.use_rslora)) for module, t in modules.items()}
+        parts = {module: t.ranks for module, t in modules.items() if t.is_fused}
         copied = {key for fqn in self.copied.values() for key in _modules(base.group_of_fqn(fqn))}
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "r": config.rank,
             "lora_alpha": json_number(config.alpha),
-            "target_modules": _targets(list(modules), every),
+            "target_modules": _targets([m for m in modules if m not in by_weight], every - by_weight.keys()),
+            **({"target_parameters": sorted(chain(*by_weight.values()))} if by_weight else {}),
             "lora_dropout": config.dropout,
             "bias": "none",
             "use_rslora": config.use_rslora,
             "use_dora": config.use_dora,
             "fan_in_fan_out": self._has_conv1d,
             "inference_mode": True,
-            "rank_pattern": {_pattern(m, every): t.rank for m, t in modules.items() if t.rank != config.rank},
-            "alpha_pattern": {
-                _pattern(m, every): json_number(alpha) for m, alpha in alphas.items() if alpha != config.alpha
-            },
+            "rank_pattern": {key: t.rank for m, t in modules.items() if t.rank != config.rank for key in keys[m]},
+            "alpha_pattern": {key: alpha for m, alpha in alphas.items() if alpha != config.alpha for key in keys[m]},
             "modules_to_save": sorted(copied) or None,
             **({PARTS: parts} if parts else {}),
         }
@@ -112,18 +115,26 @@ class PeftAdapter:
             public = {name: value for name, value in self.file_config(base).items() if name != PARTS}
             with contextlib.suppress(ImportError, ConfigError):
                 return misplaced(shapes, public, hf_config)
-        return list(self._lost_beside_experts(base))
+        return list(self._halves_of_experts(base))
 
-    def _lost_beside_experts(self, base: KeyMap) -> Iterator[str]:
-        """Yield a line if PEFT on transformers 5, which fuses experts on load, would ignore adapters of dense modules.
+    def _beside_experts(self, base: KeyMap) -> dict[str, list[str]]:
+        """Return the dense modules that are named like the experts' -> the parameters that PEFT has to adapt instead.
 
+        PEFT takes every module of such a name for one of the experts, which transformers 5 fuses on load.
         Source: peft, utils/transformers_weight_conversion.py _convert_peft_config_moe, which compares last parts.
         """
-        dense = {m for t in targets_of(self.adapted.values(), base) for m in t.modules if not _EXPERT.search(m)}
         keys = [*self._other_keys(base), *(k for a in self.adapted.values() for k in _known(a.weight, base))]
-        experts = {key.removesuffix(".weight").rpartition(".")[2] for key in keys if _EXPERT.search(key)}
-        if lost := sorted(module for module in dense if module.rpartition(".")[2] in experts):
-            yield f"PEFT takes {listed(lost, ', ', ' ', most=4)} for experts, which have modules of the same name"
+        experts = {_last(key.removesuffix(".weight")) for key in keys if _EXPERT.search(key)}
+        modules = [m for t in targets_of(self.adapted.values(), base) for m in t.modules if not _EXPERT.search(m)]
+        return {module: [f"{module}.weight"] for module in modules if _last(module) in experts}
+
+    def _halves_of_experts(self, base: KeyMap) -> Iterator[str]:
+        """Yield a line if one of two projections of experts is adapted that transformers 5 fuses."""
+        modules = [m for t in targets_of(self.adapted.values(), base) for m in t.modules]
+        adapted = {_last(module) for module in modules if _EXPERT.search(module)}
+        for fused in _FUSED:
+            if missing := sorted(fused - adapted) if fused & adapted else []:
+                yield f"PEFT fuses {' and '.join(sorted(fused))} of experts, and {missing[0]} has no adapter"
 
     def _other_keys(self, base: KeyMap) -> list[str]:
         return [key for fqn in self.others for key in _known(fqn, base)]
@@ -220,8 +231,8 @@ def _targets(adapted: Sequence[str], every: Collection[str]) -> list[str] | str:
 
     Last parts of names if these suffice, else full names, else a pattern that must match the full name.
     """
-    last = {module.rpartition(".")[2] for module in adapted}
-    selected = {module for module in every if module.rpartition(".")[2] in last}
+    last = {_last(module) for module in adapted}
+    selected = {module for module in every if _last(module) in last}
     if selected == {*adapted} and not any(part.isdigit() for part in last):
         return sorted(last)
     if not any(_is_end(module, every) for module in adapted):
@@ -232,6 +243,10 @@ def _targets(adapted: Sequence[str], every: Collection[str]) -> list[str] | str:
 def _pattern(module: str, every: Collection[str]) -> str:
     """Return the key of a module in rank_pattern and alpha_pattern, which PEFT compares with the ends of names."""
     return f"^{re.escape(module)}" if _is_end(module, every) else module
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]
 
 
 def _is_end(module: str, every: Collection[str]) -> bool:

@@ -267,7 +267,7 @@ def _config_faults(config: Mapping[str, Any]) -> Iterator[str]:
     for name in ("r", "lora_alpha"):
         if name not in config:
             yield f"{name} is left out, and PEFT would take 8"
-    if not config.get("target_modules"):
+    if not config.get("target_modules") and not config.get("target_parameters"):
         yield "target_modules is empty: PEFT would adapt nothing"
     yield from _pattern_faults(config)
 

@@ -78,9 +78,11 @@ class PeftAdapter:
         """Return adapter_config.json without the base's identity: the keys that PEFT reads and vLLM requires."""
         config = self.config
         modules = {module: t for t in targets_of(self.adapted.values(), base) for module in t.modules}
-        by_weight = self._beside_experts(base)
-        every = _with_parents({*modules, *(key.rpartition(".")[0] for key in self._other_keys(base))})
-        keys = {m: [_pattern(name, every) for name in (m, *by_weight.get(m, ()))] for m in modules}
+        in_memory = {m: t.adapters[0].fqn for m, t in modules.items() if _is_renamed(t.group, base)}
+        names = {module: [module, *([in_memory[module]] if module in in_memory else [])] for module in modules}
+        by_weight = self._beside_experts(base, [*chain(*names.values())])
+        every = _with_parents({*chain(*names.values()), *self._other_modules(base)})
+        keys = {m: [_pattern(key, every) for n in names[m] for key in (n, by_weight.get(n)) if key] for m in modules}
         alphas = {module: json_number(t.alpha(config.use_rslora)) for module, t in modules.items()}
         parts = {module: t.ranks for module, t in modules.items() if t.is_fused}
         copied = {key for fqn in self.copied.values() for key in _modules(base.group_of_fqn(fqn))}
@@ -89,8 +91,8 @@ class PeftAdapter:
             "task_type": "CAUSAL_LM",
             "r": config.rank,
             "lora_alpha": json_number(config.alpha),
-            "target_modules": _targets([m for m in modules if m not in by_weight], every - by_weight.keys()),
-            **({"target_parameters": sorted(chain(*by_weight.values()))} if by_weight else {}),
+            "target_modules": _targets({*chain(*names.values())} - by_weight.keys(), every - by_weight.keys()),
+            **({"target_parameters": sorted(by_weight.values())} if by_weight else {}),
             "lora_dropout": config.dropout,
             "bias": "none",
             "use_rslora": config.use_rslora,
@@ -117,16 +119,14 @@ class PeftAdapter:
                 return misplaced(shapes, public, hf_config)
         return list(self._halves_of_experts(base))
 
-    def _beside_experts(self, base: KeyMap) -> dict[str, list[str]]:
-        """Return the dense modules that are named like the experts' -> the parameters that PEFT has to adapt instead.
+    def _beside_experts(self, base: KeyMap, modules: Sequence[str]) -> dict[str, str]:
+        """Return the dense modules that are named like the experts' -> the parameter that PEFT has to adapt instead.
 
         PEFT takes every module of such a name for one of the experts, which transformers 5 fuses on load.
         Source: peft, utils/transformers_weight_conversion.py _convert_peft_config_moe, which compares last parts.
         """
-        keys = [*self._other_keys(base), *(k for a in self.adapted.values() for k in _known(a.weight, base))]
-        experts = {_last(key.removesuffix(".weight")) for key in keys if _EXPERT.search(key)}
-        modules = [m for t in targets_of(self.adapted.values(), base) for m in t.modules if not _EXPERT.search(m)]
-        return {module: [f"{module}.weight"] for module in modules if _last(module) in experts}
+        experts = {_last(module) for module in (*modules, *self._other_modules(base)) if _EXPERT.search(module)}
+        return {m: f"{m}.weight" for m in modules if _last(m) in experts and not _EXPERT.search(m)}
 
     def _halves_of_experts(self, base: KeyMap) -> Iterator[str]:
         """Yield a line if one of two projections of experts is adapted that transformers 5 fuses."""
@@ -136,8 +136,10 @@ class PeftAdapter:
             if missing := sorted(fused - adapted) if fused & adapted else []:
                 yield f"PEFT fuses {' and '.join(sorted(fused))} of experts, and {missing[0]} has no adapter"
 
-    def _other_keys(self, base: KeyMap) -> list[str]:
-        return [key for fqn in self.others for key in _known(fqn, base)]
+    def _other_modules(self, base: KeyMap) -> set[str]:
+        """Return the modules of the base's other tensors, by their names in the folder and in transformers' memory."""
+        names = {key for fqn in self.others for key in _known(fqn, base)} | {*(self.others if base.identity else ())}
+        return {name.removesuffix(".weight").removesuffix(".bias") for name in names}
 
     @property
     def _has_conv1d(self) -> bool:
@@ -213,6 +215,11 @@ def _modules(group: KeyGroup) -> list[str]:
     return [key.removesuffix(".weight") for key in group.keys]
 
 
+def _is_renamed(group: KeyGroup, base: KeyMap) -> bool:
+    """Return whether a model with transformers' own names has another name for the module than its folder."""
+    return base.identity and isinstance(group.op, Identity) and group.fqns != group.keys
+
+
 def _known(fqn: str, base: KeyMap) -> tuple[str, ...]:
     """Return the keys of the other tool's tensors that hold this one; empty if it has no such tensor."""
     try:
@@ -226,7 +233,7 @@ def _with_parents(modules: Collection[str]) -> set[str]:
     return {part for module in modules for part in accumulate(module.split("."), lambda a, b: f"{a}.{b}")}
 
 
-def _targets(adapted: Sequence[str], every: Collection[str]) -> list[str] | str:
+def _targets(adapted: Collection[str], every: Collection[str]) -> list[str] | str:
     """Return target_modules that select exactly the adapted modules: PEFT compares the ends of names.
 
     Last parts of names if these suffice, else full names, else a pattern that must match the full name.

@@ -75,7 +75,8 @@ class Run:
                 if self.converters.key_filter(name):
                     parameter.add_(torch.randn_like(parameter) * 0.2)
             manager.save(1, last_step=True)
-        return self.model(TOKENS)
+        logits: torch.Tensor = self.model(TOKENS)
+        return logits
 
 
 ATTENTION_AND_MLP = ("q_proj", "o_proj", "gate_proj", "down_proj")
@@ -202,7 +203,7 @@ def test_peft_adapts_the_same_modules_with_the_same_ranks(targets: list[str], ra
         for k, v in adapter.file_config(KeyMap(identity=True)).items()
         if k in ("r", "target_modules", "rank_pattern")
     }
-    theirs: Any = get_peft_model(Nested(), LoraConfig(**fields))  # type: ignore[arg-type]
+    theirs: Any = get_peft_model(Nested(), LoraConfig(**fields))
     found = {
         n.removeprefix("base_model.model."): tuple(p.shape) for n, p in theirs.named_parameters() if ".lora_A." in n
     }

@@ -62,11 +62,12 @@ def _arguments(signature: inspect.Signature, cls: type) -> Iterator[dict[str, An
 
 def _configs(cls: type) -> Iterator[Any]:
     """Yield the configurations beside the class, with small sizes."""
-    configuration = import_module(cls.__module__.replace(".modeling_", ".configuration_"))
+    configuration: Any = import_module(cls.__module__.replace(".modeling_", ".configuration_"))
     for kind in vars(configuration).values():
         if inspect.isclass(kind) and issubclass(kind, PretrainedConfig) and kind.__module__ == configuration.__name__:
             try:
-                yield kind(hidden_size=_SIZE, num_local_experts=_SIZE)
+                sized: Any = kind
+                yield sized(hidden_size=_SIZE, num_local_experts=_SIZE)
             except Exception:  # it has other sizes
                 continue
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from titan_ckpt.errors import ConverterError
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.weights.wrapper import ModelWrapper
 
+conv1d: Any = Conv1D  # it has no types
 IDS = torch.tensor([[1, 5, 3], [9, 0, 7]])
 
 
@@ -69,15 +70,15 @@ def test_a_scale_that_has_no_value_yet_is_followed() -> None:
 def test_gpt2_conv1d_is_a_linear_module(dtype: torch.dtype) -> None:
     """Its weight is (in, out), also where it is square: the merged module computes what the adapted one does."""
     for rows, columns in ((8, 8), (12, 8)):
-        model, converters = adapted(Conv1D(rows, columns).to(dtype), dropout=0.5)
-        exported = Conv1D(rows, columns).to(dtype)
+        model, converters = adapted(conv1d(rows, columns).to(dtype), dropout=0.5)
+        exported = conv1d(rows, columns).to(dtype)
         exported.load_state_dict({"weight": merged(model, converters), "bias": model["m"].bias})
         x = torch.randn(2, 3, columns, dtype=dtype)
         expected = exported(x).float()
         difference = (model.eval()["m"](x).float() - expected).abs().max()
         assert difference <= 8 * torch.finfo(dtype).eps * expected.abs().max()
     with pytest.raises(ConverterError, match="m: DoRA is for linear modules; leave this conv1d out"):
-        adapted(Conv1D(8, 8), use_dora=True)
+        adapted(conv1d(8, 8), use_dora=True)
 
 
 class Scaled(nn.Linear):
@@ -116,9 +117,9 @@ class Unused(nn.Linear):
 
 
 def replaced_forward() -> nn.Module:
-    module = nn.Linear(8, 6)
-    module.forward = lambda x: x  # type: ignore[method-assign]
-    return module
+    module: Any = nn.Linear(8, 6)
+    module.forward = lambda x: x
+    return cast("nn.Module", module)
 
 
 REFUSED = {

@@ -19,6 +19,8 @@ from titan_ckpt.weights.wrapper import ModelWrapper
 class Mixed(nn.Module):
     """Two dtypes, a buffer that counts, an argument by name, and results of several types in one structure."""
 
+    calls: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(8, dtype=torch.bfloat16))
@@ -32,8 +34,9 @@ class Mixed(nn.Module):
 
 def router() -> nn.Module:
     config = Qwen3MoeConfig(hidden_size=8, num_experts=6, num_experts_per_tok=2)
-    made = Qwen3MoeTopKRouter(config).bfloat16()
-    nn.init.normal_(made.weight)
+    kind: Any = Qwen3MoeTopKRouter
+    made: nn.Module = kind(config).bfloat16()
+    nn.init.normal_(made.get_parameter("weight"))
     return made
 
 

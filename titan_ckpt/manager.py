@@ -20,7 +20,7 @@ from titan_ckpt.config import CheckpointConfig, ExportConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import require_local
-from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, ExportError
+from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, ExportError, listed
 from titan_ckpt.exporting import Exporter
 from titan_ckpt.failures import Failures
 from titan_ckpt.loading.external import ExternalWeights
@@ -269,10 +269,10 @@ class CheckpointManager:
     def _look_before_saving(self, step: int) -> None:
         """Refuse to save into a folder that holds steps of an earlier run and was never loaded from."""
         if not self._knows_folder and (steps := self._directory.steps()):
+            earlier = listed([*map(str, reversed(steps))], ", ", " ")
             raise CommitConflictError(
-                f"{self._directory.root}: step {step} is to be saved, load() was never called, and step "
-                f"{', '.join(map(str, steps[-8:]))} of an earlier run is there: call load() before the first step to "
-                "resume, or choose another folder"
+                f"{self._directory.root}: step {step} is to be saved, load() was never called, and step {earlier} of "
+                "an earlier run is there: call load() before the first step to resume, or choose another folder"
             )
         self._knows_folder = True
 

@@ -88,6 +88,8 @@ class Mismatch:
     key: str
     expected: str
     found: str
+    kind: Literal["shape", "dtype", "cast"] = "shape"
+    """What differs: the shape; the dtype alone; the dtype alone, and `cast` would convert it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,6 @@ _BESIDE = f"{PREFIX}beside."
 _RUN_CHOICES = NOT_STORED - {"params"}
 _START_AFRESH = 'or start the optimizer afresh: checkpoint.resume.exclude = ["optimizer"]'
 _RATES = frozenset({"lr", "initial_lr"})
-_LISTED = 8
 
 Groups = list[list[Group]]
 """The groups of each optimizer."""
@@ -186,7 +185,7 @@ class OptimizerState:
                 if len(known) > 1 and len({typed_json.dumps(g["hyperparameters"]) for g in known}) > 1:
                     problems.append(f"{where}: its parameters were in {len(known)} groups with other hyperparameters")
                 if new := [f for f in fqns if f not in of_fqn]:
-                    logger.warning("%s: %d parameters start without state: %s", where, len(new), new[:_LISTED])
+                    logger.warning("%s: %d parameters start without state: %s", where, len(new), listed(new, ", ", " "))
         if problems:
             live, stored = [len(o.param_groups) for o in self.optimizers], [len(g) for g in groups]
             raise LoadMismatchError(
@@ -317,7 +316,7 @@ def misfit(strangers: Sequence[str]) -> LoadMismatchError:
     fqns = sorted({key.removeprefix(PREFIX).rpartition(".")[0] for key in strangers})
     return LoadMismatchError(
         f"optimizer state does not fit this run's parameters: {len(fqns)} trained there and not here: "
-        f"{', '.join(fqns[:_LISTED])}. Train the same parameters, {_START_AFRESH}"
+        f"{listed(fqns, ', ', ' ')}. Train the same parameters, {_START_AFRESH}"
     )
 
 

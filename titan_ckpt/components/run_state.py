@@ -27,7 +27,7 @@ from titan_ckpt.components.optimizer import OptimizerState
 from titan_ckpt.config import Component
 from titan_ckpt.distributed.sharing import describe
 from titan_ckpt.encoding import typed_json
-from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError, SaveError, StateEncodingError
+from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError, SaveError, StateEncodingError, listed
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import TensorInfo, blocks_of, local_tensor
 from titan_ckpt.geometry.nested import MAX_DEPTH, give_tensors, names_of, take_tensors
@@ -215,7 +215,9 @@ class RunState:
         now = self.snapshot(mark.step, model)
         large = {name: now.tensors[name] for name in mark.versions if name in now.tensors}
         if changed := [n for n, value in large.items() if value._version != mark.versions[n]]:  # noqa: SLF001
-            raise SaveError(f"step {mark.step} can no longer be saved: {', '.join(changed[:8])} changed after its end")
+            raise SaveError(
+                f"step {mark.step} can no longer be saved: {listed(changed, ', ', ' ')} changed after its end"
+            )
         tensors = now.tensors | {n: value for n, value in mark.counters.tensors.items() if n in now.tensors}
         return Snapshot(tensors, now.run | mark.counters.run, mark.counters.rank, now.components, now.volatile)
 
@@ -243,8 +245,10 @@ class RunState:
         restorers = self._restorers(optimizer, run, rank, {}, exclude)
         lacking = [name for name, restore in restorers.items() if restore is None and name not in exclude]
         if lacking:
+            absent_states = [repr(name) for name in self.states if name not in run.get("states", {})]
+            names = [f"states ({listed(absent_states, ', ', ' ')})" if name == "states" else name for name in lacking]
             raise LoadMismatchError(
-                f"the checkpoint has no state for: {', '.join(lacking)}. It was saved by a run without them, or by "
+                f"the checkpoint has no state for: {', '.join(names)}. It was saved by a run without them, or by "
                 f"another number of ranks; to start afresh with them: checkpoint.resume.exclude = {json.dumps(lacking)}"
             )
         if optimizer is not None and "optimizer" not in exclude:
@@ -252,8 +256,8 @@ class RunState:
         absent = [name for name in self.model.extra_state_names() if name not in run.get("model", {})]
         if absent and "model" not in exclude:
             raise LoadMismatchError(
-                f"the checkpoint lacks the extra state of {len(absent)} modules: {', '.join(absent[:8])}. Was it saved "
-                "from a different model?"
+                f"the checkpoint lacks the extra state of {len(absent)} modules: {listed(absent, ', ', ' ')}. Was it "
+                "saved from a different model?"
             )
 
     def destinations(
@@ -275,7 +279,9 @@ class RunState:
             for name, state in self.states.items():
                 wanted = list(names_of(run.get("states", {}).get(name)))
                 if lost := [key for key in wanted if key not in available]:
-                    raise CorruptCheckpointError(f"state {name!r}: its tensors {', '.join(lost[:8])} are not stored")
+                    raise CorruptCheckpointError(
+                        f"state {name!r}: its tensors {listed(lost, ', ', ' ')} are not stored"
+                    )
                 live: StateDict = {}
                 if wanted:
                     take_tensors(state.state_dict(), f"{STATES}{name}", live)

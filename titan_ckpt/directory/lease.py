@@ -83,7 +83,9 @@ class Lease:
             with contextlib.suppress(FileNotFoundError):
                 status = os.stat(path)
                 if _held.get((status.st_dev, status.st_ino)) == os.getpid():
-                    raise CommitConflictError(f"{folder}: this process already writes here through another object")
+                    raise CommitConflictError(
+                        f"{folder}: this process already writes here through another object: close it first"
+                    )
             _require_file(path)
             fd = posix.open_or_create(path)
             try:

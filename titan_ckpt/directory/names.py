@@ -99,7 +99,7 @@ def survey(root: Path) -> Survey:
                     steps.append(inspect(path, step))
                 except (CorruptCheckpointError, OSError) as error:
                     is_current &= os.path.lexists(path)
-                    rejected.append((name, str(error)))
+                    rejected.append((name, str(error).removeprefix(f"{path}: ").removeprefix(f"{path}/")))
             elif not name.startswith(".") and path.is_dir() and _looks_like_a_checkpoint(path):
                 rejected.append((name, "not named step-N"))
         if is_current:

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from titan_ckpt.disk import kernel
 from titan_ckpt.encoding.strict_json import Json
-from titan_ckpt.errors import PeerError
+from titan_ckpt.errors import PeerError, listed
 
 Store = Any
 """A torch.distributed Store; its stubs lack `clone`."""
@@ -145,9 +145,12 @@ class Coordinator:
         if error is not None:
             raise error
         if verdict.failures:
-            failures = [(self._ranks[rank], cause) for rank, cause in verdict.failures]
-            lines = "".join(f"\n  rank {rank} {cause}" for rank, cause in failures)
-            raise PeerError(f"{tag}: stopped on all ranks because{lines}", [rank for rank, _ in failures])
+            by_cause: dict[str, list[int]] = {}
+            for rank, cause in verdict.failures:
+                by_cause.setdefault(cause, []).append(self._ranks[rank])
+            lines = "".join(f"\n  {_ranks_text(ranks)} {cause}" for cause, ranks in by_cause.items())
+            failed = [self._ranks[rank] for rank, _ in verdict.failures]
+            raise PeerError(f"{tag}: stopped on all ranks because{lines}", failed)
         return verdict.values
 
     def first_post(self, key: str, text: str | None) -> str | None:
@@ -279,6 +282,11 @@ class _Exchange:
             stale[:] = [self._verdict]
         else:
             stale += [*self._posts, self._verdict]
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    numbers = listed([str(rank) for rank in ranks], ", ", " ")
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
 
 
 def _grace(bound: float) -> float:

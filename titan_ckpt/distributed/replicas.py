@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import ReplicaMismatchError
+from titan_ckpt.errors import ReplicaMismatchError, listed
 from titan_ckpt.geometry.chunks import local_tensor
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,6 @@ SAMPLED_TENSORS = 1 << 10
 """At most about this many tensors of each rank are sampled per save; the selection changes with the step."""
 _LEAST_BYTES = 1 << 12
 _PIECE_BYTES = 32 << 20
-_LISTED = 8
 
 Groups = Mapping[tuple[int, ...], tuple[str, ...]]
 """Ranks that are replicas of each other -> the names of the tensors that this rank holds as one of them."""
@@ -81,19 +80,19 @@ def _name(posted: list[Any], volatile: Collection[str], step: int) -> None:
         usual, count = Counter(of_ranks.values()).most_common(1)[0]
         if count < len(of_ranks):
             odd = [rank for rank, digest in of_ranks.items() if digest != usual]
-            lines[name] = f"{name}: rank {', '.join(map(str, odd[:_LISTED]))} of {len(of_ranks)} ranks"
+            lines[name] = f"{name}: rank {listed([*map(str, odd)], ', ', ' ')} of {len(of_ranks)} ranks"
     wrong = [name for name in lines if name not in volatile]
     if not wrong:
         logger.warning(
             "step %d: %d buffers or states are not the same on all ranks, and each is saved from one of them: %s",
             step,
             len(lines),
-            "; ".join(list(lines.values())[:_LISTED]),
+            listed([*lines.values()]),
         )
         return
     raise ReplicaMismatchError(
         f"step {step} is not saved: {len(wrong)} tensors that ranks hold as copies of each other are not the same: "
-        f"{'; '.join(lines[name] for name in wrong[:_LISTED])}. Shards must be DTensors; copies drift apart where a "
+        f"{listed([lines[name] for name in wrong])}. Shards must be DTensors; copies drift apart where a "
         "gradient is not reduced. To save all the same, some from one rank and some from another: "
         'checkpoint.save.check_replicas = "off"',
         wrong,

@@ -252,6 +252,7 @@ def _verdict(
     mismatched: list[Mismatch] = []
     cast: dict[str, str] = {}
     problems: list[str] = []
+    prefix = ""
     for o, strangers in zip(opened, map(sorted, unknown), strict=True):
         source, plan, report = o.source, o.plan, o.plan.report
         for fqn in report.loaded:
@@ -261,10 +262,14 @@ def _verdict(
         cast |= report.cast
         unexpected += strangers
         mismatched += report.mismatched
-        if report.mismatched:
-            lines = [f"{m.key}: expected {m.expected}, found {m.found}" for m in report.mismatched]
-            problems.append(f"{source.path}: {len(lines)} of another shape or dtype: {_listed(lines)}")
-        if strangers:
+        problems += [f"{source.path}: {line}" for line in _mismatches(report.mismatched)]
+        prefix = _prefix(strangers, plan.absent_keys) if len(opened) == 1 else ""
+        if prefix:
+            problems.append(
+                f"{source.path}: all {len(strangers)} names begin with {prefix!r}, and the model's do not: save the "
+                f"state dict of the module inside its wrapper, or name the tensors anew, such as {plan.absent_keys[0]}"
+            )
+        elif strangers:
             near = {key: plan.near(key) for key in strangers[:_LISTED]}
             lines = [f"{key} (like {', '.join(keys)}?)" if keys else key for key, keys in near.items()]
             lines += strangers[_LISTED:]
@@ -277,7 +282,7 @@ def _verdict(
     has_adapter = any(o.source.adapter for o in opened)
     initialised = dict.fromkeys([] if require_owned or has_adapter else filter(wrapper.owns, absent))
     missing = [fqn for fqn in absent if fqn not in initialised]
-    if missing:
+    if missing and not prefix:
         where = ", ".join(str(o.source.path) for o in opened)
         alone = ". Name the base of this adapter before it" if all(o.source.adapter for o in opened) else ""
         problems.append(f"{where}: {len(missing)} missing: {_listed(missing)}{alone}")
@@ -289,13 +294,39 @@ def _verdict(
         tuple(loaded), tuple(missing), tuple(unexpected), tuple(mismatched), tuple(initialised), cast, ignored
     )
     if problems:
+        other_model = not prefix and (unexpected or missing or any(m.kind == "shape" for m in mismatched))
+        if other_model and not all(o.source.adapter for o in opened):
+            problems.append("Was it saved from a different model config?")
         raise LoadMismatchError(
-            "the weights do not fit the model; nothing was loaded\n  "
-            + "\n  ".join(problems)
-            + "\n  Was it saved from a different model config?",
-            report,
+            "the weights do not fit the model; nothing was loaded\n  " + "\n  ".join(problems), report
         )
     return report
+
+
+def _prefix(strangers: Sequence[str], absent: Sequence[str]) -> str:
+    """Return the text by which the unexpected names differ from all that are absent; empty if they differ otherwise."""
+    first, wanted = min(strangers, default=""), set(absent)
+    prefixes = [first.removesuffix(key) for key in wanted if first.endswith(key)]
+    return next((p for p in prefixes if p and {key.removeprefix(p) for key in strangers} == wanted), "")
+
+
+def _mismatches(mismatched: Sequence[Mismatch]) -> list[str]:
+    """Return one line for the tensors of another shape, and one for each pair of dtypes that differ."""
+    lines = [f"{m.key}: expected {m.expected}, found {m.found}" for m in mismatched if m.kind == "shape"]
+    problems = [f"{len(lines)} of another shape than the model's: {listed(lines, most=_LISTED)}"] if lines else []
+    dtypes: dict[tuple[str, str, str], list[str]] = {}
+    for m in mismatched:
+        if m.kind != "shape":
+            there, here = m.found.partition("[")[0], m.expected.partition("[")[0]
+            dtypes.setdefault((there, here, m.kind), []).append(m.key)
+    for (there, here, kind), keys in dtypes.items():
+        step = (
+            "set cast = true to convert them while loading"
+            if kind == "cast"
+            else "such values cannot be converted: take weights of the model's dtype"
+        )
+        problems.append(f"{len(keys)} of dtype {there}, expected {here}: {_listed(keys)}; {step}")
+    return problems
 
 
 def _listed(names: Sequence[str]) -> str:

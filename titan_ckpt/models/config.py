@@ -27,6 +27,8 @@ _HF_NAMES = {
     "max_seq_len": "max_position_embeddings",
 }
 """Field of DecoderConfig -> key of config.json, for the sizes."""
+_NAMES = {"llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe"}
+"""model_type of a config.json -> the name of its own architecture here; every other is taken by "hf"."""
 _REQUIRED = [key for field, key in _HF_NAMES.items() if field not in ("num_kv_heads", "head_dim")]
 
 
@@ -125,6 +127,12 @@ def check_config(
     every model needs. `rope_types`: supported kinds of rotary embedding, each with the parameters that it needs.
     Raises: ConfigError listing everything that the architecture cannot represent.
     """
+    found, expected_type = config.get("model_type"), fixed.get("model_type")
+    if expected_type is not None and found not in (None, expected_type):
+        name = _NAMES.get(str(found), "hf")
+        takes = "takes every causal language model of transformers" if name == "hf" else "is its name here"
+        cause = f"model_type: {found!r} is not supported, expected {expected_type!r}"
+        raise ConfigError([f'{cause}; set model.name = "{name}", which {takes}'], source)
     problems = [
         f"{key}: {config[key]!r} is not supported, expected {expected!r}"
         for key, expected in fixed.items()
@@ -138,4 +146,6 @@ def check_config(
     needed = rope_types.get(rope["rope_type"], ())
     problems += [f"rope_parameters.{key}: missing" for key in needed if key not in rope]
     if problems:
+        if any("is not supported" in problem for problem in problems):
+            problems[-1] += '; or set model.name = "hf", which takes it as it is'
         raise ConfigError(problems, source)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from titan_ckpt.errors import CheckpointError, LoadMismatchError
+from titan_ckpt.errors import CheckpointError, LoadMismatchError, listed
 from titan_ckpt.geometry.chunks import fill
 from titan_ckpt.rng import RandomState
 from titan_ckpt.weights.single_device import Place, ValuesGoneError, WholeTensors, named_tensors, tensor_at
@@ -127,8 +127,8 @@ def initialise(wrapper: ModelWrapper, owned: Collection[str] = ()) -> None:
     if bare := [fqn for fqn in empty_tensors(wrapper.parts) if not wrapper.owns(fqn)]:
         raise LoadMismatchError(
             f"{len(bare)} tensors have no values: nothing was loaded into them, and no code of the model initialises "
-            f"them: {', '.join(bare[:_LISTED])}. Give the model init_weights() or reset_buffers(), or build it by "
-            "titan_ckpt.weights.initialize.construct"
+            f"them: {listed(bare, ', ', ' ', _LISTED)}. Give the model init_weights() or reset_buffers(), or build it "
+            "by titan_ckpt.weights.initialize.construct"
         )
     if wrapper.hooks is not None and (due := {*empty_tensors(wrapper.parts), *filter(wrapper.owns, owned)}):
         wrapper.hooks.initialize(wrapper.parts, due)
@@ -247,7 +247,7 @@ def _copy_from_rebuilt(origin: _Origin, left: Sequence[tuple[str, Place]]) -> No
     logger.warning(
         "initialise: only the constructor gives values to %s, so every rank builds the whole model once. An "
         "init_weights() that fills them in place takes one tensor's memory",
-        ", ".join(fqn for fqn, _ in left[:_LISTED]),
+        listed([fqn for fqn, _ in left], ", ", " ", _LISTED),
     )
     with _generators(origin):
         again = _with_values(origin.build())

@@ -18,7 +18,7 @@ import xxhash
 from torch.distributed.tensor import DTensor, Shard
 
 from titan_ckpt.disk.memory import bytes_at
-from titan_ckpt.errors import ExportError
+from titan_ckpt.errors import ExportError, listed
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo, blocks_of, info_of, layout_of, local_chunks
 from titan_ckpt.geometry.keymap import Identity, PermuteRotary, Split
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
@@ -26,7 +26,6 @@ from titan_ckpt.weights.write_view import FileGroup, FilePiece
 
 _RUN_ELEMENTS = 1 << 22
 """Number of elements that are quantised at once, if the scheme allows it."""
-_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +156,7 @@ def check_quantised(groups: Sequence[FileGroup], reader: TensorReader) -> None:
             if _digest(into) != digest:
                 wrong[key] = None
     if wrong:
-        names = ", ".join([*wrong][:_LISTED])
+        names = listed([*wrong], ", ", " ")
         raise ExportError(f"{len(wrong)} quantised weight(s) come back as other values than were written: {names}")
 
 

@@ -68,9 +68,9 @@ class ReadPlanner:
             self.requests += [ReadRequest(group.keys[0], block.chunk, block.data) for block in blocks_of(value)]
             self.loaded.append(fqn)
             return
-        fault = f"no {', '.join(absent)}" if absent else self._misfit(fqn, expected, group)
-        if fault:
-            self.mismatched.append(Mismatch(fqn, str(expected), fault))
+        fault = self._misfit(fqn, expected, group, absent)
+        if fault is not None:
+            self.mismatched.append(fault)
             return
         index = group.fqns.index(fqn)
         shapes = group.op.native_shapes([self.available[key].shape for key in group.keys])
@@ -79,24 +79,27 @@ class ReadPlanner:
                 self.requests.append(ReadRequest(group.keys[piece.file_index], piece.chunk, piece.view))
         self.loaded.append(fqn)
 
-    def _misfit(self, fqn: str, expected: TensorInfo, group: KeyGroup) -> str:
-        """Return why the file's tensors do not fit, or an empty string; note allowed casts in `cast`."""
+    def _misfit(self, fqn: str, expected: TensorInfo, group: KeyGroup, absent: list[str]) -> Mismatch | None:
+        """Return how the file's tensors do not fit, or None; note allowed casts in `cast`."""
+        if absent:
+            return Mismatch(fqn, str(expected), f"no {', '.join(absent)}")
         infos = [self.available[key] for key in group.keys]
         in_file = ", ".join(dict.fromkeys(map(str, infos)))
         try:
             shape = _native_shapes(group.op, [info.shape for info in infos])[group.fqns.index(fqn)]
         except KeyMapError as error:
-            return f"{in_file}: {error}"
+            return Mismatch(fqn, str(expected), f"{in_file}: {error}")
         if shape != expected.shape:
-            return in_file
+            return Mismatch(fqn, str(expected), in_file)
         others = {info.dtype for info in infos} - {expected.dtype}
-        if not others:
-            return ""
         castable = expected.dtype in CASTABLE and others <= CASTABLE
-        if castable and self.may_cast:
+        if others and castable and self.may_cast:
             self.cast[fqn] = f"{', '.join(sorted(map(dtype_name, others)))} -> {dtype_name(expected.dtype)}"
-            return ""
-        return f"{in_file} (set cast = true to convert while loading)" if castable else in_file
+        elif others and castable:
+            return Mismatch(fqn, str(expected), f"{in_file} (set cast = true to convert while loading)", "cast")
+        elif others:
+            return Mismatch(fqn, str(expected), in_file, "dtype")
+        return None
 
     def result(self, key_map: KeyMap) -> ReadPlan:
         """Return the plan after every wanted tensor was added."""

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from titan_ckpt.errors import ConverterError, StateEncodingError
+from titan_ckpt.errors import ConverterError, StateEncodingError, listed
 from titan_ckpt.types import ModelHooks, StateDict, StateDictMode
 
 _WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
@@ -53,8 +53,8 @@ class ModelWrapper:
         if strange := [fqn for fqn, value in tensors.items() if not _is_live(value, live.get(fqn))]:
             raise StateEncodingError(
                 f"state_dict() of the model holds {len(strange)} values that are no parameter or buffer of it, so that "
-                f"a load could not fill them: {', '.join(strange[:8])}. Keep such state in get_extra_state(), or hand "
-                "it to the manager in states",
+                f"a load could not fill them: {listed(strange, ', ', ' ')}. Keep such state in get_extra_state(), or "
+                "hand it to the manager in states",
                 strange[0],
             )
         if self.hooks is not None:
@@ -112,12 +112,16 @@ class ModelWrapper:
         """Return every parameter and buffer by fqn, aliases included. FSDP2 modules hold their shards afterwards."""
         live: StateDict = {}
         for part in self.parts:
+            of_part: StateDict = {}
             for prefix, module in _named_modules(part):
                 if isinstance(module, FSDPModule):
                     module.reshard()  # after a forward without a backward it holds gathered parameters
                 for kind in kinds:
                     own = module.__dict__[kind]  # named_parameters takes several times as long
-                    live.update({clean_fqn(prefix + name): value for name, value in own.items() if value is not None})
+                    of_part.update({clean_fqn(prefix + name): v for name, v in own.items() if v is not None})
+            if twice := [fqn for fqn in of_part if fqn in live and isinstance(of_part[fqn], nn.Parameter)]:
+                raise _held_by_two_parts(twice)
+            live |= of_part
         return live
 
     def _modules_with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
@@ -134,7 +138,7 @@ class ModelWrapper:
                 if fqn in tied:
                     continue
                 if fqn in seen:
-                    raise ConverterError(f"two model parts both hold {fqn!r}: their parameter names must be disjoint")
+                    raise _held_by_two_parts([fqn])
                 seen.add(fqn)
                 if fqn.rpartition(".")[2] != _EXTRA_STATE:  # it may be a new tensor, which a load could not fill
                     yield fqn, value
@@ -143,6 +147,13 @@ class ModelWrapper:
 def without_memory(tensors: StateDict) -> list[str]:
     """Return the names of tensors without memory: on meta, or in a lazy module before its first forward."""
     return [fqn for fqn, value in tensors.items() if is_lazy(value) or value.is_meta]
+
+
+def _held_by_two_parts(fqns: Sequence[str]) -> ConverterError:
+    return ConverterError(
+        f"two model parts both hold {listed([*map(repr, fqns)], ', ', ' ')}: their parameter names must be disjoint, "
+        "as those of the stages of one model are. Put the parts into one nn.ModuleDict, and pass that"
+    )
 
 
 def _is_live(value: object, live: torch.Tensor | None) -> bool:

@@ -76,6 +76,19 @@ def test_errors_of_several_ranks_arrive_in_one_message() -> None:
     assert "rank 0 failed: ValueError: bad 0" in results[1][2] and "rank 2 failed: ValueError: bad 2" in results[1][2]
 
 
+def test_one_cause_on_several_ranks_is_told_once() -> None:
+    """The ranks that failed alike are in one line, and those that failed otherwise in another."""
+
+    def body(line: Coordinator) -> Any:
+        cause = {0: "no space", 1: "no space", 2: "no permission", 3: "no space"}.get(line.rank)
+        return outcome(lambda: line.barrier("t", OSError(cause) if cause else None))
+
+    kind, ranks, message = run(5, body)[4]
+    assert [kind, ranks] == ["PeerError", [0, 1, 2, 3]]
+    causes = ["  ranks 0, 1, 3 failed: OSError: no space", "  rank 2 failed: OSError: no permission"]
+    assert message.splitlines() == ["t: stopped on all ranks because", *causes]
+
+
 def test_ranks_at_different_places_are_told_so() -> None:
     """A rank that calls something else is named with the place it is at, instead of mixing values."""
     results = run(2, lambda line: outcome(lambda: line.gather("save" if line.rank == 0 else "load", 1)))

@@ -247,7 +247,7 @@ def test_every_key_of_a_load_is_accounted_for() -> None:
     assert plan.report.mismatched == (
         Mismatch("layers.0.wq.weight", "float32[8, 4]", "float32[8, 5]"),
         Mismatch("layers.0.experts", "float32[3, 2, 5]", "no model.layers.0.experts.1.weight"),
-        Mismatch("count", "int64[1]", "float32[1]"),
+        Mismatch("count", "int64[1]", "float32[1]", "dtype"),
     )
     assert {request.key for request in plan.requests} == {"model.layers.0.gate_up.weight"}
 

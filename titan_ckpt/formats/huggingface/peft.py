@@ -160,6 +160,7 @@ def check_adapter(infos: Mapping[str, TensorInfo], config: Mapping[str, Any]) ->
 def _adapter_faults(
     infos: Mapping[str, TensorInfo], config: Mapping[str, Any], numbers: ModuleNumbers
 ) -> Iterator[str]:
+    ranks: dict[tuple[int, str], list[str]] = {}
     for key, info in infos.items():
         if not key.startswith(PREFIX):
             yield f"{key} does not start with {PREFIX}: PEFT would ignore it, and the adapter would do nothing"
@@ -182,9 +183,13 @@ def _adapter_faults(
         numbers.scaling(module.removeprefix(PREFIX))  # so that one that takes too long is refused here
         dim = 0 if suffix.endswith(("_A", "_A.weight")) else 1
         if len(info.shape) < 2 or info.shape[dim] != rank:
-            yield f"{key} is {info}, expected {rank} in dim {dim}, the rank that the config gives this module"
+            found = str(info.shape[dim]) if len(info.shape) > 1 else f"{len(info.shape)} dims"
+            ranks.setdefault((rank, found), []).append(key)
         if config.get("use_dora") and module + MAGNITUDE not in infos and ".lora_embedding_" not in key:
             yield f"{key} has no {module + MAGNITUDE}, and the config says use_dora"
+    for (rank, found), keys in ranks.items():
+        what = f"expected {rank} in dim 0 of A and in dim 1 of B, the rank that the config gives, found {found}"
+        yield f"{len(keys)} tensor(s): {what}: {listed(keys, ', ', ' ')}"
 
 
 def unselected(reader: PeftReader) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.sharing import divide
-from titan_ckpt.errors import ExportError
+from titan_ckpt.errors import ExportError, listed
 from titan_ckpt.formats.safetensors.container import Layout, lay_out
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import overlap
@@ -135,7 +135,7 @@ def pack_as(file_of: Mapping[str, str], infos: Mapping[str, TensorInfo]) -> dict
     """Put every key into the file that holds it in another folder. Raises: ExportError for keys that folder lacks."""
     if unknown := sorted(key for key in infos if key not in file_of):
         raise ExportError(
-            f"the base's files have no place for {len(unknown)} tensor(s), such as {', '.join(unknown[:8])}: "
+            f"the base's files have no place for {len(unknown)} tensor(s): {listed(unknown, ', ', ' ')}: "
             'leave file_layout = "base" out'
         )
     names = sorted({file_of[key] for key in infos})

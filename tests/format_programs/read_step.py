@@ -97,9 +97,9 @@ class RankFile:
             dtype, sizes = DTYPES[entry["dtype"]][0], tuple(entry["shape"])
             shape, offsets = sizes, (0,) * len(sizes)
             if number:
-                shape, offsets, *carried = (tuple(x) if isinstance(x, list) else x for x in kinds[number - 1])
-                if carried:
-                    dtype, sizes = carried[0], sizes[:-1]
+                shape, offsets = map(tuple, kinds[number - 1][:2])
+                if len(kinds[number - 1]) > 2:
+                    dtype, sizes = kinds[number - 1][2], sizes[:-1]
             assert last - first == math.prod(sizes) * SIZES[dtype]
             assert all(o + n <= size for o, n, size in zip(offsets, sizes, shape, strict=True))
             self.boxes.append((fqns.get(name, name), dtype, shape, offsets, sizes, data[first:last]))

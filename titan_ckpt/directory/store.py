@@ -104,7 +104,7 @@ class StepStore:
             if os.path.lexists(path):
                 raise
         steps = ", ".join(str(committed.step) for committed in survey(self.root).steps) or "none"
-        raise CheckpointNotFoundError(f"{self.root}: step {step} is not there; committed steps: {steps}. Choose one of them")
+        raise CheckpointNotFoundError(f"{self.root}: step {step} is not there; committed steps: {steps}")
 
     def open(self) -> Lease:
         """Take the lease and clear away what interrupted processes left; a second call only returns the lease.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +18,7 @@ from titan_ckpt.components.optimizer_content import steppers
 from titan_ckpt.components.run_state import Mark, RunState, Snapshot
 from titan_ckpt.config import CheckpointConfig, ExportConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
-from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, ExportError, listed
 from titan_ckpt.exporting import Exporter
@@ -116,6 +116,7 @@ class CheckpointManager:
         self._mark: Mark | None = None
         self._stepping = False
         self._knows_folder = False
+        self._knows_state = False
         self._closed = False
 
     # load
@@ -133,6 +134,8 @@ class CheckpointManager:
         self._check_open()
         self.wait()
         self._mark, self._is_last_save = None, False
+        if self._saver is not None:
+            self._check_together("rehearse", self._run.rehearse)
         restored = self._restorer.restore(step if step >= 0 else self.config.resume.step)
         self._base, self._resumed_from = restored.base, restored.resumed_from
         self._saved_step = restored.result.step if restored.resumed_from else None
@@ -165,6 +168,9 @@ class CheckpointManager:
         """
         self._check_open()
         saved = False
+        if self._saver is not None and not self._knows_state:
+            self._check_together("first step", self._run.check_stepped)
+            self._knows_state = True
         due = force or policy.is_due(step, self.config.save, last_step)
         self._note_last(step, last_step)
         if self._saver is not None and due and step != self._saved_step:
@@ -265,6 +271,15 @@ class CheckpointManager:
         if failed is not None:
             raise failed
         return self._saved_step == step
+
+    def _check_together(self, tag: str, check: Callable[[], None]) -> None:
+        """Call `check` on every rank; if it fails on one, all raise. Collective."""
+        error: BaseException | None = None
+        try:
+            check()
+        except FAILURES as e:
+            error = e
+        self._coordinator.barrier(tag, error)
 
     def _look_before_saving(self, step: int) -> None:
         """Refuse to save into a folder that holds steps of an earlier run and was never loaded from."""

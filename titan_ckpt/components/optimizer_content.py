@@ -104,7 +104,12 @@ def read(optimizer: Optimizer) -> OptimizerContent:
     """
     if not speaks_for_itself(optimizer):
         return _read_directly(optimizer)
-    own = optimizer.state_dict()
+    try:
+        own = optimizer.state_dict()
+    except Exception as error:
+        raise StateEncodingError(
+            f"{type(optimizer).__qualname__}.state_dict() fails, so it cannot be saved: {type(error).__name__}: {error}"
+        ) from error
     order = _order(optimizer)
     groups = own.get("param_groups") if type(own) in _DICTS else None
     if not _lists(groups, optimizer) or type(own.get("state")) not in _DICTS:

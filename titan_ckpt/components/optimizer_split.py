@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from titan_ckpt.components import quantised_state
 from titan_ckpt.components.optimizer_content import OptimizerContent
-from titan_ckpt.geometry.chunks import plain
+from titan_ckpt.errors import StateEncodingError
+from titan_ckpt.geometry.chunks import local_tensor, plain
 from titan_ckpt.geometry.nested import Taken, address, memory_order, placeholder, take_tensors, tensors_in
 from titan_ckpt.types import StateDict
 
@@ -100,6 +101,10 @@ class Splitter:
             return self.take(value, path)
         if quantised_state.is_subclass(value):
             return quantised_state.take(self._optimizer, value, path, self._tensors, self._taken)
+        local = local_tensor(value)
+        if local.layout is not torch.strided or local.is_meta:
+            kind = "a tensor without memory" if local.is_meta else f"a tensor of layout {local.layout}"
+            raise StateEncodingError(f"{path}: {kind} cannot be stored as optimizer state; make it dense", path)
         value = plain(value)
         plain_name = type(name) is str and "." not in name
         if plain_name and address(value) not in self._repeated and _is_laid_out_like_new(value, parameter):

@@ -24,6 +24,7 @@ from titan_ckpt.components.data_position import DataRank, restorer
 from titan_ckpt.components.files import MODEL, STATES
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.optimizer import OptimizerState
+from titan_ckpt.components.optimizer_rehearsal import rehearse
 from titan_ckpt.config import Component
 from titan_ckpt.distributed.sharing import describe
 from titan_ckpt.encoding import typed_json
@@ -131,6 +132,25 @@ class RunState:
         data = self.data_rank
         facts = [self.world_size, self.rank, data.rank, data.size, sorted(names.values()), describe(sharded)]
         return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
+
+    def rehearse(self) -> None:
+        """Check before the first step that optimizers and schedulers can be saved and resumed exactly.
+
+        Raises: StateEncodingError listing every one that cannot.
+        """
+        faults = rehearse(self.optimizers)
+        for i, scheduler in enumerate(self.lr_schedulers):
+            try:
+                typed_json.encode(scheduler.state_dict(), f"lr_scheduler[{i}]")
+            except StateEncodingError as error:
+                faults.append(f"{type(scheduler).__module__}.{type(scheduler).__qualname__}: {error}")
+        if faults:
+            raise StateEncodingError(f"{len(faults)} object(s) of this run cannot be saved: " + "\n".join(faults))
+
+    def check_stepped(self) -> None:
+        """Check after the first step that the state of the optimizers can be stored. Raises: StateEncodingError."""
+        if (optimizer := self.optimizer) is not None:
+            typed_json.encode(optimizer.split()[1], "optimizer")
 
     def snapshot(self, step: int, model: StateDict) -> Snapshot:
         """Return the run at `step`. Tensors alias live memory; everything else has the values of this moment.

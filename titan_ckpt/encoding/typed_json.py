@@ -72,6 +72,13 @@ def encode(value: Any, path: str = "state") -> Json:
     return encoded
 
 
+def problems_of(value: Any, path: str = "state") -> list[str]:
+    """Return `path: cause` for everything in the value that cannot be encoded."""
+    encoder = _Encoder()
+    encoder.encode(value, path, 0)
+    return encoder.problems
+
+
 class _Encoder:
     """Encodes a value in one pass and continues after each offender, so that one error names them all."""
 

@@ -1,0 +1,344 @@
+"""Optimizers that keep more than state of parameters: all of it comes back, or one error names it before step 1."""
+
+from __future__ import annotations
+
+from collections import deque, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from schedulefree import ScheduleFreeWrapper
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from tests.zoo.optimizer_runs import Case, Run, comparable, judge, start
+from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from titan_ckpt.components.optimizer import OptimizerState, merge_groups
+from titan_ckpt.errors import CheckpointError, LoadMismatchError, SaveError, StateEncodingError
+
+Pair = namedtuple("Pair", "a b")  # noqa: PYI024 - the old form is what optimizers of other people return
+
+
+class Plain(Optimizer):
+    """Descends by `lr` times what `direction` returns for a gradient."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.begin()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(self.direction(p, self.state[p]), alpha=-group["lr"])
+
+    def begin(self) -> None:
+        """Change state that belongs to no parameter."""
+
+    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> torch.Tensor:
+        """Return the direction of a step."""
+        assert p.grad is not None
+        return p.grad
+
+
+class StringKeys(Plain):
+    """Keeps a step count, and a tensor, in its state under text, and an entry under a number."""
+
+    def begin(self) -> None:
+        self.state["step"] = self.state.get("step", 0) + 1  # type: ignore[index, assignment]
+        self.state.setdefault("noise", {"mean": torch.ones(3)})["mean"].mul_(0.5)  # type: ignore[call-overload]
+
+    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> torch.Tensor:
+        assert p.grad is not None
+        state[0] = state.get(0, torch.zeros_like(p)) + p.grad
+        state["of.step"] = torch.full((2,), self.state["step"])  # type: ignore[index]
+        return state[0] * self.state["noise"]["mean"][0] / self.state["step"]  # type: ignore[index]
+
+
+class Counts(Plain):
+    """Keeps a count and a tensor in attributes, which its state dict includes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.count, self.trace = 0, torch.zeros(2)
+
+    def begin(self) -> None:
+        self.count += 1
+        self.trace = self.trace * 0.5 + self.count
+
+    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> torch.Tensor:
+        assert p.grad is not None
+        momentum = state.setdefault("momentum", torch.zeros_like(p, dtype=torch.float32))
+        return (momentum.mul_(0.9).add_(p.grad, alpha=float(self.trace[0]) / self.count)).to(p.dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"count": self.count, "trace": self.trace}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        rest = dict(state_dict)
+        self.count, self.trace = rest.pop("count"), rest.pop("trace")
+        super().load_state_dict(rest)
+
+
+class Opaque(Counts):
+    """Has a state dict of its own form."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mine": [dict(self.state[p]) for g in self.param_groups for p in g["params"]], "count": self.count,
+                "trace": self.trace}  # fmt: skip
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        parameters = [p for g in self.param_groups for p in g["params"]]
+        self.state.update(zip(parameters, state_dict["mine"], strict=True))
+        self.count, self.trace = state_dict["count"], state_dict["trace"]
+
+
+class History(Plain):
+    """Keeps the last gradients in a deque, and text."""
+
+    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> torch.Tensor:
+        assert p.grad is not None
+        state.setdefault("last", deque(maxlen=2)).append(p.grad.clone())
+        state["kind"] = "history"
+        return sum(state["last"], torch.zeros_like(p)) / len(state["last"])
+
+
+class OwnHistory(Counts, History):
+    """As History, given back by its own load_state_dict, which would drop the deque's length."""
+
+    direction = History.direction
+
+
+class Columns(Plain):
+    """Keeps factors in column-major memory, as a preconditioner by torch.linalg does."""
+
+    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> torch.Tensor:
+        assert p.grad is not None
+        if p.dim() < 2:
+            return p.grad
+        flat = p.grad.reshape(p.shape[0], -1)
+        state["factor"] = (flat @ flat.T).T.contiguous().T
+        state["factors"] = [state["factor"][:, :2].T, state["factor"].clone()]
+        return (state["factor"] @ flat).reshape(p.shape)
+
+
+class SharedStep(Plain):
+    """Has one tensor as the step count of all parameters, and one buffer in two places."""
+
+    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> torch.Tensor:
+        assert p.grad is not None
+        first = self.state[self.param_groups[0]["params"][0]]
+        state["step"] = first.setdefault("step", torch.zeros(()))
+        state.setdefault("a", torch.zeros_like(p))
+        state.setdefault("b", state["a"])
+        state["step"] += 1
+        state["a"] += p.grad
+        return state["b"] / state["step"]
+
+
+class Zeros(Plain):
+    """Has numbers that are equal and not the same: 0.0 and -0.0."""
+
+    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> torch.Tensor:
+        assert p.grad is not None
+        state["zero"] = -0.0 if p.dim() > 1 else 0.0
+        state["zero_tensor"] = torch.tensor(state["zero"])
+        return p.grad + torch.atan2(state["zero_tensor"], torch.tensor(-1.0)) + state["zero"]
+
+
+def hooked(model: nn.Module) -> Optimizer:
+    """Return AdamW with hooks that keep a count in its state dict."""
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    kept = {"count": 7.0}
+
+    def post(_: Optimizer, state_dict: dict[str, Any]) -> None:
+        kept["count"] += 1
+        state_dict["count"] = kept["count"]
+
+    def pre(_: Optimizer, state_dict: dict[str, Any]) -> None:
+        kept["count"] = state_dict.pop("count")
+        optimizer.param_groups[0]["seen"] = kept["count"]
+
+    optimizer.register_state_dict_post_hook(post)  # type: ignore[arg-type]
+    optimizer.register_load_state_dict_pre_hook(pre)  # type: ignore[arg-type]
+    return optimizer
+
+
+EXACT: dict[str, Callable[[nn.Module], Any]] = {
+    kind.__name__: lambda model, kind=kind: kind(model.parameters())
+    for kind in (StringKeys, Counts, Opaque, History, OwnHistory, Columns, SharedStep, Zeros)
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", EXACT)
+def test_what_an_optimizer_keeps_comes_back(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """State under other keys, in attributes, deques, column-major memory or twice: the next steps have the same bits."""
+    assert judge(Case(name, EXACT[name], dtype, "plain"), tmp_path) == ("exact", "")
+
+
+def test_hooks_of_a_state_dict_are_called(tmp_path: Path) -> None:
+    """An entry that a hook adds is given to the hook that takes it."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    with manager(tmp_path, model, hooked(model)) as m:
+        m.load()
+        m.save(1)
+    restored = hooked(other)
+    with manager(tmp_path, other, restored) as m:
+        m.load()
+    assert restored.state_dict()["count"] >= 9.0
+
+
+def manager(folder: Path, model: nn.Module, optimizer: Any, **settings: Any) -> CheckpointManager:
+    return CheckpointManager(
+        CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled")),
+        model_parts=[model],
+        optimizers=[optimizer],
+        base_folder=folder,
+        **settings,
+    )
+
+
+@dataclass
+class Statistics:
+    mean: float = 0.0
+
+
+KEEPS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a namedtuple": lambda p: Pair(p.clone(), p.clone()),
+    "a dataclass": lambda p: Statistics(),
+    "a generator": lambda p: torch.Generator(),
+    "a sparse tensor": lambda p: torch.eye(3).to_sparse(),
+    "a function": lambda p: len,
+}
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_state_that_cannot_be_stored_is_refused_before_the_first_step(name: str, tmp_path: Path) -> None:
+    """One error names the optimizer, the entry and its type; the run has taken no step and changed no generator."""
+
+    class Keeps(Plain):
+        def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> torch.Tensor:
+            assert p.grad is not None
+            state["kept"] = KEEPS[name](p)
+            return p.grad
+
+    model = nn.Linear(2, 2)
+    before = comparable([dict(model.state_dict()), torch.get_rng_state()])
+    with (
+        manager(tmp_path, model, Keeps(model.parameters())) as m,
+        pytest.raises(StateEncodingError, match=r"Keeps: .*kept: a .*leave the optimizer out of checkpoints"),
+    ):
+        m.load()
+    assert comparable([dict(model.state_dict()), torch.get_rng_state()]) == before
+
+
+def test_an_attribute_that_no_state_dict_has_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """A count that steers the steps and is lost at a resume: named, where torch resumes with other steps."""
+
+    class Forgets(Counts):
+        state_dict = Optimizer.state_dict  # type: ignore[assignment]
+        load_state_dict = Optimizer.load_state_dict  # type: ignore[assignment]
+
+    model = nn.Linear(2, 2)
+    with (
+        manager(tmp_path, model, Forgets(model.parameters())) as m,
+        pytest.raises(StateEncodingError, match=r"Forgets: after a resume its steps would not be those"),
+    ):
+        m.load()
+
+
+def test_state_of_an_optimizer_that_cannot_be_rehearsed_is_refused_after_its_first_step(tmp_path: Path) -> None:
+    """An optimizer that reaches live objects is not copied; the first call of save names its state, due or not."""
+
+    class Reaches(Plain):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__(model.parameters())
+            self.model = model
+
+        def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> torch.Tensor:
+            state["kept"] = Statistics()
+            return torch.ones_like(p)
+
+    model = nn.Linear(2, 2)
+    optimizer = Reaches(model)
+    config = CheckpointConfig(save=SaveConfig(interval=100))
+    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path) as m:
+        m.load()
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        with pytest.raises(StateEncodingError, match=r"kept.*Statistics"):
+            m.save(1)
+
+
+def test_state_of_a_tensor_in_no_group_is_refused(tmp_path: Path) -> None:
+    """torch's own state_dict raises a KeyError."""
+    model = nn.Linear(2, 2)
+    optimizer = SGD([model.weight], lr=0.1)
+    optimizer.state[model.bias]["x"] = 1
+    with manager(tmp_path, model, optimizer) as m, pytest.raises(StateEncodingError, match="in none of its parameter"):
+        m.save(1)
+
+
+def test_ranks_that_hold_different_state_of_a_parameter_are_refused() -> None:
+    """A step count that differs between ranks would be one rank's after a resume."""
+    model = nn.Linear(2, 2)
+    of_ranks = []
+    for step in (1.0, 2.0):
+        optimizer = AdamW(model.parameters())
+        for p in model.parameters():
+            optimizer.state[p] = {"step": torch.tensor(step), "exp_avg": p.clone(), "exp_avg_sq": p.clone()}
+        of_ranks.append(OptimizerState([optimizer], {p: n for n, p in model.named_parameters()}).split()[1])
+    with pytest.raises(SaveError, match=r"different optimizer state of 2 parameters.*weight, ?;? ?bias|weight; bias"):
+        merge_groups(of_ranks)
+    assert merge_groups([of_ranks[0], of_ranks[0]]) == of_ranks[0]
+
+
+def test_an_optimizer_of_accelerate_is_the_one_inside(tmp_path: Path) -> None:
+    """What Accelerator.prepare returns can be given to the manager, whose step hook waits for staging."""
+    case = Case("accelerate", lambda model: Accelerator(cpu=True).prepare(AdamW(model.parameters())), kind="plain")
+    assert judge(case, tmp_path) == ("exact", "")
+
+
+def test_a_wrapper_of_schedulefree_keeps_its_mode(tmp_path: Path) -> None:
+    """A resume before train() does not interpolate the weights of training once more."""
+    case = Case("wrapper", lambda model: ScheduleFreeWrapper(SGD(model.parameters(), lr=0.1)), kind="plain")
+    first = start(case, 0, lambda _: None)
+    with first.manager(tmp_path) as m:
+        m.load()
+        first.steps(1, 2)
+        m.save(2)
+    second = start(case, 1, lambda _: None)
+    second.optimizer.train_mode = False
+    with second.manager(tmp_path) as m:
+        m.load()
+    second.optimizer.train()
+    assert first.state() == second.state()
+
+
+def test_an_object_that_is_no_optimizer_is_named(tmp_path: Path) -> None:
+    """One line says what to pass."""
+    with pytest.raises(LoadMismatchError, match=r"Holder is no torch.optim.Optimizer: pass the optimizer"):
+        manager(tmp_path, nn.Linear(2, 2), Holder())
+
+
+class Holder:
+    param_groups: tuple[Any, ...] = ()
+    state: tuple[Any, ...] = ()
+
+
+def test_a_load_that_an_optimizer_refuses_is_one_error(tmp_path: Path) -> None:
+    """State of another class goes to load_state_dict(), which fails: named, with the next step."""
+    model = nn.Linear(2, 2)
+    with manager(tmp_path, model, Plain(model.parameters())) as m:
+        m.save(1)
+    with (
+        manager(tmp_path, model, Counts(model.parameters())) as m,
+        pytest.raises(CheckpointError, match=r"Counts.load_state_dict\(\) does not take .*KeyError.*exclude"),
+    ):
+        m.load()

@@ -147,8 +147,8 @@ class OptimizerState:
                     faults.append(f"{key} is {available.get(key)}, expected {info_of(value)}")
         if faults:
             raise LoadMismatchError(
-                f"quantised optimizer state does not fit the shards of this run: {listed(faults)}. Resume on the number "
-                f"of ranks that saved it, {_START_AFRESH}"
+                f"quantised optimizer state does not fit the shards of this run: {listed(faults)}. Resume on the "
+                f"number of ranks that saved it, {_START_AFRESH}"
             )
         return out
 
@@ -241,7 +241,7 @@ class OptimizerState:
                 if fqn in stepped:
                     own = {name: self._whole(fqn, name, value) for name, value in owns[fqn].items()}
                     shared = {name: frozen(value) for name, value in stored[fqn]["shared"].items()}
-                    state = shared | by_fqn.get(fqn, {}) | own
+                    state = shared | dict(by_fqn.get(fqn, {})) | own
                     out[parameter] = {n: _placed(n, v, parameter, on_device, placed) for n, v in state.items()}
                 elif fqn not in stored and optimizer.state.get(parameter):
                     out[parameter] = optimizer.state[parameter]
@@ -335,9 +335,7 @@ def _like(name: str, stored: Any, live: Any, device: torch.device) -> Any:
     return stored
 
 
-def _placed(
-    name: str, value: Any, parameter: nn.Parameter, on_device: bool, placed: dict[int, torch.Tensor]
-) -> Any:
+def _placed(name: str, value: Any, parameter: nn.Parameter, on_device: bool, placed: dict[int, torch.Tensor]) -> Any:
     """Return state with a 0-d tensor moved to the device where optimizers expect it; one tensor stays one.
 
     Source: torch/optim/optimizer.py, _process_value_according_to_param_policy.

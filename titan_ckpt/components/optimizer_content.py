@@ -111,7 +111,7 @@ def read(optimizer: Optimizer) -> OptimizerContent:
             f"{type(optimizer).__qualname__}.state_dict() fails, so it cannot be saved: {type(error).__name__}: {error}"
         ) from error
     order = _order(optimizer)
-    groups = own.get("param_groups") if type(own) in _DICTS else None
+    groups: Any = own.get("param_groups") if type(own) in _DICTS else None
     if not _lists(groups, optimizer) or type(own.get("state")) not in _DICTS:
         return OptimizerContent({}, [{} for _ in optimizer.param_groups], {"state_dict": {"": own}})
     state = own["state"]
@@ -126,18 +126,19 @@ def read(optimizer: Optimizer) -> OptimizerContent:
 
 def _read_directly(optimizer: Optimizer) -> OptimizerContent:
     parameters = {p for group in optimizer.param_groups for p in group["params"]}
-    others = {key: value for key, value in optimizer.state.items() if key not in parameters}
+    live: dict[Any, Any] = optimizer.state
+    others = {key: value for key, value in live.items() if key not in parameters}
     if lost := [key for key in others if isinstance(key, torch.Tensor)]:
         raise StateEncodingError(
-            f"{type(optimizer).__qualname__} has state of {len(lost)} tensors that are in none of its parameter groups, "
-            f"such as one of shape {list(lost[0].shape)}. Delete it from optimizer.state, or give them a group"
+            f"{type(optimizer).__qualname__} has state of {len(lost)} tensors that are in none of its parameter "
+            f"groups, such as one of shape {list(lost[0].shape)}. Delete it from optimizer.state, or give them a group"
         )
-    if strange := [state for state in optimizer.state.values() if state and type(state) not in _DICTS and not others]:
+    state = {p: live[p] for p in live if p in parameters} if others else live
+    if strange := [own for own in state.values() if own and type(own) not in _DICTS]:
         raise StateEncodingError(
-            f"{type(optimizer).__qualname__} keeps a {type(strange[0]).__qualname__} as the state of a parameter; only a "
-            "dict can be stored"
+            f"{type(optimizer).__qualname__} keeps a {type(strange[0]).__qualname__} as the state of a parameter; "
+            "only a dict can be stored"
         )
-    state = {p: optimizer.state[p] for p in optimizer.state if p in parameters} if others else optimizer.state
     return OptimizerContent(state, optimizer.param_groups, {"state": others} if others else {})
 
 
@@ -156,17 +157,16 @@ def give(optimizer: Optimizer, content: OptimizerContent) -> None:
     numbered = [{**group, "params": [index[p] for p in live["params"]]} for group, live in _pairs(optimizer, content)]
     whole = {"state": state | content.beside.get("state", {}), "param_groups": numbered} | beside
     try:
-        optimizer.load_state_dict(beside[""] if "" in beside else whole)
+        optimizer.load_state_dict(beside.get("", whole))
     except Exception as error:
         raise LoadMismatchError(
             f"{name}.load_state_dict() does not take the state that was stored: {type(error).__name__}: {error}. Build "
             'the optimizer as in the run that saved, or start it afresh: checkpoint.resume.exclude = ["optimizer"]'
         ) from error
     for parameter, own in content.state.items():
-        live = optimizer.state.get(parameter)
-        if type(live) in _DICTS:
-            for key in live.keys() & own.keys():
-                live[key] = _uncast(own[key], live[key])
+        live: Any = optimizer.state.get(parameter)
+        for key in live.keys() & own.keys() if type(live) in _DICTS else ():
+            live[key] = _uncast(own[key], live[key])
 
 
 def _give_directly(optimizer: Optimizer, content: OptimizerContent) -> None:
@@ -174,11 +174,11 @@ def _give_directly(optimizer: Optimizer, content: OptimizerContent) -> None:
         live.update(group)
     others = content.beside.get("state", {})
     parameters = {p for group in optimizer.param_groups for p in group["params"]}
-    for key in [k for k in optimizer.state if (k not in content.state if k in parameters else k not in others)]:
-        del optimizer.state[key]
-    for parameter, own in content.state.items():
-        optimizer.state[parameter] = dict(own)
-    optimizer.state.update(others)
+    state: dict[Any, Any] = optimizer.state
+    for key in [k for k in state if (k not in content.state if k in parameters else k not in others)]:
+        del state[key]
+    state.update({parameter: dict(own) for parameter, own in content.state.items()})
+    state.update(others)
     owner = next(kind for kind in type(optimizer).__mro__ if "__setstate__" in vars(kind))
     if not owner.__module__.startswith(_OF_TORCH):  # it may derive attributes from the state, as after torch's own load
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})

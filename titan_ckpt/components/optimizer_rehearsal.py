@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer, optimizer as torch_optimizer
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from titan_ckpt.components import quantised_state
 from titan_ckpt.components.optimizer import OptimizerState
@@ -42,8 +43,8 @@ _NOT_COPIED = frozenset({"param_groups", "state", "step", *_TABLES})
 """`step`: schedulers put a function there that steps the live optimizer."""
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _NEXT_STEP = (
-    "Keep its state in optimizer.state, or return all of it from state_dict(), as numbers, text, tensors and containers "
-    "of them; or leave the optimizer out of checkpoints: checkpoint.components"
+    "Keep its state in optimizer.state, or return all of it from state_dict(), as numbers, text, tensors and "
+    "containers of them; or leave the optimizer out of checkpoints: checkpoint.components"
 )
 
 
@@ -70,7 +71,9 @@ def _misaligned(optimizer: Optimizer) -> str | None:
     """Return why quantised state of a sharded parameter cannot be stored."""
     if not quantised_state.quantises(optimizer):
         return None
-    sharded = {(p.shape, p.placements): p for g in optimizer.param_groups for p in g["params"] if isinstance(p, DTensor)}
+    sharded = {
+        (p.shape, p.placements): p for g in optimizer.param_groups for p in g["params"] if isinstance(p, DTensor)
+    }
     for parameter in sharded.values():
         if quantised_state.uneven(optimizer, parameter):
             return (
@@ -179,7 +182,7 @@ def _step(optimizer: Optimizer, number: int) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape).to(parameter.device, parameter.dtype)
-    step = type(optimizer).step
+    step: Any = type(optimizer).step
     closure = inspect.signature(step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         step(optimizer, lambda: torch.ones((), requires_grad=True))
@@ -224,7 +227,9 @@ def _equal(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, torch.Tensor):
         alike = a.dtype is b.dtype and a.shape == b.shape and memory_order(a) == memory_order(b)
-        return alike and bool((a.contiguous().view(-1).view(torch.uint8) == b.contiguous().view(-1).view(torch.uint8)).all())
+        return alike and bool(
+            (a.contiguous().view(-1).view(torch.uint8) == b.contiguous().view(-1).view(torch.uint8)).all()
+        )
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
     if isinstance(a, (set, frozenset)):

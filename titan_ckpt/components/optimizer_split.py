@@ -25,8 +25,8 @@ from titan_ckpt.types import StateDict
 Group = dict[str, Any]
 """{"hyperparameters": ..., "shared": 0-d state that is equal for all its parameters, "fqns": [...], "stateless": fqns
 that were never stepped, "own": fqn -> name -> other state that is no tensor, that nests tensors, or whose tensor has
-another order of dims in memory than its parameter or is there twice}. The first group of an optimizer may have "beside":
-what belongs to no parameter."""
+another order of dims in memory than its parameter or is there twice}. The first group of an optimizer may have
+"beside": what belongs to no parameter."""
 
 NOT_STORED = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 """Parameters are stored by name; foreach, fused, capturable and differentiable are choices of the current run."""

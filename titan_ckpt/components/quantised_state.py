@@ -127,7 +127,7 @@ def fill(room: torch.Tensor, inner: Mapping[str, torch.Tensor], path: str) -> to
     return room
 
 
-def uneven(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
+def uneven(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
     """Return whether the optimizer quantises the shards of some ranks and not those of others.
 
     Source: torchao/optim/adam.py, _AdamBase._new_buffer.

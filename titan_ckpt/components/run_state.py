@@ -139,6 +139,8 @@ class RunState:
         Raises: StateEncodingError listing every one that cannot.
         """
         faults = rehearse(self.optimizers)
+        if not faults and (optimizer := self.optimizer) is not None:
+            faults = typed_json.problems_of(optimizer.split()[1], "optimizer")
         for i, scheduler in enumerate(self.lr_schedulers):
             try:
                 typed_json.encode(scheduler.state_dict(), f"lr_scheduler[{i}]")

@@ -1,0 +1,131 @@
+"""torchao's quantised optimizer state between one rank and two: exact if blocks align, else refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchao.optim
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from titan_ckpt.components.quantised_state import is_subclass, parts
+from titan_ckpt.geometry.chunks import local_tensor
+from titan_ckpt.errors import LoadMismatchError, StateEncodingError
+from titan_ckpt.testing.ranks import distributed
+
+KINDS = {"8 bit": torchao.optim.AdamW8bit, "4 bit": torchao.optim.AdamW4bit, "fp8": torchao.optim.AdamWFp8}
+NAMES = ("exp_avg", "exp_avg_sq")
+
+
+class Run:
+    """A model whose blocks lie within rows, span rows, or are none, and an optimizer that quantises its state."""
+
+    def __init__(self, folder: Path, kind: str, *shapes: tuple[int, int]) -> None:
+        torch.manual_seed(dist.get_world_size() if dist.is_initialized() else 1)
+        self.model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+        if dist.is_initialized():
+            fully_shard(self.model)
+        self.optimizer = KINDS[kind](self.model.parameters(), lr=0.1)
+        self.manager = CheckpointManager(
+            CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled")),
+            model_parts=[self.model],
+            optimizers=[self.optimizer],
+            base_folder=folder,
+        )
+
+    def step(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = parameter.detach() * 0.3
+        with torch.compiler.set_stance("force_eager"):
+            self.optimizer.step()
+
+    def inner(self) -> dict[str, torch.Tensor]:
+        """Return the bytes of the tensors inside the state, whole."""
+        out: dict[str, torch.Tensor] = {}
+        for i, parameter in enumerate(self.model.parameters()):
+            for name in NAMES:
+                value: Any = self.optimizer.state[parameter][name]
+                own = parts(value, name) if is_subclass(value) else {"": value}
+                out |= {f"{i}.{name}.{part}": whole_bytes(tensor) for part, tensor in own.items()}
+        return out
+
+    def resumed(self) -> dict[str, torch.Tensor]:
+        """Load, and return the tensors inside the state; the optimizer can step on them."""
+        with self.manager as manager:
+            assert manager.load().step == 1
+        inner = self.inner()
+        self.step()
+        return inner
+
+    def saved(self, folder: Path) -> None:
+        """Take a step, save it, and put the tensors inside the state beside it."""
+        with self.manager as manager:
+            manager.load()
+            self.step()
+            manager.save(1)
+        inner = self.inner()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            torch.save(inner, folder / "inner.pt")
+
+
+def whole_bytes(value: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor or of all its shards, which are of one size."""
+    local = local_tensor(value).detach().clone().view(torch.uint8)
+    if not isinstance(value, DTensor):
+        return local
+    return DTensor.from_local(local, value.device_mesh, value.placements).full_tensor()
+
+
+SHAPES = (32, 512), (128, 64), (8, 8)
+
+
+@distributed(nproc=2)
+def save_on_two_ranks(folder: Path) -> None:
+    """Save a step of every kind; refuse a matrix of which one rank's part would be quantised."""
+    for kind in KINDS:
+        Run(folder / kind, kind, *SHAPES).saved(folder / kind)
+    with (
+        Run(folder, "8 bit", (41, 320)).manager as manager,
+        pytest.raises(StateEncodingError, match=r"AdamW8bit: it quantises .*\[41, 320\] on some ranks"),
+    ):
+        manager.load()
+
+
+@distributed(nproc=2)
+def load_on_two_ranks(folder: Path) -> None:
+    """Load the steps of one rank, and compare; refuse a matrix whose parts are too small to be quantised."""
+    for kind in KINDS:
+        assert_same(Run(folder / kind, kind, *SHAPES).resumed(), torch.load(folder / kind / "inner.pt"))
+    with Run(folder, "8 bit", (64, 64)).manager as manager, pytest.raises(LoadMismatchError) as caught:
+        manager.load()
+    assert "optimizer.0.exp_avg was stored as OptimState8bit" in str(caught.value)
+    assert "2048 of its 4096 elements" in str(caught.value)
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert len(a) > 8
+    assert not [name for name, value in a.items() if not torch.equal(value, b[name])]
+
+
+def folders(root: Path) -> Path:
+    for kind in KINDS:
+        (root / kind).mkdir(parents=True)
+    return root
+
+
+def test_quantised_state_resumes_in_another_layout_or_is_refused(tmp_path: Path) -> None:
+    """From two ranks to one and back, codes, scales and tables are the same bits; what does not fit is named."""
+    two, one = folders(tmp_path / "two"), folders(tmp_path / "one")
+    save_on_two_ranks(two)
+    for kind in KINDS:
+        assert_same(Run(two / kind, kind, *SHAPES).resumed(), torch.load(two / kind / "inner.pt"))
+        Run(one / kind, kind, *SHAPES).saved(one / kind)
+    Run(one, "8 bit", (64, 64)).saved(one)
+    load_on_two_ranks(one)

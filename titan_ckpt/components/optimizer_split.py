@@ -42,8 +42,7 @@ class Splitter:
         self._content = content
         self._prefix = prefix
         self._tensors = tensors
-        every = (value for state in content.state.values() for name in state for value in tensors_in(state[name]))
-        counts = Counter(map(address, every))
+        counts = Counter(map(address, tensors_in([list(state.values()) for state in content.state.values()])))
         self._repeated = frozenset(start for start, count in counts.items() if count > 1 and start)
         self._taken = Taken(repeated=self._repeated)
 
@@ -101,13 +100,12 @@ class Splitter:
             return self.take(value, path)
         if quantised_state.is_subclass(value):
             return quantised_state.take(self._optimizer, value, path, self._tensors, self._taken)
-        local = local_tensor(value)
-        if local.layout is not torch.strided or local.is_meta:
+        value, start = plain(value), address(value)
+        if not start and ((local := local_tensor(value)).layout is not torch.strided or local.is_meta):
             kind = "a tensor without memory" if local.is_meta else f"a tensor of layout {local.layout}"
             raise StateEncodingError(f"{path}: {kind} cannot be stored as optimizer state; make it dense", path)
-        value = plain(value)
         plain_name = type(name) is str and "." not in name
-        if plain_name and address(value) not in self._repeated and _is_laid_out_like_new(value, parameter):
+        if plain_name and start not in self._repeated and _is_laid_out_like_new(value, parameter):
             self._tensors[path] = value
             return None
         return placeholder(value, path, self._tensors, self._taken)

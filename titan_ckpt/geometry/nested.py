@@ -87,9 +87,10 @@ def _memory(value: torch.Tensor) -> tuple[Any, ...]:
 
 def address(value: torch.Tensor) -> int:
     """Return the address of this rank's values; 0 for a tensor without memory of its own."""
-    local = local_tensor(value)
-    plain = type(local) in (torch.Tensor, torch.nn.Parameter) and local.layout is torch.strided
-    return local.data_ptr() if plain and not local.is_meta else 0
+    try:
+        return (value if type(value) is torch.Tensor else local_tensor(value)).data_ptr()
+    except RuntimeError:  # sparse, or made of other tensors
+        return 0
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:

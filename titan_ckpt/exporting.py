@@ -113,7 +113,15 @@ class Exporter:
     def _check(self, configs: Sequence[ExportConfig], owned: bool) -> None:
         problems = []
         hooks = self._model.hooks
+        live = self._model.memory()
+        inside = [fqn for fqn in self._model.state_dict("full") if fqn not in live]
         for config in configs:
+            if config.format != "peft" and inside:
+                problems.append(
+                    f"{config.format}: weights that are made of other tensors, such as {inside[0]}, are not for other "
+                    "programs; export the model before quantising it, or its adapter alone (peft)"
+                )
+                continue
             if config.format == "hf" and self._transforms.hf_config is None:
                 problems.append(
                     "hf: the model has no table to Hugging Face names; give the manager "

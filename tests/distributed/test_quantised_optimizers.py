@@ -13,10 +13,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.unit.weights.test_inner_tensors import Run as Frozen
+from tests.zoo.optimizer_runs import comparable
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
 from titan_ckpt.components.quantised_state import is_subclass, parts
-from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.errors import LoadMismatchError, StateEncodingError
+from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.testing.ranks import distributed
 
 KINDS = {"8 bit": torchao.optim.AdamW8bit, "4 bit": torchao.optim.AdamW4bit, "fp8": torchao.optim.AdamWFp8}
@@ -102,10 +104,25 @@ def load_on_two_ranks(folder: Path) -> None:
     """Load the steps of one rank, and compare; refuse a matrix whose parts are too small to be quantised."""
     for kind in KINDS:
         assert_same(Run(folder / kind, kind, *SHAPES).resumed(), torch.load(folder / kind / "inner.pt"))
+    _share_a_frozen_weight(folder / "frozen")
     with Run(folder, "8 bit", (64, 64)).manager as manager, pytest.raises(LoadMismatchError) as caught:
         manager.load()
     assert "optimizer.0.exp_avg was stored as OptimState8bit" in str(caught.value)
     assert "2048 of its 4096 elements" in str(caught.value)
+
+
+def _share_a_frozen_weight(folder: Path) -> None:
+    """Save a frozen int8 weight that both ranks hold, and load it beside a head that they share."""
+    first, second = Frozen(folder, "int8", 0), Frozen(folder, "int8", 1)
+    with first.manager as manager:
+        manager.load()
+        first.step()
+        manager.save(1)
+    fully_shard(second.model.head)
+    second.optimizer.param_groups[0]["params"] = list(second.model.head.parameters())
+    with second.manager as manager:
+        assert manager.load().step == 1
+    assert comparable(dict(first.model.base.state_dict())) == comparable(dict(second.model.base.state_dict()))
 
 
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:

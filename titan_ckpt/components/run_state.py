@@ -10,7 +10,7 @@ import copy
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, get_args
@@ -176,7 +176,7 @@ class RunState:
         run |= counters.run
         tensors |= counters.tensors
         parameters = {MODEL + fqn for fqn in self.model.parameter_names().values()}
-        volatile = frozenset(n for n in tensors if n not in parameters and not n.startswith(OPTIMIZER))
+        volatile = frozenset(n for n in tensors if not n.startswith(OPTIMIZER) and not _is_in(n, parameters))
         has = {
             "optimizer": self.optimizers,
             "lr_scheduler": self.lr_schedulers,
@@ -378,6 +378,15 @@ def _one_for_each(stored: list[dict[str, Any]], count: int) -> list[dict[str, An
         return stored
     alike = len({typed_json.dumps(state) for state in stored}) == 1
     return [copy.deepcopy(stored[0]) for _ in range(count)] if alike else []
+
+
+def _is_in(name: str, parameters: Collection[str]) -> bool:
+    """Return whether a tensor is one of these parameters, or inside of one."""
+    while name not in parameters:
+        name, dot, _ = name.rpartition(".")
+        if not dot:
+            return False
+    return True
 
 
 def _room_for(info: TensorInfo, live: torch.Tensor | None) -> torch.Tensor:

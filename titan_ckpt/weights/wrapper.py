@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from titan_ckpt.errors import ConverterError, StateEncodingError, listed
 from titan_ckpt.types import ModelHooks, StateDict, StateDictMode
+from titan_ckpt.weights.inner_tensors import with_inner_tensors
 
 _WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
 _EXTRA_STATE = "_extra_state"
@@ -59,6 +60,8 @@ class ModelWrapper:
             )
         if self.hooks is not None:
             tensors = self.hooks.state_dict_transform(tensors, last_step=last_step or mode == "export")
+        if mode != "export":
+            tensors = with_inner_tensors(tensors)
         if mode == "base":
             return {fqn: value for fqn, value in tensors.items() if not self.owns(fqn)}
         return tensors

@@ -142,6 +142,16 @@ def test_the_last_save_always_raises(tmp_path: Path, mode: str, how: str) -> Non
     assert content(tmp_path) == ["step-1"]
 
 
+def test_what_a_failed_save_could_not_clear_away_is_cleared_by_the_next_one(tmp_path: Path) -> None:
+    """A disk that refuses to rename keeps the files of the attempt; they do not pile up over a run that goes on."""
+    disk = Disk(names=frozenset({"rename_noreplace"}))
+    with intercepted(disk), manager_in(tmp_path, async_mode="disabled", on_failure="warn") as manager:
+        for step in range(1, 5):
+            disk.error = errno.EROFS if step in (2, 3) else 0
+            assert manager.save(step) is (step in (1, 4))
+        assert content(tmp_path) == ["step-1", "step-4"]
+
+
 def test_the_last_save_makes_up_for_the_one_before_it(tmp_path: Path) -> None:
     """A background save that turns out to have failed when the last one begins is no failure of the last one."""
     disk = Disk()

@@ -85,13 +85,15 @@ def survey(root: Path) -> Survey:
     """Inspect every entry of a checkpoint folder; an absent folder is empty. Raises: OSError if it cannot be listed.
 
     If a run that writes here deletes a step meanwhile, the folder is looked at again: the newer step, for which the
-    older one made room, may not have been listed.
+    older one made room, may not have been listed. A list that does not change comes from the cache of a network file
+    system.
     """
+    names = posix.list_folder(root)
     while True:
         steps: list[CommittedStep] = []
         rejected: list[tuple[str, str]] = []
         is_current = True
-        for name in posix.list_folder(root):
+        for name in names:
             path = root / name
             step = step_of(name)
             if step is not None:
@@ -102,8 +104,10 @@ def survey(root: Path) -> Survey:
                     rejected.append((name, str(error).removeprefix(f"{path}: ").removeprefix(f"{path}/")))
             elif not name.startswith(".") and path.is_dir() and _looks_like_a_checkpoint(path):
                 rejected.append((name, "not named step-N"))
-        if is_current:
+        now = names if is_current else posix.list_folder(root)
+        if now == names:
             return Survey(tuple(sorted(steps, key=lambda step: step.step)), tuple(rejected))
+        names = now
 
 
 def inspect(path: Path, step: int) -> CommittedStep:

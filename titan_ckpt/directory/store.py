@@ -75,6 +75,8 @@ class StepStore:
         self._protected: set[int] = set()
         self._rolled_back_to: int | None = None
         self._reported: set[tuple[str, str]] = set()
+        self._has_leftovers = False
+        """Whether something could not be deleted; the next save tries it again."""
 
     def step_path(self, step: int) -> Path:
         """Return the path of a step, whether or not it exists."""
@@ -138,6 +140,7 @@ class StepStore:
     def begin(self, step: int, num_bytes: int) -> Attempt:
         """Make the staging folder of a save of `num_bytes`. Raises: CommitConflictError; PreflightError; OSError."""
         self.open().check()
+        self._clear_leftovers()
         self._leave_abandoned_branch()
         self._refuse_conflict(step)
         preflight.require_space(self.root, num_bytes)
@@ -228,6 +231,14 @@ class StepStore:
                 "mount. Move it away"
             )
 
+    def _clear_leftovers(self) -> None:
+        if self._has_leftovers:
+            self._has_leftovers = False
+            try:
+                self._report(trash.recover(self.root))
+            except OSError as error:
+                self._report([f"leftovers: {error}"])
+
     def _leave_abandoned_branch(self) -> None:
         step = self._rolled_back_to
         if step is not None:
@@ -260,8 +271,9 @@ class StepStore:
             self._report([f"step {attempt.step}: {error}"])
 
     def _report(self, problems: list[str]) -> None:
+        self._has_leftovers |= bool(problems)
         for problem in problems:
-            logger.warning("%s: left for the next opening: %s", self.root, problem)
+            logger.warning("%s: left for the next save: %s", self.root, problem)
 
 
 def _require_exactly(path: Path, manifest: Manifest) -> None:

@@ -140,6 +140,15 @@ class InitialLoadConfig(Checked):
     """Version of `path`; an adapter's checkpoint records it as part of the base's identity."""
     merge: bool = False
     """Add this adapter to the weights of the sources before it, instead of loading it into a converter."""
+    initialise: tuple[NonEmpty, ...] = ()
+    """Tensors of the model that this source does not provide, as patterns over their names, such as "lm_head.*". If it
+    has one with fewer rows (added tokens), its rows are loaded and the others initialised; else all of it is."""
+    ignore: tuple[NonEmpty, ...] = ()
+    """Tensors of this source that are not used, as patterns over their names there, such as "model.layers.30.*"."""
+
+    def problems(self) -> Iterator[str]:
+        if self.merge and (self.initialise or self.ignore):
+            yield "merge: an adapter is merged as a whole; leave initialise and ignore out"
 
 
 @dataclass(frozen=True, slots=True)

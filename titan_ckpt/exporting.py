@@ -319,7 +319,9 @@ class Exporter:
     def _base_of(self, config: ExportConfig) -> Base | None:
         """Return what the export takes over from the Hugging Face folder of the base; None without such a folder."""
         source = self._source() if config.format == "hf" else None
-        return None if source is None else Base.read(source, self._transforms.key_map)
+        if source is None:
+            return None
+        return Base.read(Path(source.path), self._transforms.key_map, source.initialise, source.ignore)
 
     def _record(self, config: ExportConfig, step: int, coordinator: Coordinator) -> None:
         """Record on rank 0 that the run has made this export."""
@@ -354,10 +356,10 @@ class Exporter:
         self._left.update(left)
         return [step for step, why in foreign.items() if why is None]
 
-    def _source(self) -> Path | None:
+    def _source(self) -> InitialLoadConfig | None:
         """Return the Hugging Face folder (or file) that the run's weights came from, if there is exactly one."""
-        paths = [(Path(source.path), source.format) for source in self._initial_load]
-        sources = [p for p, format_ in paths if p.exists() and (format_ or detect_format(p)) == "hf"]
+        there = [(source, Path(source.path)) for source in self._initial_load if Path(source.path).exists()]
+        sources = [source for source, path in there if (source.format or detect_format(path)) == "hf"]
         return sources[0] if len(sources) == 1 else None
 
 

@@ -104,5 +104,7 @@ class LoadReport:
     """Converter-owned or non-checkpointed keys that no source provided and that have their initial values."""
     cast: Mapping[str, str] = field(default_factory=dict)
     """fqn -> "float32 -> bfloat16" for each tensor that was cast, on request, while it was loaded."""
+    grown: Mapping[str, int] = field(default_factory=dict)
+    """fqn -> number of rows that were loaded of a table that has more here; the others are initialised, on request."""
     ignored: tuple[str, ...] = ()
     """Keys of the sources that the model declares as left over, or that the run's settings ignore."""

@@ -15,6 +15,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 import torch
 
@@ -367,6 +368,11 @@ class KeyMap:
         near = difflib.get_close_matches(re.sub(r"\.\d+\.", ".{i}.", name), known, n=3, cutoff=0.3)
         hint = f"; nearest known: {', '.join(near)}" if near else ""
         raise KeyMapError(f"the model's table has no {what} {name!r}{hint}", (name,))
+
+
+def selected(names: Iterable[str], patterns: Collection[str]) -> frozenset[str]:
+    """Return the names that any of the shell patterns matches, which people write in settings."""
+    return frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
 def _compile(pattern: str) -> re.Pattern[str]:

@@ -36,6 +36,10 @@ class LoadSource:
     """The folder holds converter-owned keys only."""
     merge: bool = False
     """The folder is an adapter to be merged into the base."""
+    initialise: tuple[str, ...] = ()
+    """Patterns of the model's tensors that are not loaded from it."""
+    ignore: tuple[str, ...] = ()
+    """Patterns of its tensors that are not used."""
 
     def __str__(self) -> str:
         what = "adapter" if self.adapter else "adapter to be merged" if self.merge else "weights"
@@ -85,7 +89,12 @@ def resolve(
         for source in config.initial_load:
             format_, adapter = describe(source)
             adapter = adapter and not source.merge
-            initial.append(LoadSource(Path(source.path), format_, source.cast, source.revision, adapter, source.merge))
+            initial.append(
+                LoadSource(
+                    Path(source.path), format_, source.cast, source.revision, adapter, source.merge,
+                    source.initialise, source.ignore,
+                )
+            )  # fmt: skip
     if step is None:
         return LoadPlan(None, tuple(initial), config.left_out())
     if "model" in exclude:

@@ -188,6 +188,7 @@ class Restorer:
         report = self._take_from_outside(load_plan) if load_plan.external else prepared.report
         mark_filled(self._run.model, report.loaded)
         self._together("load-initialise", lambda: initialise(self._run.model, report.initialised))
+        self._together("load-grown", prepared.read_grown)
         return report
 
     def _take_from_outside(self, load_plan: LoadPlan) -> LoadReport:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,12 +21,15 @@ from titan_ckpt.formats.huggingface.reader import TIED, HuggingFaceReader
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.geometry.chunks import TensorInfo
+from titan_ckpt.geometry.keymap import selected
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
 from titan_ckpt.loading.adapters import check_fits, check_mergeable, check_settings
 from titan_ckpt.loading.bases import check_named_base
 from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
+from titan_ckpt.loading.partial import Partial, partial_of, refuse_unmatched
 from titan_ckpt.loading.plan import LoadSource
-from titan_ckpt.types import LoadReport, Mismatch, StateDict
+from titan_ckpt.types import LoadReport, Mismatch, ModelHooks, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.quantise import QuantisesWeights
 from titan_ckpt.weights.read_plan import ReadPlan
@@ -35,6 +38,8 @@ from titan_ckpt.weights.wrapper import ModelWrapper, clean_fqn, without_memory
 
 logger = logging.getLogger(__name__)
 _LISTED = 12
+_FEW = 16
+"""More tensors than this are missing because a folder is another model's, not because they are new."""
 _OF_SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 """Settings of a config.json that a model must share with the folder it loads."""
 _OF_VALUES = ("rope_theta", "rms_norm_eps", "hidden_act", "num_experts_per_tok", "norm_topk_prob")
@@ -47,6 +52,7 @@ class _Opened:
     reader: TensorReader
     plan: ReadPlan
     merge: AdapterMerge | None = None
+    partial: Partial = field(default_factory=Partial)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,11 @@ class PreparedLoad:
         """Return the reader of a step of this package's own format, if the step is among the sources."""
         readers = (opened.reader for opened in self._opened if opened.source.path == path)
         return next((reader for reader in readers if isinstance(reader, NativeReader)), None)
+
+    def read_grown(self) -> None:
+        """Fill the rows of grown tables again, after all of their rows were initialised."""
+        for opened in self._opened:
+            opened.reader.read(opened.partial.requests)
 
     def read(self) -> None:
         """Fill the model's live tensors with this rank's slices. Raises: CorruptCheckpointError; OSError."""
@@ -137,6 +148,10 @@ def prepare_load(
                     check_named_base(o.source.path, o.reader.metadata(), base)
         except Exception as e:
             error = e
+        if any(source.initialise for source in sources):
+            of_ranks: Any = coordinator.gather("load-partial", [list(o.partial.unmatched) for o in opened], error)
+            for source, *lists in zip(sources, *of_ranks, strict=True):
+                refuse_unmatched(source, "initialise", lists, wanted)
         unexpected = coordinator.gather("load-plan", [list(o.plan.report.unexpected) for o in opened], error)
         unknown = [set.intersection(*map(set, of_ranks)) for of_ranks in zip(*unexpected, strict=True)]
         report = LoadReport()
@@ -150,6 +165,8 @@ def prepare_load(
         raise
     for o in opened:
         logger.info("load: %s: %d tensors", o.source, len(o.plan.report.loaded))
+        for line in o.partial.lines():
+            logger.info("load: %s: %s", o.source.path, line)
     return PreparedLoad(report, opened, stack)
 
 
@@ -182,17 +199,37 @@ def _plan(
                 source.path,
             )
     if isinstance(reader, HuggingFaceReader):
-        table = transforms.key_map.of_folder(reader.tensors)
+        table = transforms.key_map.of_folder(reader.tensors.keys() - selected(reader.tensors, source.ignore))
         reader.leave_out(table.repeats)
         transforms = replace(transforms, key_map=table)
     if source.format not in ("native", "dcp"):
-        plan = transforms.from_file(wanted, reader.tensors, wrapper.hooks, cast=source.cast)
-        return _Opened(source, reader, plan)
+        plan, partial = _plan_partly(source, reader.tensors, wanted, transforms, wrapper.hooks)
+        return _Opened(source, reader, plan, partial=partial)
     prefix, available = model_tensors(reader.tensors, reader.format, wanted)
     check_fits(source, reader, available, wanted, wrapper)
-    plan = StateDictTransforms().from_file(wanted, available, None, cast=source.cast)
-    requests = [ReadRequest(prefix + r.key, r.chunk, r.into) for r in plan.requests]
-    return _Opened(source, reader, replace(plan, requests=requests))
+    plan, partial = _plan_partly(source, available, wanted, StateDictTransforms(), None)
+    plan = replace(plan, requests=_prefixed(plan.requests, prefix))
+    return _Opened(source, reader, plan, partial=replace(partial, requests=_prefixed(partial.requests, prefix)))
+
+
+def _plan_partly(
+    source: LoadSource,
+    available: Mapping[str, TensorInfo],
+    wanted: StateDict,
+    transforms: StateDictTransforms,
+    hooks: ModelHooks | None,
+) -> tuple[ReadPlan, Partial]:
+    """Plan a source without what its settings leave out. The requests include the rows that it has of grown tables."""
+    base = {fqn: value for fqn, value in wanted.items() if hooks is None or not hooks.key_filter(fqn)}
+    partial = partial_of(source, base, available, transforms.key_map)
+    wanted = {fqn: value for fqn, value in wanted.items() if fqn not in partial.fresh}
+    available = {key: info for key, info in available.items() if key not in partial.passed_by}
+    plan = transforms.from_file(wanted, available, hooks, cast=source.cast)
+    return replace(plan, requests=[*plan.requests, *partial.requests]), partial
+
+
+def _prefixed(requests: Sequence[ReadRequest], prefix: str) -> list[ReadRequest]:
+    return [ReadRequest(prefix + request.key, request.chunk, request.into) for request in requests]
 
 
 def _quantises(wrapper: ModelWrapper) -> bool:
@@ -211,6 +248,8 @@ def _check_model_config(source: LoadSource, theirs: Mapping[str, Any], ours: Map
     Raises: LoadMismatchError with both values.
     """
     theirs, ours = _settings(theirs), _settings(ours)
+    if source.initialise or source.ignore:  # layers may be new or dropped, and each of their tensors has to be named
+        del ours["num_hidden_layers"]
     both = [key for key in ours if ours[key] is not None and theirs[key] is not None]
     differing = {key: f"{key}: {theirs[key]} there, {ours[key]} here" for key in both if ours[key] != theirs[key]}
     if faults := [line for key, line in differing.items() if key in _OF_SHAPE]:
@@ -280,19 +319,24 @@ def _verdict(
     misfits = {m.key for m in mismatched}
     absent = [fqn for fqn in wanted if fqn not in loaded and fqn not in misfits]
     has_adapter = any(o.source.adapter for o in opened)
+    fresh = frozenset().union(*(o.partial.fresh for o in opened))
     initialised = dict.fromkeys([] if require_owned or has_adapter else filter(wrapper.owns, absent))
+    initialised |= dict.fromkeys(fqn for fqn in absent if fqn in fresh)
     missing = [fqn for fqn in absent if fqn not in initialised]
     if missing and not prefix:
         where = ", ".join(str(o.source.path) for o in opened)
         alone = ". Name the base of this adapter before it" if all(o.source.adapter for o in opened) else ""
-        problems.append(f"{where}: {len(missing)} missing: {_listed(missing)}{alone}")
+        hint = ". Name new tensors in checkpoint.initial_load.initialise" if not alone and len(missing) <= _FEW else ""
+        problems.append(f"{where}: {len(missing)} missing: {_listed(missing)}{alone}{hint}")
     if twice:
         both = ", or merge all adapters but one into the base (merge = true)" if has_adapter else ""
         problems.append(f"{len(twice)} in two sources: {_listed(twice)}. Name each weight's source once{both}")
-    ignored = tuple(key for o in opened for key in o.plan.report.ignored)
+    ignored = [key for o in opened for key in (*o.plan.report.ignored, *sorted(o.partial.passed_by))]
+    grown = {fqn: rows for o in opened for fqn, rows in o.partial.grown.items()}
     report = LoadReport(
-        tuple(loaded), tuple(missing), tuple(unexpected), tuple(mismatched), tuple(initialised), cast, ignored
-    )
+        tuple(loaded), tuple(missing), tuple(unexpected), tuple(mismatched), tuple(initialised), cast, grown,
+        tuple(ignored),
+    )  # fmt: skip
     if problems:
         other_model = not prefix and (unexpected or missing or any(m.kind == "shape" for m in mismatched))
         if other_model and not all(o.source.adapter for o in opened):

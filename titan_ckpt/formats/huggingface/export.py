@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import ExportError, listed
+from titan_ckpt.errors import ExportError, KeyMapError, listed
 from titan_ckpt.formats.huggingface.reader import CONFIG, INDEX, TIED, HuggingFaceReader, read_config, to_json
 from titan_ckpt.formats.publish.plan import ExportPlan, pack_as, pack_model_files, plan_export
 from titan_ckpt.formats.publish.run import ExportSummary, FolderFormat, export_folder
 from titan_ckpt.geometry.chunks import TensorInfo
-from titan_ckpt.geometry.keymap import KeyMap
+from titan_ckpt.geometry.keymap import KeyMap, selected
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.weights.quantise import WeightQuantiser, check_quantised, quantised
 from titan_ckpt.weights.write_view import CASTABLE, FileGroup
@@ -68,20 +68,33 @@ class Base:
     file_of: Mapping[str, str]
     config: Mapping[str, Any]
     """Its config.json."""
+    initialise: Sequence[str] = ()
+    """Patterns of the model's tensors that did not come from it (InitialLoadConfig.initialise)."""
 
     @staticmethod
-    def read(path: Path, key_map: KeyMap) -> Base:
-        """Read the folder's headers. `key_map`: the model's table. Raises: as HuggingFaceReader."""
+    def read(path: Path, key_map: KeyMap, initialise: Sequence[str] = (), ignore: Sequence[str] = ()) -> Base:
+        """Read the folder's headers. `key_map`: the model's table. Raises: as HuggingFaceReader.
+
+        `initialise`, `ignore`: the patterns of tensors that a load of the folder leaves out.
+        """
         with HuggingFaceReader(path) as reader:
-            table = key_map.of_folder(reader.tensors)
-            copies = {key for key, _ in table.repeats}
-            tensors = {k: info for k, info in reader.tensors.items() if k not in copies and not table.ignores(k)}
-            return Base(path, table, tensors, reader.file_of, reader.metadata())
+            used = reader.tensors.keys() - selected(reader.tensors, ignore)
+            table = key_map.of_folder(used)
+            left = {key for key, _ in table.repeats}
+            tensors = {k: reader.tensors[k] for k in used if k not in left and not table.ignores(k)}
+            return Base(path, table, tensors, reader.file_of, reader.metadata(), initialise)
 
     @property
     def dtype(self) -> str | None:
         """Return the dtype in its config.json."""
         return self.config.get("dtype") or self.config.get("torch_dtype")
+
+    def lacks(self, key: str) -> bool:
+        """Return whether a file tensor did not come from this folder, whatever the folder has under its key."""
+        try:
+            return bool(self.initialise and selected(self.key_map.group_of_key(key).fqns, self.initialise))
+        except KeyMapError:  # a key that the model does not know
+            return False
 
     def describes(self, config: Mapping[str, Any]) -> bool:
         """Return whether its config.json agrees with a model's on all that decides about keys and shapes."""
@@ -195,8 +208,9 @@ def export_huggingface(
 
 def _compare(infos: Mapping[str, TensorInfo], base: Base) -> None:
     """Raise ExportError unless the export has the base's keys, each with the base's shape."""
+    infos = {key: info for key, info in infos.items() if not base.lacks(key)}
     faults = [f"{key} is not in the base" for key in infos if key not in base.tensors]
-    faults += [f"{key} is only in the base" for key in base.tensors if key not in infos]
+    faults += [f"{key} is only in the base" for key in base.tensors if key not in infos and not base.lacks(key)]
     shapes = [(key, info, base.tensors[key]) for key, info in infos.items() if key in base.tensors]
     faults += [f"{key}: base {of_base}, export {info}" for key, info, of_base in shapes if info.shape != of_base.shape]
     if faults:

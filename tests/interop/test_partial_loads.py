@@ -1,0 +1,195 @@
+"""Loads that leave out what their settings name: new heads, added tokens, dropped layers; and nothing else."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from titan_ckpt import (
+    CheckpointConfig,
+    CheckpointManager,
+    ExportConfig,
+    InitialLoadConfig,
+    SaveConfig,
+    StateDictTransforms,
+)
+from titan_ckpt.config import from_dict
+from titan_ckpt.errors import ConfigError, LoadMismatchError
+from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.models.registry import build_model
+from titan_ckpt.testing import distributed
+from titan_ckpt.types import LoadReport
+from titan_ckpt.weights.initialize import construct, materialise
+
+auto: Any = AutoModelForCausalLM  # its methods have no types
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+IN_LLAMA3 = {EMBEDDINGS: "tok_embeddings.weight", HEAD: "output.weight"}
+SHAPE = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=40,
+)
+
+
+def write_base(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Write a folder of transformers and return its tensors."""
+    torch.manual_seed(1)
+    shape = LlamaConfig(**{**SHAPE.to_dict(), "tie_word_embeddings": tied})
+    LlamaForCausalLM(shape).to(dtype).save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def shape_like(base: Path, folder: Path, **changes: Any) -> Path:
+    """Write a folder with the config.json of a base, changed."""
+    folder.mkdir()
+    config = json.loads((base / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def run(shape: Path, source: InitialLoadConfig, folder: Path, name: str = "hf") -> tuple[LanguageModel, LoadReport]:
+    """Load a source into a model of this shape, and export it."""
+    torch.manual_seed(2)
+    model = construct(lambda: build_model(name, folder=shape))
+    materialise(model, "cpu")
+    config = CheckpointConfig(
+        save=SaveConfig(interval=1, async_mode="disabled"), initial_load=(source,), export=(ExportConfig("hf"),)
+    )
+    transforms = StateDictTransforms(model.key_map(), model.hf_config())
+    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=folder) as manager:
+        report = manager.load().report
+        manager.save(1, last_step=True)
+    return model, report
+
+
+@pytest.mark.parametrize("name", ["hf", "llama3"])
+def test_a_new_head_is_asked_for_by_name(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder of the base model has no head: the error names the setting, and with it only the head is initialised."""
+    tensors = write_base(tmp_path / "base")
+    del tensors[HEAD]
+    save_file(tensors, tmp_path / "base/model.safetensors", metadata={"format": "pt"})
+    head = HEAD if name == "hf" else IN_LLAMA3[HEAD]
+    base = InitialLoadConfig(str(tmp_path / "base"))
+    with pytest.raises(LoadMismatchError, match=rf"1 missing: {head}\. Name new tensors in .*initialise"):
+        run(tmp_path / "base", base, tmp_path / "refused", name)
+    with caplog.at_level(logging.INFO, "titan_ckpt"):
+        model, report = run(tmp_path / "base", InitialLoadConfig(base.path, initialise=(head,)), tmp_path / "run", name)
+    assert report.initialised == (head,)
+    assert f"1 tensors are not loaded, as asked: {head}" in caplog.text
+    exported = load_file(tmp_path / "run/exports/step-1/model.safetensors")
+    assert {key for key, value in exported.items() if not torch.equal(value, tensors.get(key, value + 1))} == {HEAD}
+    assert 0.001 < float(model.get_parameter(head).detach().std()) < 0.3
+    again = auto.from_pretrained(tmp_path / "run/exports/step-1")
+    assert torch.equal(again.lm_head.weight, model.get_parameter(head))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_added_tokens_keep_the_rows_that_exist(tied: bool, tmp_path: Path) -> None:
+    """A table with more rows than the folder's has the folder's rows first, and initial values after them."""
+    tensors = write_base(tmp_path / "base", tied=tied)
+    grown = shape_like(tmp_path / "base", tmp_path / "shape", vocab_size=70)
+    names = (EMBEDDINGS,) if tied else (EMBEDDINGS, HEAD)
+    with pytest.raises(LoadMismatchError, match=r"expected float32\[70, 32\], found float32\[64, 32\]"):
+        run(grown, InitialLoadConfig(str(tmp_path / "base")), tmp_path / "refused")
+    model, report = run(grown, InitialLoadConfig(str(tmp_path / "base"), initialise=names), tmp_path / "run")
+    assert dict(report.grown) == dict.fromkeys(names, 64)
+    for name in names:
+        table = model.get_parameter(name)
+        assert torch.equal(table[:64], tensors[name])
+        assert 0.001 < float(table[64:].detach().std()) < 0.3
+    again = auto.from_pretrained(tmp_path / "run/exports/step-1")
+    assert torch.equal(again.model.embed_tokens.weight, model.get_parameter(EMBEDDINGS))
+
+
+def test_rows_grow_on_every_rank(tmp_path: Path) -> None:
+    """Two ranks hold 35 rows each of 70: the first 64 are the folder's, and the others those of one process."""
+    write_base(tmp_path / "base")
+    shape_like(tmp_path / "base", tmp_path / "shape", vocab_size=70)
+    source = InitialLoadConfig(str(tmp_path / "base"), initialise=(EMBEDDINGS, HEAD))
+    model, _ = run(tmp_path / "shape", source, tmp_path / "run")
+    torch.save(dict(model.state_dict()), tmp_path / "expected.pt")
+    _grow_on_two_ranks(tmp_path)
+
+
+@distributed(nproc=2)
+def _grow_on_two_ranks(folder: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(2)
+    model: Any = construct(lambda: build_model("hf", folder=folder / "shape"))
+    for layer in model.layers.children():
+        fully_shard(layer)
+    fully_shard(model)
+    materialise(model, "cpu")
+    source = InitialLoadConfig(str(folder / "base"), initialise=(EMBEDDINGS, HEAD))
+    config = CheckpointConfig(initial_load=(source,))
+    transforms = StateDictTransforms(model.key_map(), model.hf_config())
+    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=folder / "2") as manager:
+        manager.load()
+    for name, value in torch.load(folder / "expected.pt").items():
+        assert torch.equal(model.state_dict()[name].full_tensor(), value), name
+
+
+def test_dropped_layers_are_ignored_by_name(tmp_path: Path) -> None:
+    """A model with fewer layers takes those that it has; the others are reported, and each has to be named."""
+    tensors = write_base(tmp_path / "base")
+    shape = shape_like(tmp_path / "base", tmp_path / "shape", num_hidden_layers=1)
+    few = InitialLoadConfig(str(tmp_path / "base"), ignore=("model.layers.1.mlp.*",))
+    with pytest.raises(LoadMismatchError, match=r"6 that the model does not have: .*input_layernorm"):
+        run(shape, few, tmp_path / "refused")
+    source = InitialLoadConfig(str(tmp_path / "base"), ignore=("model.layers.1.*",))
+    model, report = run(shape, source, tmp_path / "run")
+    assert set(report.ignored) == {key for key in tensors if "layers.1." in key}
+    assert all(torch.equal(value, tensors[name]) for name, value in model.state_dict().items())
+    assert auto.from_pretrained(tmp_path / "run/exports/step-1").config.num_hidden_layers == 1
+
+
+def test_a_pattern_that_matches_nothing_is_refused(tmp_path: Path) -> None:
+    """A typing error leaves nothing out: it is an error that lists similar names."""
+    write_base(tmp_path / "base")
+    for setting, near in (("initialise", HEAD), ("ignore", HEAD)):
+        source = InitialLoadConfig(str(tmp_path / "base"), **{setting: ("lm_haed.weight",)})
+        with pytest.raises(
+            LoadMismatchError, match=rf"{setting} has 1 .* match nothing: 'lm_haed\.weight' \(like {near}"
+        ):
+            run(tmp_path / "base", source, tmp_path / setting)
+
+
+def test_rows_of_another_dtype_are_cast_on_request_only(tmp_path: Path) -> None:
+    """A grown table whose rows would be converted is refused, as any other tensor is."""
+    write_base(tmp_path / "base", dtype=torch.bfloat16)
+    shape = shape_like(tmp_path / "base", tmp_path / "shape", vocab_size=70)
+    path = str(tmp_path / "base")
+    with pytest.raises(LoadMismatchError, match=r"set cast = true"):
+        run(shape, InitialLoadConfig(path, initialise=(EMBEDDINGS, HEAD)), tmp_path / "refused")
+    _, report = run(shape, InitialLoadConfig(path, cast=True, initialise=(EMBEDDINGS, HEAD)), tmp_path / "run")
+    assert report.grown
+
+
+def test_a_step_of_another_run_can_be_loaded_partly(tmp_path: Path) -> None:
+    """Native steps have the names of the model; a new head replaces the one that the step has."""
+    write_base(tmp_path / "base")
+    before, _ = run(tmp_path / "base", InitialLoadConfig(str(tmp_path / "base")), tmp_path / "first")
+    step = InitialLoadConfig(str(tmp_path / "first/checkpoints/step-1"), initialise=(HEAD,))
+    model, report = run(tmp_path / "base", step, tmp_path / "second")
+    assert report.initialised == (HEAD,)
+    same = {name for name, value in before.state_dict().items() if torch.equal(value, model.state_dict()[name])}
+    assert same == model.state_dict().keys() - {HEAD}
+
+
+def test_a_merged_adapter_is_whole() -> None:
+    """initialise and ignore are settings of weights, and a merge takes a whole adapter."""
+    raw = {"initial_load": [{"path": "base"}, {"path": "adapter", "merge": True, "ignore": ["a*"]}]}
+    with pytest.raises(ConfigError, match=r"initial_load\.1\.merge: an adapter is merged as a whole"):
+        from_dict(CheckpointConfig, raw)

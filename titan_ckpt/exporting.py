@@ -23,7 +23,7 @@ from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator, bounded
 from titan_ckpt.errors import CheckpointError, ConverterError, ExportError
 from titan_ckpt.formats.dcp.dcp import export_dcp
-from titan_ckpt.formats.huggingface.export import Base, HuggingFaceExport
+from titan_ckpt.formats.huggingface.export import OUTPUTS, Base, HuggingFaceExport
 from titan_ckpt.formats.huggingface.peft import export_peft
 from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.formats.open import detect_format
@@ -32,7 +32,7 @@ from titan_ckpt.geometry.chunks import LazyTensor, Stage, TensorInfo, can_freeze
 from titan_ckpt.types import ModelHooks, PlacesTensors, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.quantise import QuantisesWeights, WeightQuantiser, quantised
-from titan_ckpt.weights.transforms import StateDictTransforms
+from titan_ckpt.weights.transforms import StateDictTransforms, with_tied_names
 from titan_ckpt.weights.wrapper import ModelWrapper
 from titan_ckpt.weights.write_view import FileDtype, cast_all
 
@@ -301,7 +301,11 @@ class Exporter:
 
     def _huggingface(self, config: ExportConfig, tensors: StateDict, base: Base | None) -> HuggingFaceExport:
         """Return the export of these tensors as a Hugging Face folder, under the names of its base."""
-        transforms = self._transforms if base is None else replace(self._transforms, key_map=base.key_map)
+        table = self._transforms.key_map if base is None else base.key_map
+        table = with_tied_names(
+            table, self._model.tied, lambda key: key not in OUTPUTS if base is None else key in base.tensors
+        )
+        transforms = replace(self._transforms, key_map=table)
         assets = Path(config.assets) if config.assets else transforms.assets
         if assets is None and base is not None and base.path.is_dir():
             assets = base.path

@@ -72,7 +72,8 @@ class CheckpointManager:
 
         `external_weights` fills the model at every load; it is required if `config.components` leaves the model out,
         and refused otherwise.
-        Raises: ConfigError for a folder that is a URI, and if `external_weights` and `config.components` do not agree.
+        Raises: ConfigError for a folder that is a URI, and if `external_weights` and `config.components` do not agree;
+        StateEncodingError for tensors of the model that no checkpoint can hold.
         """
         assets = sd_transforms.assets if sd_transforms is not None else None
         require_local({"base_folder": base_folder, "sd_transforms.assets": assets})
@@ -85,6 +86,8 @@ class CheckpointManager:
         self._transforms = sd_transforms or StateDictTransforms()
         self._hooks = model_converters
         self._model = ModelWrapper(model_parts, model_converters)
+        if not config.external:
+            self._model.check_tensors()
         coordinator = self._coordinator = Coordinator.current(timeout)
         self._run = RunState(
             self._model,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import nn
 
 from tests.interop.folders import export, load, tensors
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.converting import convert
 from titan_ckpt.errors import ExportError
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
@@ -67,3 +71,44 @@ def test_a_converted_folder_has_the_first_name_alone(tmp_path: Path) -> None:
     before, after = tensors(tmp_path / "hf"), tensors(tmp_path / "back")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+class HeadFirst(nn.Module):
+    """A model whose output matrix is registered before the embeddings that it is tied to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(8, 32, bias=False)
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(32, 8)
+        self.lm_head.weight = self.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("with_base", [True, False])
+def test_a_head_that_is_registered_first_has_the_name_of_the_embeddings_in_files(
+    with_base: bool, tmp_path: Path
+) -> None:
+    """A folder has the embeddings alone, or a copy of the head: both are read, and the export has the embeddings."""
+    torch.manual_seed(0)
+    table = torch.randn(32, 8)
+    (tmp_path / "base").mkdir()
+    config = {"model_type": "x", "architectures": ["XForCausalLM"], "tie_word_embeddings": True}
+    (tmp_path / "base/config.json").write_text(json.dumps(config))
+    for copies in ({}, {"lm_head.weight": table.clone()}):
+        save_file({"model.embed_tokens.weight": table, **copies}, tmp_path / "base/model.safetensors", {"format": "pt"})
+        model = HeadFirst()
+        settings = CheckpointConfig(
+            initial_load=(InitialLoadConfig(str(tmp_path / "base")),) if with_base else (),
+            export=(ExportConfig("hf", folder=f"{len(copies)}"),),
+        )
+        transforms = StateDictTransforms(hf_config=config)
+        with CheckpointManager(
+            settings, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path / "run"
+        ) as manager:
+            manager.load()
+            manager.save(1, last_step=True)
+        if with_base:
+            assert torch.equal(model.lm_head.weight, table)
+        exported = tensors(tmp_path / f"run/{len(copies)}/step-1")
+        assert exported.keys() == {"model.embed_tokens.weight"}
+        assert torch.equal(exported["model.embed_tokens.weight"], model.lm_head.weight)

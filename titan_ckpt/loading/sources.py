@@ -33,7 +33,7 @@ from titan_ckpt.types import LoadReport, Mismatch, ModelHooks, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.quantise import QuantisesWeights
 from titan_ckpt.weights.read_plan import ReadPlan
-from titan_ckpt.weights.transforms import StateDictTransforms
+from titan_ckpt.weights.transforms import StateDictTransforms, with_tied_names
 from titan_ckpt.weights.wrapper import ModelWrapper, clean_fqn, without_memory
 
 logger = logging.getLogger(__name__)
@@ -199,7 +199,8 @@ def _plan(
                 source.path,
             )
     if isinstance(reader, HuggingFaceReader):
-        table = transforms.key_map.of_folder(reader.tensors.keys() - selected(reader.tensors, source.ignore))
+        keys = reader.tensors.keys() - selected(reader.tensors, source.ignore)
+        table = with_tied_names(transforms.key_map.of_folder(keys), wrapper.tied, keys.__contains__)
         reader.leave_out(table.repeats)
         transforms = replace(transforms, key_map=table)
     if source.format not in ("native", "dcp"):

@@ -5,16 +5,17 @@ This module decides which key map a name belongs to; write_view.py applies it to
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from titan_ckpt.errors import ConverterError, KeyMapError
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import TensorInfo
-from titan_ckpt.geometry.keymap import KeyGroup, KeyMap
+from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, KeyRule
 from titan_ckpt.types import ModelHooks, StateDict
 from titan_ckpt.weights.read_plan import ReadPlan, ReadPlanner
 from titan_ckpt.weights.write_view import FileDtype, FileGroup, file_group, made_twice
@@ -83,6 +84,35 @@ class StateDictTransforms:
         if problems:
             raise KeyMapError(f"{len(problems)} problem(s) with the model's names\n  " + "\n  ".join(problems), unknown)
         return plan.result(self.key_map)
+
+
+def with_tied_names(key_map: KeyMap, tied: Mapping[str, str], fits: Callable[[str], bool]) -> KeyMap:
+    """Return the table in which a tied tensor has the file key of whichever of its names has one that fits.
+
+    `tied`: alias -> first name of the same tensor, by which the model's state dict knows it. A folder may know it by a
+    second name, such as that of the embeddings if the output matrix is registered first. `fits`: whether a file key is
+    one to read or to write. If several are, `repeats` has those that the first one stands for.
+    """
+    names: dict[str, list[str]] = {}
+    for alias, first in tied.items():
+        names.setdefault(first, [first]).append(alias)
+    rules: list[KeyRule] = []
+    repeats = list(key_map.repeats)
+    for first, same in names.items():
+        groups = [group for group in _known(key_map, same) if group.op is IDENTITY and fits(group.keys[0])]
+        if not groups:
+            continue
+        if groups[0].fqns != (first,):
+            rules.append(KeyRule.of(first, groups[0].keys))
+        repeats += [(group.keys[0], groups[0].keys[0]) for group in groups[1:] if group.keys != groups[0].keys]
+    return replace(key_map, rules=(*rules, *key_map.rules), repeats=tuple(dict.fromkeys(repeats)))
+
+
+def _known(key_map: KeyMap, fqns: Sequence[str]) -> Iterator[KeyGroup]:
+    """Yield the groups of the names that the table has."""
+    for fqn in fqns:
+        with contextlib.suppress(KeyMapError):
+            yield key_map.group_of_fqn(fqn)
 
 
 @dataclass(frozen=True)

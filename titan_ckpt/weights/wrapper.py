@@ -107,6 +107,22 @@ class ModelWrapper:
             if value is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001
         }
 
+    def check_tensors(self) -> None:
+        """Check that a checkpoint can hold the model's tensors, and that a load can fill them.
+
+        Raises: StateEncodingError listing those that are sparse, nested, quantised or show one value several times.
+        """
+        tensors = {**{fqn: parameter for parameter, fqn in self.parameter_names().items()}, **self.buffers()}
+        faults = {fqn: fault for fqn, value in tensors.items() if (fault := _unfit(value)) is not None}
+        if faults:
+            raise StateEncodingError(
+                f"{len(faults)} tensors of the model cannot be saved and loaded: "
+                f"{listed([f'{fqn} ({fault})' for fqn, fault in faults.items()])}. Keep them dense and with memory of "
+                "their own (to_dense(), contiguous()), register buffers that the model computes with persistent=False, "
+                "or keep such state in get_extra_state()",
+                next(iter(faults)),
+            )
+
     def memory(self) -> StateDict:
         """Return every parameter and persistent buffer once, by fqn, without the converters' transforms."""
         return {fqn: parameter for parameter, fqn in self.parameter_names().items()} | self.buffers()
@@ -145,6 +161,19 @@ class ModelWrapper:
                 seen.add(fqn)
                 if fqn.rpartition(".")[2] != _EXTRA_STATE:  # it may be a new tensor, which a load could not fill
                     yield fqn, value
+
+
+def _unfit(value: torch.Tensor) -> str | None:
+    """Return why a tensor of a model cannot be saved or filled; None if it can, or may be able to later."""
+    if is_lazy(value):
+        return None
+    if value.is_nested or value.layout != torch.strided:
+        return "nested" if value.is_nested else str(value.layout)
+    if value.is_quantized:
+        return str(value.dtype)
+    if any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
+        return f"expanded to {list(value.shape)}"
+    return None
 
 
 def without_memory(tensors: StateDict) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
 from titan_ckpt.errors import ConverterError, StateEncodingError
 from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -128,3 +131,38 @@ def test_a_value_that_no_load_could_fill_is_refused() -> None:
     ):
         with pytest.raises(StateEncodingError, match=r"no parameter or buffer .*0\.(packed|weight|version)"):
             ModelWrapper([nn.Sequential(Packed(make))]).state_dict()
+
+
+UNFIT: dict[str, Callable[[], torch.Tensor]] = {
+    "torch.sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "torch.sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    r"expanded to \[3, 4\]": lambda: torch.arange(4.0).expand(3, 4),
+    "torch.qint8": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("fault", list(UNFIT))
+def test_tensors_that_no_checkpoint_can_hold_are_listed_before_training(fault: str, tmp_path: Path) -> None:
+    """Sparse, nested, quantised and expanded tensors are named when the manager is made; temporary ones are not."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("temporary", UNFIT[fault](), persistent=False)
+    CheckpointManager(CheckpointConfig(), model_parts=[model], base_folder=tmp_path).close()
+    model.register_buffer("odd", UNFIT[fault]())
+    model.register_buffer("odd_too", UNFIT[fault]())
+    with pytest.raises(StateEncodingError, match=rf"2 tensors .*: odd \({fault}\); odd_too \({fault}\)\. Keep them"):
+        CheckpointManager(CheckpointConfig(), model_parts=[model], base_folder=tmp_path)
+
+
+def test_a_tensor_whose_only_row_is_expanded_is_plain(tmp_path: Path) -> None:
+    """A dim of one element has any stride, so positions of shape (1, n) are saved and loaded."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    model.register_buffer("positions", torch.arange(5).expand(1, -1))
+    other.register_buffer("positions", torch.zeros(5, dtype=torch.int64).expand(1, -1))
+    config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled"))
+    with CheckpointManager(config, model_parts=[model], base_folder=tmp_path) as manager:
+        manager.save(1)
+    with CheckpointManager(CheckpointConfig(), model_parts=[other], base_folder=tmp_path) as manager:
+        manager.load()
+    assert torch.equal(other.get_buffer("positions"), torch.arange(5)[None])

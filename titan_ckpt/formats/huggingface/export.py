@@ -52,7 +52,7 @@ _OF_SHAPE = ("tie_word_embeddings", "vocab_size", "hidden_size", "num_hidden_lay
 """Fields of config.json that decide which keys and shapes transformers expects; absent ones have their defaults."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _OUTPUT = "lm_head.weight"
-_OUTPUTS = (_OUTPUT, "embed_out.weight", "head.weight", "decoder.weight", "output_projection.weight")
+OUTPUTS = (_OUTPUT, "embed_out.weight", "head.weight", "decoder.weight", "output_projection.weight")
 """Names of the output matrix: nearly always the first; the others in GPT-NeoX, RWKV, ModernBERT and BioGPT."""
 
 
@@ -267,7 +267,7 @@ def _check_tied(config: Mapping[str, Any], keys: Collection[str]) -> None:
     wrong = "config says tie_word_embeddings = {} and the export has {} {}: one of them is wrong"
     if tied and _OUTPUT in keys:
         raise ExportError(wrong.format("true", "a", _OUTPUT))
-    if tied is False and causal and not any(key in keys for key in _OUTPUTS):
+    if tied is False and causal and not any(key in keys for key in OUTPUTS):
         raise ExportError(wrong.format("false", "no", _OUTPUT))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.interop.folders import open_strictly
@@ -136,3 +137,47 @@ def test_a_config_with_other_values_is_logged(tmp_path: Path, base: Path, caplog
     with caplog.at_level("WARNING", "titan_ckpt.loading.sources"):
         run(base, tmp_path, ExportConfig("hf"))
     assert "rope_theta: 7.0 there, " in caplog.text
+
+
+class OddHead(nn.Module):
+    """A model whose output matrix has a name of its own, and whose table has more rows than the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(64, 8)
+        self.output_head = nn.Linear(8, 64, bias=False)
+
+
+ODD = {"model_type": "x", "architectures": ["XForCausalLM"], "vocab_size": 60, "hidden_size": 8}
+ODD["tie_word_embeddings"] = False
+
+
+def odd_manager(folder: Path, base: Path | None) -> CheckpointManager:
+    """Return the manager of a run of OddHead that exports at its end."""
+    sources = () if base is None else (InitialLoadConfig(str(base)),)
+    config = CheckpointConfig(initial_load=sources, export=(ExportConfig("hf"),))
+    transforms = StateDictTransforms(hf_config=ODD)
+    return CheckpointManager(config, model_parts=[OddHead()], sd_transforms=transforms, base_folder=folder)
+
+
+def test_what_an_export_would_refuse_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """Without a base nothing says that weights and config.json belong together: load() refuses, not the last save."""
+    with odd_manager(tmp_path, None) as manager, pytest.raises(ExportError, match=r"export has no lm_head\.weight"):
+        manager.load()
+
+
+def test_a_base_with_the_same_keys_and_shapes_is_trusted(tmp_path: Path) -> None:
+    """A head of another name and a table larger than the vocabulary are right if the base has them like that."""
+    base = tmp_path / "base"
+    base.mkdir()
+    save_file(dict(OddHead().state_dict()), base / "model.safetensors", metadata={"format": "pt"})
+    (base / "config.json").write_text(json.dumps(ODD))
+    with odd_manager(tmp_path / "run", base) as manager:
+        manager.load()
+        manager.save(1, last_step=True)
+    exported = load_file(tmp_path / "run/exports/step-1/model.safetensors")
+    assert exported.keys() == OddHead().state_dict().keys()
+    (base / "config.json").write_text(json.dumps(ODD | {"vocab_size": 64}))
+    with odd_manager(tmp_path / "other", base) as manager, pytest.raises(ExportError, match=r"no lm_head\.weight"):
+        manager.load()

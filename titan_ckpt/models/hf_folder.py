@@ -111,9 +111,10 @@ class HuggingFaceKeyMap(KeyMap):
 
         Keys that lead nowhere keep their names, so that a load refuses them. `left_out` has those that are ignored.
         """
-        if self.names is None:
+        own_keys = [key for rule in self.exact for key in rule.file]
+        if self.names is None or set(keys) == set(own_keys):  # the usual case
             return self
-        own = {source: key for key, source in self.names.sources([k for rule in self.exact for k in rule.file]).items()}
+        own = {source: key for key, source in self.names.sources(own_keys).items()}
         found: dict[Source, list[str]] = {}
         for key, source in self.names.sources(keys).items():
             found.setdefault(source, []).append(key)

@@ -341,3 +341,33 @@ def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest
     spec.loader.exec_module(module)
     with pytest.raises(ConfigError, match=r'pip install "titan-ckpt\[hf\]"'):
         module.build({"model_type": "llama"})
+
+
+def test_a_model_that_exchanges_modules_in_its_first_forward_is_refused() -> None:
+    """BigBird draws new modules for short sequences: a resumed run would draw other numbers than the first one."""
+    config = AutoConfig.for_model("big_bird", **SMALL, is_decoder=True)
+    with pytest.raises(
+        ConfigError, match=r"BigBirdForCausalLM exchanges modules .* sequences of 8 tokens.*attention_type"
+    ):
+        hf.build(config.to_dict())(torch.arange(8)[None])
+    config.attention_type = "original_full"
+    assert hf.build(config.to_dict())(torch.arange(8)[None]).shape == (1, 8, 64)
+
+
+def test_the_part_of_a_composite_model_is_the_class_that_it_names() -> None:
+    """A causal model whose configuration the Auto class does not list is found by `architectures`."""
+    config = {**SMALL, "model_type": "emu3_text_model", "architectures": ["Emu3ForCausalLM"]}
+    assert type(hf.build(config)).__name__ == "Emu3ForCausalLM"
+    with pytest.raises(ConfigError, match="emu3_text_model"):
+        hf.build(config | {"architectures": ["Emu3Model"]})
+
+
+def test_a_single_expert_is_unstacked() -> None:
+    """One expert of a stack is one file tensor without the first dim."""
+    with torch.device("meta"):
+        model = hf.build(
+            {**SMALL, "model_type": "hunyuan_v1_moe", "num_experts": 1, "num_local_experts": 1, "moe_topk": 1}
+        )
+    group = model.key_map().group_of_fqn("model.layers.0.mlp.experts.down_proj")
+    assert group.keys == ("model.layers.0.mlp.experts.0.down_proj.weight",)
+    assert group.op == Unstack(1)

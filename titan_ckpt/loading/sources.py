@@ -314,9 +314,9 @@ def _verdict(
             lines = [f"{key} (like {', '.join(keys)}?)" if keys else key for key, keys in near.items()]
             lines += strangers[_LISTED:]
             problems.append(f"{source.path}: {len(lines)} that the model does not have: {_listed(lines)}")
-        if isinstance(o.reader, PeftReader) and (ignored := unselected(o.reader)):
+        if isinstance(o.reader, PeftReader) and (unused := unselected(o.reader)):
             why = "that its target_modules does not select, so that PEFT would ignore them"
-            problems.append(f"{source.path}: {len(ignored)} {why}: {_listed(ignored)}")
+            problems.append(f"{source.path}: {len(unused)} {why}: {_listed(unused)}")
     misfits = {m.key for m in mismatched}
     absent = [fqn for fqn in wanted if fqn not in loaded and fqn not in misfits]
     has_adapter = any(o.source.adapter for o in opened)

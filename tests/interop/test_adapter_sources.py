@@ -69,7 +69,7 @@ def test_an_adapter_in_a_dcp_folder_is_a_source_too(
     """Its names say that it is an adapter; that nothing says its alpha is warned of."""
     first = trained(tmp_path, base)
     assert_continues(first, base, write_dcp(first, tmp_path / "dcp"), tmp_path / "second")
-    assert "dcp does not say which rank, alpha and base its adapter has" in caplog.text
+    assert "dcp says no rank, alpha and base of its adapter" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_adapters_of_a_chain_are_merged_in_their_order(tmp_path: Path, base: Pat
 
 
 def test_a_whole_step_with_an_adapter_inside_is_exact_or_refused(tmp_path: Path, base: Path) -> None:
-    """With the same converters it is the model; with another alpha, without converters or merged it is refused."""
+    """It is the model with the same converters, refused with another alpha or merged, and a base alone if asked."""
     first = LoraRun.build(base)
     save = SaveConfig(interval=1, include_base=True)
     with first.manager(tmp_path / "run", [base], save=save) as manager:
@@ -270,6 +270,10 @@ def test_a_whole_step_with_an_adapter_inside_is_exact_or_refused(tmp_path: Path,
         pytest.raises(LoadMismatchError, match=r"step-1 holds 16 tensors of converters \(lora\).*has no converters"),
     ):
         manager.load()
+    base_alone = InitialLoadConfig(str(step), ignore=("*.lora_*",))
+    with manager_of(plain, tmp_path / "base-alone", base_alone) as manager:
+        manager.load()
+    assert all(torch.equal(value, first.model.state_dict()[name]) for name, value in plain.state_dict().items())
     with pytest.raises(LoadMismatchError, match="step-1 is native and holds whole weights, and only an adapter"):
         merge_into(base, tmp_path / "merged", step)
 

@@ -6,7 +6,7 @@ Owns the comparison of an adapter's settings with the converters of the run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from titan_ckpt.disk import posix
 from titan_ckpt.errors import LoadMismatchError, listed
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
-from titan_ckpt.geometry.keymap import KeyMap
+from titan_ckpt.geometry.keymap import KeyMap, selected
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.loading.plan import LoadSource
 from titan_ckpt.types import Format, ModelHooks
@@ -92,38 +92,36 @@ def check_settings(path: Path, config: Mapping[str, Any], key_map: KeyMap, hooks
 
 
 def check_fits(
-    source: LoadSource, reader: TensorReader, names: Collection[str], wanted: Collection[str], model: ModelWrapper
+    source: LoadSource, reader: TensorReader, names: Set[str], wanted: Set[str], model: ModelWrapper
 ) -> None:
     """Check that the converters' tensors in a native or DCP source mean in this run what they meant in their own.
 
-    `names`: the model's tensors in the source; `wanted`: those that it should fill. A scale shows in no shape, so the
-    settings are compared.
+    `names`: the model's tensors in the source; `wanted`: those that it should fill. Those that the source's settings
+    leave out are not compared. A scale shows in no shape, so the settings of the converters are compared.
     Raises: LoadMismatchError listing every difference that changes the result.
     """
     path, manifest = source.path, _manifest_in(reader)
     if manifest is not None and manifest.kind == "external":
         raise LoadMismatchError(f"{path} holds no model weights: its run took them from outside. Name another source")
     saved = [] if manifest is None else manifest.converters
+    running = [] if model.hooks is None else model.hooks.describe()
     has_lora = source.adapter or lora_names.KIND in _by_kind(saved)  # else such names are the model's own
+    names, wanted = names - selected(names, source.ignore), wanted - selected(wanted, source.initialise)
     owned = [name for name in names if model.owns(name) or (has_lora and lora_tensor(name))]
     if not owned:
         return
-    running = [] if model.hooks is None else model.hooks.describe()
     if not any(map(model.owns, owned)):
-        made_by = ", ".join(_by_kind(saved)) or lora_names.KIND
+        theirs, ours = (", ".join(_by_kind(descriptions)) for descriptions in (saved, running))
         raise LoadMismatchError(
-            f"{path} holds {len(owned)} tensors of converters ({made_by}), such as {owned[0]}, and this run has "
-            f"{', '.join(_by_kind(running)) or 'no converters'}: add the [[converters]] it was trained with, or start "
-            "from the export of its run, in which they are merged"
+            f"{path} holds {len(owned)} tensors of converters ({theirs}), such as {min(owned)}, and this run has "
+            f"{ours or 'no converters'}: add the [[converters]] it was trained with, start from the export of its run, "
+            "in which they are merged, or leave them out (ignore)"
         )
     if manifest is None:
-        logger.warning(
-            "load: %s does not say which rank, alpha and base its adapter has; the [[converters]] of this run count",
-            path,
-        )
+        logger.warning("load: %s says no rank, alpha and base of its adapter; this run's [[converters]] count", path)
         return
     strangers = [name for name in owned if not model.owns(name)]
-    lacking = [name for name in wanted if source.adapter and name not in names]
+    lacking = wanted - names if source.adapter else ()
     settings = _OF_RESULT + (_OF_SITES if strangers or lacking else ())
     if problems := list(_misfits(path, saved, running, owned, settings)):
         raise LoadMismatchError(

@@ -207,7 +207,7 @@ def _plan(
         plan, partial = _plan_partly(source, reader.tensors, wanted, transforms, wrapper.hooks)
         return _Opened(source, reader, plan, partial=partial)
     prefix, available = model_tensors(reader.tensors, reader.format, wanted)
-    check_fits(source, reader, available, wanted, wrapper)
+    check_fits(source, reader, available.keys(), wanted.keys(), wrapper)
     plan, partial = _plan_partly(source, available, wanted, StateDictTransforms(), None)
     plan = replace(plan, requests=_prefixed(plan.requests, prefix))
     return _Opened(source, reader, plan, partial=replace(partial, requests=_prefixed(partial.requests, prefix)))
@@ -314,7 +314,8 @@ def _verdict(
             lines = [f"{key} (like {', '.join(keys)}?)" if keys else key for key, keys in near.items()]
             lines += strangers[_LISTED:]
             problems.append(f"{source.path}: {len(lines)} that the model does not have: {_listed(lines)}")
-        if isinstance(o.reader, PeftReader) and (unused := unselected(o.reader)):
+        unused = unselected(o.reader) if isinstance(o.reader, PeftReader) else []
+        if unused := [key for key in unused if key not in o.partial.passed_by]:
             why = "that its target_modules does not select, so that PEFT would ignore them"
             problems.append(f"{source.path}: {len(unused)} {why}: {_listed(unused)}")
     misfits = {m.key for m in mismatched}

@@ -279,6 +279,8 @@ def rows() -> list[tuple[str, str, str]]:
     out = []
     for case in CASES:
         with tempfile.TemporaryDirectory() as folder:
-            for way, (verdict, note) in verdicts(case, Path(folder)).items():
-                out.append((f"{case}, {way}", verdict, note.rpartition(f"{case.refused} = ")[2].partition(":")[2]))
+            for way, (verdict, error) in verdicts(case, Path(folder)).items():
+                reasons = [line.strip() for line in error.splitlines() if case.refused and f"{case.refused} = " in line]
+                note = (reasons or [case.no_converter if error else ""])[0].partition(". ")[0]
+                out.append((f"{case}, {way}", verdict, note))
     return out

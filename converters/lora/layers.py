@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.utils import skip_init
 
 from converters.lora.merge import Form, spread
 from converters.qat.converter import QuantisedForward
@@ -36,10 +35,27 @@ class Adapter:
     """Attribute by which an embedding's own forward multiplies what it looks up; see proof.py."""
 
 
-class LoRAUp(nn.Linear):
+class Factor(nn.Module):
+    """A or B. Not an nn.Linear, so that a model's own initialisation does not take it for one of its modules."""
+
+    def __init__(self, num_out: int, num_in: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_out, num_in, device=device, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply by the weight. Shape: (..., num_in) in, (..., num_out) out."""
+        return F.linear(x, self.weight)
+
+    def reset_parameters(self) -> None:
+        """Draw values as for a linear module."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+
+
+class LoRAUp(Factor):
     """B. It starts at zero, so a new adapter changes nothing. Shape: weight (out_features, rank)."""
 
     def reset_parameters(self) -> None:
+        """Fill with zeros."""
         nn.init.zeros_(self.weight)
 
 
@@ -62,7 +78,7 @@ class LoRALinear(nn.Linear):
     """
 
     adapter: Adapter
-    lora_a: nn.Linear
+    lora_a: Factor
     lora_b: LoRAUp
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name is torch's
@@ -119,8 +135,8 @@ class LoRAEmbedding(nn.Embedding):
     """An embedding with an additional low-rank table. A is (rank, num_embeddings), B (embedding_dim, rank)."""
 
     adapter: Adapter
-    lora_a: nn.Linear
-    lora_b: nn.Linear
+    lora_a: Factor
+    lora_b: Factor
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         """Shape: token ids in, (..., embedding_dim) out."""
@@ -141,7 +157,7 @@ class LoRAConv1D(nn.Module):
     """GPT-2's Conv1D, a linear module with a weight (in_features, out_features), with an additional low-rank path."""
 
     adapter: Adapter
-    lora_a: nn.Linear
+    lora_a: Factor
     lora_b: LoRAUp
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -212,10 +228,9 @@ def attach(module: nn.Module, form: Form, adapter: Adapter, quantised: Quantised
     base: Any = type(module)
     kind = {"linear": linear, "embedding": LoRAEmbedding, "conv1d": LoRAConv1D}[form]
     module.__class__ = mixed(kind, base)
-    # skip_init: values drawn at this point would be overwritten, and would advance the run's generator
-    module.lora_a = skip_init(nn.Linear, num_in, adapter.rank * max(1, len(adapter.rows)), bias=False, **where)
-    up = nn.Linear if form == "embedding" else LoRAUp
-    module.lora_b = skip_init(up, adapter.rank, num_out, bias=False, **where)
+    module.lora_a = Factor(adapter.rank * max(1, len(adapter.rows)), num_in, **where)
+    up = Factor if form == "embedding" else LoRAUp
+    module.lora_b = up(num_out, adapter.rank, **where)
     if adapter.dora:
         module.lora_magnitude = Magnitude(num_out, **where)
     if quantised is not None:

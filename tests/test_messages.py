@@ -168,6 +168,16 @@ def a_resume_of_another_size(folder: Path) -> None:
 
 
 @says(
+    "the weights do not fit the model; nothing was loaded\n"
+    "  RUN/checkpoints/step-1: 2 of dtype bfloat16, expected float32: 0.weight, 0.bias; build the model in "
+    "bfloat16, or start a new run from this step as an initial_load with cast = true"
+)
+def a_resume_in_another_dtype(folder: Path) -> None:
+    saved(folder, model(4, 4, dtype=torch.bfloat16), 1)
+    load(folder, model(4, 4))
+
+
+@says(
     "RUN/checkpoints/step-1/rank-00000.safetensors: 1 block(s) do not have the digest they were written with: bytes "
     "4096-4175; they hold values of 2 tensor(s): model.0.weight, model.0.bias. Overwritten in memory so far: no "
     "tensor. Load another step, or copy the file again from where it is whole"

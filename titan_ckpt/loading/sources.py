@@ -302,7 +302,7 @@ def _verdict(
         cast |= report.cast
         unexpected += strangers
         mismatched += report.mismatched
-        problems += [f"{source.path}: {line}" for line in _mismatches(report.mismatched)]
+        problems += [f"{source.path}: {line}" for line in _mismatches(report.mismatched, resuming=require_owned)]
         prefix = _prefix(strangers, plan.absent_keys) if len(opened) == 1 else ""
         if prefix:
             problems.append(
@@ -356,7 +356,7 @@ def _prefix(strangers: Sequence[str], absent: Sequence[str]) -> str:
     return next((p for p in prefixes if p and {key.removeprefix(p) for key in strangers} == wanted), "")
 
 
-def _mismatches(mismatched: Sequence[Mismatch]) -> list[str]:
+def _mismatches(mismatched: Sequence[Mismatch], *, resuming: bool) -> list[str]:
     """Return one line for the tensors of another shape, and one for each pair of dtypes that differ."""
     lines = [f"{m.key}: expected {m.expected}, found {m.found}" for m in mismatched if m.kind == "shape"]
     problems = [f"{len(lines)} of another shape than the model's: {listed(lines, most=_LISTED)}"] if lines else []
@@ -366,11 +366,12 @@ def _mismatches(mismatched: Sequence[Mismatch]) -> list[str]:
             there, here = m.found.partition("[")[0], m.expected.partition("[")[0]
             dtypes.setdefault((there, here, m.kind), []).append(m.key)
     for (there, here, kind), keys in dtypes.items():
-        step = (
-            "set cast = true to convert them while loading"
-            if kind == "cast"
-            else "such values cannot be converted: take weights of the model's dtype"
-        )
+        if kind == "dtype":
+            step = "such values cannot be converted: take weights of the model's dtype"
+        elif resuming:
+            step = f"build the model in {there}, or start a new run from this step as an initial_load with cast = true"
+        else:
+            step = "set cast = true to convert them while loading"
         problems.append(f"{len(keys)} of dtype {there}, expected {here}: {_listed(keys)}; {step}")
     return problems
 

@@ -22,6 +22,9 @@ from titan_ckpt.weights.write_view import CASTABLE, dtype_name
 
 logger = logging.getLogger(__name__)
 
+_MAX_COMPARED_CHARS = 1_000
+"""Longer names of a foreign file are not compared with the model's, because that takes the square of their length."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
@@ -38,6 +41,8 @@ class ReadPlan:
 
     def near(self, key: str) -> list[str]:
         """Return the absent keys most similar to an unexpected one, such as a misspelt or wrongly prefixed name."""
+        if len(key) > _MAX_COMPARED_CHARS:
+            return []
         return difflib.get_close_matches(key, self.absent_keys, n=2, cutoff=0.6)
 
 

@@ -117,7 +117,8 @@ def weights_of_integers(folder: Path) -> None:
 
 @says(
     "the weights do not fit the model; nothing was loaded\n"
-    "  RUN/old/checkpoints/step-1: 2 missing: 1.weight, 1.bias\n"
+    "  RUN/old/checkpoints/step-1: 2 missing: 1.weight, 1.bias. Name new tensors in "
+    "checkpoint.initial_load.initialise\n"
     "  Was it saved from a different model config?"
 )
 def weights_of_fewer_layers(folder: Path) -> None:
@@ -169,8 +170,18 @@ def a_resume_of_another_size(folder: Path) -> None:
 
 @says(
     "the weights do not fit the model; nothing was loaded\n"
-    "  RUN/checkpoints/step-1: 2 of dtype bfloat16, expected float32: 0.weight, 0.bias; build the model in "
-    "bfloat16, or start a new run from this step as an initial_load with cast = true"
+    "  RUN/checkpoints/step-1: 2 missing: 1.weight, 1.bias\n"
+    "  Was it saved from a different model config?"
+)
+def a_resume_with_a_new_layer(folder: Path) -> None:
+    saved(folder, model(4, 4), 1)
+    load(folder, model(4, 4, 4))
+
+
+@says(
+    "the weights do not fit the model; nothing was loaded\n"
+    "  RUN/checkpoints/step-1: 2 of dtype bfloat16, expected float32: 0.weight, 0.bias; build the model in bfloat16, "
+    "or start a new run from this step as an initial_load with cast = true"
 )
 def a_resume_in_another_dtype(folder: Path) -> None:
     saved(folder, model(4, 4, dtype=torch.bfloat16), 1)

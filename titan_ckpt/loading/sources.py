@@ -328,7 +328,8 @@ def _verdict(
     if missing and not prefix:
         where = ", ".join(str(o.source.path) for o in opened)
         alone = ". Name the base of this adapter before it" if all(o.source.adapter for o in opened) else ""
-        hint = ". Name new tensors in checkpoint.initial_load.initialise" if not alone and len(missing) <= _FEW else ""
+        few = not (alone or require_owned) and len(missing) <= _FEW  # a resume takes all that the step's run had
+        hint = ". Name new tensors in checkpoint.initial_load.initialise" if few else ""
         problems.append(f"{where}: {len(missing)} missing: {_listed(missing)}{alone}{hint}")
     if twice:
         both = ", or merge all adapters but one into the base (merge = true)" if has_adapter else ""

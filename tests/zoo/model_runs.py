@@ -198,6 +198,7 @@ def logits_of(model: Any) -> torch.Tensor:
 def quiet() -> Iterator[None]:
     """Let libraries say nothing; what has to be said is in a verdict."""
     logging.disable(logging.ERROR)
+    transformers.logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -142,12 +142,12 @@ def test_a_hostile_pickle_is_refused_at_once_with_its_cause(tmp_path: Path, what
     before = set(vars(pathlib.PurePosixPath)), set(vars(pathlib.PosixPath)), set(vars(Metadata))
     body, cause = HOSTILE[what]
     (tmp_path / ".metadata").write_bytes(pickle.PROTO + b"\x04" + body + pickle.STOP)
-    started = time.monotonic()
+    started = time.process_time()  # a busy machine is no failure
     with pytest.raises(CorruptCheckpointError, match=cause) as caught:
         DcpReader(tmp_path)
     assert str(tmp_path / ".metadata") in str(caught.value)
     assert "Nothing was executed" in str(caught.value)
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
     assert before == (set(vars(pathlib.PurePosixPath)), set(vars(pathlib.PosixPath)), set(vars(Metadata)))
 
 

@@ -18,6 +18,8 @@ from titan_ckpt import CheckpointConfig, CheckpointManager
 from titan_ckpt.cli.main import main
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.open import open_reader
+from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.requests import ReadRequest
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "native-1"
 
@@ -147,3 +149,29 @@ def test_a_state_file_with_what_no_run_writes_is_refused(
     with manager, pytest.raises(CorruptCheckpointError, match=cause) as caught:
         manager.load()
     assert str(folder / name) in str(caught.value)
+
+
+def rank_file_with(folder: Path, rank: int, old: bytes, new: bytes) -> None:
+    """Change a rank's header, and seal it and the manifest again."""
+    path = folder / f"rank-{rank:05d}.safetensors"
+    data = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    assert len(old) == len(new) and data.count(old, 0, start) == 1
+    data[:start] = data[:start].replace(old, new)
+    data[46:78] = b"0" * 32
+    digest = xxhash.xxh3_128_hexdigest(bytes(data[:start]))
+    data[46:78] = digest.encode()
+    path.write_bytes(data)
+    resealed(folder, lambda m: [f.update(digest=digest) for f in m["files"] if f["name"] == path.name])
+
+
+def test_ranks_that_disagree_about_a_tensor_are_named(tmp_path: Path) -> None:
+    """A row of integers in the file of one rank does not become floats in a load."""
+    folder = Path(shutil.copytree(GOLDEN / "two-ranks/checkpoints/step-2", tmp_path / "step-2"))
+    row = b'"model.rows.weight":{"dtype":"%s","shape":[3,4]'
+    rank_file_with(folder, 1, row % b"F32", row % b"I32")
+    into = torch.zeros(7, 4)
+    cause = r"rank-00001\.safetensors: model\.rows\.weight is int32\[7, 4\], rank 0's file says float32\[7, 4\]"
+    with open_reader(folder) as reader, pytest.raises(CorruptCheckpointError, match=cause):
+        reader.read([ReadRequest("model.rows.weight", Chunk.whole((7, 4)), into)])
+    assert not into.any()

@@ -31,6 +31,8 @@ from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
 from titan_ckpt.weights.identity import BASE_RECORD
 
+_AGAIN = "Load another step, or copy the folder again from where it is whole"
+
 
 class _Source(NamedTuple):
     """The open file of one rank, and its header."""
@@ -112,9 +114,7 @@ class NativeReader(TensorReader):
         except FileNotFoundError:
             if rank == 0 and not self._records:
                 raise NotACheckpointError(f"{self.path}: holds no {name}, so no checkpoint of this format") from None
-            raise CorruptCheckpointError(
-                f"{path}: is missing. Load another step, or copy the folder again from where it is whole", str(path)
-            ) from None
+            raise CorruptCheckpointError(f"{path}: is missing. {_AGAIN}", str(path)) from None
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
@@ -144,7 +144,7 @@ class NativeReader(TensorReader):
         if found != expected:
             raise CorruptCheckpointError(
                 f"{header.path}: expected {expected} by the manifest, found {found}; the file is of another save. "
-                "Load another step, or copy the folder again from where it is whole",
+                f"{_AGAIN}",
                 header.path,
             )
 
@@ -153,7 +153,7 @@ class NativeReader(TensorReader):
         if self._records is not None and len(ranks) != header.world_size:
             raise CorruptCheckpointError(
                 f"{header.path}: is of a checkpoint of {header.world_size} ranks, and the manifest lists the files of "
-                f"{len(ranks)}. Load another step, or copy the folder again from where it is whole",
+                f"{len(ranks)}. {_AGAIN}",
                 header.path,
             )
 
@@ -212,7 +212,7 @@ class NativeReader(TensorReader):
                 continue
             for entry in entries:
                 if (expected := self.tensors.get(entry.fqn)) != entry.info:
-                    problems.append(f"{source.header.path}: {entry.fqn} is {entry.info}, rank 0's file says {expected}")
+                    problems.append(f"{source.header.path}: {_contradiction(entry, expected)}")
                 else:
                     chunks[entry.fqn].append(entry.chunk)
         for fqn, parts in chunks.items() if not problems else ():
@@ -236,7 +236,8 @@ class NativeReader(TensorReader):
             chunk, into = request.chunk, request.into
             if into.shape != chunk.sizes:
                 into = _reshaped(into.detach(), request, arranged)
-            if (entire := self._own.header.entire(request.key, chunk)) is not None:
+            entire = self._own.header.entire(request.key, chunk)
+            if entire is not None and (self._own.header.rank == 0 or entire[2] is self.tensors[request.key].dtype):
                 own.append(Transfer(request.key, *entire, None, into))
                 continue
             for source, entry, part in self._locate(request.key, chunk):
@@ -266,6 +267,10 @@ class NativeReader(TensorReader):
                 more = _parts(self._open(rank), fqn, chunk)
                 missing -= sum(part.numel for _, _, part in more)
                 parts += more
+        for source, entry, _ in parts:
+            if entry.info != self.tensors[fqn]:
+                path = source.header.path
+                raise CorruptCheckpointError(f"{path}: {_contradiction(entry, self.tensors[fqn])}. {_AGAIN}", path)
         _check_cover(fqn, chunk, [part for _, _, part in parts], str(self.path))
         return parts
 
@@ -310,6 +315,10 @@ def _transfer(entry: Entry, part: Chunk, into: torch.Tensor) -> Transfer:
     sizes = entry.chunk.sizes
     box = None if part == entry.chunk else Chunk(tuple(map(sub, part.offsets, entry.chunk.offsets)), part.sizes)
     return Transfer(entry.fqn, entry.start, sizes, entry.info.dtype, box, into)
+
+
+def _contradiction(entry: Entry, expected: TensorInfo | None) -> str:
+    return f"{entry.fqn} is {entry.info}, rank 0's file says {expected or 'that there is none'}"
 
 
 def _parts(source: _Source, fqn: str, chunk: Chunk) -> list[tuple[_Source, Entry, Chunk]]:

@@ -41,6 +41,16 @@ def model(*sizes: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+class Counting(nn.Linear):
+    """A module with state beside its tensors."""
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"count": 0}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
 class Counter:
     """A state to save."""
 
@@ -273,6 +283,16 @@ def a_state_that_was_not_saved(folder: Path) -> None:
 )
 def a_state_that_cannot_be_stored(folder: Path) -> None:
     saved(folder, model(4, 4), 1, states={"counter": Counter(lambda: 0)})
+
+
+@says(
+    "the checkpoint lacks the extra state of 10 modules: 0._extra_state, 1._extra_state, 2._extra_state, "
+    "3._extra_state, 4._extra_state, 5._extra_state, 6._extra_state, 7._extra_state and 2 more. Was it saved from a "
+    "different model?"
+)
+def modules_with_new_state(folder: Path) -> None:
+    saved(folder, model(*(4,) * 11), 1)
+    load(folder, nn.Sequential(*(Counting(4, 4) for _ in range(10))))
 
 
 @says(

@@ -23,6 +23,8 @@ SEQUENCE = 16
 MAX_PARAMETERS = 8_000_000
 _VOCABULARY = 96
 _HEADS = 4
+_KINDS = 4
+"""A model has at most this many kinds of layers."""
 _FILL = "fields that are None get a size too"
 
 _SIZES: Mapping[str, int] = {
@@ -208,8 +210,16 @@ def _fields(default: PretrainedConfig, sizes: Mapping[str, int]) -> Iterator[tup
             yield name, min(value, sizes[name])
         elif name in sizes and value is None and _FILL in sizes:
             yield name, sizes[name]
-        elif layers and isinstance(value, (list, tuple)) and len(value) == _num_layers(fields):
+        elif layers and _is_per_layer(value, fields):
             yield name, type(value)(value[i] for i in layers)
+        elif layers and name.endswith("_layers") and isinstance(value, list):  # indices of layers
+            yield name, [index for index in value if index < len(layers)]
+
+
+def _is_per_layer(value: Any, fields: Mapping[str, Any]) -> bool:
+    """Return whether a field has one entry per layer, and these are of few kinds (and no indices of layers)."""
+    is_list = isinstance(value, (list, tuple)) and len(value) == _num_layers(fields) > 0
+    return is_list and len(set(map(repr, value))) <= _KINDS
 
 
 def _num_layers(fields: Mapping[str, Any]) -> int:
@@ -219,7 +229,7 @@ def _num_layers(fields: Mapping[str, Any]) -> int:
 def _kept_layers(fields: Mapping[str, Any], sizes: Mapping[str, int]) -> list[int]:
     """Return the indices of layers that are kept: one of each kind; empty if no field has a list of the layers."""
     num = _num_layers(fields)
-    lists = [v for v in fields.values() if isinstance(v, (list, tuple)) and len(v) == num and num > 0]
+    lists = [value for value in fields.values() if _is_per_layer(value, fields)]
     if not lists:
         return []
     first: dict[str, int] = {}

@@ -13,11 +13,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+import converters
 from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.keymap import IDENTITY, Chain, Concat, KeyMap, Split, Transpose, Unstack
 from titan_ckpt.models import hf
 from titan_ckpt.models.hf_keys import find_key_map
+from titan_ckpt.weights.initialize import construct, initialise, materialise
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 SMALL: dict[str, Any] = {
@@ -371,3 +373,14 @@ def test_a_single_expert_is_unstacked() -> None:
     group = model.key_map().group_of_fqn("model.layers.0.mlp.experts.down_proj")
     assert group.keys == ("model.layers.0.mlp.experts.0.down_proj.weight",)
     assert group.op == Unstack(1)
+
+
+def test_buffers_are_recomputed_beside_modules_that_a_converter_added() -> None:
+    """xLSTM's own initialisation recognises gates by their names, and fails on the adapters inside them."""
+    shape = {"embedding_dim": 32, "num_heads": 2, "num_blocks": 2, "chunk_size": 8, "weight_mode": "single"}
+    model: Any = construct(lambda: hf.build({**SMALL, "model_type": "xlstm", **shape}))
+    hooks = converters.from_tables([{"kind": "lora", "rank": 2, "target_modules": ["*igate_preact", "*fgate_preact"]}])
+    hooks.convert(model)
+    materialise(model, "cpu")
+    initialise(ModelWrapper([model], hooks))
+    assert torch.isfinite(model(torch.arange(8)[None])).all()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterator, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -56,6 +56,14 @@ class FirstForward:
             handle.remove()
 
 
+class _Base(NamedTuple):
+    """A base weight: its fqn, its module, and its name there."""
+
+    fqn: str
+    module: nn.Module
+    name: str
+
+
 class _WeightUses(TorchFunctionMode):
     """Notes each base weight that a torch function computes with outside of the weight's own module."""
 
@@ -63,8 +71,9 @@ class _WeightUses(TorchFunctionMode):
         super().__init__()
         self.users: dict[str, str] = {}
         """fqn of a weight -> the class that used it, and the function."""
-        self._model, self._tied = model, tied
-        self._known: dict[int, tuple[nn.Parameter, tuple[str, nn.Module] | None]] = {}
+        self._model = model
+        self._bases = list(_bases(model, tied))
+        self._known: dict[int, tuple[nn.Parameter, _Base | None]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -72,29 +81,30 @@ class _WeightUses(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if any(True for _ in _tensors([result])):
             for value in _tensors([*args, *(kwargs or {}).values()]):
-                owner = self._owner(value) if isinstance(value, nn.Parameter) and value is not result else None
-                if owner is not None and not any(caller is owner[1] for caller in _callers()):
+                base = self._base(value) if isinstance(value, nn.Parameter) and value is not result else None
+                if base is not None and not any(caller is base.module for caller in _callers()):
                     user = next(map(type, _callers()), type(self._model)).__name__
-                    self.users.setdefault(owner[0], f"{user} ({getattr(func, '__name__', func)})")
+                    self.users.setdefault(base.fqn, f"{user} ({getattr(func, '__name__', func)})")
         return result
 
-    def _owner(self, value: nn.Parameter) -> tuple[str, nn.Module] | None:
-        """Return the name of an adapted base weight and its module. FSDP2 exchanges parameters in the forward."""
+    def _base(self, value: nn.Parameter) -> _Base | None:
+        """Return which base weight this is. It is asked of the modules, because FSDP2 exchanges their parameters."""
         if id(value) not in self._known:
-            owners = {id(weight): (weight, (fqn, module)) for fqn, weight, module in self._adapted()}
-            self._known.update(owners)
-            self._known.setdefault(id(value), (value, None))
+            owners = (base for base in self._bases if getattr(base.module, base.name) is value)
+            self._known[id(value)] = (value, next(owners, None))
         return self._known[id(value)][1]
 
-    def _adapted(self) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
-        for name, module in self._model.named_modules():
-            fqn = clean_fqn(name)
-            if isinstance(module, AdaptedStacks | TrainedCopy | LoRALinear | LoRAEmbedding | LoRAConv1D):
-                kept = module.adapters if isinstance(module, AdaptedStacks) else None
-                for own, weight in module.named_parameters(recurse=False):
-                    adapted = isinstance(module, TrainedCopy) or (own in kept if kept is not None else own == "weight")
-                    if adapted and fqn not in self._tied:
-                        yield f"{fqn}.{own}", weight, module
+
+def _bases(model: nn.Module, tied: Collection[str]) -> Iterator[_Base]:
+    """Yield the frozen weights beside which adapters and trained copies stand."""
+    for name, module in model.named_modules():
+        fqn = clean_fqn(name)
+        if isinstance(module, AdaptedStacks):
+            yield from (_Base(f"{fqn}.{own}", module, own) for own in module.adapters)
+        elif isinstance(module, TrainedCopy):
+            yield from (_Base(f"{fqn}.{own}", module, own) for own, _ in module.named_parameters(recurse=False))
+        elif isinstance(module, LoRALinear | LoRAEmbedding | LoRAConv1D) and fqn not in tied:
+            yield _Base(f"{fqn}.weight", module, "weight")
 
 
 def _is_compiled(module: nn.Module) -> bool:

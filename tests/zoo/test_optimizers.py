@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
+from tests.unit.components.test_optimizer_content import EXACT
 from tests.zoo.optimizer_runs import Case, Kind, judge
 from tests.zoo.sample import chosen
 from titan_ckpt.testing.ranks import distributed
@@ -128,16 +129,22 @@ def test_an_optimizer_resumes_exactly(case: Case, tmp_path: Path) -> None:
 @distributed(nproc=2)
 def test_optimizers_resume_exactly_on_two_ranks(tmp_path: Path) -> None:
     """Sharded by FSDP2, three steps after a resume give the bits of a run without a stop, and the same state."""
-    verdicts = {case.name: judge(case, tmp_path / str(i), fully_shard) for i, case in sharded_cases()}
+    chosen_cases = [*sharded_cases(), *(odd_case(kind) for kind in EXACT)]
+    verdicts = {case.name: judge(case, tmp_path / case.name, fully_shard) for case in chosen_cases}
     assert not {name: note for name, (verdict, note) in verdicts.items() if verdict not in ("exact", "unbuilt")}
     assert sum(verdict == "exact" for verdict, _ in verdicts.values()) > len(verdicts) // 2
 
 
-def sharded_cases() -> list[tuple[int, Case]]:
+def odd_case(kind: type[Any]) -> Case:
+    """Return an optimizer that keeps more than tensors of its parameters' shapes."""
+    return Case(kind.__name__, lambda model: kind(model.parameters()), kind="plain")
+
+
+def sharded_cases() -> list[Case]:
     """Return the optimizers with their defaults on parameters that FSDP2 can shard, if they know DTensors."""
     every = [case for case in cases() if "()" in case.name and case.kind == "any"]
     known = [replace(case, kind="plain") for case in every if not case.name.startswith(_REFUSED)]
-    return list(enumerate(chosen(known, 6)))
+    return chosen(known, 6)
 
 
 def rows() -> list[tuple[str, str, str]]:

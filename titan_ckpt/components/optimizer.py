@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -20,10 +21,11 @@ from titan_ckpt.components import quantised_state
 from titan_ckpt.components.optimizer_content import OptimizerContent
 from titan_ckpt.components.optimizer_split import NOT_STORED, Group, Splitter, frozen
 from titan_ckpt.components.quantised_state import QUANTISED
+from titan_ckpt.components.state_layout import placements_unlike, room, room_like
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import LoadMismatchError, SaveError, listed
 from titan_ckpt.geometry.chunks import TensorInfo, info_of, plain
-from titan_ckpt.geometry.nested import give_tensors, names_of
+from titan_ckpt.geometry.nested import give_tensors, layouts_of, names_of
 from titan_ckpt.types import StateDict
 
 logger = logging.getLogger(__name__)
@@ -90,13 +92,14 @@ class OptimizerState:
         """
         stored = groups or []
         out = self._quantised_rooms(available, stored)
-        beside = {name for optimizer in stored for name in names_of(optimizer[0].get("beside"))}
+        beside = dict(layout for optimizer in stored for layout in layouts_of(optimizer[0].get("beside")))
+        placements = dict(layout for optimizer in stored for group in optimizer for layout in layouts_of(group["own"]))
         strangers = []
         for key, info in available.items():
             if key in out:
                 continue
             if key in beside:
-                out[key] = torch.empty(info.shape, dtype=info.dtype, device=self._device())
+                out[key] = room(info, self._device(), self._mesh(), beside[key])
                 continue
             fqn, name = self._parse(key)
             if fqn is None:
@@ -104,19 +107,21 @@ class OptimizerState:
                 continue
             optimizer, parameter = self._owners[fqn]
             live = optimizer.state.get(parameter, {}).get(name)
-            if isinstance(live, torch.Tensor) and not quantised_state.is_subclass(live) and info_of(live) == info:
+            layout = placements.get(key)
+            if _is_room(live, info, parameter, layout):
                 out[key] = plain(live)
-            elif not info.shape and (parameter.dim() or name == "step"):
+            elif not info.shape and (parameter.dim() or name == "step") and layout is None:
                 out[key] = torch.empty((), dtype=info.dtype)
-            elif info.shape == tuple(parameter.shape):
-                # as optimizers do: for a float8-aware parameter zeros_like returns a plain tensor, empty_like does not
-                out[key] = torch.zeros_like(parameter, dtype=info.dtype, requires_grad=False).detach()
             else:
-                out[key] = parameter.detach().new_empty(info.shape, dtype=info.dtype)
+                out[key] = room_like(parameter, info, layout)
         return out, strangers
 
     def _device(self) -> torch.device:
         return next(iter(self._owners.values()))[1].device
+
+    def _mesh(self) -> DeviceMesh | None:
+        """Return the mesh of the first sharded parameter."""
+        return next((p.device_mesh for _, p in self._owners.values() if isinstance(p, DTensor)), None)
 
     def _quantised(self, groups: Groups) -> list[tuple[str, str, dict[str, Any]]]:
         """Return (fqn, name, what stands for it) of every quantised state of a parameter that this rank trains."""
@@ -252,6 +257,13 @@ class OptimizerState:
         if type(value) is dict and QUANTISED in value:
             return quantised_state.fill(self._room(fqn, name, value), value["parts"], f"{PREFIX}{fqn}.{name}")
         return value
+
+
+def _is_room(live: Any, info: TensorInfo, parameter: nn.Parameter, layout: Sequence[str] | None) -> bool:
+    """Return whether the live state can be filled in place."""
+    if not isinstance(live, torch.Tensor) or quantised_state.is_subclass(live) or info_of(live) != info:
+        return False
+    return not isinstance(parameter, DTensor) or placements_unlike(parameter, live) == layout
 
 
 def _beside_of(groups: Groups, matched: Sequence[Sequence[Group]]) -> dict[str, Any]:

@@ -19,6 +19,9 @@ from torch.optim import Optimizer
 from titan_ckpt.errors import LoadMismatchError, StateEncodingError
 from titan_ckpt.geometry.chunks import local_tensor
 
+_WRAPPERS = ("accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightning.", "schedulefree.wrap_schedulefree")
+"""Modules of wrappers whose state dict is that of the optimizer inside; other wrappers speak for themselves."""
+
 State = Mapping[nn.Parameter, Mapping[Any, Any]]
 _DICTS = (dict, OrderedDict, defaultdict)
 _METHODS = ("state_dict", "load_state_dict")
@@ -46,15 +49,13 @@ class OptimizerContent:
 
 
 def innermost(optimizer: Any) -> Optimizer:
-    """Return the optimizer inside wrappers that share its state and groups (accelerate, Fabric, schedulefree).
+    """Return the optimizer inside wrappers that are known to keep no state of their own.
 
     Raises: LoadMismatchError for an object that is no optimizer and wraps none.
     """
-    while True:
-        inners = (getattr(optimizer, name, None) for name in ("optimizer", "base"))
-        inner = next((i for i in inners if isinstance(i, Optimizer) and i is not optimizer), None)
-        shares = inner is not None and optimizer.param_groups is inner.param_groups and optimizer.state is inner.state
-        if not shares:
+    while any(kind.__module__.startswith(_WRAPPERS) for kind in type(optimizer).__mro__):
+        inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "base", None)
+        if inner is None:
             break
         optimizer = inner
     if isinstance(optimizer, Optimizer):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from torch.optim import Optimizer
 
 from titan_ckpt.components import quantised_state
 from titan_ckpt.components.optimizer_content import OptimizerContent
+from titan_ckpt.components.state_layout import placements_beside, placements_unlike
 from titan_ckpt.errors import StateEncodingError
-from titan_ckpt.geometry.chunks import local_tensor, plain
+from titan_ckpt.geometry.chunks import plain
 from titan_ckpt.geometry.nested import Taken, address, memory_order, placeholder, take_tensors, tensors_in
 from titan_ckpt.types import StateDict
 
@@ -43,8 +45,9 @@ class Splitter:
         self._prefix = prefix
         self._tensors = tensors
         counts = Counter(map(address, tensors_in([list(state.values()) for state in content.state.values()])))
-        self._repeated = frozenset(start for start, count in counts.items() if count > 1 and start)
+        self._repeated = frozenset(start for start, count in counts.items() if count > 1)
         self._taken = Taken(repeated=self._repeated)
+        self._mesh = next((p.device_mesh for g in optimizer.param_groups for p in g["params"] if _is_sharded(p)), None)
 
     def groups(self, names: Mapping[nn.Parameter, str]) -> list[Group]:
         """Return the groups of the optimizer with everything that is no tensor of its own."""
@@ -53,6 +56,7 @@ class Splitter:
 
     def take(self, value: Any, path: str) -> Any:
         """Take the tensors out of state that belongs to no parameter."""
+        self._taken.layout = partial(placements_beside, mesh=self._mesh, path=path)
         return take_tensors(value, path, self._tensors, self._taken)
 
     def _group(
@@ -96,19 +100,25 @@ class Splitter:
     def _stored(self, fqn: str, name: Any, value: Any, parameter: nn.Parameter) -> Any:
         """Store one entry of a parameter's state. Return what "own" holds of it; None if a tensor is all that it is."""
         path = f"{self._prefix}{fqn}.{name}"
+        self._taken.layout = partial(placements_unlike, parameter)
         if not isinstance(value, torch.Tensor):
-            return self.take(value, path)
+            return take_tensors(value, path, self._tensors, self._taken)
         if quantised_state.is_subclass(value):
             return quantised_state.take(self._optimizer, value, path, self._tensors, self._taken)
         value, start = plain(value), address(value)
-        if not start and ((local := local_tensor(value)).layout is not torch.strided or local.is_meta):
-            kind = "a tensor without memory" if local.is_meta else f"a tensor of layout {local.layout}"
+        if value.layout is not torch.strided or value.is_meta:
+            kind = "a tensor without memory" if value.is_meta else f"a tensor of layout {value.layout}"
             raise StateEncodingError(f"{path}: {kind} cannot be stored as optimizer state; make it dense", path)
         plain_name = type(name) is str and "." not in name
-        if plain_name and start not in self._repeated and _is_laid_out_like_new(value, parameter):
+        as_new = _is_laid_out_like_new(value, parameter) and placements_unlike(parameter, value) is None
+        if plain_name and as_new and start not in self._repeated:
             self._tensors[path] = value
             return None
         return placeholder(value, path, self._tensors, self._taken)
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor)
 
 
 def _is_laid_out_like_new(value: torch.Tensor, parameter: nn.Parameter) -> bool:

@@ -7,8 +7,9 @@ owners of state.
 from __future__ import annotations
 
 import copy
+import re
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from titan_ckpt.types import StateDict
 PLACEHOLDER = "$tensor_file"
 _DICTS = (dict, OrderedDict, defaultdict)
 _LISTS = (list, tuple, deque)
+_PLACEMENT = re.compile(r"R|S\d{1,2}")
 MAX_DEPTH = 100
 """Deeper than typed JSON accepts. State that contains itself is left for typed JSON to refuse by name."""
 
@@ -34,6 +36,8 @@ class Taken:
     """Memory of a tensor -> its name."""
     repeated: frozenset[int] = frozenset()
     """Addresses of tensors that are there twice; 0-d tensors among them are taken too."""
+    layout: Callable[[torch.Tensor], list[str] | None] = lambda _: None
+    """The placements to store with a tensor; None if the reader knows them."""
 
 
 def take_tensors(value: Any, path: str, into: StateDict, taken: Taken | None = None, depth: int = 0) -> Any:
@@ -49,7 +53,7 @@ def take_tensors(value: Any, path: str, into: StateDict, taken: Taken | None = N
     if isinstance(value, torch.Tensor):
         if not value.dim() and not isinstance(value, DTensor) and address(value) not in known.repeated:
             return value.detach()
-        return placeholder(value.detach(), path, into, known)
+        return placeholder(value, path, into, known)
     if depth < MAX_DEPTH and kind in _DICTS:
         if PLACEHOLDER in value:
             raise StateEncodingError(f"{path}: {PLACEHOLDER!r} cannot be a key of a state; rename it", path)
@@ -69,28 +73,27 @@ def placeholder(value: torch.Tensor, path: str, into: StateDict, taken: Taken) -
         while path in into:  # {"a.b": x} beside {"a": {"b": y}}
             path += "'"
         name = path
-        into[name] = value
+        into[name] = value.detach()
         taken.names[_memory(value)] = name
-    dims = memory_order(value)
-    return {PLACEHOLDER: name if dims is None else [name, dims]}
+    dims, placements = memory_order(value), taken.layout(value)
+    rest = [dims] if placements is None else [dims, placements]
+    return {PLACEHOLDER: name if rest == [None] else [name, *rest]}
 
 
 def _memory(value: torch.Tensor) -> tuple[Any, ...]:
     """Return a key that two tensors share if and only if they are the same memory, seen in the same way."""
-    start = address(value)
-    if not start:
-        return (id(value),)
     local = local_tensor(value)
     layout = value.placements if isinstance(value, DTensor) else None
-    return local.device, start, local.dtype, local.shape, local.stride(), layout
+    stride = local.stride() if local.layout is torch.strided else None
+    return local.device, address(value), local.dtype, local.shape, stride, layout
 
 
 def address(value: torch.Tensor) -> int:
-    """Return the address of this rank's values; 0 for a tensor without memory of its own."""
+    """Return the address of this rank's values, or of the object itself if it has none."""
     try:
-        return (value if type(value) is torch.Tensor else local_tensor(value)).data_ptr()
+        return (value if type(value) is torch.Tensor else local_tensor(value)).data_ptr() or id(value)
     except RuntimeError:  # sparse, or made of other tensors
-        return 0
+        return id(value)
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
@@ -132,7 +135,7 @@ def _give(value: Any, tensors: Mapping[str, torch.Tensor], given: dict[str, torc
     kind = type(value)
     if kind in _DICTS:
         if set(value) == {PLACEHOLDER}:
-            name, dims = _parts(value)
+            name, dims, _ = _parts(value)
             if name not in given:
                 given[name] = in_memory_order(tensors[name], dims)
             return given[name]
@@ -147,23 +150,41 @@ def _give(value: Any, tensors: Mapping[str, torch.Tensor], given: dict[str, torc
 
 def names_of(value: Any) -> Iterator[str]:
     """Yield the name of every tensor that was taken out of `value`."""
+    return (name for name, _ in layouts_of(value))
+
+
+def layouts_of(value: Any) -> Iterator[tuple[str, list[str] | None]]:
+    """Yield the name and the stored placements of every tensor that was taken out of `value`."""
     kind = type(value)
     if kind in _DICTS:
         if set(value) == {PLACEHOLDER}:
-            yield _parts(value)[0]
+            name, _, placements = _parts(value)
+            yield name, placements
             return
         value = value.values()
     if kind in _DICTS or kind in _LISTS:
         for item in value:
-            yield from names_of(item)
+            yield from layouts_of(item)
 
 
-def _parts(value: Mapping[str, Any]) -> tuple[str, list[int] | None]:
-    """Return the name in a placeholder and the order of its dims in memory. Raises: CorruptCheckpointError."""
+def _parts(value: Mapping[str, Any]) -> tuple[str, list[int] | None, list[str] | None]:
+    """Return the name in a placeholder, the order of its dims in memory, and its placements.
+
+    Raises: CorruptCheckpointError.
+    """
     content = value[PLACEHOLDER]
     match content:
         case str():
-            return content, None
-        case [str(name), list(dims)] if sorted(dims, key=str) == sorted(range(len(dims)), key=str):
-            return name, dims
+            return content, None, None
+        case [str(name), dims, *rest] if dims is None or _is_order(dims):
+            match rest:
+                case []:
+                    return name, dims, None
+                case [list(placements)] if all(isinstance(p, str) and _PLACEMENT.fullmatch(p) for p in placements):
+                    return name, dims, placements
     raise CorruptCheckpointError(f"{PLACEHOLDER}: {content!r:.80} is no name of a tensor. Take another checkpoint")
+
+
+def _is_order(dims: Any) -> bool:
+    """Return whether these are the dims of a tensor in some order."""
+    return type(dims) is list and all(type(dim) is int for dim in dims) and sorted(dims) == [*range(len(dims))]

@@ -153,6 +153,51 @@ class Zeros(Plain):
         return p.grad + torch.atan2(state["zero_tensor"], torch.tensor(-1.0)) + state["zero"]
 
 
+class Around(Optimizer):
+    """Wraps an optimizer, as its state and groups, and averages its directions in state of its own."""
+
+    def __init__(self, params: Any) -> None:
+        self.optimizer = SGD(params, lr=0.1, momentum=0.9)
+        self.scales: dict[tuple[int, int], torch.Tensor] = {}
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.optimizer.state_dict(), "scales": self.scales}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.scales = state_dict["scales"]
+        self.optimizer.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for i, p in enumerate(self.param_groups[0]["params"]):
+            if p.grad is not None:
+                scale = self.scales.setdefault((0, i), torch.ones(1, dtype=p.dtype))
+                p.grad.mul_(scale)
+                scale.mul_(0.5).add_(p.grad.abs().mean())
+        self.optimizer.step()
+
+
+class Rows(Plain):
+    """Keeps a factor for each row of a matrix."""
+
+    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
+        assert p.grad is not None
+        if p.dim() != 2:
+            return p.grad
+        state["row"] = state.get("row", 1.0) * 0.5 + p.grad.square().mean(-1)
+        return p.grad / (1 + state["row"].unsqueeze(-1))
+
+
 def hooked(model: nn.Module) -> Optimizer:
     """Return AdamW with hooks that keep a count in its state dict."""
     optimizer = AdamW(model.parameters(), lr=0.1)
@@ -171,12 +216,14 @@ def hooked(model: nn.Module) -> Optimizer:
     return optimizer
 
 
-EXACT: list[type[Plain]] = [StringKeys, Counts, Opaque, History, OwnHistory, Columns, SharedStep, Zeros]
+EXACT: list[type[Any]] = [
+    StringKeys, Counts, Opaque, History, OwnHistory, Columns, SharedStep, Zeros, Around, Rows,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", EXACT)
-def test_what_an_optimizer_keeps_comes_back(kind: type[Plain], dtype: torch.dtype, tmp_path: Path) -> None:
+def test_what_an_optimizer_keeps_comes_back(kind: type[Any], dtype: torch.dtype, tmp_path: Path) -> None:
     """State under other keys, in attributes, deques, column-major memory or twice: the next steps are the same."""
     case = Case(kind.__name__, lambda model: kind(model.parameters()), dtype, "plain")
     assert judge(case, tmp_path) == ("exact", "")

@@ -144,7 +144,7 @@ def sharded_cases() -> list[Case]:
     """Return the optimizers with their defaults on parameters that FSDP2 can shard, if they know DTensors."""
     every = [case for case in cases() if "()" in case.name and case.kind == "any"]
     known = [replace(case, kind="plain") for case in every if not case.name.startswith(_REFUSED)]
-    return chosen(known, 6)
+    return chosen(known, 4)
 
 
 def rows() -> list[tuple[str, str, str]]:

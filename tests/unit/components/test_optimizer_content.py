@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
+from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
+from lightning_fabric import Fabric
 from schedulefree import ScheduleFreeWrapper
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -350,6 +352,29 @@ def test_an_optimizer_of_accelerate_is_the_one_inside(tmp_path: Path) -> None:
     """What Accelerator.prepare returns can be given to the manager, whose step hook waits for staging."""
     case = Case("accelerate", lambda model: Accelerator(cpu=True).prepare(AdamW(model.parameters())), kind="plain")
     assert judge(case, tmp_path) == ("exact", "")
+
+
+def test_an_optimizer_of_fabric_is_the_one_inside(tmp_path: Path) -> None:
+    """What Fabric.setup returns can be given to the manager; its state is stored under the parameters' names."""
+    model = nn.Linear(2, 2)
+    _, wrapped = Fabric(accelerator="cpu").setup(model, AdamW(model.parameters(), lr=0.1))
+    model(torch.ones(2)).sum().backward()
+    wrapped.step()
+    with manager(tmp_path, model, wrapped) as m:
+        m.save(1)
+    fresh = AdamW(model.parameters())
+    with manager(tmp_path, model, fresh) as m:
+        m.load()
+    assert comparable(fresh.state_dict()["state"]) == comparable(wrapped.state_dict()["state"])
+
+
+def test_a_scaler_that_would_not_be_saved_is_refused(tmp_path: Path) -> None:
+    """accelerate's wrapper steps by a GradScaler, whose scale a resume would lose."""
+    model, scaler = nn.Linear(2, 2), torch.amp.GradScaler("cpu")
+    wrapped = AcceleratedOptimizer(SGD(model.parameters()), device_placement=False, scaler=scaler)
+    with pytest.raises(LoadMismatchError, match=r'states=\{"scaler": accelerator.scaler\}'):
+        manager(tmp_path, model, wrapped)
+    manager(tmp_path, model, wrapped, states={"scaler": scaler}).close()
 
 
 def test_a_wrapper_of_schedulefree_keeps_its_mode(tmp_path: Path) -> None:

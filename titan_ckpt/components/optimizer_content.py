@@ -58,11 +58,12 @@ def innermost(optimizer: Any) -> Optimizer:
         if inner is None:
             break
         optimizer = inner
-    if isinstance(optimizer, Optimizer):
+    if isinstance(optimizer, Optimizer) and hasattr(optimizer, "state"):
         return optimizer
     raise LoadMismatchError(
-        f"{type(optimizer).__qualname__} is no torch.optim.Optimizer: pass the optimizer that it wraps in optimizers, "
-        "and what it keeps itself, if it has state_dict() and load_state_dict(), in states"
+        f"{type(optimizer).__qualname__} has no state and groups as a torch.optim.Optimizer has: pass the "
+        "optimizer that it wraps in optimizers, and what it keeps itself, if it has state_dict() and load_state_dict(), "
+        "in states"
     )
 
 

@@ -395,7 +395,7 @@ def test_a_wrapper_of_schedulefree_keeps_its_mode(tmp_path: Path) -> None:
 
 def test_an_object_that_is_no_optimizer_is_named(tmp_path: Path) -> None:
     """One line says what to pass."""
-    with pytest.raises(LoadMismatchError, match=r"Holder is no torch.optim.Optimizer: pass the optimizer"):
+    with pytest.raises(LoadMismatchError, match=r"Holder has no state and groups as a torch.optim.Optimizer"):
         manager(tmp_path, nn.Linear(2, 2), Holder())
 
 

@@ -62,7 +62,7 @@ def innermost(optimizer: Any) -> Optimizer:
         return optimizer
     raise LoadMismatchError(
         f"{type(optimizer).__qualname__} has no state and groups as a torch.optim.Optimizer has: pass the "
-        "optimizer that it wraps in optimizers, and what it keeps itself, if it has state_dict() and load_state_dict(), "
+        "optimizer that it wraps in optimizers, and what it keeps itself, if it has state_dict and load_state_dict, "
         "in states"
     )
 

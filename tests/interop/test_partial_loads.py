@@ -46,7 +46,8 @@ def write_base(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.f
     """Write a folder of transformers and return its tensors."""
     torch.manual_seed(1)
     shape = LlamaConfig(**{**SHAPE.to_dict(), "tie_word_embeddings": tied})
-    LlamaForCausalLM(shape).to(dtype).save_pretrained(folder)
+    model: Any = LlamaForCausalLM(shape)
+    model.to(dtype).save_pretrained(folder)
     return load_file(folder / "model.safetensors")
 
 
@@ -158,11 +159,14 @@ def test_dropped_layers_are_ignored_by_name(tmp_path: Path) -> None:
 def test_a_pattern_that_matches_nothing_is_refused(tmp_path: Path) -> None:
     """A typing error leaves nothing out: it is an error that lists similar names."""
     write_base(tmp_path / "base")
-    for setting, near in (("initialise", HEAD), ("ignore", HEAD)):
-        source = InitialLoadConfig(str(tmp_path / "base"), **{setting: ("lm_haed.weight",)})
-        with pytest.raises(
-            LoadMismatchError, match=rf"{setting} has 1 .* match nothing: 'lm_haed\.weight' \(like {near}"
-        ):
+    base = str(tmp_path / "base")
+    sources = {
+        "initialise": InitialLoadConfig(base, initialise=("lm_haed.weight",)),
+        "ignore": InitialLoadConfig(base, ignore=("lm_haed.weight",)),
+    }
+    for setting, source in sources.items():
+        similar = rf"{setting} has 1 .* match nothing: 'lm_haed\.weight' \(like {HEAD}"
+        with pytest.raises(LoadMismatchError, match=similar):
             run(tmp_path / "base", source, tmp_path / setting)
 
 

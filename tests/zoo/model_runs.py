@@ -189,7 +189,8 @@ def logits_of(model: Any) -> torch.Tensor:
     was_training = model.training
     model.eval()
     batch = tokens(model.config, seed=99)
-    result = model(batch) if isinstance(model, HuggingFaceModel) else model(input_ids=batch, use_cache=False).logits
+    own = isinstance(model, HuggingFaceModel)
+    result: torch.Tensor = model(batch) if own else model(input_ids=batch, use_cache=False).logits
     model.train(was_training)
     return result
 
@@ -198,7 +199,7 @@ def logits_of(model: Any) -> torch.Tensor:
 def quiet() -> Iterator[None]:
     """Let libraries say nothing; what has to be said is in a verdict."""
     logging.disable(logging.ERROR)
-    transformers.logging.disable_progress_bar()
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

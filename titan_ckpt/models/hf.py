@@ -119,8 +119,8 @@ class HuggingFaceModel(LanguageModel):
         owners = [*self.modules(), *self.parameters(), *self.buffers()]
         before = [(owner, owner.__dict__.pop(_LOADED)) for owner in owners if _LOADED in owner.__dict__]
         try:
-            for owner in (*loaded, *_filled_leaves(self, loaded)):
-                setattr(owner, _LOADED, True)
+            for value in loaded:
+                setattr(value, _LOADED, True)
             self.initialize_weights()
         finally:
             for owner in owners:
@@ -192,17 +192,6 @@ def _find_layers(model: nn.Module) -> str:
     if not sizes:
         raise ConfigError([f"{type(model).__name__} has no list of layers, so it cannot be sharded layer by layer"])
     return max(sizes, key=sizes.__getitem__)
-
-
-def _filled_leaves(model: nn.Module, loaded: Collection[torch.Tensor]) -> list[nn.Module]:
-    """Return the modules without parts whose tensors all have values.
-
-    Code of the model that recognises modules by their names could fail on one that a converter added.
-    """
-    ids = {id(value) for value in loaded}
-    own = {module: [*module.parameters(recurse=False), *module.buffers(recurse=False)] for module in model.modules()}
-    leaves = {module: values for module, values in own.items() if values and not [*module.children()]}
-    return [module for module, values in leaves.items() if all(id(value) in ids for value in values)]
 
 
 def _temporary_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -134,7 +134,7 @@ class HuggingFaceKeyMap(KeyMap):
                 repeats += [(other, first) for other in others]
         if all(key == name for key, name in spelled.items()) and not (in_memory or left_out or repeats):
             return self
-        rules = (rule for own_rule in self.exact for rule in _spelled(own_rule, spelled, in_memory))
+        rules = [rule for own_rule in self.exact for rule in _spelled(own_rule, spelled, in_memory)]
         return replace(self, rules=tuple(generalised(rules)), left_out=frozenset(left_out), repeats=tuple(repeats))
 
 

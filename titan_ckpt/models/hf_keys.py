@@ -34,7 +34,6 @@ def find_key_map(model: PreTrainedModel) -> KeyMap:
 
     Raises: KeyMapError listing parameters that the folder holds in a form that no operation produces.
     """
-    import transformers
     from transformers.core_model_loading import revert_weight_conversion
 
     wrapper = ModelWrapper([model])
@@ -59,7 +58,7 @@ def find_key_map(model: PreTrainedModel) -> KeyMap:
             + "\n  ".join(problems),
             problems,
         )
-    names = FolderNames.of(model, tied) if isinstance(model, transformers.PreTrainedModel) else None
+    names = FolderNames.of(model, tied) if hasattr(model, "base_model_prefix") else None
     return HuggingFaceKeyMap(tuple(generalised(rules)), identity=True, verified=True, exact=tuple(rules), names=names)
 
 

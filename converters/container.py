@@ -18,8 +18,8 @@ from titan_ckpt.errors import ConverterError, listed
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.types import StateDict, StateDictAdapter
+from titan_ckpt.weights.names import clean_fqn
 from titan_ckpt.weights.quantise import WeightQuantiser
-from titan_ckpt.weights.wrapper import clean_fqn
 
 logger = logging.getLogger(__name__)
 

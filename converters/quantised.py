@@ -17,7 +17,7 @@ from converters.targets import in_lines, select
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.weights.lora_names import matches
-from titan_ckpt.weights.wrapper import clean_fqn
+from titan_ckpt.weights.names import clean_fqn
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\..*")
 

@@ -21,7 +21,7 @@ from titan_ckpt.config import ExportConfig, InitialLoadConfig
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator, bounded
-from titan_ckpt.errors import CheckpointError, ConverterError, ExportError
+from titan_ckpt.errors import CheckpointError, ConverterError, ExportError, listed
 from titan_ckpt.formats.dcp.dcp import export_dcp
 from titan_ckpt.formats.huggingface.export import OUTPUTS, Base, HuggingFaceExport
 from titan_ckpt.formats.huggingface.peft import export_peft
@@ -152,11 +152,18 @@ class Exporter:
             if quantiser is None:
                 yield 'quantised: no converter quantises weights; add [[converters]] kind = "qat" or "float8"'
                 return
-            groups = self._huggingface(config, self._model.state_dict("base"), self._base_of(config)).groups
+            base = self._model.state("base")
+            groups = self._huggingface(config, base.tensors, self._base_of(config)).groups
             stored = quantised(groups, quantiser)
         except (ConverterError, ExportError) as error:
             yield f"quantised: {error}"
             return
+        hidden = [fqn for own in base.own for fqn in own.hidden if quantiser.claims(fqn)]
+        if hidden:
+            yield (
+                f"quantised: the model's own state_dict() stores {listed(hidden, ', ')} in another form, and the "
+                "scheme quantises weights as they are trained; leave them out of the converter"
+            )
         claimed = sum(quantiser.claims(fqn) for group in groups for fqn in group.fqns)
         if claimed and not any(group.quantised for group in stored):
             yield f"quantised: none of its {claimed} weights has a shape that the scheme can store"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +27,8 @@ from titan_ckpt.failures import Failures
 from titan_ckpt.loading.external import ExternalWeights
 from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.saving import SaveHandle, Saver, SaveRequest
-from titan_ckpt.types import ModelHooks, StateDict, Stateful
+from titan_ckpt.types import ModelHooks, Stateful
+from titan_ckpt.weights.own_state import ModelState
 from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -262,8 +264,11 @@ class CheckpointManager:
         )
 
         def take() -> Snapshot:
-            model = self._model_to_save()
-            return self._run.snapshot(step, model) if mark is None else self._run.snapshot_of(mark, model)
+            if mark is None:
+                return self._run.snapshot(step, self._model_to_save())
+            with self._run.as_marked(mark):
+                model = self._model_to_save(room=True)
+            return self._run.snapshot_of(mark, model)
 
         self._saver.save(request, take)
         self._saved_step, self._is_last_save = step, last
@@ -300,10 +305,13 @@ class CheckpointManager:
         base_is_stored = self._base is not None and self._base["path"] is not None
         return base_is_stored and self.config.save is not None and not self.config.save.include_base
 
-    def _model_to_save(self) -> StateDict:
+    def _model_to_save(self, *, room: bool = False) -> ModelState:
         if self.config.external:
-            return {}
-        return self._model.owned_state_dict() if self._adapter_only else self._model.state_dict("full")
+            return ModelState({}, {}, ())
+        state = self._model.state("full", room=room)
+        if not self._adapter_only:
+            return state
+        return replace(state, tensors={fqn: value for fqn, value in state.tensors.items() if self._model.owns(fqn)})
 
     def _before_optimizer_step(self) -> None:
         self.maybe_wait_for_staging()

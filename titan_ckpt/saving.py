@@ -173,6 +173,8 @@ class Saver:
         try:
             self._staging = self._writer.begin_staging(snapshot.frozen_tensors())
             self._staged = request.step, snapshot.tensors
+            if snapshot.made:
+                self._staging.wait()
         except Exception as e:  # no memory for the copy: the other ranks learn of it when they have written
             error = e
         staging = self._staging

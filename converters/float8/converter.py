@@ -24,7 +24,7 @@ from titan_ckpt.encoding.toml import Checked
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.types import StateDict
-from titan_ckpt.weights.wrapper import clean_fqn
+from titan_ckpt.weights.names import clean_fqn
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig

@@ -35,7 +35,7 @@ from converters.targets import in_lines, select
 from titan_ckpt.errors import ConverterError, ExportError
 from titan_ckpt.geometry.chunks import info_of
 from titan_ckpt.types import StateDict, StateDictAdapter
-from titan_ckpt.weights.wrapper import clean_fqn
+from titan_ckpt.weights.names import clean_fqn
 
 logger = logging.getLogger(__name__)
 

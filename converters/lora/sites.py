@@ -22,7 +22,7 @@ from converters.qat.converter import quantised_forward
 from titan_ckpt.errors import KeyMapError
 from titan_ckpt.geometry.keymap import KeyMap, Split
 from titan_ckpt.weights.lora_names import is_conv1d, matches
-from titan_ckpt.weights.wrapper import clean_fqn
+from titan_ckpt.weights.names import clean_fqn
 
 _OUT = "leave it out of target_modules"
 _ADAPTED = (LoRALinear, LoRAEmbedding, LoRAConv1D, TrainedCopy)

@@ -22,7 +22,7 @@ from converters.lora.copies import TrainedCopy
 from converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear
 from converters.targets import in_lines
 from titan_ckpt.errors import ConverterError
-from titan_ckpt.weights.wrapper import clean_fqn
+from titan_ckpt.weights.names import clean_fqn
 
 
 class FirstForward:

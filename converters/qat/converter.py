@@ -22,7 +22,7 @@ from converters.targets import in_lines
 from titan_ckpt.config import PositiveInt
 from titan_ckpt.encoding.toml import Checked
 from titan_ckpt.errors import ConverterError
-from titan_ckpt.weights.wrapper import clean_fqn
+from titan_ckpt.weights.names import clean_fqn
 
 logger = logging.getLogger(__name__)
 

@@ -155,7 +155,7 @@ def next_step(trainer: Trainer) -> tuple[float, float]:
 def assert_holds(trainer: Trainer, step: Path) -> None:
     """Fail unless all that this rank has, weights and optimizer state, is bit for bit what the files have."""
     manager = trainer.manager
-    live = manager._run.snapshot(STEPS, manager._model.state_dict("full")).tensors
+    live = manager._run.snapshot(STEPS, manager._model.state("full")).tensors
     with open_reader(step) as reader:
         stored = {key: torch.empty(info_of(live[key]).shape, dtype=live[key].dtype) for key in live}
         reader.read([ReadRequest(key, Chunk.whole(value.shape), value) for key, value in stored.items()])

@@ -10,7 +10,8 @@ import copy
 import functools
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, get_args
@@ -34,6 +35,7 @@ from titan_ckpt.geometry.chunks import TensorInfo, blocks_of, local_tensor
 from titan_ckpt.geometry.nested import MAX_DEPTH, give_tensors, names_of, take_tensors
 from titan_ckpt.rng import RandomState
 from titan_ckpt.types import StateDict, Stateful
+from titan_ckpt.weights.own_state import ModelState, plain_attributes
 from titan_ckpt.weights.wrapper import ModelWrapper, without_memory
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ class Snapshot:
     components: tuple[str, ...]
     volatile: frozenset[str] = frozenset()
     """Tensors that a forward pass may change: buffers and user states. Only an optimizer changes the others."""
+    made: frozenset[str] = frozenset()
+    """Tensors that the model's own code has made, perhaps in memory that it uses again. A save stages them at once."""
 
     def frozen_tensors(self) -> StateDict:
         """Return the tensors with copies of the volatile ones; the others do not change until an optimizer steps."""
@@ -77,6 +81,8 @@ class Mark:
     counters: Counters
     versions: dict[str, int]
     """Version counters of tensors too large to copy at every step, to show whether a tensor has changed since."""
+    attributes: dict[str, tuple[Any, ...]]
+    """Plain attributes of modules with state-dict code of their own, to show whether that code would return more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,20 +160,20 @@ class RunState:
         if (optimizer := self.optimizer) is not None:
             typed_json.encode(optimizer.split()[1], "optimizer")
 
-    def snapshot(self, step: int, model: StateDict) -> Snapshot:
+    def snapshot(self, step: int, model: ModelState) -> Snapshot:
         """Return the run at `step`. Tensors alias live memory; everything else has the values of this moment.
 
         Raises: StateEncodingError for tensors that hold no values.
         """
-        if names := without_memory(model):
+        if names := without_memory(model.tensors):
             raise StateEncodingError(
                 f"{len(names)} tensors of the model have no memory yet, such as {names[0]}: materialise a model that "
                 "was built on meta (to_empty), and run a lazy one once, before it is saved",
                 names[0],
             )
-        tensors: StateDict = {MODEL + fqn: value for fqn, value in model.items()}
+        tensors: StateDict = {MODEL + fqn: value for fqn, value in model.tensors.items()}
         run: dict[str, Any] = {"step": step}
-        if "model" not in self.left_out and (extra := self.model.extra_state()):
+        if "model" not in self.left_out and (extra := self.model.extra_state() | model.values):
             run["model"] = extra
         if (optimizer := self.optimizer) is not None:
             optimizer_tensors, run["optimizer"] = optimizer.split()
@@ -176,7 +182,9 @@ class RunState:
         run |= counters.run
         tensors |= counters.tensors
         parameters = {MODEL + fqn for fqn in self.model.parameter_names().values()}
+        parameters |= {MODEL + fqn for fqn in model.made_of_parameters()}
         volatile = frozenset(n for n in tensors if not n.startswith(OPTIMIZER) and not _is_in(n, parameters))
+        made = frozenset(MODEL + fqn for fqn in model.made)
         has = {
             "optimizer": self.optimizers,
             "lr_scheduler": self.lr_schedulers,
@@ -184,7 +192,7 @@ class RunState:
             "states": self.states,
         }
         components = tuple(c for c in COMPONENTS if has.get(c, True) and c not in self.left_out)
-        return Snapshot(tensors, run, counters.rank, components, volatile)
+        return Snapshot(tensors, run, counters.rank, components, volatile, made)
 
     def _counters(self) -> Counters:
         """Return state besides weights and optimizer state; generators last, because the others may use them."""
@@ -227,21 +235,45 @@ class RunState:
                 marked.tensors[name] = value.clone()
             else:
                 versions[name] = value._version  # noqa: SLF001 - torch has no other name for it
-        return Mark(step, marked, versions)
+        return Mark(step, marked, versions, plain_attributes(self.model.parts))
 
-    def snapshot_of(self, mark: Mark, model: StateDict) -> Snapshot:
-        """Return the run at a marked step, if no optimizer has stepped since.
+    @contextmanager
+    def as_marked(self, mark: Mark) -> Iterator[None]:
+        """Put the marked copies of buffers into the live ones, so that the model's own code returns the marked step."""
+        copies = mark.counters.tensors
+        pairs = [(v, copies[MODEL + fqn]) for fqn, v in self.model.buffers().items() if MODEL + fqn in copies]
+        now = [value.clone() for value, _ in pairs]
+        with torch.no_grad():
+            for value, marked in pairs:
+                value.copy_(marked)
+            try:
+                yield
+            finally:
+                for (value, _), own in zip(pairs, now, strict=True):
+                    value.copy_(own)
+
+    def snapshot_of(self, mark: Mark, model: ModelState) -> Snapshot:
+        """Return the run at a marked step, if no optimizer has stepped since. `model`: its state, read `as_marked`.
 
         Raises: SaveError for large state that has changed since.
         """
         now = self.snapshot(mark.step, model)
-        large = {name: now.tensors[name] for name in mark.versions if name in now.tensors}
-        if changed := [n for n, value in large.items() if value._version != mark.versions[n]]:  # noqa: SLF001
+        live = now.tensors | {MODEL + fqn: value for own in model.own for fqn, value in own.hidden.items()}
+        large = {name: live[name] for name in mark.versions if name in live}
+        changed = [n for n, value in large.items() if value._version != mark.versions[n]]  # noqa: SLF001
+        attributes = plain_attributes(self.model.parts)
+        within = tuple(own.prefix for own in model.own if own.made)
+        changed += [n for n, marked in mark.attributes.items() if n.startswith(within) and attributes.get(n) != marked]
+        if changed:
             raise SaveError(
                 f"step {mark.step} can no longer be saved: {listed(changed, ', ', ' ')} changed after its end"
             )
-        tensors = now.tensors | {n: value for n, value in mark.counters.tensors.items() if n in now.tensors}
-        return Snapshot(tensors, now.run | mark.counters.run, mark.counters.rank, now.components, now.volatile)
+        stored = now.tensors.keys() - now.made
+        tensors = now.tensors | {n: value for n, value in mark.counters.tensors.items() if n in stored}
+        run = now.run | mark.counters.run
+        if "model" in now.run:
+            run["model"] = now.run["model"] | mark.counters.run.get("model", {})
+        return Snapshot(tensors, run, mark.counters.rank, now.components, now.volatile, now.made)
 
     @gc_paused()
     def expected_bytes(self, model: StateDict) -> int:
@@ -258,9 +290,12 @@ class RunState:
                 total += sum(8 * block.data.numel() for p in fresh for block in blocks_of(p))
         return total
 
-    def check(self, run: dict[str, Any], rank: RankState, exclude: frozenset[str]) -> None:
+    def check(
+        self, run: dict[str, Any], rank: RankState, exclude: frozenset[str], values: Collection[str] = ()
+    ) -> None:
         """Check that every component of this run can be restored; change nothing.
 
+        `values`: names of the values beside tensors that the model's own state_dict() returns.
         Raises: LoadMismatchError listing the components that the checkpoint lacks or that cannot be carried over.
         """
         optimizer = self.optimizer
@@ -275,7 +310,8 @@ class RunState:
             )
         if optimizer is not None and "optimizer" not in exclude:
             optimizer.match(run["optimizer"])
-        absent = [name for name in self.model.extra_state_names() if name not in run.get("model", {})]
+        wanted = [*self.model.extra_state_names(), *values]
+        absent = [name for name in wanted if name not in run.get("model", {})]
         if absent and "model" not in exclude:
             raise LoadMismatchError(
                 f"the checkpoint lacks the extra state of {len(absent)} modules: {listed(absent, ', ', ' ')}. Was it "

@@ -7,7 +7,7 @@ are, sources.py and training_state.py read them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,19 @@ from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
+from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from titan_ckpt.formats.native.shared_check import check_together
 from titan_ckpt.formats.open import detect_format
 from titan_ckpt.loading import plan
 from titan_ckpt.loading.adapters import is_adapter
 from titan_ckpt.loading.external import ExternalLoad, ExternalWeights
-from titan_ckpt.loading.merge import AdapterMerge
 from titan_ckpt.loading.plan import LoadPlan, ResumeStep
 from titan_ckpt.loading.sources import PreparedLoad, prepare_load
 from titan_ckpt.loading.training_state import ResumeState
 from titan_ckpt.types import Format, LoadReport
 from titan_ckpt.weights.identity import BASE_RECORD, check_base, check_converters, identify_base
-from titan_ckpt.weights.initialize import initialise, mark_filled
+from titan_ckpt.weights.initialize import empty_tensors, initialise, mark_filled
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 logger = logging.getLogger(__name__)
@@ -118,6 +118,8 @@ class Restorer:
         with self._prepare(load_plan, resuming=False) as prepared:
             self._read(prepared)
             report = self._complete(load_plan, prepared)
+            if self._config.save is not None and not self._config.external:
+                self._prove(prepared)
             base = self._identify_base(load_plan, prepared, None)
         return Restored(LoadResult(0, load_plan, report), base, None)
 
@@ -140,7 +142,9 @@ class Restorer:
         check_converters(manifest.converters, hooks.describe() if hooks else [], manifest.step)
         with self._prepare(load_plan, resuming=True) as prepared:
             opened = prepared.reader_of(path)
-            with ResumeState.open(path, manifest, self._run, load_plan.exclude, self._coordinator, opened) as state:
+            with ResumeState.open(
+                path, manifest, self._run, load_plan.exclude, self._coordinator, opened, prepared.state.values
+            ) as state:
                 self._read(prepared, state)
             report = self._complete(load_plan, prepared)
             base = self._identify_base(load_plan, prepared, manifest)
@@ -162,19 +166,23 @@ class Restorer:
     def _read(self, prepared: PreparedLoad, state: ResumeState | None = None) -> None:
         """Fill the live tensors. Collective.
 
-        1 The ranks verify the cached blocks of their files. 2 When all have, they fill the live tensors. 3 Adapters to
-        be merged are added to the base in order, if it is the base that they record.
+        1 The ranks verify the cached blocks of their files. 2 When all have, they fill the live tensors. 3 The model's
+        own code takes what is no live memory. 4 Adapters to be merged are added to the base in order, if it is the base
+        that they record.
         """
         loads: list[PreparedLoad | ResumeState] = [prepared] if state is None else [prepared, state]
         check_together([part for load in loads for part in load.parts], self._coordinator)
         self._together("load-read", lambda: [load.read() for load in loads])
-        self._merge(prepared.merges)
+        values = {} if state is None else state.run.get("model", {})
+        self._give_back(prepared, values)
+        self._merge(prepared, values)
 
-    def _merge(self, merges: Sequence[AdapterMerge]) -> None:
+    def _merge(self, prepared: PreparedLoad, values: Mapping[str, Any]) -> None:
         """Merge adapters in order. Each may record the base as loaded, or as those before it left it. Collective.
 
         Raises: BaseMismatchError before an adapter that records another base is merged.
         """
+        merges = prepared.merges
         records = [merge.reader.metadata().get(BASE_RECORD) for merge in merges]
         loaded = identify_base(self._run.model, None, self._coordinator) if any(records) else {}
         for merge, recorded in zip(merges, records, strict=True):
@@ -182,6 +190,21 @@ class Restorer:
                 current = loaded if merge is merges[0] else identify_base(self._run.model, None, self._coordinator)
                 check_base(current, recorded, str(merge.reader.path))
             self._together("load-merge", merge.apply)
+            self._give_back(prepared, values)
+
+    def _give_back(self, prepared: PreparedLoad, values: Mapping[str, Any]) -> None:
+        """Let the model's own code load what is no live memory. Collective."""
+        if prepared.gives_back:
+            empty = empty_tensors(self._run.model.parts)
+            self._together("load-own", lambda: prepared.state.check_whole(prepared.report.loaded, empty))
+            self._together("load-own", lambda: mark_filled(self._run.model, prepared.give_back(values)))
+
+    def _prove(self, prepared: PreparedLoad) -> None:
+        """Check that the state that the model's own code returns can be stored and loaded again. Collective."""
+        model = self._run.model
+        self._together("own-values", lambda: typed_json.encode(model.extra_state() | prepared.state.values, "model"))
+        if prepared.made and not prepared.gives_back:  # a load has proved it just now
+            self._together("own-proof", lambda: model.state("full", room=True).prove(prepared.made))
 
     def _complete(self, load_plan: LoadPlan, prepared: PreparedLoad) -> LoadReport:
         """Take weights from outside if the plan says so; then initialise the tensors that still have no values."""
@@ -195,7 +218,8 @@ class Restorer:
         """Let the handler fill the model. Raises: LoadMismatchError unless it filled all of it; the handler's error."""
         assert self._external_weights is not None, "the constructor refuses"
         handler = self._external_weights
-        event = ExternalLoad(load_plan.resume.step if load_plan.resume else 0, self._run.model.state_dict("full"))
+        state = self._run.model.state("full", room=True)
+        event = ExternalLoad(load_plan.resume.step if load_plan.resume else 0, state.tensors)
         # in a new run converters may initialise their own tensors, as after any initial load
         may_lack = frozenset() if load_plan.resume else frozenset(filter(self._run.model.owns, event.tensors))
 
@@ -204,6 +228,7 @@ class Restorer:
             event.verify(may_lack)
 
         self._together("load-external", fill)
+        self._together("load-own", lambda: mark_filled(self._run.model, state.give_back(event.filled, {})))
         return LoadReport(tuple(event.filled), initialised=tuple(may_lack - event.filled))
 
     def _together(self, tag: str, act: Callable[[], object]) -> None:

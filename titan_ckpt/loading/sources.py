@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from titan_ckpt.components.files import model_tensors
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import ConverterError, LoadMismatchError, listed
 from titan_ckpt.formats.huggingface.peft import PeftReader, unselected
 from titan_ckpt.formats.huggingface.reader import TIED, HuggingFaceReader
@@ -31,10 +32,12 @@ from titan_ckpt.loading.partial import Partial, partial_of, refuse_unmatched
 from titan_ckpt.loading.plan import LoadSource
 from titan_ckpt.types import LoadReport, Mismatch, ModelHooks, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD
+from titan_ckpt.weights.names import clean_fqn
+from titan_ckpt.weights.own_state import ModelState
 from titan_ckpt.weights.quantise import QuantisesWeights
 from titan_ckpt.weights.read_plan import ReadPlan
 from titan_ckpt.weights.transforms import StateDictTransforms, with_tied_names
-from titan_ckpt.weights.wrapper import ModelWrapper, clean_fqn, without_memory
+from titan_ckpt.weights.wrapper import ModelWrapper, without_memory
 
 logger = logging.getLogger(__name__)
 _LISTED = 12
@@ -60,6 +63,12 @@ class PreparedLoad:
     """Open sources that fit the model. A context manager that closes them."""
 
     report: LoadReport
+    state: ModelState
+    """The model's state, whose tensors are filled."""
+    made: frozenset[str]
+    """Names of the values that are no live memory on some rank, and that the model's own code must load."""
+    _gives_back: bool
+    """Whether the model's own code loads anything on any rank."""
     _opened: Sequence[_Opened]
     _stack: ExitStack
 
@@ -82,6 +91,18 @@ class PreparedLoad:
         """Fill the model's live tensors with this rank's slices. Raises: CorruptCheckpointError; OSError."""
         for reader, requests in self.parts:
             reader.read(requests)
+
+    @property
+    def gives_back(self) -> bool:
+        """Return whether `give_back` follows `read`; the same on all ranks."""
+        return self._gives_back and bool(self._opened)
+
+    def give_back(self, values: Mapping[str, Any]) -> list[str]:
+        """Hand tensors that are no live memory, and `values`, to the model's own code; return what it filled.
+
+        Collective if that code is. Raises: LoadMismatchError naming each tensor that did not get what was read.
+        """
+        return self.state.give_back(self.report.loaded, values, self.made)
 
     @property
     def merges(self) -> list[AdapterMerge]:
@@ -116,20 +137,30 @@ def prepare_load(
     Raises: LoadMismatchError listing every fault; CorruptCheckpointError; NotACheckpointError; PeerError.
     """
     stack = ExitStack()
-    wanted: StateDict = {}
+    state = ModelState({}, {}, ())
     opened: list[_Opened] = []
     try:
         error: BaseException | None = None
         try:
-            wanted = wrapper.state_dict("full")
-            if sources and (names := without_memory(wanted)):
+            state = wrapper.state("full", room=bool(sources))
+            if sources and (names := without_memory(state.tensors)):
                 raise LoadMismatchError(
                     f"{len(names)} tensors of the model have no memory to load into, such as {names[0]}: materialise a "
                     "model that was built on meta (model.to_empty(device=...)), and run a lazy one once, before load()"
                 )
         except Exception as e:
             error = e
-        owned = any(coordinator.gather("load-wanted", any(map(wrapper.owns, wanted)), error))
+        wanted = state.tensors
+        facts: Json = {
+            "owned": any(map(wrapper.owns, wanted)),
+            "made": [*state.made],
+            "loads": any(own.loads for own in state.own),
+        }
+        everywhere: list[Any] = coordinator.gather("load-wanted", facts, error)
+        owned = any(of_rank["owned"] for of_rank in everywhere)
+        # a rank whose shard of a tensor is empty cannot tell whether it is live, and must take part all the same
+        made = {fqn for of_rank in everywhere for fqn in of_rank["made"]}
+        gives_back = bool(made) or any(of_rank["loads"] for of_rank in everywhere)
         try:
             for source in sources:
                 if source.adapter and not owned:
@@ -167,7 +198,7 @@ def prepare_load(
         logger.info("load: %s: %d tensors", o.source, len(o.plan.report.loaded))
         for line in o.partial.lines():
             logger.info("load: %s: %s", o.source.path, line)
-    return PreparedLoad(report, opened, stack)
+    return PreparedLoad(report, state, frozenset(made), gives_back, opened, stack)
 
 
 def _plan_merge(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,10 +56,12 @@ class ResumeState:
         exclude: frozenset[str],
         coordinator: Coordinator,
         opened: NativeReader | None = None,
+        values: Collection[str] = (),
     ) -> Self:
         """Read the JSON and plan the tensors; all ranks succeed or all raise. Collective.
 
-        `opened`: a reader of the same step, which outlives the result; its headers are not read again.
+        `opened`: a reader of the same step, which outlives the result; its headers are not read again. `values`: names
+        of the values beside tensors that the model's own state_dict() returns.
         Raises: CorruptCheckpointError naming the file; LoadMismatchError for state that the checkpoint lacks, and for
         an optimizer that does not fit.
         """
@@ -69,7 +71,7 @@ class ResumeState:
         strangers: list[Json] = []
         with ExitStack() as stack:  # closes the reader unless all ranks succeed
             try:
-                run_state.check(run, rank, exclude)
+                run_state.check(run, rank, exclude, values)
                 files = [f for f in manifest.files if f.name.endswith(".safetensors")]
                 reader = NativeReader(path, files=files) if opened is None else opened.another()
                 stack.enter_context(reader)

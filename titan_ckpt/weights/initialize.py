@@ -20,8 +20,10 @@ from torch import nn
 from titan_ckpt.errors import CheckpointError, LoadMismatchError, listed
 from titan_ckpt.geometry.chunks import fill
 from titan_ckpt.rng import RandomState
+from titan_ckpt.weights.names import clean_fqn, named_modules
+from titan_ckpt.weights.own_state import own_tensors
 from titan_ckpt.weights.single_device import Place, ValuesGoneError, WholeTensors, named_tensors, tensor_at
-from titan_ckpt.weights.wrapper import ModelWrapper, clean_fqn
+from titan_ckpt.weights.wrapper import ModelWrapper
 
 logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -115,7 +117,7 @@ def initialise(wrapper: ModelWrapper, owned: Collection[str] = ()) -> None:
         origin: _Origin | None = part.__dict__.pop(_ORIGIN, None)
         if not own:
             continue
-        kept = part.state_dict().keys()
+        kept = {fqn for prefix, module in named_modules(part) for fqn, _ in own_tensors(prefix, module)}
         persistent = any(fqn in kept for fqn, _ in own)
         logger.info("initialising %d tensors that are not in the checkpoint, such as %s", len(own), own[0][0])
         if origin is not None and persistent:

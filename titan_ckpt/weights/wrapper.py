@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,17 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from titan_ckpt.errors import ConverterError, StateEncodingError, listed
 from titan_ckpt.types import ModelHooks, StateDict, StateDictMode
-from titan_ckpt.weights.inner_tensors import with_inner_tensors
-
-_WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
-_EXTRA_STATE = "_extra_state"
-
-
-def clean_fqn(name: str) -> str:
-    """Drop the segments that activation checkpointing, torch.compile and FSDP put into parameter names."""
-    if "_wrapped_module" not in name and "_orig_mod" not in name:  # the usual case, and a hot path
-        return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS)
+from titan_ckpt.weights.inner_tensors import is_made_of_others, with_inner_tensors
+from titan_ckpt.weights.names import clean_fqn, named_modules
+from titan_ckpt.weights.own_state import ModelState, OwnState, extra_state_modules, read_state
 
 
 class ModelWrapper:
@@ -49,22 +41,32 @@ class ModelWrapper:
         full: everything persistent. base: without converter-owned keys. export: for other programs, after the
         converters' last-step transforms; its values may be lazy. Collective if a converter's transform is.
         """
-        live = self._live()
-        tensors = dict(self._entries(_aliases(live)))
-        if strange := [fqn for fqn, value in tensors.items() if not _is_live(value, live.get(fqn))]:
+        return self.state(mode, last_step=last_step).tensors
+
+    def state(self, mode: StateDictMode = "full", *, last_step: bool = False, room: bool = False) -> ModelState:
+        """Return the tensors of `state_dict(mode)`, and the other values that the model's own code returns.
+
+        `room`: tensors made by the model's own code are copies that own their memory, so that a load can read into
+        them and `ModelState.give_back` can hand them to that code. Collective if that code or a converter is.
+        Raises: StateEncodingError for trained parameters that the model's own code leaves out.
+        """
+        tensors, values, own = self._read(room=room)
+        if self.hooks is not None and (last_step or mode == "export"):
+            tensors = self._exported(tensors, own, self.hooks)
+        elif self.hooks is not None:
+            tensors = self.hooks.state_dict_transform(tensors, last_step=False)
+        made = {fqn for subtree in own for fqn in subtree.made}
+        if odd := [fqn for fqn in made if is_made_of_others(tensors.get(fqn))]:
             raise StateEncodingError(
-                f"state_dict() of the model holds {len(strange)} values that are no parameter or buffer of it, so that "
-                f"a load could not fill them: {listed(strange, ', ', ' ')}. Keep such state in get_extra_state(), or "
-                "hand it to the manager in states",
-                strange[0],
+                f"the model's own state_dict() makes tensors of torchao's kinds, which no load could hand back: "
+                f"{listed(odd, ', ')}. Return the weights themselves, or plain tensors",
+                odd[0],
             )
-        if self.hooks is not None:
-            tensors = self.hooks.state_dict_transform(tensors, last_step=last_step or mode == "export")
         if mode != "export":
             tensors = with_inner_tensors(tensors)
         if mode == "base":
-            return {fqn: value for fqn, value in tensors.items() if not self.owns(fqn)}
-        return tensors
+            tensors = {fqn: value for fqn, value in tensors.items() if not self.owns(fqn)}
+        return ModelState(tensors, values, own)
 
     def owned_state_dict(self) -> StateDict:
         """Return the converter-owned part of `full`, which is the content of an adapter-only checkpoint."""
@@ -132,7 +134,7 @@ class ModelWrapper:
         live: StateDict = {}
         for part in self.parts:
             of_part: StateDict = {}
-            for prefix, module in _named_modules(part):
+            for prefix, module in named_modules(part):
                 if isinstance(module, FSDPModule):
                     module.reshard()  # after a forward without a backward it holds gathered parameters
                 for kind in kinds:
@@ -145,22 +147,50 @@ class ModelWrapper:
 
     def _modules_with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
         for part in self.parts:
-            for name, module in part.named_modules():
-                if type(module).get_extra_state is not nn.Module.get_extra_state:
-                    yield clean_fqn(f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE), module
+            for name, module in extra_state_modules(part):
+                yield clean_fqn(name), module
 
-    def _entries(self, tied: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-        seen: set[str] = set()
+    def _exported(self, tensors: StateDict, subtrees: Sequence[OwnState], hooks: ModelHooks) -> StateDict:
+        """Return the tensors after the converters' last-step transforms.
+
+        A parameter that the model's own code stores in another form, and that a converter changes (a fused weight with
+        an adapter), is stored by that code from the changed values.
+        """
+        hidden = {fqn: value.detach() for subtree in subtrees for fqn, value in subtree.hidden.items()}
+        exported = hooks.state_dict_transform(tensors | hidden, last_step=True)
+        changed = {fqn: exported[fqn] for fqn, value in hidden.items() if exported.get(fqn, value) is not value}
+        again: StateDict = {}
+        for subtree in subtrees:
+            own = {fqn: changed[fqn] for fqn in subtree.hidden if fqn in changed}
+            again |= subtree.with_values(own).made if own else {}
+        kept = {fqn: tensors.get(fqn) if fqn in hidden else value for fqn, value in exported.items()}
+        return {fqn: again.get(fqn, value) for fqn, value in kept.items() if value is not None}
+
+    def _read(self, *, room: bool) -> tuple[StateDict, dict[str, Any], list[OwnState]]:
+        """Return tensors, other values, and the subtrees that make their own state; a live alias is left out."""
+        tensors: StateDict = {}
+        values: dict[str, Any] = {}
+        subtrees: list[OwnState] = []
+        tied = _aliases(self._live())
         for part in self.parts:
-            for name, value in part.state_dict().items():
-                fqn = clean_fqn(name)
-                if fqn in tied:
-                    continue
-                if fqn in seen:
-                    raise _held_by_two_parts([fqn])
-                seen.add(fqn)
-                if fqn.rpartition(".")[2] != _EXTRA_STATE:  # it may be a new tensor, which a load could not fill
-                    yield fqn, value
+            for entry in read_state(part, room=room):
+                if isinstance(entry, OwnState):
+                    subtrees.append(entry)
+                    made = entry.made
+                    pairs = [(fqn, value) for fqn, value in entry if fqn not in tied or fqn in made]
+                else:
+                    pairs = [] if entry[0] in tied else [entry]
+                for fqn, value in pairs:
+                    if fqn in tensors or fqn in values:
+                        raise _held_by_two_parts([fqn])
+                    (tensors if isinstance(value, torch.Tensor) else values)[fqn] = value
+        if dropped := [f"{fqn} ({subtree})" for subtree in subtrees for fqn in subtree.dropped()]:
+            raise StateEncodingError(
+                f"the model's own state_dict() leaves out {len(dropped)} trained parameters, so that a resumed run "
+                f"would start with other values: {listed(dropped, ', ')}. Keep them in state_dict(), or freeze them",
+                dropped[0],
+            )
+        return tensors, values, subtrees
 
 
 def _unfit(value: torch.Tensor) -> str | None:
@@ -188,13 +218,6 @@ def _held_by_two_parts(fqns: Sequence[str]) -> ConverterError:
     )
 
 
-def _is_live(value: object, live: torch.Tensor | None) -> bool:
-    """Return whether a value of a state dict is the live tensor's own memory; only plain tensors are compared."""
-    if not isinstance(value, torch.Tensor) or live is None:
-        return False
-    return type(value) is not torch.Tensor or is_lazy(live) or value.data_ptr() == live.data_ptr()
-
-
 def _unwrapped(part: nn.Module) -> nn.Module:
     """Return the module inside DistributedDataParallel and torch.compile, applied in any order."""
     while True:
@@ -211,13 +234,3 @@ def _aliases(live: StateDict) -> dict[str, str]:
     first: dict[int, str] = {}
     owners = {fqn: first.setdefault(id(value), fqn) for fqn, value in live.items()}
     return {fqn: owner for fqn, owner in owners.items() if owner != fqn}
-
-
-def _named_modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (prefix of its tensors' names, module) in the order of `named_modules`, aliases included."""
-    todo = [("", part)]
-    while todo:
-        prefix, module = todo.pop()
-        yield prefix, module
-        children = reversed(module._modules.items())  # noqa: SLF001
-        todo += [(f"{prefix}{name}.", child) for name, child in children if child is not None]

@@ -1,0 +1,35 @@
+"""Names of a model's tensors: the walk over its modules, and names without the segments that wrappers add."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+EXTRA_STATE = "_extra_state"
+"""Last segment of the name of a module's extra state. Source: torch.nn.modules.module."""
+_WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
+
+
+def clean_fqn(name: str) -> str:
+    """Drop the segments that activation checkpointing, torch.compile and FSDP put into parameter names."""
+    if "_wrapped_module" not in name and "_orig_mod" not in name:  # the usual case, and a hot path
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS)
+
+
+def named_modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (prefix of its tensors' names, module) in the order of `nn.Module.named_modules`, aliases included."""
+    todo = [("", part)]
+    while todo:
+        prefix, module = todo.pop()
+        yield prefix, module
+        todo += children_in_reverse(prefix, module)
+
+
+def children_in_reverse(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (prefix, child) of the children, the last one first, for a stack from which the first is taken next."""
+    if not module._modules:  # noqa: SLF001 - the usual case, and a hot path
+        return []
+    children = reversed(module._modules.items())  # noqa: SLF001 - named_children leaves aliases out
+    return [(f"{prefix}{name}.", child) for name, child in children if child is not None]

@@ -1,0 +1,372 @@
+"""State dicts that modules make themselves, by hooks and overrides: taken from them, and given back through them.
+
+Owns which subtrees of modules do so, which of their values are live memory, and the proof that a load through their own
+code reached every tensor. Reads and writes no files.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn.parameter import is_lazy
+
+from titan_ckpt.errors import LoadMismatchError, StateEncodingError, listed
+from titan_ckpt.geometry.chunks import LazyTensor, blocks_of, local_tensor
+from titan_ckpt.types import StateDict
+from titan_ckpt.weights.live_memory import Writes, is_live, is_same
+from titan_ckpt.weights.names import EXTRA_STATE, children_in_reverse, clean_fqn, named_modules
+
+_LOADING = ("load_state_dict", "_load_from_state_dict", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_SAVING = ("state_dict", "_save_to_state_dict", "_state_dict_hooks")
+_HARMLESS = (
+    "torch.nn.modules.",
+    "torch.distributed.fsdp._fully_shard.",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+)
+"""Modules of torch whose hooks and methods make no values and give no names that `clean_fqn` would not give."""
+GATHERED_BYTES = 1 << 20
+"""Of larger tensors that hooks have gathered each rank keeps its part only."""
+_STANDARD = frozenset(nn.Module().__dict__)
+"""Attributes that every module has."""
+
+
+def read_state(part: nn.Module, *, room: bool = False) -> Iterator[tuple[str, torch.Tensor] | OwnState]:
+    """Yield (fqn, live tensor), aliases included, and the state of each subtree that makes its own.
+
+    The order is that of `part.state_dict()`, which would hold the same values. `room`: see OwnState.take.
+    Collective if a hook is: every rank must call it.
+    Raises: StateEncodingError if the model's own code raises.
+    """
+    todo = [("", part)]
+    while todo:
+        prefix, module = todo.pop()
+        if _has_code(module):
+            yield OwnState.take(prefix, module, room=room)
+            continue
+        for hook in module._state_dict_pre_hooks.values():  # noqa: SLF001 - as nn.Module.state_dict does
+            hook(module, prefix, False)
+        for fqn, value in own_tensors(prefix, module):
+            yield fqn, value if is_lazy(value) else value.detach()
+        todo += children_in_reverse(prefix, module)
+
+
+def own_tensors(prefix: str, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return (fqn, tensor) of a module's own parameters and persistent buffers, without its children's."""
+    own: list[tuple[str, torch.Tensor]]
+    own = [(clean_fqn(prefix + n), v) for n, v in module._parameters.items() if v is not None]  # noqa: SLF001
+    if not module._buffers:  # noqa: SLF001 - the usual case, and a hot path
+        return own
+    hidden = module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public name for what persists
+    kept = ((n, v) for n, v in module._buffers.items() if v is not None and n not in hidden)  # noqa: SLF001
+    return [*own, *((clean_fqn(prefix + n), v) for n, v in kept)]
+
+
+def _has_code(module: nn.Module, names: tuple[str, ...] = _SAVING + _LOADING) -> bool:
+    """Return whether a module has code of its own that saves or loads it, which `nn.Module` would do otherwise.
+
+    `names`: methods that it may override, and the dicts of its hooks.
+    """
+    own = module.__dict__
+    kind: Any = type(module)  # mypy takes a class of modules for one that cannot be hashed
+    codes = [own[name] for name in names if own.get(name)]
+    return _overrides(kind, names) or any(callable(c) or any(map(_is_foreign, c.values())) for c in codes)
+
+
+@functools.lru_cache(maxsize=4096)  # a hot path, and modules by the ten thousand have few classes
+def _overrides(kind: type, names: tuple[str, ...]) -> bool:
+    return any(_is_foreign(getattr(kind, name)) for name in names if hasattr(nn.Module, name))
+
+
+def _is_foreign(code: Any) -> bool:
+    return not str(getattr(code, "__module__", "")).startswith(_HARMLESS)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnState:
+    """The state dict of the smallest subtree that contains all hooks and overrides which see its values."""
+
+    prefix: str
+    module: nn.Module
+    entries: dict[str, Any]
+    """As `module.state_dict()` returned it."""
+    live: StateDict
+    """fqn -> each parameter and persistent buffer of the subtree."""
+    shown: frozenset[str]
+    """The fqns of entries that are the live tensor of the same name."""
+    gathered: dict[str, Sequence[Placement]]
+    """Entry of which this rank keeps a shard -> the placements with which the module's own code returned it."""
+
+    @classmethod
+    def take(cls, prefix: str, module: nn.Module, *, room: bool) -> Self:
+        """Call the module's own `state_dict`.
+
+        `room`: replace the tensors that it made by copies that own their memory, so that a load can read into them.
+        """
+        live = {fqn: value for path, m in named_modules(module) for fqn, value in own_tensors(prefix + path, m)}
+        try:
+            entries = module.state_dict()
+        except Exception as error:
+            raise StateEncodingError(
+                f"{_title(prefix, module)}: its own state_dict() failed with {type(error).__name__}: {error}. Mend the "
+                "module's hooks and overrides",
+                prefix,
+            ) from error
+        names = {name: clean_fqn(prefix + name) for name in entries}
+        shown = frozenset(fqn for name, fqn in names.items() if is_live(entries[name], live.get(fqn)))
+        self = cls(prefix, module, entries, live, shown, {})
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor) and names[name] not in shown:
+                settled = entries[name] = _settled(value)
+                if (shards := _shards(settled, live.values())) is not None:
+                    assert isinstance(settled, DTensor)
+                    self.gathered[name] = settled.placements
+                    entries[name] = settled.redistribute(placements=shards).clone()
+                elif room:
+                    entries[name] = settled.clone(memory_format=torch.contiguous_format)
+        return self
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """Yield (fqn, value) of every entry except the extra state of modules."""
+        extra = self._extra_state_names()
+        for name, value in self.entries.items():
+            if (fqn := clean_fqn(self.prefix + name)) not in extra:
+                yield fqn, value
+
+    def _extra_state_names(self) -> set[str]:
+        return {clean_fqn(self.prefix + name) for name, _ in extra_state_modules(self.module)}
+
+    @property
+    def made(self) -> dict[str, Any]:
+        """Return the values that are no live memory, by fqn."""
+        return {fqn: value for fqn, value in self if fqn not in self.shown}
+
+    @property
+    def hidden(self) -> StateDict:
+        """Return the live tensors that the state dict does not hold as they are, by fqn."""
+        shown = {id(self.live[fqn]) for fqn in self.shown}  # a tied tensor is shown by any of its names
+        return {fqn: value for fqn, value in self.live.items() if id(value) not in shown}
+
+    @property
+    def loads(self) -> bool:
+        """Return whether a module of the subtree has code that torch would run when it loads a state dict."""
+        return any(_has_code(module, _LOADING) for _, module in named_modules(self.module))
+
+    def dropped(self) -> list[str]:
+        """Return the trained parameters that neither are in the state dict nor can be part of a value in it."""
+        if self.made:
+            return []
+        return [fqn for fqn, value in self.hidden.items() if value.requires_grad]
+
+    @torch.no_grad()
+    def with_values(self, values: Mapping[str, torch.Tensor | LazyTensor]) -> OwnState:
+        """Return the state that the module's own code makes of other values of its parameters, which stay as they are.
+
+        `values`: fqn -> values of a hidden parameter. Collective if they or that code are.
+        """
+        places = [
+            (m, name, parameter, values[fqn])
+            for path, m in named_modules(self.module)
+            for name, parameter in m._parameters.items()  # noqa: SLF001
+            if parameter is not None and (fqn := clean_fqn(self.prefix + path + name)) in values
+        ]
+        try:
+            for m, name, parameter, value in places:
+                m._parameters[name] = nn.Parameter(_computed(value, parameter), requires_grad=False)  # noqa: SLF001
+            return self.take(self.prefix, self.module, room=True)
+        finally:
+            for m, name, parameter, _ in places:
+                m._parameters[name] = parameter  # noqa: SLF001
+
+    def give_back(self, values: Mapping[str, Any]) -> list[str]:
+        """Load the entries through the module's own code; return a line for each fault. Collective if a hook is.
+
+        `values`: what replaces the entries that are no tensors, by fqn. The state dict after the load must equal the
+        loaded one bit for bit, and every hidden tensor must have been written to.
+        """
+        for name in self.entries:
+            if (fqn := clean_fqn(self.prefix + name)) in values and fqn not in self.shown:
+                self.entries[name] = values[fqn]
+        entries = copy.copy(self.entries)  # with the versions of modules that torch attaches to it
+        for name, placements in self.gathered.items():
+            entries[name] = entries[name].redistribute(placements=placements)
+        before = {fqn: (value, local_tensor(value).data_ptr()) for fqn, value in self.hidden.items()}
+        try:
+            with Writes() as writes:
+                # frozen parameters that the state dict leaves out are not missed
+                self.module.load_state_dict(entries, **({} if self.made or not self.hidden else {"strict": False}))
+        except Exception as error:
+            message = " ".join(str(error).split())  # torch's has a line for each fault
+            return [f"{self}: its own load_state_dict() failed with {type(error).__name__}: {message}"]
+        after = self.take(self.prefix, self.module, room=False)
+        faults = [f"{fqn} is not what was loaded" for fqn in _differing(self, after)]
+        for fqn, (value, pointer) in before.items():
+            now = after.live.get(fqn)
+            if now is not value and value.requires_grad:
+                faults.append(f"{fqn} was replaced by another tensor, and an optimizer would train the old one")
+            elif value.requires_grad and local_tensor(value).data_ptr() == pointer and not writes.reached(value):
+                faults.append(f"{fqn} was left as it was")
+        return [f"{self}: {fault}" for fault in faults]
+
+    def __str__(self) -> str:
+        return _title(self.prefix, self.module)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """The whole state of a model, as its own code returns it."""
+
+    tensors: StateDict
+    """fqn -> live tensor, or a tensor that the model's own code has made."""
+    values: dict[str, Any]
+    """fqn -> value that is no tensor, beside the extra state of modules."""
+    own: Sequence[OwnState]
+    """The subtrees that make their own state."""
+
+    @property
+    def made(self) -> set[str]:
+        """Return the names of all values that are no live memory."""
+        return {fqn for own in self.own for fqn in own.made}
+
+    def made_of_parameters(self) -> set[str]:
+        """Return the names of made values that show parameters: only an optimizer changes them, as it does those."""
+        of_parameters = (own for own in self.own if any(isinstance(v, nn.Parameter) for v in own.hidden.values()))
+        return {fqn for own in of_parameters for fqn in own.made}
+
+    def give_back(
+        self, loaded: Collection[str], values: Mapping[str, Any], made: Collection[str] | None = None
+    ) -> list[str]:
+        """Hand the loaded tensors and `values` to the code of their subtrees; return the names of what it filled.
+
+        `made`: the values that are no live memory on any rank. Live tensors have their values already; code that runs
+        after a load must see them. Collective if a hook is.
+        Raises: LoadMismatchError naming each tensor that did not get what was loaded.
+        """
+        everywhere = self.made if made is None else made
+        known = {*loaded, *values}
+        chosen = [
+            own
+            for own in self.own
+            if (names := known.intersection(fqn for fqn, _ in own)) and (own.loads or names.intersection(everywhere))
+        ]
+        _raise(fault for own in chosen for fault in own.give_back(values))
+        return [fqn for own in chosen for fqn in own.hidden]
+
+    def check_whole(self, loaded: Collection[str], empty: Collection[str]) -> None:
+        """Check that no parameter without values is made of a loaded part and of one that nothing was loaded into.
+
+        `empty`: the fqns of tensors without values. Raises: LoadMismatchError.
+        """
+        known, lacking = set(loaded), set(empty)
+        for own in self.own:
+            parts = [fqn for fqn, value in own.made.items() if isinstance(value, torch.Tensor)]
+            absent = [fqn for fqn in parts if fqn not in known]
+            if absent and len(absent) < len(parts) and (hidden := lacking.intersection(own.hidden)):
+                raise LoadMismatchError(
+                    f"{own}: {listed(sorted(hidden), ', ')} would be put together of loaded values and of none: no "
+                    f"source holds {listed(absent, ', ')}. Load all of its parts, or initialise all of them"
+                )
+
+    @torch.no_grad()
+    def prove(self, made: Collection[str]) -> None:
+        """Check before training that the model's own code loads what it returns, without any loss.
+
+        `made`: see `give_back`. `self` was read with room, and nothing has changed since. Collective if the model's own
+        code is.
+        Raises: LoadMismatchError naming each tensor that another load would leave with other values.
+        """
+        hidden = [(f"{own}: {fqn}", value) for own in self.own for fqn, value in own.hidden.items()]
+        before = [local_tensor(value).clone() for _, value in hidden]
+        with torch.enable_grad():
+            self.give_back(made, {}, made)
+        lossy = []
+        for (name, value), values in zip(hidden, before, strict=True):
+            if not is_same(value, values):
+                lossy.append(f"{name} has other values after a load of its own values")
+                local_tensor(value).copy_(values)
+        _raise(lossy)
+
+
+def _raise(faults: Iterable[str]) -> None:
+    """Raise LoadMismatchError if there are faults."""
+    if lines := [*faults]:
+        raise LoadMismatchError(
+            "the model's own code does not load what its state_dict() returns, so that a resumed run would not be this "
+            f"one\n  {listed(lines, chr(10) + '  ')}\n  Mend the module's state-dict hooks and overrides: "
+            "load_state_dict(state_dict()) must change nothing and write every parameter in place"
+        )
+
+
+def extra_state_modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name of its extra state, module) for each module that overrides `get_extra_state`."""
+    for name, module in part.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE, module
+
+
+def plain_attributes(parts: Sequence[nn.Module]) -> dict[str, tuple[Any, ...]]:
+    """Return numbers, strings and tensors in the attributes of modules with saving code of their own, by path.
+
+    Tensors are represented by their identity and version. Cheap; calls no code of the model.
+    """
+    out: dict[str, tuple[Any, ...]] = {}
+    for part in parts:
+        for prefix, module in named_modules(part):
+            if _has_code(module, _SAVING):
+                own = {name: value for name, value in module.__dict__.items() if name not in _STANDARD}
+                out |= {f"{prefix}{name}": (v,) for name, v in own.items() if isinstance(v, int | float | str | None)}
+                tensors = {name: v for name, v in own.items() if isinstance(v, torch.Tensor)}
+                out |= {f"{prefix}{name}": (id(v), v._version) for name, v in tensors.items()}  # noqa: SLF001
+    return out
+
+
+def _settled(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that can be stored: without autograd and sums that are still pending."""
+    value = value.detach()
+    if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+        value = value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
+    return value
+
+
+def _shards(value: torch.Tensor, live: Collection[torch.Tensor]) -> list[Placement] | None:
+    """Return placements that divide a large gathered tensor again, as the live tensors are divided; None for others.
+
+    Along an axis that shards all live tensors, copies are equal because they were gathered, so that each rank needs a
+    part only. Along other axes they are copies that each rank has trained, and the check of replicas compares them.
+    """
+    if not isinstance(value, DTensor) or not value.dim() or value.numel() * value.itemsize < GATHERED_BYTES:
+        return None
+    sources = [v for v in live if isinstance(v, DTensor) and v.device_mesh == value.device_mesh]
+    axes = [
+        axis
+        for axis, placement in enumerate(value.placements)
+        if placement.is_replicate() and sources and not any(v.placements[axis].is_replicate() for v in sources)
+    ]
+    return [Shard(0) if axis in axes else p for axis, p in enumerate(value.placements)] if axes else None
+
+
+def _computed(value: torch.Tensor | LazyTensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the values of a lazy tensor in memory that is sharded like `like`. Collective if the lazy tensor is."""
+    if isinstance(value, torch.Tensor):
+        return value
+    out = torch.empty_like(like, dtype=value.info.dtype)
+    for target, block in zip(blocks_of(out), value.blocks(), strict=True):
+        target.data.copy_(block.data)
+    return out
+
+
+def _differing(loaded: OwnState, after: OwnState) -> list[str]:
+    """Return the names of made values that are not the same, bit for bit, after a load."""
+    before, now = loaded.made, after.made
+    names = [fqn for fqn in before if fqn not in now]
+    return names + [fqn for fqn, value in now.items() if fqn not in before or not is_same(before[fqn], value)]
+
+
+def _title(prefix: str, module: nn.Module) -> str:
+    return f"{clean_fqn(prefix[:-1]) or 'the model'} ({type(module).__name__})"

@@ -80,6 +80,9 @@ class SaveConfig(Checked):
     """Steps that stay after a commit; absent: all."""
     first_step: bool = False
     """Save after step 1 too, so that problems with the folder show at once."""
+    model_only_last: Literal["own", "float32", "bfloat16", "float16"] | None = None
+    """The last step holds the model alone, its floating-point tensors in this dtype; own: each keeps its own. No run
+    resumes from it; name it in initial_load. Absent: the last step is a full one."""
     include_base: bool = False
     """If converters own keys: write the frozen base weights too; else a save holds the adapter and names its base."""
     if_busy: Literal["wait", "skip"] = "wait"
@@ -213,9 +216,9 @@ _TORCHTITAN_KEYS = {
     "initial_load_model_only": "checkpoint.initial_load only takes model weights; to take over a run, name its folder "
     "in checkpoint.folder",
     "last_save_in_hf": '[checkpoint.export] with format = "hf"',
-    "last_save_model_only": "every save can be resumed from; weights alone are a [checkpoint.export]",
+    "last_save_model_only": "checkpoint.save.model_only_last, left out for a last step that can be resumed from",
     "export_dtype": "checkpoint.export.dtype",
-    "create_seed_checkpoint": "name a step of any other run in checkpoint.initial_load, also one of another layout",
+    "create_seed_checkpoint": "CheckpointManager.save_seed(), or name a step of any other run in checkpoint.initial_load",
     "enable_ft_dataloader_checkpoints": "nothing, torchft has no part in it",
 }
 """torchtitan's flat key -> the setting of this package. Source: torchtitan, components/checkpointer/base.py."""
@@ -257,6 +260,8 @@ class CheckpointConfig(Checked):
             yield "components: name one or more; absent: everything"
         if self.external and self.initial_load:
             yield 'initial_load: components has no "model", so weights come from outside; leave one of the two out'
+        if self.external and self.save is not None and self.save.model_only_last is not None:
+            yield 'save.model_only_last: components has no "model", so there is no model to save; leave one of the two out'
         targets: dict[str, int] = {}
         own = os.path.normpath(self.folder)
         for i, export in enumerate(self.export):

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,6 +20,7 @@ from titan_ckpt.components.optimizer_content import steppers
 from titan_ckpt.components.run_state import Mark, RunState, Snapshot
 from titan_ckpt.config import CheckpointConfig, ExportConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.directory.manifest import Kind
 from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, ExportError, listed
@@ -31,6 +33,7 @@ from titan_ckpt.types import ModelHooks, Stateful
 from titan_ckpt.weights.own_state import ModelState
 from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelWrapper
+from titan_ckpt.weights.write_view import CASTABLE
 
 logger = logging.getLogger(__name__)
 
@@ -180,10 +183,26 @@ class CheckpointManager:
         self._note_last(step, last_step)
         if self._saver is not None and due and step != self._saved_step:
             finite = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
-            saved = self._save(step, finite, skippable=not (force or last_step), last=last_step)
+            model_only = self.config.save.model_only_last if self.config.save and last_step else None
+            skippable = not (force or last_step)
+            saved = self._save(step, finite, skippable=skippable, last=last_step, model_only=model_only)
         if export:
             self.export(step, last_step)
         return saved
+
+    def save_seed(self) -> None:
+        """Save the model alone as step 0, and wait for it: runs of any layout start from the folder. Collective.
+
+        Raises: CheckpointError for a run that saves nothing; SaveError.
+        """
+        self._check_open()
+        if self._saver is None or self.config.external:
+            raise CheckpointError(
+                f"{self._directory.root}: a seed is a save of the model: give the config checkpoint.save, and leave no "
+                "model out of checkpoint.components"
+            )
+        self._save(0, {}, skippable=False, last=True, model_only="own")
+        self.wait()
 
     def export(self, step: int, last_step: bool = False) -> bool:
         """Make the exports that are due after this step, on the last step all of them. Return whether any was due.
@@ -238,8 +257,16 @@ class CheckpointManager:
         return skips and bool(self._coordinator.broadcast("busy", self._saver is not None and self._saver.busy))
 
     def _save(
-        self, step: int, metrics: dict[str, float], *, skippable: bool, last: bool, mark: Mark | None = None
+        self,
+        step: int,
+        metrics: dict[str, float],
+        *,
+        skippable: bool,
+        last: bool,
+        mark: Mark | None = None,
+        model_only: str | None = None,
     ) -> bool:
+        """Start a save. `model_only`: save the model alone, in a dtype or with each tensor's own."""
         assert self._saver is not None and self.config.save is not None
         busy = self._coordinator.broadcast("busy", self._saver.busy)
         if busy and skippable and self.config.save.if_busy == "skip":
@@ -255,15 +282,17 @@ class CheckpointManager:
         self._look_before_saving(step)
         request = SaveRequest(
             step,
-            "external" if self.config.external else "adapter" if self._adapter_only else "full",
+            self._kind(model_only),
             converters=self._hooks.describe() if self._hooks else [],
-            base=None if self.config.external else self._base,
+            base=None if self.config.external or model_only else self._base,
             resumed_from=self._resumed_from,
             metrics=metrics,
             expire=mark is None,
         )
 
         def take() -> Snapshot:
+            if model_only is not None:
+                return self._run.snapshot(step, self._whole_model(model_only), model_only=True)
             if mark is None:
                 return self._run.snapshot(step, self._model_to_save())
             with self._run.as_marked(mark):
@@ -304,6 +333,20 @@ class CheckpointManager:
         """Whether a save leaves out the base, because it is on disk already."""
         base_is_stored = self._base is not None and self._base["path"] is not None
         return base_is_stored and self.config.save is not None and not self.config.save.include_base
+
+    def _kind(self, model_only: str | None) -> Kind:
+        if self.config.external:
+            return "external"
+        return "model" if model_only else "adapter" if self._adapter_only else "full"
+
+    def _whole_model(self, dtype: str) -> ModelState:
+        """Return the model's state; its tensors of floating-point numbers in `dtype`, unless it is "own"."""
+        state = self._model.state("full")
+        if dtype == "own":
+            return state
+        wanted = getattr(torch, dtype)
+        cast = {fqn: value.detach().to(wanted) for fqn, value in state.tensors.items() if value.dtype in CASTABLE}
+        return replace(state, tensors=state.tensors | cast)
 
     def _model_to_save(self, *, room: bool = False) -> ModelState:
         if self.config.external:

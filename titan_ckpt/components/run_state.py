@@ -160,8 +160,10 @@ class RunState:
         if (optimizer := self.optimizer) is not None:
             typed_json.encode(optimizer.split()[1], "optimizer")
 
-    def snapshot(self, step: int, model: ModelState) -> Snapshot:
+    def snapshot(self, step: int, model: ModelState, *, model_only: bool = False) -> Snapshot:
         """Return the run at `step`. Tensors alias live memory; everything else has the values of this moment.
+
+        `model_only`: the model and its extra state, nothing else.
 
         Raises: StateEncodingError for tensors that hold no values.
         """
@@ -175,16 +177,19 @@ class RunState:
         run: dict[str, Any] = {"step": step}
         if "model" not in self.left_out and (extra := self.model.extra_state() | model.values):
             run["model"] = extra
+        parameters = {MODEL + fqn for fqn in self.model.parameter_names().values()}
+        parameters |= {MODEL + fqn for fqn in model.made_of_parameters()}
+        made = frozenset(MODEL + fqn for fqn in model.made)
+        if model_only:
+            volatile = frozenset(n for n in tensors if not _is_in(n, parameters))
+            return Snapshot(tensors, run, {"layout": self.layout}, ("model",), volatile, made)
         if (optimizer := self.optimizer) is not None:
             optimizer_tensors, run["optimizer"] = optimizer.split()
             tensors |= optimizer_tensors
         counters = self._counters()
         run |= counters.run
         tensors |= counters.tensors
-        parameters = {MODEL + fqn for fqn in self.model.parameter_names().values()}
-        parameters |= {MODEL + fqn for fqn in model.made_of_parameters()}
         volatile = frozenset(n for n in tensors if not n.startswith(OPTIMIZER) and not _is_in(n, parameters))
-        made = frozenset(MODEL + fqn for fqn in model.made)
         has = {
             "optimizer": self.optimizers,
             "lr_scheduler": self.lr_schedulers,

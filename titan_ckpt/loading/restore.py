@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from titan_ckpt.components.run_state import RunState
-from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
+from titan_ckpt.config import CheckpointConfig, Component, InitialLoadConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
@@ -86,14 +86,18 @@ class Restorer:
             ) from error
 
     def _resume_newest(self) -> Restored | None:
-        """Resume the newest valid step; return None if the folder has no step. Raises: the error of the oldest step.
+        """Resume the newest valid step; return None if the folder has no step.
 
         If another run writes into the folder and deletes the step that is being read, the steps are listed again.
+        Raises: the error of the oldest step; CheckpointNotFoundError if all steps hold weights only.
         """
         failure: BaseException | None = None
+        weights_only: list[int] = []
         candidates = self._directory.steps()
         while candidates:
             candidate = candidates.pop()
+            if candidate == 0 and weights_only:  # a seed would train again what is trained
+                break
             try:
                 result = self._resume(candidate, by_number=False)
             except FAILURES as error:  # every rank has raised something, and all decide together
@@ -109,8 +113,16 @@ class Restorer:
                 continue
             if result is not None:
                 return result
+            weights_only.append(candidate)
+            logger.warning("step %d holds the model alone; going on to the step before it", candidate)
         if failure is not None:
             raise failure
+        if weights_only:
+            raise CheckpointNotFoundError(
+                f"{self._directory.root}: step {weights_only[0]} holds the model alone, and no step there can be resumed "
+                "from. Train on from its weights in another folder with [[checkpoint.initial_load]], or choose another "
+                "folder: a run is not started afresh beside it"
+            )
         return None
 
     def _load_initial(self) -> Restored:
@@ -124,12 +136,13 @@ class Restorer:
         return Restored(LoadResult(0, load_plan, report), base, None)
 
     def _resume(self, step: int, *, by_number: bool) -> Restored | None:
-        """Resume one step. Return None for a step that holds weights only, from which no run can resume.
+        """Resume one step. Return None for a step that holds weights only, from which no run can resume but a seed.
 
         1 Plan. 2 Open everything and check that it fits. 3 Read. 4 Initialise. 5 Give the owners their other state.
         """
         manifest = self._directory.manifest(step)
-        if manifest.kind == "model":
+        is_seed = manifest.kind == "model" and step == 0
+        if manifest.kind == "model" and not is_seed:
             if by_number:
                 raise CheckpointNotFoundError(
                     f"step {step} holds model weights only, so training cannot resume from it; name it in "
@@ -138,6 +151,8 @@ class Restorer:
             return None
         path = self._directory.step_path(step)
         load_plan = self._resolve(ResumeStep(step, manifest.kind, path))
+        if is_seed:
+            load_plan = replace(load_plan, exclude=frozenset(get_args(Component)) - {"model"})
         hooks = self._run.model.hooks
         check_converters(manifest.converters, hooks.describe() if hooks else [], manifest.step)
         with self._prepare(load_plan, resuming=True) as prepared:
@@ -247,7 +262,8 @@ class Restorer:
         if not any(self._coordinator.gather("owned", bool(self._run.model.owned_state_dict()))):
             return None
         origin = manifest.base if manifest is not None and manifest.kind == "full" else None
-        source = next((source for source in load_plan.sources if not source.adapter), None)
+        is_seed = manifest is not None and manifest.kind == "model"  # retention may delete it: saves hold the base
+        source = None if is_seed else next((source for source in load_plan.sources if not source.adapter), None)
         if origin is None and source is not None:
             origin = {"path": str(source.path), "revision": source.revision, "format": source.format}
         base = identify_base(self._run.model, origin, self._coordinator)

@@ -56,8 +56,8 @@ def test_a_run_starts_from_a_seed_and_from_nothing_else_of_its_process(tmp_path:
 def test_a_last_step_holds_the_model_alone_in_its_dtype(tmp_path: Path, mode: Any, dtype: Any) -> None:
     """The values are those of the model, rounded once; counters keep their type; another run can start from them."""
     save = SaveConfig(interval=2, async_mode=mode, model_only_last=dtype)
-    model, *rest = _run(tmp_path, save=save)
-    _train(model, *rest, last=3)
+    model, optimizer, manager = _run(tmp_path, save=save)
+    _train(model, optimizer, manager, last=3)
     other, _, manager = _run(tmp_path / "other", seed=5, initial_load=(_source(tmp_path / "checkpoints/step-3"),))
     report = manager.load().report
     manager.close()

@@ -141,6 +141,8 @@ class InitialLoadConfig(Checked):
     """Allow casts from floating-point dtypes to the model's; every cast is reported."""
     revision: NonEmpty | None = None
     """Version of `path`; an adapter's checkpoint records it as part of the base's identity."""
+    training_state: bool = False
+    """Load the training state too, from a DCP folder of torchtitan: the run goes on after its step."""
     merge: bool = False
     """Add this adapter to the weights of the sources before it, instead of loading it into a converter."""
     initialise: tuple[NonEmpty, ...] = ()
@@ -218,7 +220,7 @@ _TORCHTITAN_KEYS = {
     "last_save_in_hf": '[checkpoint.export] with format = "hf"',
     "last_save_model_only": "checkpoint.save.model_only_last, left out for a last step that can be resumed from",
     "export_dtype": "checkpoint.export.dtype",
-    "create_seed_checkpoint": "CheckpointManager.save_seed(), or name a step of any other run in checkpoint.initial_load",
+    "create_seed_checkpoint": "CheckpointManager.save_seed(), or a step of any other run in checkpoint.initial_load",
     "enable_ft_dataloader_checkpoints": "nothing, torchft has no part in it",
 }
 """torchtitan's flat key -> the setting of this package. Source: torchtitan, components/checkpointer/base.py."""
@@ -261,7 +263,7 @@ class CheckpointConfig(Checked):
         if self.external and self.initial_load:
             yield 'initial_load: components has no "model", so weights come from outside; leave one of the two out'
         if self.external and self.save is not None and self.save.model_only_last is not None:
-            yield 'save.model_only_last: components has no "model", so there is no model to save; leave one of the two out'
+            yield 'save.model_only_last: components has no "model", so none can be saved; leave one of the two out'
         targets: dict[str, int] = {}
         own = os.path.normpath(self.folder)
         for i, export in enumerate(self.export):
@@ -273,6 +275,8 @@ class CheckpointConfig(Checked):
                 yield f"export.{i}.folder: {export.folder!r} is inside checkpoint folder {self.folder!r}; name another"
         if self.initial_load and self.initial_load[0].merge:
             yield "initial_load.0.merge: nothing is loaded yet that it could be merged into; name the base before it"
+        if len(self.initial_load) > 1 and any(source.training_state for source in self.initial_load):
+            yield "initial_load: a source with training_state is a whole run; name it alone"
         paths = [os.path.normpath(source.path) for source in self.initial_load]
         for i, path in enumerate(paths):
             if path in paths[:i]:

@@ -19,7 +19,7 @@ from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory import preflight
 from titan_ckpt.directory import store as step_store
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
-from titan_ckpt.directory.names import read_manifest_bytes
+from titan_ckpt.directory.names import read_manifest_bytes, step_name, step_of
 from titan_ckpt.directory.store import Attempt, StepStore, attempt_at
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import require_local
@@ -58,7 +58,7 @@ class CheckpointDirectory:
 
         def look() -> list[int]:
             survey = self._store.look()
-            if survey.rejected and not survey.steps:
+            if survey.rejected and not survey.steps and not survey.dcp:
                 raise CorruptCheckpointError(
                     f"{self.root} holds no checkpoint that can be loaded, but content that looks like one:"
                     f"{survey.explain()}\nRepair it, name it in [[checkpoint.initial_load]], move it away, or choose "
@@ -68,6 +68,20 @@ class CheckpointDirectory:
             return [step.step for step in survey.steps]
 
         return self._on_rank_0("steps", look)
+
+    def dcp_steps(self) -> list[int]:
+        """Return the steps that torchtitan saved in this folder, ascending; they never expire here."""
+        return self._on_rank_0("dcp steps", lambda: [*self._store.look().dcp])
+
+    def blocked_after(self, step: int) -> list[str]:
+        """Return the names of folders, torchtitan's or broken ones, that are in the way of steps after `step`."""
+
+        def look() -> list[str]:
+            survey = self._store.look()
+            broken = [name for name, _ in survey.rejected if (step_of(name) or 0) > step]
+            return broken + [step_name(n) for n in survey.dcp if n > step]
+
+        return self._on_rank_0("blocked steps", look)
 
     def manifest(self, step: int) -> Manifest:
         """Return a committed step's manifest, after checking that every rank sees the same save of that step.

@@ -71,6 +71,8 @@ class Survey:
 
     steps: tuple[CommittedStep, ...]
     """Ascending."""
+    dcp: tuple[int, ...]
+    """Ascending numbers of the folders step-N that torch.distributed.checkpoint has completed, as torchtitan saves."""
     rejected: tuple[tuple[str, str], ...]
     """(name, reason) of every entry that looks like a checkpoint and is not a committed step."""
 
@@ -91,12 +93,15 @@ def survey(root: Path) -> Survey:
     names = posix.list_folder(root)
     while True:
         steps: list[CommittedStep] = []
+        dcp: list[int] = []
         rejected: list[tuple[str, str]] = []
         is_current = True
         for name in names:
             path = root / name
             step = step_of(name)
-            if step is not None:
+            if step is not None and _is_dcp(path):
+                dcp.append(step)
+            elif step is not None:
                 try:
                     steps.append(inspect(path, step))
                 except (CorruptCheckpointError, OSError) as error:
@@ -106,8 +111,13 @@ def survey(root: Path) -> Survey:
                 rejected.append((name, "not named step-N"))
         now = names if is_current else posix.list_folder(root)
         if now == names:
-            return Survey(tuple(sorted(steps, key=lambda step: step.step)), tuple(rejected))
+            return Survey(tuple(sorted(steps, key=lambda step: step.step)), tuple(sorted(dcp)), tuple(rejected))
         names = now
+
+
+def _is_dcp(path: Path) -> bool:
+    own = os.path.lexists(path / MANIFEST_NAME)
+    return not own and posix.is_real_folder(path) and (path / ".metadata").is_file()
 
 
 def inspect(path: Path, step: int) -> CommittedStep:

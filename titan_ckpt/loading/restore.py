@@ -18,13 +18,23 @@ from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
 from titan_ckpt.encoding import typed_json
-from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from titan_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CommitConflictError,
+    CorruptCheckpointError,
+    LoadMismatchError,
+    NotACheckpointError,
+    listed,
+)
+from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.native.shared_check import check_together
 from titan_ckpt.formats.open import detect_format
 from titan_ckpt.loading import plan
 from titan_ckpt.loading.adapters import is_adapter
+from titan_ckpt.loading.dcp_state import DcpState, has_training_state, step_of_folder
 from titan_ckpt.loading.external import ExternalLoad, ExternalWeights
-from titan_ckpt.loading.plan import LoadPlan, ResumeStep
+from titan_ckpt.loading.plan import LoadPlan, LoadSource, ResumeStep
 from titan_ckpt.loading.sources import PreparedLoad, prepare_load
 from titan_ckpt.loading.training_state import ResumeState
 from titan_ckpt.types import Format, LoadReport
@@ -73,6 +83,9 @@ class Restorer:
         Raises: as CheckpointManager.load.
         """
         resumed = self._resume_newest() if step is None else self._resume_by_number(step)
+        if resumed is None and self._config.initial_load and self._config.initial_load[0].training_state:
+            source = self._config.initial_load[0]
+            resumed = self._resume_dcp(Path(source.path), None, cast=source.cast)
         return resumed or self._load_initial()
 
     def _resume_by_number(self, step: int) -> Restored | None:
@@ -93,7 +106,7 @@ class Restorer:
         """
         failure: BaseException | None = None
         weights_only: list[int] = []
-        candidates = self._directory.steps()
+        candidates = self._candidates()
         while candidates:
             candidate = candidates.pop()
             if candidate == 0 and weights_only:  # a seed would train again what is trained
@@ -102,7 +115,7 @@ class Restorer:
                 result = self._resume(candidate, by_number=False)
             except FAILURES as error:  # every rank has raised something, and all decide together
                 is_corrupt = any(self._coordinator.gather("ladder", isinstance(error, CorruptCheckpointError)))
-                if not self._directory.has(candidate) and (steps := self._directory.steps()):
+                if not self._directory.has(candidate) and (steps := self._candidates()):
                     logger.info("step %d was deleted while it was loaded; going on to step %d", candidate, steps[-1])
                     candidates, failure = steps, None
                     continue
@@ -119,11 +132,15 @@ class Restorer:
             raise failure
         if weights_only:
             raise CheckpointNotFoundError(
-                f"{self._directory.root}: step {weights_only[0]} holds the model alone, and no step there can be resumed "
-                "from. Train on from its weights in another folder with [[checkpoint.initial_load]], or choose another "
-                "folder: a run is not started afresh beside it"
+                f"{self._directory.root}: step {weights_only[0]} holds the model alone, and no step there can be "
+                "resumed from. Train on from its weights in another folder with [[checkpoint.initial_load]], or choose "
+                "another folder: a run is not started afresh beside it"
             )
         return None
+
+    def _candidates(self) -> list[int]:
+        """Return the steps of the folder, also those that torchtitan saved there, ascending."""
+        return sorted({*self._directory.steps(), *self._directory.dcp_steps()})
 
     def _load_initial(self) -> Restored:
         load_plan = self._resolve(None)
@@ -140,14 +157,12 @@ class Restorer:
 
         1 Plan. 2 Open everything and check that it fits. 3 Read. 4 Initialise. 5 Give the owners their other state.
         """
+        if step in self._directory.dcp_steps():
+            return self._resume_in_place(step, by_number=by_number)
         manifest = self._directory.manifest(step)
         is_seed = manifest.kind == "model" and step == 0
         if manifest.kind == "model" and not is_seed:
-            if by_number:
-                raise CheckpointNotFoundError(
-                    f"step {step} holds model weights only, so training cannot resume from it; name it in "
-                    "[[checkpoint.initial_load]] of another run instead"
-                )
+            self._pass_over(step, by_number=by_number)
             return None
         path = self._directory.step_path(step)
         load_plan = self._resolve(ResumeStep(step, manifest.kind, path))
@@ -167,6 +182,71 @@ class Restorer:
         self._directory.resume_from(step)
         return Restored(LoadResult(step, load_plan, report), base, {"step": step, "attempt": manifest.attempt})
 
+    def _resume_in_place(self, step: int, *, by_number: bool) -> Restored | None:
+        """Resume a step that torchtitan saved in this run's folder; None for one that holds weights only. Collective.
+
+        Raises: CommitConflictError for newer folders of torchtitan's, because saves of these steps would find them.
+        """
+        path = self._directory.step_path(step)
+        if self._config.save is not None and (blocked := self._directory.blocked_after(step)):
+            raise CommitConflictError(
+                f"{self._directory.root}: the run goes on from torchtitan's step {step}, and "
+                f"{listed(blocked, ', ')} would be in the way of its saves: move it away"
+            )
+        restored = self._resume_dcp(path, step, cast=True)
+        if restored is None:
+            self._pass_over(step, by_number=by_number)
+        return restored
+
+    def _pass_over(self, step: int, *, by_number: bool) -> None:
+        """Pass over a step that holds weights only. Raises: CheckpointNotFoundError if it was asked for by number."""
+        if by_number:
+            raise CheckpointNotFoundError(
+                f"step {step} holds model weights only, so training cannot resume from it; name it in "
+                "[[checkpoint.initial_load]] of another run instead"
+            )
+
+    def _resume_dcp(self, path: Path, step: int | None, *, cast: bool) -> Restored | None:
+        """Resume a DCP folder of torchtitan. Step 0 is a seed: its model alone is loaded. Collective.
+
+        `step`: the number in its name, if it is in this run's folder. Such a step without training state gives None.
+        Raises: as CheckpointManager.load.
+        """
+        found: list[tuple[int, bool]] = []
+
+        def look() -> None:
+            if detect_format(path) != "dcp":
+                raise NotACheckpointError(
+                    f"{path} is no DCP folder, and only those of torchtitan give a run their training state: to go on "
+                    "with a run of this package, name its folder in checkpoint.folder"
+                )
+            reader = DcpReader(path)
+            found.append((step_of_folder(reader, path), has_training_state(reader)))
+
+        self._together("dcp-look", look)
+        stored, complete = found[0]
+        number = stored if step is None else step
+        if stored and not complete:
+            if step is not None:
+                return None
+            raise LoadMismatchError(f"{path} holds no training state: leave training_state out to load its weights")
+        source = LoadSource(path, "dcp", cast)
+        exclude = (frozenset(self._config.resume.exclude) | self._config.left_out() | {"rng"}) - {"model"}
+        if not stored:
+            exclude = frozenset(get_args(Component)) - {"model"}
+        load_plan = LoadPlan(ResumeStep(number, "full", path), (source,), exclude)
+        logger.info("%s", load_plan)
+        with self._prepare(load_plan, resuming=True) as prepared:
+            values = [*prepared.state.values]
+            with DcpState.open(path, number, self._run, exclude, self._coordinator, values) as state:
+                self._read(prepared, state)
+            report = self._complete(load_plan, prepared)
+            base = self._identify_base(load_plan, prepared, None)
+        self._together("load-apply", lambda: state.apply(self._run, exclude))
+        if step is not None:
+            self._directory.resume_from(step)
+        return Restored(LoadResult(number, load_plan, report), base, {"step": number, "path": str(path)})
+
     def _resolve(self, step: ResumeStep | None) -> LoadPlan:
         plans: list[LoadPlan] = []
         self._together("load-sources", lambda: plans.append(plan.resolve(self._config, step, self._describe)))
@@ -178,14 +258,14 @@ class Restorer:
             load_plan.sources, self._run.model, self._transforms, self._coordinator, require_owned=resuming
         )
 
-    def _read(self, prepared: PreparedLoad, state: ResumeState | None = None) -> None:
+    def _read(self, prepared: PreparedLoad, state: ResumeState | DcpState | None = None) -> None:
         """Fill the live tensors. Collective.
 
         1 The ranks verify the cached blocks of their files. 2 When all have, they fill the live tensors. 3 The model's
         own code takes what is no live memory. 4 Adapters to be merged are added to the base in order, if it is the base
         that they record.
         """
-        loads: list[PreparedLoad | ResumeState] = [prepared] if state is None else [prepared, state]
+        loads: list[PreparedLoad | ResumeState | DcpState] = [prepared] if state is None else [prepared, state]
         check_together([part for load in loads for part in load.parts], self._coordinator)
         self._together("load-read", lambda: [load.read() for load in loads])
         values = {} if state is None else state.run.get("model", {})

@@ -119,6 +119,8 @@ def _read_states(
     1 Every rank reads the run's state and, if the number of ranks is unchanged, its own. 2 All exchange whether the
     layout is unchanged. 3 If any data-parallel rank has changed, all divide the reading of the stored data positions.
     """
+    if manifest.kind == "model" and all(file.name != RUN_STATE for file in manifest.files):  # a converted folder
+        return {"step": manifest.step}, RankState(None)
     error: BaseException | None = None
     run: dict[str, Any] = {}
     own: dict[str, Any] | None = None

@@ -32,7 +32,7 @@ from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CorruptCheckpointError
-from titan_ckpt.formats.dcp.metadata import METADATA, read_metadata, storage_table
+from titan_ckpt.formats.dcp.metadata import METADATA, read_metadata, saved_paths, storage_table
 from titan_ckpt.formats.publish.run import published
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, LazyTensor, TensorInfo, blocks_of, info_of, layout_of
@@ -66,6 +66,8 @@ class DcpReader(TensorReader):
                 self._tensors[name] = TensorInfo(tuple(entry.size), entry.properties.dtype)
                 for c in entry.chunks:
                     self._sizes[name, tuple(c.offsets)] = tuple(c.sizes)
+        self.paths: dict[str, tuple[str, ...]] = saved_paths(metadata)
+        """Name -> the keys by which the value was nested when it was saved, as far as the folder says so."""
         self._checked: set[str] = set()
         for file in {info.relative_path for info in storage_table(metadata).values()}:
             self._require_contained(file)

@@ -59,6 +59,15 @@ def storage_table(metadata: Metadata) -> dict[Any, Any]:
     return table or {}
 
 
+def saved_paths(metadata: Metadata) -> dict[str, tuple[str, ...]]:
+    """Return name -> path in the nested state that was saved; a name with anything but text in its path is left out."""
+    paths: Any = metadata.planner_data
+    if type(paths) is not dict:
+        return {}
+    plain = ((n, p) for n, p in paths.items() if type(n) is str and type(p) is tuple and p)
+    return {name: path for name, path in plain if all(type(part) is str for part in path)}
+
+
 def _check_types(metadata: Metadata) -> None:
     """Check the types and values of all fields before anything uses them. Raises: UnpicklingError."""
     entries, places = (vars(metadata).get(name) for name in ("state_dict_metadata", "storage_data"))

@@ -1,0 +1,189 @@
+"""Folders with the flat names of torchtitan's manager give a run their training state, in place or by path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from titan_ckpt.config import CheckpointConfig, InitialLoadConfig, ResumeConfig, SaveConfig
+from titan_ckpt.errors import CheckpointError, CommitConflictError, LoadMismatchError
+from titan_ckpt.manager import CheckpointManager
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+class _Run:
+    """A run with two parameter groups, a schedule, a counter and a data position named as torchtitan names its own."""
+
+    dp_rank, dp_world_size = 0, 1
+
+    def __init__(self, seed: int, decay: float = 0.1) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        weights, biases = ([p for p in self.model.parameters() if (p.dim() > 1) is large] for large in (True, False))
+        groups = [{"params": weights, "weight_decay": decay}, {"params": biases, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        self.epoch, self.step, self.position = 0, 0, b"\x80not a pickle"
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.model(torch.ones(2, 4)).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.epoch, self.step = self.epoch + 1, self.step + 1
+            for group in self.optimizer.param_groups:
+                group["lr"] = 1e-2 / (1 + self.epoch)
+
+    def flat(self) -> dict[str, Any]:
+        """Return the state dict that torchtitan's manager would hand to dcp.save."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        out: dict[str, Any] = {**self.model.state_dict()}
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                fqn, state = names[id(parameter)], self.optimizer.state[parameter]
+                out |= {f"optimizer.state.{fqn}.{name}": value for name, value in state.items()}
+                kept = {key: value for key, value in group.items() if key != "params"}
+                out |= {f"optimizer.param_groups.{fqn}.{key}": value for key, value in kept.items()}
+        out |= {"lr_scheduler.last_epoch": self.epoch, "train_state.step": self.step}
+        return out | {"dataloader.dp_rank_0": self.position, "dataloader.world_size": 1}
+
+    def manager(self, folder: Path, **settings: Any) -> CheckpointManager:
+        settings.setdefault("save", SaveConfig(interval=1, async_mode="disabled"))
+        return CheckpointManager(
+            CheckpointConfig(**settings),
+            model_parts=[self.model],
+            optimizers=[self.optimizer],
+            lr_schedulers=[_Part(self, ("last_epoch", "epoch"))],
+            dataloader=_Data(self),
+            states={"train_state": _Part(self, ("step", "step"))},
+            base_folder=folder,
+        )
+
+
+class _Part:
+    """One number of a run as a state of its own: (its name in the state, the run's attribute)."""
+
+    def __init__(self, run: _Run, *names: tuple[str, str]) -> None:
+        self._run, self._names = run, names
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self._run, attribute) for name, attribute in self._names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, attribute in self._names:
+            setattr(self._run, attribute, state[name])
+
+
+class _Data(_Part):
+    dp_rank, dp_world_size = 0, 1
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__(run, ("dp_rank_0", "position"), ("world_size", "dp_world_size"))
+
+
+def _saved(folder: Path, steps: int = 3) -> _Run:
+    run = _Run(seed=1)
+    run.train(steps)
+    dcp.save(run.flat(), checkpoint_id=folder, no_dist=True)
+    return run
+
+
+def _same(a: _Run, b: _Run) -> None:
+    left, right = a.flat(), b.flat()
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert torch.equal(value, right[name]) if isinstance(value, torch.Tensor) else value == right[name], name
+
+
+def test_a_run_goes_on_from_a_folder_that_is_named(tmp_path: Path) -> None:
+    """Weights, moments, hyperparameters, schedule, counters and data position are the saved ones."""
+    saved = _saved(tmp_path / "theirs" / "step-3")
+    run = _Run(seed=2)
+    source = InitialLoadConfig(str(tmp_path / "theirs" / "step-3"), training_state=True)
+    with run.manager(tmp_path / "ours", initial_load=(source,)) as manager:
+        assert manager.load().step == 3
+        _same(saved, run)
+        saved.train(2)
+        run.train(1)
+        manager.save(4)
+        run.train(1)
+    _same(saved, run)
+    with run.manager(tmp_path / "ours") as manager:
+        assert manager.load().step == 4
+
+
+def test_a_run_goes_on_in_torchtitans_own_folder(tmp_path: Path) -> None:
+    """The newest step is taken, whoever saved it; torchtitan's folders stay as they are."""
+    for step in (2, 3):
+        saved = _saved(tmp_path / "checkpoints" / f"step-{step}", step)
+    run = _Run(seed=2)
+    with run.manager(tmp_path) as manager:
+        assert manager.load().step == 3
+        _same(saved, run)
+        run.train(1)
+        manager.save(4)
+    again = _Run(seed=3)
+    with again.manager(tmp_path) as manager:
+        assert manager.load().step == 4
+    _same(run, again)
+    assert (tmp_path / "checkpoints/step-2/.metadata").is_file()
+
+
+def test_a_step_that_was_not_finished_is_named_before_the_first_step(tmp_path: Path) -> None:
+    """A save of step 3 would find torchtitan's unfinished folder in its way, so nothing is trained."""
+    for step in (2, 3):
+        _saved(tmp_path / "checkpoints" / f"step-{step}", step)
+    (tmp_path / "checkpoints/step-3/.metadata").unlink()
+    with (
+        _Run(seed=2).manager(tmp_path) as manager,
+        pytest.raises(CommitConflictError, match="torchtitan's step 2, and step-3 would be in the way"),
+    ):
+        manager.load()
+
+
+@pytest.mark.parametrize(
+    ("lost", "complaint"),
+    [
+        ("lr_scheduler.", 'the checkpoint has no state for: lr_scheduler.*exclude = ."lr_scheduler"'),
+        ("train_state.", 'the checkpoint has no state for: states.*exclude = ."states"'),
+        ("dataloader.dp_rank_0", "its data position lacks dataloader.dp_rank_0"),
+        ("0.bias", "1 missing: 0.bias"),
+        ("optimizer.param_groups.0.", "parameters start without state|none of its .* was trained there"),
+    ],
+)
+def test_what_a_folder_lacks_is_named(tmp_path: Path, lost: str, complaint: str) -> None:
+    """Nothing of a folder that does not fit is loaded in part."""
+    saved = _Run(seed=1)
+    saved.train(3)
+    flat = {name: value for name, value in saved.flat().items() if not name.startswith(lost)}
+    if lost.startswith("optimizer"):
+        flat = {name: value for name, value in flat.items() if not name.startswith("optimizer.param_groups")}
+    dcp.save(flat, checkpoint_id=tmp_path / "step-3", no_dist=True)
+    run = _Run(seed=2)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    source = InitialLoadConfig(str(tmp_path / "step-3"), training_state=True)
+    with run.manager(tmp_path, initial_load=(source,)) as manager, pytest.raises(CheckpointError, match=complaint):
+        manager.load()
+    assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
+
+
+def test_groups_that_were_split_otherwise_are_refused(tmp_path: Path) -> None:
+    """A live group whose parameters had several values of a hyperparameter is no group of the saved run."""
+    _saved(tmp_path / "step-3")
+    run = _Run(seed=2)
+    run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2)
+    source = InitialLoadConfig(str(tmp_path / "step-3"), training_state=True)
+    with (
+        run.manager(tmp_path, initial_load=(source,)) as manager,
+        pytest.raises(LoadMismatchError, match="its parameters were in 2 groups with other hyperparameters"),
+    ):
+        manager.load()
+    exclude = ResumeConfig(exclude=("optimizer",))
+    with run.manager(tmp_path, initial_load=(source,), resume=exclude) as manager:
+        assert manager.load().step == 3
+    assert not run.optimizer.state

@@ -1,20 +1,25 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+TITAN := .venv-torchtitan
 CORE := tests/test_without_extras.py tests/test_golden_native.py tests/test_manager.py tests/test_manager_lifecycle.py \
 	$(addprefix tests/unit/,cli components directory disk distributed formats geometry guard loading/test_external.py) \
 	$(addprefix tests/unit/weights/test_,digest.py quantise.py single_device.py transforms.py wrapper.py) \
 	$(addprefix tests/unit/test_,config.py policy.py progress.py)
 
-.PHONY: demo test lint check bench soak zoo clean
+.PHONY: demo test test-torchtitan lint check bench soak zoo clean
 
 demo: $(READY)
 	$(BIN)/python -m docs.examples.demo
 
 # The tests of the core come first, in processes that refuse every optional package.
-test: $(READY)
+test: $(READY) test-torchtitan
 	PYTHONPATH=tests/without_extras $(BIN)/python -m pytest -n 3 --dist loadfile $(CORE)
 	$(BIN)/python -m pytest -n 3 --dist loadfile $(CORE:%=--ignore=%)
+
+# torchtitan needs other versions of some packages than the extras do, so it has an environment of its own.
+test-torchtitan: $(TITAN)/.ready
+	$(TITAN)/bin/python -m pytest -c tests/torchtitan/pytest.ini tests/torchtitan
 
 check: lint test
 
@@ -43,4 +48,11 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(TITAN)/.ready: tests/torchtitan/constraints.txt
+	$(PYTHON) -m venv $(TITAN)
+	$(TITAN)/bin/python -m pip install --quiet -c $< "$$(grep '^torch==' $<)"
+	$(TITAN)/bin/python -m pip install --quiet -c $< torchtitan triton torchao transformers peft xxhash tomli rich \
+		pytest pytest-timeout
 	touch $@

@@ -106,6 +106,44 @@ class PermuteRotary(TensorOp):
 
 
 @dataclass(frozen=True)
+class PermuteRows(TensorOp):
+    """The rows of a tensor in another order: row i of the file is row `order[i]` of the native tensor."""
+
+    order: tuple[int, ...]
+
+    def file_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        if not shapes[0] or shapes[0][0] != len(self.order):
+            raise KeyMapError(f"{list(shapes[0])} does not have {len(self.order)} rows")
+        return list(shapes)
+
+    native_shapes = file_shapes
+
+    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
+        start, stop = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
+        held = [(i, row) for i, row in enumerate(self.order) if start <= row < stop]
+        while held:
+            run = self._run(held)
+            del held[: len(run)]
+            (first, row), (_, last) = run[0], run[-1]
+            step = run[1][1] - row if len(run) > 1 else 1
+            view = block[row - start : last - start + 1 : step]
+            yield Piece(0, Chunk((first, *chunk.offsets[1:]), (len(run), *chunk.sizes[1:])), view)
+
+    @staticmethod
+    def _run(held: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        """Return the longest start of (row in the file, native row) that one strided view can hold."""
+        step = held[1][1] - held[0][1] if len(held) > 1 else 0
+        end = 1
+        while (
+            end < len(held)
+            and step > 0
+            and (held[end][0] - held[end - 1][0], held[end][1] - held[end - 1][1]) == (1, step)
+        ):
+            end += 1
+        return held[:end]
+
+
+@dataclass(frozen=True)
 class Unstack(TensorOp):
     """One native tensor whose dim 0 counts experts, as one file tensor per expert, optionally transposed.
 

@@ -22,6 +22,7 @@ from titan_ckpt.geometry.keymap import (
     KeyMap,
     KeyRule,
     PermuteRotary,
+    PermuteRows,
     Split,
     TensorOp,
     Tie,
@@ -41,6 +42,8 @@ def reference(op: TensorOp, natives: list[torch.Tensor]) -> list[torch.Tensor]:
             (w,) = natives
             halves = w.reshape(num_heads, w.shape[0] // num_heads // 2, 2, *w.shape[1:]).transpose(1, 2)
             return [halves.reshape(w.shape)]
+        case PermuteRows(order):
+            return [natives[0][list(order)]]
         case Unstack(_, transpose):
             return [w.T if transpose else w for w in natives[0]]
         case Transpose():
@@ -59,12 +62,14 @@ def cases(draw: st.DrawFn) -> Case:
     """An operation and native shapes that fit it; sizes are small and include one and zero where they are legal."""
     size = st.integers(1, 5)
     tail: Shape = draw(st.sampled_from([(), (draw(size),), (draw(size), draw(size))]))
-    kind = draw(st.sampled_from(["identity", "rotary", "unstack", "transpose", "concat", "split", "chain"]))
+    kind = draw(st.sampled_from(["identity", "rotary", "rows", "unstack", "transpose", "concat", "split", "chain"]))
     if kind == "identity":
         return IDENTITY, [draw(st.sampled_from([(), tail, (draw(size), *tail)]))]
     if kind == "rotary":
         heads, half = draw(size), draw(size)
         return PermuteRotary(heads), [(heads * half * 2, *tail)]
+    if kind == "rows":
+        return PermuteRows(order := tuple(draw(st.permutations(range(draw(size) * 2))))), [(len(order), *tail)]
     if kind == "unstack":
         return Unstack(num := draw(size), draw(st.booleans())), [(num, draw(size), draw(size))]
     if kind == "transpose":

@@ -1,0 +1,36 @@
+"""One tokenizer and one text for all runs; ranks are forked from a server that has imported torchtitan."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import tempfile
+from pathlib import Path
+
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+import pytest
+
+from titan_ckpt.testing import ranks
+
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="torchtitan-")  # datasets keeps what it has read there
+ranks._PRELOADED.append("tests.torchtitan.runs")  # importing torchtitan takes longer than most of these tests
+
+
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a tokenizer, and a text under data/."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("assets")
+    words = {"<unk>": 0, "<bos>": 1, "<eos>": 2} | {f"w{i}": i for i in range(3, 2000)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"}))
+    drawn = random.Random(0)
+    lines = [" ".join(f"w{drawn.randrange(3, 2000)}" for _ in range(100)) for _ in range(64)]
+    (folder / "data").mkdir()
+    (folder / "data" / "text.json").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    return folder

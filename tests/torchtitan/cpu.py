@@ -1,0 +1,59 @@
+"""The shim that lets torchtitan's Trainer run on a CPU with gloo. Import it before torchtitan.
+
+torchtitan asks torch for an accelerator, its memory statistics and a compiled attention kernel. Nothing here touches
+parameters, optimizers, data or checkpoints.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
+
+torch._utils._get_available_device_type = lambda: "cpu"
+_ANSWERS: dict[str, Any] = {
+    "get_device_name": "A100",  # a name whose peak FLOPS torchtitan knows; they appear in a log line only
+    "get_device_properties": SimpleNamespace(total_memory=1 << 34),
+    "memory_stats": {},
+    "reset_peak_memory_stats": None,
+    "empty_cache": None,
+    "current_device": 0,  # torch answers "cpu", and dist.barrier wants an index
+}
+for _name, _answer in _ANSWERS.items():
+    setattr(torch.cpu, _name, lambda *_, answer=_answer: answer)
+dist.__dict__["set_timeout"] = lambda *_: None
+
+from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common.decoder import Decoder
+
+
+def _sdpa(
+    self: Any,
+    q_BLNH: torch.Tensor,
+    k_BLNH: torch.Tensor,
+    v_BLNH: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """Attend causally; flex attention needs a compiler here, and packed documents do not matter to a checkpoint."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+    options = {name: options[name] for name in ("scale", "enable_gqa") if name in options}
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options).transpose(1, 2)
+
+
+FlexAttention.forward = _sdpa
+Decoder.get_attention_masks = lambda *_, **__: None
+
+_set_divide_factor = FSDPModule.set_gradient_divide_factor
+
+
+def _sum(self: FSDPModule, factor: float) -> None:
+    """Add gradients up as NCCL's PREMUL_SUM does, which gloo has not."""
+    self.set_force_sum_reduction_for_comms(True)
+    _set_divide_factor(self, factor)
+
+
+FSDPModule.set_gradient_divide_factor = _sum  # type: ignore[method-assign]

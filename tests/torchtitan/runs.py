@@ -1,0 +1,126 @@
+"""Runs of torchtitan's Trainer on its debug models, and what they computed."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.torchtitan import cpu as cpu  # before torchtitan
+from titan_ckpt.integrations.torchtitan import TitanCheckpointer
+from titan_ckpt.testing.ranks import distributed as _distributed
+
+# isort: split
+import torchtitan.trainer
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.models.llama3 import config_registry as llama3
+from torchtitan.models.qwen3 import config_registry as qwen3
+from torchtitan.tools.logging import init_logger
+
+FLAVOURS: dict[str, Callable[[], Any]] = {
+    name: value
+    for registry in (llama3, qwen3)
+    for name, value in vars(registry).items()
+    if callable(value) and name.startswith(("llama3_debug", "qwen3_debug"))
+}
+distributed = partial(_distributed, timeout_seconds=500.0)  # a run takes seconds, and minutes on a busy machine
+init_logger()
+logging.getLogger().setLevel(logging.WARNING)
+torchtitan.trainer.time = SimpleNamespace(**vars(time) | {"sleep": lambda _: None})  # it sleeps when it has ended
+
+
+@dataclass
+class Run:
+    """What a run of the Trainer computed."""
+
+    losses: list[float]
+    step: int
+    model: dict[str, torch.Tensor]
+    """The model's own state dict, whole tensors."""
+    optimizer: dict[str, Any]
+    ntokens_seen: int
+
+
+def config(
+    assets: Path, folder: Path, flavour: str = "llama3_debugmodel", *, steps: int = 6, titan: bool = True,
+    degrees: dict[str, int] | None = None, fused: bool = False, **settings: Any,
+) -> Any:  # fmt: skip
+    """Return the config of a small run: the flavour unmodified but for sizes, and the checkpointer."""
+    made = FLAVOURS[flavour]()
+    made.hf_assets_path, made.dump_folder, made.dataloader.dataset_path = str(assets), str(folder), str(assets / "data")
+    made.training.seq_len, made.training.local_batch_size, made.training.steps = 16, 2, steps
+    made.training.disable_cuda_graphs = True
+    made.lr_scheduler.warmup_steps, made.lr_scheduler.total_steps = 2, 6
+    made.optimizer.implementation = "for-loop"
+    made.validator.enable, made.debug.seed, made.debug.enable_structured_logging = False, 0, False
+    made.parallelism.spmd_backend = "partial_dtensor"  # spmd_types, the default, needs a nightly torch for FSDP2
+    for name, degree in (degrees or {}).items():
+        setattr(made.parallelism, f"{name}_degree", degree)
+    kind = TitanCheckpointer if titan else CheckpointManager
+    made.checkpoint = kind.Config(**{"enable": True, "interval": 2, "last_save_model_only": False} | settings)
+    return made
+
+
+def train(made: Any, *, until: int | None = None, then: Callable[[Any], object] | None = None) -> Run:
+    """Run the Trainer to its last step, or to the end of step `until`, and call `then` on it before it is closed."""
+    trainer = made.build()
+    losses: list[float] = []
+    log = trainer.metrics_processor.log
+
+    def noted(step: int, loss: float, *rest: Any, **more: Any) -> None:
+        losses.append(loss)
+        log(step, loss, *rest, **more)
+
+    trainer.metrics_processor.log = noted
+    if until is not None:
+        trainer.should_continue_training = lambda: trainer.step < until
+    try:
+        trainer.train()
+        if then is not None:
+            then(trainer)
+        whole = {name: _whole(value) for name, value in trainer.model_parts[0].state_dict().items()}
+        moments = {name: _whole(value) for name, value in trainer.optimizers.state_dict().items()}
+        return Run(losses, trainer.step, whole, moments, trainer.ntokens_seen)
+    finally:
+        trainer.close()
+        gc.enable()  # the Trainer switches it off for its process
+
+
+def same(a: Run, b: Run, losses: int = 6) -> None:
+    """Assert that two runs ended with the same bits; the last `losses` losses too."""
+    assert a.losses[len(a.losses) - losses :] == b.losses[len(b.losses) - losses :]
+    assert (a.step, a.ntokens_seen) == (b.step, b.ntokens_seen)
+    for left, right in ((a.model, b.model), (a.optimizer, b.optimizer)):
+        assert left.keys() == right.keys()
+        differing = [name for name, value in left.items() if not _equal(value, right[name])]
+        assert differing == []
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def steps_in(dump_folder: Path) -> list[int]:
+    """Return the steps in a run's checkpoint folder."""
+    return sorted(int(path.name[5:]) for path in (dump_folder / "checkpoint").glob("step-*"))
+
+
+def same_tensors(left: dict[str, Any], right: dict[str, Any]) -> None:
+    """Assert that two state dicts have the same names and bits."""
+    assert left.keys() == right.keys()
+    assert [name for name, value in left.items() if not _equal(value, right[name])] == []

@@ -1,0 +1,139 @@
+"""Every setting of torchtitan's checkpoint config is honoured or refused by its name, before step 1."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
+
+from tests.torchtitan.runs import config, distributed, same_tensors, steps_in, train
+from titan_ckpt import CheckpointError
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.integrations.torchtitan import TitanCheckpointer
+from titan_ckpt.integrations.torchtitan.settings import SETTINGS, translated
+
+
+def test_every_setting_of_torchtitan_has_a_meaning_here() -> None:
+    """The table names exactly the settings of torchtitan's manager, and the config has no others."""
+    theirs = {field.name for field in dataclasses.fields(CheckpointManager.Config)}
+    assert set(SETTINGS) == theirs == {field.name for field in dataclasses.fields(TitanCheckpointer.Config)}
+
+
+def test_settings_change_what_the_manager_is_told(tmp_path: Path) -> None:
+    """No value of a setting that torchtitan honours leaves our config as it is."""
+    changes: dict[str, Any] = {
+        "folder": "other", "interval": 3, "async_mode": "async", "keep_latest_k": 5, "load_only": True,
+        "exclude_from_loading": ["optimizer"], "enable_first_step_checkpoint": True, "last_save_model_only": False,
+        "last_save_in_hf": True, "export_dtype": "bfloat16", "initial_load_path": str(tmp_path),
+    }  # fmt: skip
+    plain = translated(TitanCheckpointer.Config(), None)
+    for name, value in changes.items():
+        assert translated(TitanCheckpointer.Config(**{name: value}), None) != plain, name
+    from_hf = translated(TitanCheckpointer.Config(initial_load_in_hf=True), str(tmp_path))
+    assert [(source.path, source.format) for source in from_hf.initial_load] == [(str(tmp_path), "hf")]
+    whole = TitanCheckpointer.Config(initial_load_path=str(tmp_path), initial_load_model_only=False)
+    assert translated(whole, None).initial_load[0].training_state
+    by_calls = {"enable", "load_step", "create_seed_checkpoint", "initial_load_in_hf", "initial_load_model_only"}
+    by_content = {"initial_load_in_hf_quantized"}
+    assert {*changes, *by_calls, *by_content} == set(SETTINGS)
+
+
+def _built(made: TitanCheckpointer.Config, folder: str = "", **more: Any) -> TitanCheckpointer:
+    objects: dict[str, Any] = {"dataloader": None, "model_parts": [torch.nn.Linear(2, 2)], "optimizers": []}
+    objects |= {"lr_schedulers": None, "states": {}, "sd_adapter": None}
+    return TitanCheckpointer(made, base_folder=folder, **objects | more)
+
+
+class _Fault:
+    enabled = True
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "complaint"),
+    [
+        ({"folder": "s3://bucket/run"}, {}, "checkpoint.folder: s3://bucket/run is remote"),
+        ({"initial_load_path": "gs://bucket/run"}, {}, "checkpoint.initial_load_path: gs://bucket/run is remote"),
+        ({"initial_load_path": "/nowhere/at/all"}, {}, "checkpoint.initial_load_path: /nowhere/at/all is no folder"),
+        ({"exclude_from_loading": ["optimiser"]}, {}, "exclude_from_loading: the run has no 'optimiser'; it has"),
+        ({"initial_load_in_hf": True}, {}, "initial_load_in_hf: no initial_load_path and no hf_assets_path"),
+        ({"last_save_in_hf": True}, {}, "last_save_in_hf: the model spec has no state_dict_adapter"),
+        ({}, {"ft_manager": _Fault()}, "fault_tolerance.enable: TitanCheckpointer does not work with torchft"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(settings: dict[str, Any], more: dict[str, Any], complaint: str) -> None:
+    """One error names torchtitan's own setting and what to do."""
+    with pytest.raises(ConfigError, match=complaint):
+        _built(TitanCheckpointer.Config(enable=True, **settings), **more)
+
+
+def test_faults_are_listed_together_and_unknown_settings_too(tmp_path: Path) -> None:
+    """A subclass with settings of its own, such as torchft's, is not half understood."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class More(TitanCheckpointer.Config):
+        enable_ft_dataloader_checkpoints: bool = True
+
+    with pytest.raises(ConfigError) as error:
+        _built(More(enable=True, folder="s3://a/b"))
+    assert "enable_ft_dataloader_checkpoints" in str(error.value)
+    assert len(error.value.problems) == 2
+
+
+def test_a_disabled_checkpointer_does_nothing(tmp_path: Path) -> None:
+    """Every public method answers, and no folder is made."""
+    off = _built(TitanCheckpointer.Config(enable=False, folder="s3://nothing"), str(tmp_path))
+    assert isinstance(off, BaseCheckpointManager)
+    assert (off.load(), off.save(1, last_step=True)) == (False, False)
+    off.maybe_wait_for_staging()
+    off.maybe_wait_for_saving()
+    off.close()
+    assert os.listdir(tmp_path) == []
+
+
+@distributed(1)
+def _lifecycle(assets: Path, folder: Path) -> None:
+    def seed(trainer: Any) -> None:
+        trainer.checkpointer.save(curr_step=0, last_step=True)
+
+    first = train(config(assets, folder / "seed", steps=0, create_seed_checkpoint=True), then=seed)
+    assert steps_in(folder / "seed") == [0]
+    shutil.copytree(folder / "seed", folder / "run")
+    other = config(assets, folder / "run", steps=0)
+    other.debug.seed = 5
+    answers: list[bool] = []
+    started = train(other, then=lambda trainer: answers.append(trainer.checkpointer.load()))
+    same_tensors(started.model, first.model)
+    assert answers == [True]
+
+    settings: dict[str, Any] = {"last_save_model_only": True, "export_dtype": "bfloat16", "async_mode": "async"}
+    saved: list[bool] = []
+
+    def wait(trainer: Any) -> None:
+        trainer.checkpointer.maybe_wait_for_saving()
+        saved.append(trainer.checkpointer.save_future is None)
+
+    run = train(config(assets, folder / "run", steps=3, keep_latest_k=2, **settings), then=wait)
+    assert saved == [True]
+    assert steps_in(folder / "run") == [0, 2, 3]
+    path: dict[str, Any] = {"initial_load_path": str(folder / "run/checkpoint/step-3")}
+    again = train(config(assets, folder / "again", steps=0, load_only=True, **path))
+    same_tensors(again.model, {name: value.bfloat16().float() for name, value in run.model.items()})
+    assert not (folder / "again/checkpoint").exists()
+    with pytest.raises(CheckpointError, match="step 3 holds model weights only"):
+        train(config(assets, folder / "run", steps=4, load_step=3))
+    with pytest.raises(CheckpointError, match="step 7 is not there; committed steps: 0, 2, 3"):
+        train(config(assets, folder / "run", steps=4, load_step=7))
+    kept = train(config(assets, folder / "run", steps=2, load_only=True, exclude_from_loading=["train_state"]))
+    assert kept.step == 2
+    assert len(kept.losses) == 2  # its own counter was left out of the load, so it trained two steps again
+
+
+def test_seeds_last_steps_and_exclusions(assets: Path, tmp_path: Path) -> None:
+    """A seed starts another run; the last step holds the model alone in its dtype; an excluded state stays as it is."""
+    _lifecycle(assets, tmp_path)

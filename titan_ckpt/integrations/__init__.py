@@ -1,0 +1,1 @@
+"""Where other trainers meet CheckpointManager: one folder for each, which alone imports it."""

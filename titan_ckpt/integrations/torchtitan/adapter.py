@@ -1,0 +1,166 @@
+"""torchtitan's state-dict adapter as a key map: found by running it on index tensors, and proved on every element.
+
+An adapter is code that turns a state dict into another. It runs here on one layer at a time, on tensors that hold the
+position of each element, so the table is what the adapter does and not what its names suggest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from titan_ckpt.errors import KeyMapError, listed
+from titan_ckpt.geometry.chunks import Chunk, Shape
+from titan_ckpt.geometry.keymap import (
+    IDENTITY,
+    Concat,
+    KeyMap,
+    KeyRule,
+    PermuteRotary,
+    PermuteRows,
+    Split,
+    TensorOp,
+    Tie,
+    Transpose,
+    Unstack,
+)
+
+_Probes = Sequence[Mapping[str, torch.Tensor]]
+"""Name -> tensor: which tensor an element comes from, then its position in each dim. All but the first are of one use:
+together they say where every element of a file tensor comes from."""
+
+
+def find_key_map(adapter: Any, shapes: Mapping[str, Shape], tied: Mapping[str, str]) -> KeyMap:
+    """Return the table between the names of a model's state dict and the adapter's Hugging Face names.
+
+    `tied`: alias -> name in `shapes` of the same tensor. Reads no values; memory is that of a layer's largest tensor.
+    Raises: KeyMapError listing each name that the adapter drops, or arranges in a way that is no permutation or split.
+    """
+    rules: list[KeyRule] = []
+    problems: list[str] = []
+    for layer in _layers(shapes).values():
+        probes = _probes({fqn: shapes[fqn] for fqn in layer})
+        made = [adapter.to_hf(dict(probe)) for probe in probes]
+        groups, dropped = _groups(layer, made[0])
+        problems += [f"{fqn}: the adapter's to_hf() drops it" for fqn in dropped]
+        for fqns, keys in groups:
+            op = _operation([shapes[fqn] for fqn in fqns], fqns, keys, probes, made)
+            if op is None:
+                problems.append(f"{', '.join(fqns)}: to_hf() makes {listed(keys, ', ', ' ')} of it in a way that is no "
+                                "permutation of rows, split or stack")  # fmt: skip
+            else:
+                rules.append(_with_aliases(fqns, keys, op, tied))
+    if problems:
+        raise KeyMapError(
+            f"{type(adapter).__name__}: {len(problems)} problem(s); leave out last_save_in_hf, initial_load_in_hf\n  "
+            + "\n  ".join(problems),
+            problems,
+        )
+    return KeyMap(tuple(rules))
+
+
+def _with_aliases(fqns: Sequence[str], keys: Sequence[str], op: TensorOp, tied: Mapping[str, str]) -> KeyRule:
+    aliases = [alias for alias, fqn in tied.items() if [fqn] == [*fqns]]
+    if aliases and op == IDENTITY:
+        return KeyRule.of([*fqns, *aliases], keys, Tie(1 + len(aliases)))
+    return KeyRule.of(fqns, keys, op)
+
+
+def _layers(shapes: Mapping[str, Shape]) -> dict[str, list[str]]:
+    """Return the names of each layer, by the first number in them; names without a number are alone."""
+    layers: dict[str, list[str]] = {}
+    for fqn in shapes:
+        number = next((part for part in fqn.split(".") if part.isdecimal()), None)
+        layers.setdefault(fqn if number is None else number, []).append(fqn)
+    return layers
+
+
+def _probes(shapes: Mapping[str, Shape]) -> list[dict[str, torch.Tensor]]:
+    """Return tensors of these shapes that take no memory: each has one value, or one per index of a dim."""
+    origin = {fqn: torch.tensor(i, dtype=torch.int32).expand(shape) for i, (fqn, shape) in enumerate(shapes.items())}
+    dims = range(max(1, *map(len, shapes.values())))
+    return [origin, *({fqn: _index(shape, dim) for fqn, shape in shapes.items()} for dim in dims)]
+
+
+def _index(shape: Shape, dim: int) -> torch.Tensor:
+    """Return the position of each element in `dim`; zeros if the shape does not have it."""
+    if dim >= len(shape):
+        return torch.zeros((), dtype=torch.int32).expand(shape)
+    sizes = [-1 if d == dim else 1 for d in range(len(shape))]
+    return torch.arange(shape[dim], dtype=torch.int32).view(sizes).expand(shape)
+
+
+def _groups(
+    layer: Sequence[str], made: Mapping[str, torch.Tensor]
+) -> tuple[list[tuple[list[str], list[str]]], list[str]]:
+    """Return the names and the keys that share elements, and the names of which no key has any."""
+    groups: list[tuple[list[str], list[str]]] = []
+    for key, value in made.items():
+        low, high = value.aminmax()
+        origins = [int(low)] if low == high else value.unique().tolist()  # sorting a large tensor takes long
+        fqns = [layer[i] for i in origins]
+        same = [group for group in groups if set(group[0]) & set(fqns)]
+        for group in same:
+            groups.remove(group)
+        names = {fqn for group in same for fqn in group[0]} | {*fqns}
+        groups.append(([fqn for fqn in layer if fqn in names], [k for group in same for k in group[1]] + [key]))
+    found = {fqn for fqns, _ in groups for fqn in fqns}
+    return groups, [fqn for fqn in layer if fqn not in found]
+
+
+def _operation(
+    shapes: Sequence[Shape], fqns: Sequence[str], keys: Sequence[str], probes: _Probes, made: _Probes
+) -> TensorOp | None:
+    """Return the operation that arranges every element as the adapter does; None if there is none."""
+    for op in _candidates(shapes, [made[1][key] for key in keys]):
+        try:
+            if op.file_shapes(shapes) != [tuple(made[0][key].shape) for key in keys]:
+                continue
+        except KeyMapError:
+            continue
+        if all(
+            _agrees(op, shapes, [p[f] for f in fqns], [m[k] for k in keys]) for p, m in zip(probes, made, strict=True)
+        ):
+            return op
+    return None
+
+
+def _candidates(shapes: Sequence[Shape], rows: Sequence[torch.Tensor]) -> Iterator[TensorOp]:
+    """Yield the operations to try. `rows`: the file tensors, holding the first index of each element's origin."""
+    if len(shapes) > 1:
+        if len(rows) == 1 and all(shapes):
+            yield Concat(tuple(shape[0] for shape in shapes))
+        return
+    if len(rows) > 1:
+        if all(row.dim() for row in rows):
+            yield Split(tuple(row.shape[0] for row in rows))
+        yield Unstack(len(rows))
+        yield Unstack(len(rows), transpose=True)
+        return
+    yield IDENTITY
+    yield Transpose()
+    if rows[0].dim() and rows[0].numel():
+        order = [int(row) for row in rows[0].reshape(len(rows[0]), -1)[:, 0]]
+        if 1 in order and (heads := len(order) // (2 * order.index(1))):
+            yield PermuteRotary(heads)
+        if sorted(order) == list(range(len(order))):
+            yield PermuteRows(tuple(order))
+
+
+def _agrees(
+    op: TensorOp, shapes: Sequence[Shape], natives: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
+) -> bool:
+    """Return whether the operation puts exactly the wanted values into every element of the file tensors."""
+    if op == IDENTITY and natives[0] is wanted[0]:
+        return True
+    left = sum(value.numel() for value in wanted)
+    for index, native in enumerate(natives):
+        for piece in op.pieces(index, shapes, Chunk.whole(native.shape), native):
+            value = wanted[piece.file_index]
+            region = value[piece.chunk.within(Chunk.whole(value.shape))]
+            if not torch.equal(piece.view.reshape(region.shape), region):
+                return False
+            left -= region.numel()
+    return left == 0

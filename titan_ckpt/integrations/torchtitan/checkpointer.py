@@ -1,0 +1,131 @@
+"""TitanCheckpointer: torchtitan's checkpointer interface with a CheckpointManager behind it.
+
+Owns the calls of torchtitan's Trainer. settings.py owns the meaning of its settings, adapter.py the names in Hugging
+Face folders. Source of the interface: torchtitan 0.3, components/checkpointer/base.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torchtitan.components.checkpointer import BaseCheckpointManager
+from torchtitan.components.checkpointer import CheckpointManager as TorchtitanManager
+
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.integrations.torchtitan import settings
+from titan_ckpt.integrations.torchtitan.adapter import find_key_map
+from titan_ckpt.integrations.torchtitan.model_config import config_json
+from titan_ckpt.manager import CheckpointManager
+from titan_ckpt.types import Stateful
+from titan_ckpt.weights.transforms import StateDictTransforms
+from titan_ckpt.weights.wrapper import ModelWrapper
+
+
+class _Kept:
+    """A state that is saved and never loaded, because exclude_from_loading names it."""
+
+    def __init__(self, state: Stateful) -> None:
+        self.state_dict = state.state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Leave the run's own state as it is."""
+
+
+def _transforms(
+    config: Any, model_parts: Sequence[nn.Module], sd_adapter: Any, assets: str | None
+) -> StateDictTransforms | None:
+    """Return the names of the model in Hugging Face folders, if a setting needs them. Collective if a hook is.
+
+    Raises: ConfigError without an adapter or config.json; KeyMapError for an adapter that is no table.
+    """
+    wanted = [name for name in ("initial_load_in_hf", "last_save_in_hf") if getattr(config, name)]
+    if not wanted:
+        return None
+    if sd_adapter is None:
+        raise ConfigError([f"checkpoint.{name}: the model spec has no state_dict_adapter" for name in wanted])
+    wrapper = ModelWrapper(model_parts)
+    shapes = {fqn: tuple(value.shape) for fqn, value in wrapper.state_dict().items()}
+    key_map = find_key_map(sd_adapter, shapes, wrapper.tied)
+    hf_config = config_json(sd_adapter.model_config, assets) if config.last_save_in_hf else None
+    return StateDictTransforms(key_map, hf_config, Path(assets) if assets and Path(assets).is_dir() else None)
+
+
+class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan is not there when mypy runs
+    """Saves, resumes and exports a run of torchtitan's Trainer, with torchtitan's settings.
+
+    config.checkpoint = TitanCheckpointer.Config(enable=True, interval=500)
+
+    `Config` has every setting of torchtitan's own manager.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TorchtitanManager.Config):  # type: ignore[misc]  # torchtitan is not there when mypy runs
+        """The settings of torchtitan's own manager; SETTINGS says what each means here."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Stateful | None,
+        model_parts: Sequence[nn.Module],
+        optimizers: Iterable[Any],
+        lr_schedulers: Stateful,
+        states: Mapping[str, Stateful],
+        sd_adapter: Any,
+        base_folder: str = "",
+        ft_manager: Any = None,
+    ) -> None:
+        """Bind to the run's objects; torchtitan's Trainer is the caller. Raises: ConfigError listing every fault."""
+        self.enable = config.enable
+        if not self.enable:
+            return
+        if ft_manager is not None and ft_manager.enabled:
+            raise ConfigError(
+                ["fault_tolerance.enable: TitanCheckpointer does not work with torchft; use torchtitan's checkpointer"]
+            )
+        assets = getattr(sd_adapter, "hf_assets_path", None)
+        settings.check(config, base_folder, states, assets)
+        self._exports_last = config.last_save_in_hf
+        excluded = set(config.exclude_from_loading)
+        self.manager = CheckpointManager(
+            settings.translated(config, assets),
+            model_parts=model_parts,
+            optimizers=[*optimizers],
+            lr_schedulers=[lr_schedulers],
+            dataloader=dataloader,
+            states={name: _Kept(state) if name in excluded else state for name, state in states.items()},
+            sd_transforms=_transforms(config, model_parts, sd_adapter, assets),
+            base_folder=base_folder,
+        )
+
+    @property
+    def save_future(self) -> Any:
+        """Return the save in flight, which maybe_wait_for_saving waits for; None without one."""
+        return self.manager.in_flight
+
+    def _load(self, step: int = -1) -> bool:
+        """Resume, or load the initial weights; return whether anything was loaded."""
+        return bool(self.manager.load(step).report.loaded)
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Save or export the step if it is due; return whether it was."""
+        if curr_step == 0:
+            self.manager.save_seed()
+            return True
+        if last_step and self._exports_last:
+            return self.manager.export(curr_step, last_step)
+        return self.manager.save(curr_step, last_step)
+
+    def _maybe_wait_for_staging(self) -> None:
+        self.manager.maybe_wait_for_staging()
+
+    def _wait_for_saving(self) -> None:
+        self.manager.wait()
+
+    def _close(self) -> None:
+        if hasattr(self, "manager"):  # the constructor may have refused the settings
+            self.manager.close()

@@ -1,0 +1,103 @@
+"""torchtitan's checkpoint settings as a CheckpointConfig. Every setting is honoured or refused by its name.
+
+Owns what each setting means here. Builds nothing and imports no torchtitan: a config is read by its attributes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from titan_ckpt.config import CheckpointConfig, ExportConfig, InitialLoadConfig, KeepConfig, ResumeConfig, SaveConfig
+from titan_ckpt.errors import ConfigError
+
+ASYNC_MODES: Mapping[str, Literal["disabled", "thread", "process"]] = {
+    "disabled": "disabled", "async": "thread", "async_with_pinned_mem": "process",
+}  # fmt: skip
+COMPONENTS: Mapping[str, Literal["optimizer", "lr_scheduler", "dataloader"]] = {
+    "optimizer": "optimizer", "lr_scheduler": "lr_scheduler", "dataloader": "dataloader",
+}  # fmt: skip
+"""torchtitan's keys in exclude_from_loading that are components here; every other key names a state."""
+
+SETTINGS: Mapping[str, str] = {
+    "enable": "False: nothing is loaded or saved",
+    "folder": "checkpoint.folder, in the run's dump folder",
+    "interval": "checkpoint.save.interval",
+    "async_mode": "checkpoint.save.async_mode: async is thread, async_with_pinned_mem is process",
+    "keep_latest_k": "checkpoint.save.keep.latest; 0 keeps all",
+    "load_step": "the step that load() takes; it never falls back",
+    "load_only": "no checkpoint.save, and no export",
+    "exclude_from_loading": "checkpoint.resume.exclude; a name that the run does not have is an error",
+    "enable_first_step_checkpoint": "checkpoint.save.first_step",
+    "create_seed_checkpoint": "step 0 holds the model alone",
+    "last_save_model_only": "checkpoint.save.model_only_last",
+    "last_save_in_hf": "the last step is an export in exports/step-N, and no checkpoint",
+    "export_dtype": "the dtype of the last step, if it holds the model alone",
+    "initial_load_path": "checkpoint.initial_load.path: a DCP folder, a step of this package, a Hugging Face folder",
+    "initial_load_model_only": "False: a DCP folder's training state is loaded too",
+    "initial_load_in_hf": "the path, or else hf_assets_path, must be a Hugging Face folder",
+    "initial_load_in_hf_quantized": "weights stored as codes and scales are found from the content",
+}
+"""Every setting of torchtitan's CheckpointManager.Config, and its meaning here."""
+
+
+def check(config: Any, base_folder: str, states: Mapping[str, Any], hf_assets_path: str | None) -> None:
+    """Check what this checkpointer cannot do. Raises: ConfigError listing every fault by torchtitan's names."""
+    if faults := list(_faults(config, base_folder, states, hf_assets_path)):
+        raise ConfigError([f"checkpoint.{fault}" for fault in faults])
+
+
+def _faults(config: Any, base_folder: str, states: Mapping[str, Any], hf_assets_path: str | None) -> Iterator[str]:
+    for field in dataclasses.fields(config):
+        if field.name not in SETTINGS:
+            yield f"{field.name}: TitanCheckpointer has no such setting; leave it out, or use torchtitan's checkpointer"
+    for name, path in (
+        ("folder", base_folder),
+        ("folder", config.folder),
+        ("initial_load_path", config.initial_load_path),
+    ):
+        if path and "://" in path:
+            yield f"{name}: {path} is remote; TitanCheckpointer reads and writes mounted folders: name one"
+    known = [*COMPONENTS, *states]
+    for name in config.exclude_from_loading:
+        if name not in known:
+            yield f"exclude_from_loading: the run has no {name!r}; it has {', '.join(known)}"
+    if config.async_mode not in ASYNC_MODES:
+        yield f"async_mode: {config.async_mode!r}; expected one of {', '.join(ASYNC_MODES)}"
+    path = initial_path(config, hf_assets_path)
+    if config.initial_load_in_hf and path is None:
+        yield "initial_load_in_hf: no initial_load_path and no hf_assets_path names the folder"
+    elif path is not None and "://" not in path and not Path(path).is_dir():
+        yield f"initial_load_path: {path} is no folder"
+
+
+def initial_path(config: Any, hf_assets_path: str | None) -> str | None:
+    """Return the folder of the initial weights; None without one."""
+    path: str | None = config.initial_load_path
+    return path or (hf_assets_path if config.initial_load_in_hf else None)
+
+
+def translated(config: Any, hf_assets_path: str | None = None) -> CheckpointConfig:
+    """Return the config of a CheckpointManager that does what these settings say."""
+    last = config.export_dtype if config.last_save_model_only else None
+    save = SaveConfig(
+        interval=config.interval,
+        async_mode=ASYNC_MODES[config.async_mode],
+        keep=KeepConfig(latest=config.keep_latest_k) if config.keep_latest_k else None,
+        first_step=config.enable_first_step_checkpoint,
+        model_only_last=None if config.last_save_in_hf else last,
+    )
+    excluded = [COMPONENTS[name] for name in config.exclude_from_loading if name in COMPONENTS]
+    path = initial_path(config, hf_assets_path)
+    kind: Literal["hf"] | None = "hf" if config.initial_load_in_hf else None
+    whole = not config.initial_load_model_only
+    export = ExportConfig("hf", dtype=config.export_dtype) if config.last_save_in_hf else None
+    return CheckpointConfig(
+        folder=config.folder,
+        save=None if config.load_only else save,
+        resume=ResumeConfig(exclude=tuple(excluded)),
+        initial_load=() if path is None else (InitialLoadConfig(path, kind, cast=True, training_state=whole),),
+        export=() if export is None or config.load_only else (export,),
+    )

@@ -35,7 +35,7 @@ SETTINGS: Mapping[str, str] = {
     "last_save_model_only": "checkpoint.save.model_only_last",
     "last_save_in_hf": "the last step is an export in exports/step-N, and no checkpoint",
     "export_dtype": "the dtype of the last step, if it holds the model alone",
-    "initial_load_path": "checkpoint.initial_load.path: a DCP folder, a step of this package, a Hugging Face folder",
+    "initial_load_path": "checkpoint.initial_load.path: a DCP folder, or a step of this package",
     "initial_load_model_only": "False: a DCP folder's training state is loaded too",
     "initial_load_in_hf": "the path, or else hf_assets_path, must be a Hugging Face folder",
     "initial_load_in_hf_quantized": "weights stored as codes and scales are found from the content",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator  # type: ignore[import-untyped]
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from lightning_fabric import Fabric
 from schedulefree import ScheduleFreeWrapper

@@ -113,8 +113,9 @@ class Exporter:
     def _check(self, configs: Sequence[ExportConfig], owned: bool) -> None:
         problems = []
         hooks = self._model.hooks
-        live = self._model.memory()
-        inside = [fqn for fqn in self._model.state_dict("full") if fqn not in live]
+        state = self._model.state("full")
+        whole = {*self._model.memory(), *state.made}
+        inside = [fqn for fqn in state.tensors if fqn not in whole]
         for config in configs:
             if config.format != "peft" and inside:
                 problems.append(

@@ -116,8 +116,8 @@ def survey(root: Path) -> Survey:
 
 
 def _is_dcp(path: Path) -> bool:
-    own = os.path.lexists(path / MANIFEST_NAME)
-    return not own and posix.is_real_folder(path) and (path / ".metadata").is_file()
+    own, metadata = os.path.lexists(path / MANIFEST_NAME), path / ".metadata"
+    return not own and posix.is_real_folder(path) and metadata.is_file() and metadata.stat().st_size > 0
 
 
 def inspect(path: Path, step: int) -> CommittedStep:

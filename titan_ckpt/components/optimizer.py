@@ -25,7 +25,7 @@ from titan_ckpt.components.state_layout import placements_unlike, room, room_lik
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import LoadMismatchError, SaveError, listed
 from titan_ckpt.geometry.chunks import TensorInfo, info_of, plain
-from titan_ckpt.geometry.nested import give_tensors, layouts_of, names_of
+from titan_ckpt.geometry.nested import address, give_tensors, layouts_of, names_of
 from titan_ckpt.types import StateDict
 
 logger = logging.getLogger(__name__)
@@ -95,6 +95,7 @@ class OptimizerState:
         beside = dict(layout for optimizer in stored for layout in layouts_of(optimizer[0].get("beside")))
         placements = dict(layout for optimizer in stored for group in optimizer for layout in layouts_of(group["own"]))
         strangers = []
+        filled: set[int] = set()
         for key, info in available.items():
             if key in out:
                 continue
@@ -108,7 +109,9 @@ class OptimizerState:
             optimizer, parameter = self._owners[fqn]
             live = optimizer.state.get(parameter, {}).get(name)
             layout = placements.get(key)
-            if _is_room(live, info, parameter, layout):
+            # a new optimizer may have one tensor for several keys, until its steps replace it
+            if _is_room(live, info, parameter, layout) and address(live) not in filled:
+                filled.add(address(live))
                 out[key] = plain(live)
             elif not info.shape and (parameter.dim() or name == "step") and layout is None:
                 out[key] = torch.empty((), dtype=info.dtype)
@@ -235,9 +238,10 @@ class OptimizerState:
     ) -> dict[nn.Parameter, dict[Any, Any]]:
         """Return the stored state of each parameter; a parameter that was not trained there keeps what it has."""
         stored = {fqn: group for groups in matched for group in groups for fqn in group["fqns"]}
-        stepped = {fqn for fqn, group in stored.items() if fqn in self._owners and fqn not in set(group["stateless"])}
+        stateless = {fqn for groups in matched for group in groups for fqn in group["stateless"]}
+        stepped = self._owners.keys() & stored.keys() - stateless
         owns = give_tensors({fqn: stored[fqn]["own"].get(fqn, {}) for fqn in stepped}, tensors)
-        placed: dict[int, torch.Tensor] = {}
+        placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         out: dict[nn.Parameter, dict[Any, Any]] = {}
         for group in optimizer.param_groups:
             on_device = bool(group.get("capturable") or group.get("fused"))
@@ -302,9 +306,9 @@ def merge_groups(of_ranks: Sequence[Groups]) -> Groups:
                 known = by_key[key]
                 stateless = set(group["stateless"])
                 for fqn in group["fqns"]:
-                    held = known, fqn in stateless, group["own"].get(fqn)
-                    first = holders.setdefault(fqn, held)
-                    if first is not held and (first[0] is not known or not _same(first[1:], held[1:])):
+                    is_new, own = fqn in stateless, group["own"].get(fqn)
+                    holder, was_new, first_own = holders.setdefault(fqn, (known, is_new, own))
+                    if holder is not known or was_new is not is_new or not _same(first_own, own):
                         faults[fqn] = None
                 if not _same(known.get("beside"), group.get("beside")):
                     faults[f"what optimizer {o} keeps beside its parameters"] = None
@@ -347,13 +351,16 @@ def _like(name: str, stored: Any, live: Any, device: torch.device) -> Any:
     return stored
 
 
-def _placed(name: str, value: Any, parameter: nn.Parameter, on_device: bool, placed: dict[int, torch.Tensor]) -> Any:
+def _placed(
+    name: str, value: Any, parameter: nn.Parameter, on_device: bool, placed: dict[int, tuple[torch.Tensor, torch.Tensor]]
+) -> Any:
     """Return state with a 0-d tensor moved to the device where optimizers expect it; one tensor stays one.
 
+    `placed`: id of a tensor -> the tensor, so that no other one gets its id, and the one that takes its place.
     Source: torch/optim/optimizer.py, _process_value_according_to_param_policy.
     """
     if not isinstance(value, torch.Tensor) or value.dim() or isinstance(value, DTensor):
         return value
     if not on_device and name == "step":
         return value
-    return placed.setdefault(id(value), value.to(parameter.device))
+    return placed.setdefault(id(value), (value, value.to(parameter.device)))[1]

@@ -18,6 +18,7 @@ from typing import Any, get_args
 
 import torch
 import xxhash
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -113,7 +114,8 @@ class RunState:
     def __post_init__(self) -> None:
         """Raises: LoadMismatchError for optimizers that do not train this model's parameters."""
         _ = self.optimizer
-        scalers = [scaler for o in self.optimizers if (scaler := getattr(o, "scaler", None)) and scaler.is_enabled()]
+        scalers = [s for o in self.optimizers if isinstance(s := getattr(o, "scaler", None), GradScaler)]
+        scalers = [scaler for scaler in scalers if scaler.is_enabled()]
         if "states" not in self.left_out and any(s not in list(self.states.values()) for s in scalers):
             raise LoadMismatchError(
                 "an optimizer scales gradients by a GradScaler that would not be saved: pass it, "

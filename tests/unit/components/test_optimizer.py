@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from titan_ckpt.components.optimizer import OptimizerState, merge_groups, misfit
+from titan_ckpt.components.optimizer import OptimizerState, _placed, merge_groups, misfit
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import LoadMismatchError
 from titan_ckpt.geometry.chunks import info_of
@@ -314,3 +316,45 @@ def test_a_group_that_was_not_trained_is_named() -> None:
     more = torch.optim.SGD([{"params": list(model[i].parameters())} for i in (0, 1)])
     with pytest.raises(LoadMismatchError, match=r"group 1 of optimizer 0: none of its 2 .* 1\.weight"):
         state_of(model, more).apply({}, groups)
+
+
+def carried(tensors: dict[str, torch.Tensor], groups: Any, target: OptimizerState) -> None:
+    filled, _ = target.destinations({key: info_of(value) for key, value in tensors.items()}, groups)
+    for key, value in filled.items():
+        value.copy_(tensors[key])
+    target.apply(filled, groups)
+
+
+def test_a_tensor_that_a_new_optimizer_shares_between_parameters_is_filled_once() -> None:
+    """A constructor may give all parameters one tensor, which the steps replace; each gets its own stored state."""
+    parameters = {nn.Parameter(torch.ones(2)): f"p{i}" for i in range(3)}
+    saved, new = torch.optim.SGD(parameters, lr=0.1), torch.optim.SGD(parameters, lr=0.1)
+    zeros, zero = torch.zeros(2), torch.zeros(())
+    for i, parameter in enumerate(parameters):
+        saved.state[parameter] = {"mean": torch.full((2,), float(i)), "count": torch.tensor(float(i))}
+        new.state[parameter] = {"mean": zeros, "count": zero}
+    carried(*OptimizerState([saved], parameters).split(), OptimizerState([new], parameters))
+    states = [new.state[parameter] for parameter in parameters]
+    assert [state["mean"].tolist() for state in states] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+    assert [state["count"].item() for state in states] == [0.0, 1.0, 2.0]
+
+
+def test_a_scalar_that_was_moved_keeps_its_id() -> None:
+    """If the tensor were freed, the next parameter's could have the same id and be taken for it."""
+    parameter = nn.Parameter(torch.ones(2, device="meta"))
+    placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    value = torch.ones(())
+    of_value = weakref.ref(value)
+    assert _placed("count", value, parameter, False, placed).is_meta
+    del value
+    assert of_value() is not None
+
+
+def test_attaching_state_takes_time_by_the_number_of_parameters() -> None:
+    """Parameters without state are looked up, not gone through for each parameter."""
+    parameters = {nn.Parameter(torch.ones(1)): f"p{i}" for i in range(6_000)}
+    state = OptimizerState([torch.optim.SGD(parameters, lr=0.1)], parameters)
+    tensors, groups = state.split()
+    started = time.process_time()
+    state.apply(tensors, groups)
+    assert time.process_time() - started < 1.0

@@ -368,8 +368,17 @@ def test_an_optimizer_of_fabric_is_the_one_inside(tmp_path: Path) -> None:
     assert comparable(fresh.state_dict()["state"]) == comparable(wrapped.state_dict()["state"])
 
 
+def test_an_attribute_called_scaler_need_not_be_a_grad_scaler(tmp_path: Path) -> None:
+    """An optimizer may call a factor so."""
+    model = nn.Linear(2, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.scaler = 2.0  # type: ignore[attr-defined]
+    manager(tmp_path, model, optimizer).close()
+
+
 def test_a_scaler_that_would_not_be_saved_is_refused(tmp_path: Path) -> None:
     """accelerate's wrapper steps by a GradScaler, whose scale a resume would lose."""
+    Accelerator(cpu=True)
     model, scaler = nn.Linear(2, 2), torch.amp.GradScaler("cpu")
     wrapped = AcceleratedOptimizer(SGD(model.parameters()), device_placement=False, scaler=scaler)
     with pytest.raises(LoadMismatchError, match=r'states=\{"scaler": accelerator.scaler\}'):

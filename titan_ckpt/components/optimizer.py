@@ -38,6 +38,8 @@ _RATES = frozenset({"lr", "initial_lr"})
 
 Groups = list[list[Group]]
 """The groups of each optimizer."""
+_Placed = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""id of a tensor -> the tensor itself, so that no other one gets its id, and the one that takes its place."""
 
 
 class OptimizerState:
@@ -241,7 +243,7 @@ class OptimizerState:
         stateless = {fqn for groups in matched for group in groups for fqn in group["stateless"]}
         stepped = self._owners.keys() & stored.keys() - stateless
         owns = give_tensors({fqn: stored[fqn]["own"].get(fqn, {}) for fqn in stepped}, tensors)
-        placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        placed: _Placed = {}
         out: dict[nn.Parameter, dict[Any, Any]] = {}
         for group in optimizer.param_groups:
             on_device = bool(group.get("capturable") or group.get("fused"))
@@ -351,12 +353,9 @@ def _like(name: str, stored: Any, live: Any, device: torch.device) -> Any:
     return stored
 
 
-def _placed(
-    name: str, value: Any, parameter: nn.Parameter, on_device: bool, placed: dict[int, tuple[torch.Tensor, torch.Tensor]]
-) -> Any:
+def _placed(name: str, value: Any, parameter: nn.Parameter, on_device: bool, placed: _Placed) -> Any:
     """Return state with a 0-d tensor moved to the device where optimizers expect it; one tensor stays one.
 
-    `placed`: id of a tensor -> the tensor, so that no other one gets its id, and the one that takes its place.
     Source: torch/optim/optimizer.py, _process_value_according_to_param_policy.
     """
     if not isinstance(value, torch.Tensor) or value.dim() or isinstance(value, DTensor):

@@ -7,7 +7,7 @@ owns the names and the way back.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,8 +44,7 @@ class Splitter:
         self._content = content
         self._prefix = prefix
         self._tensors = tensors
-        counts = Counter(map(address, tensors_in([list(state.values()) for state in content.state.values()])))
-        self._repeated = frozenset(start for start, count in counts.items() if count > 1)
+        self._repeated = frozenset(start for start, count in Counter(_addresses(content)).items() if count > 1)
         self._taken = Taken(repeated=self._repeated)
         self._mesh = next((p.device_mesh for g in optimizer.param_groups for p in g["params"] if _is_sharded(p)), None)
 
@@ -94,27 +93,45 @@ class Splitter:
         if type(name) is not str or "." in name:  # a name that would come back as another
             return False
         if isinstance(value, torch.Tensor):
-            return not value.dim() and not isinstance(value, DTensor) and address(value) not in self._repeated
+            return not value.dim() and not isinstance(value, DTensor) and not self._is_repeated(value)
         return not isinstance(value, _CONTAINERS)
 
     def _stored(self, fqn: str, name: Any, value: Any, parameter: nn.Parameter) -> Any:
         """Store one entry of a parameter's state. Return what "own" holds of it; None if a tensor is all that it is."""
         path = f"{self._prefix}{fqn}.{name}"
+        if isinstance(value, torch.Tensor) and not quantised_state.is_subclass(value):
+            value = plain(value)
+            if value.layout is not torch.strided or value.is_meta:
+                kind = "a tensor without memory" if value.is_meta else f"a tensor of layout {value.layout}"
+                raise StateEncodingError(f"{path}: {kind} cannot be stored as optimizer state; make it dense", path)
+            if self._is_as_new(name, value, parameter):
+                self._tensors[path] = value
+                return None
         self._taken.layout = partial(placements_unlike, parameter)
         if not isinstance(value, torch.Tensor):
             return take_tensors(value, path, self._tensors, self._taken)
         if quantised_state.is_subclass(value):
             return quantised_state.take(self._optimizer, value, path, self._tensors, self._taken)
-        value, start = plain(value), address(value)
-        if value.layout is not torch.strided or value.is_meta:
-            kind = "a tensor without memory" if value.is_meta else f"a tensor of layout {value.layout}"
-            raise StateEncodingError(f"{path}: {kind} cannot be stored as optimizer state; make it dense", path)
-        plain_name = type(name) is str and "." not in name
-        as_new = _is_laid_out_like_new(value, parameter) and placements_unlike(parameter, value) is None
-        if plain_name and as_new and start not in self._repeated:
-            self._tensors[path] = value
-            return None
         return placeholder(value, path, self._tensors, self._taken)
+
+    def _is_as_new(self, name: Any, value: torch.Tensor, parameter: nn.Parameter) -> bool:
+        """Return whether the name and the shape of a tensor are all that a load needs to make it."""
+        if type(name) is not str or "." in name or self._is_repeated(value):
+            return False
+        return _is_laid_out_like_new(value, parameter) and placements_unlike(parameter, value) is None
+
+    def _is_repeated(self, value: torch.Tensor) -> bool:
+        return bool(self._repeated) and address(value) in self._repeated
+
+
+def _addresses(content: OptimizerContent) -> Iterator[int]:
+    """Yield the address of every tensor in the state of parameters."""
+    for state in content.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                yield address(value)
+            else:
+                yield from map(address, tensors_in(value))
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:

@@ -30,6 +30,7 @@ from titan_ckpt.types import StateDict
 _TYPES: dict[str, type] = {
     "step": int, "model": dict, "optimizer": list, "lr_scheduler": list, "states": dict, "rng": dict,
 }  # fmt: skip
+_OF_GROUP: dict[str, type] = {"hyperparameters": dict, "shared": dict, "fqns": list, "stateless": list, "own": dict}
 _OF_RUN = frozenset({"step", "model", "optimizer", "lr_scheduler", "states"})
 _OF_RANK = frozenset({"layout", "rng", "data_parallel", "dataloader", "lr_scheduler", "states"})
 """The parts of a state file: those of the run, and those of a rank."""
@@ -188,11 +189,16 @@ def _misshapen(state: Any, known: frozenset[str], step: int) -> list[str]:
     parts = [(name, state[name], kind) for name, kind in _TYPES.items() if name in state]
     if isinstance(optimizers := state.get("optimizer"), list):
         parts += [(f"optimizer[{index}]", groups, list) for index, groups in enumerate(optimizers)]
-        parts += [("a parameter group", g, dict) for groups in optimizers if isinstance(groups, list) for g in groups]
+        stored = [group for groups in optimizers if isinstance(groups, list) for group in groups]
+        parts += [("a parameter group", group, dict) for group in stored]
+        dicts = [group for group in stored if isinstance(group, dict)]
+        parts += [(f"{name} of a group", group.get(name), kind) for group in dicts for name, kind in _OF_GROUP.items()]
     misfits = (
         (name, type(value).__name__, kind.__name__) for name, value, kind in parts if not isinstance(value, kind)
     )
     wrong = [f"{name} is a {actual}, not a {expected}" for name, actual, expected in misfits]
+    if isinstance(optimizers, list) and [] in optimizers:
+        wrong.append("an optimizer without parameter groups")
     if isinstance(rng := state.get("rng"), dict) and (missing := _GENERATORS - rng.keys()):
         wrong.append(f"rng without {', '.join(sorted(missing))}")
     if "step" in known and state.get("step") != step:

@@ -44,7 +44,7 @@ class Splitter:
         self._content = content
         self._prefix = prefix
         self._tensors = tensors
-        self._repeated = frozenset(start for start, count in Counter(_addresses(content)).items() if count > 1)
+        self._repeated = _repeated(content)
         self._taken = Taken(repeated=self._repeated)
         self._mesh = next((p.device_mesh for g in optimizer.param_groups for p in g["params"] if _is_sharded(p)), None)
 
@@ -70,8 +70,11 @@ class Splitter:
             if not state:
                 stateless.append(fqn)
                 continue
+            shape, order = parameter.shape, None if isinstance(parameter, DTensor) else parameter.stride()
             for name, value in state.items():
-                if self._is_scalar(name, value):
+                if self._is_like(shape, order, name, value):
+                    self._tensors[f"{self._prefix}{fqn}.{name}"] = value
+                elif self._is_scalar(name, value):
                     scalars.setdefault(name, {})[fqn] = value
                 elif (rest := self._stored(fqn, name, value, parameter)) is not None:
                     own.setdefault(fqn, {})[name] = rest
@@ -87,6 +90,20 @@ class Splitter:
                     own.setdefault(fqn, {})[name] = value
         hyperparameters = {k: frozen(v) for k, v in settings.items() if k not in NOT_STORED}
         return {"hyperparameters": hyperparameters, "shared": shared, "fqns": fqns, "stateless": stateless, "own": own}
+
+    def _is_like(self, shape: torch.Size, order: tuple[int, ...] | None, name: Any, value: Any) -> bool:
+        """Return whether this is a plain tensor like its plain parameter: a short way to what `_stored` would find."""
+        return (
+            type(value) is torch.Tensor
+            and order is not None
+            and len(shape) > 0
+            and value.shape == shape
+            and value.layout is torch.strided
+            and value.stride() == order
+            and not (self._repeated or value.requires_grad or value.is_meta)
+            and type(name) is str
+            and "." not in name
+        )
 
     def _is_scalar(self, name: Any, value: Any) -> bool:
         """Return whether the state is a number or the like, which a group may store once for all its parameters."""
@@ -122,6 +139,16 @@ class Splitter:
 
     def _is_repeated(self, value: torch.Tensor) -> bool:
         return bool(self._repeated) and address(value) in self._repeated
+
+
+def _repeated(content: OptimizerContent) -> frozenset[int]:
+    """Return the addresses that several tensors in the state of parameters have."""
+    values = [value for state in content.state.values() for value in state.values()]
+    if all(type(value) is torch.Tensor and value.layout is torch.strided for value in values):
+        starts = {value.data_ptr() for value in values}  # in one go, because there are many
+        if len(starts) == len(values) and 0 not in starts:
+            return frozenset()
+    return frozenset(start for start, count in Counter(_addresses(content)).items() if count > 1)
 
 
 def _addresses(content: OptimizerContent) -> Iterator[int]:

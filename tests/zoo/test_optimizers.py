@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from tests.unit.components.test_optimizer_content import EXACT
+from tests.interop.test_optimizer_content import EXACT
 from tests.zoo.optimizer_runs import Case, Kind, judge
 from tests.zoo.sample import chosen
 from titan_ckpt.testing.ranks import distributed

@@ -33,6 +33,7 @@ from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
 from titan_ckpt.testing.ranks import distributed
 from titan_ckpt.types import ModelHooks, StateDict
+from titan_ckpt.weights.names import clean_fqn
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 _TINY = Llama3Config(
@@ -82,8 +83,8 @@ class _Specimen:
 
     @property
     def raw(self) -> StateDict:
-        """Return the model's state dict without the converter's transform."""
-        return ModelWrapper([self.model]).state_dict("full")
+        """Return the model's state dict without the converter's transform, as a converter is given it."""
+        return {clean_fqn(name): value for name, value in self.model.state_dict().items()}
 
 
 class ConverterTests(ABC):

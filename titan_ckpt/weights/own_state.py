@@ -205,7 +205,10 @@ class OwnState:
             message = " ".join(str(error).split())  # torch's has a line for each fault
             return [f"{self}: its own load_state_dict() failed with {type(error).__name__}: {message}"]
         after = self.take(self.prefix, self.module, room=False)
-        faults = [f"{fqn} is not what was loaded" for fqn in _differing(self, after)]
+        faults = []
+        if differing := _differing(self, after):
+            several = f"{len(differing)} entries are" if len(differing) > 1 else "an entry is"
+            faults.append(f"{several} not what was loaded: {listed(differing, ', ', ' ')}")
         for fqn, (value, pointer) in before.items():
             now = after.live.get(fqn)
             if now is not value and value.requires_grad:

@@ -118,12 +118,20 @@ def test_a_config_this_model_cannot_represent_lists_every_reason() -> None:
     """All faults of a foreign config.json come in one error."""
     config = Llama3(FLAVORS["debug-0.5m"]).hf_config()
     del config["vocab_size"]
-    config |= {"model_type": "qwen3", "attention_bias": True, "rope_parameters": {"rope_type": "yarn"}}
+    config |= {"attention_bias": True, "rope_parameters": {"rope_type": "yarn"}}
     with pytest.raises(ConfigError) as caught:
         Llama3Config.from_hf(config)
     assert {p.split(":")[0] for p in caught.value.problems} == {
-        "model_type", "attention_bias", "vocab_size", "rope_parameters.rope_type",
+        "attention_bias", "vocab_size", "rope_parameters.rope_type",
     }  # fmt: skip
+
+
+def test_a_config_of_another_model_names_the_setting_that_takes_it() -> None:
+    """Its other settings are no faults of their own."""
+    config = Llama3(FLAVORS["debug-0.5m"]).hf_config() | {"model_type": "qwen3", "attention_bias": True}
+    with pytest.raises(ConfigError, match=r'model\.name = "qwen3"') as caught:
+        Llama3Config.from_hf(config)
+    assert len(caught.value.problems) == 1
 
 
 def test_the_older_spelling_of_a_config_is_read() -> None:

@@ -90,12 +90,20 @@ def test_a_config_this_model_cannot_represent_lists_every_reason() -> None:
     """All faults of a foreign config.json come in one error."""
     config = TINY.to_hf()
     del config["head_dim"]
-    config |= {"model_type": "qwen2", "use_sliding_window": True, "rope_parameters": {"rope_type": "yarn"}}
+    config |= {"use_sliding_window": True, "rope_parameters": {"rope_type": "yarn"}}
     with pytest.raises(ConfigError) as caught:
         Qwen3Config.from_hf(config)
     assert {p.split(":")[0] for p in caught.value.problems} == {
-        "model_type", "use_sliding_window", "head_dim", "rope_parameters.rope_type",
+        "use_sliding_window", "head_dim", "rope_parameters.rope_type",
     }  # fmt: skip
+
+
+def test_a_config_of_another_model_names_the_setting_that_takes_it() -> None:
+    """Its other settings are no faults of their own."""
+    config = TINY.to_hf() | {"model_type": "qwen2", "attention_bias": True}
+    with pytest.raises(ConfigError, match=r'model\.name = "hf"') as caught:
+        Qwen3Config.from_hf(config)
+    assert len(caught.value.problems) == 1
 
 
 def test_the_published_spelling_of_a_config_is_read() -> None:

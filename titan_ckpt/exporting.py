@@ -295,15 +295,17 @@ class Exporter:
             write = partial(export_peft, folder, transforms.to_file(tensors, hooks, dtype), config=about)
 
         def write_and_expire(coordinator: Coordinator) -> None:
+            became = "failed"
             try:
                 write(coordinator=coordinator)
+                became = "is published, and what follows it failed"
                 logger.info("exported %s to %s", config.format, folder)
                 self._record(config, step, coordinator)
                 self._expire(config, step, coordinator)
             except ExportError:
                 raise
             except Exception as error:
-                raise ExportError(f"export of step {step} to {folder} failed: {error}") from error
+                raise ExportError(f"export of step {step} to {folder} {became}: {error}") from error
 
         return write_and_expire
 

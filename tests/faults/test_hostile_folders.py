@@ -141,7 +141,7 @@ def test_a_step_of_other_ranks_or_with_an_unknown_component_is_refused(
 def test_a_state_file_with_what_no_run_writes_is_refused(
     tmp_path: Path, name: str, old: str, new: str, cause: str
 ) -> None:
-    """What this version would leave out of a resume without a word is named, under digests that hold."""
+    """State that a resume would leave out is refused by name, even if the digests of the file hold."""
     folder = Path(shutil.copytree(GOLDEN / "external/checkpoints", tmp_path / "checkpoints")) / "step-2"
     text = (folder / name).read_text()
     assert old in text

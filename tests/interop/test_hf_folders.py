@@ -160,7 +160,7 @@ EDITS: dict[str, tuple[str, Callable[[Tensors], Tensors], int]] = {
     "with experts as in memory": ("qwen3_moe", stacked_experts, 0),
     "head before the body": ("camembert", dict, 0),
 }
-"""What a folder has -> (model, change of its tensors, number of ignored tensors)."""
+"""Content of a folder -> (model, change of its tensors, number of ignored tensors)."""
 
 
 @pytest.mark.parametrize("edit", list(EDITS))

@@ -40,7 +40,7 @@ torchtitan.trainer.time = SimpleNamespace(**vars(time) | {"sleep": lambda _: Non
 
 @dataclass
 class Run:
-    """What a run of the Trainer computed."""
+    """Losses and parameters that a run of the Trainer computed."""
 
     losses: list[float]
     step: int

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.optimizer import misfit
@@ -23,7 +22,8 @@ from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError, listed
 from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.geometry.chunks import blocks_of
-from titan_ckpt.geometry.requests import ReadRequest, TensorReader
+from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.loading.training_state import ResumeState, trained_nowhere
 from titan_ckpt.types import StateDict
 
 _STATE = "optimizer.state."
@@ -49,36 +49,26 @@ def step_of_folder(reader: DcpReader, path: Path) -> int:
     return step
 
 
-@dataclass(frozen=True, slots=True)
-class DcpState:
-    """A folder's training state, decoded, with destinations for its tensors; nothing is attached yet."""
+def open_dcp_state(
+    path: Path,
+    step: int,
+    run_state: RunState,
+    exclude: frozenset[str],
+    coordinator: Coordinator,
+    values: Sequence[str] = (),
+) -> ResumeState:
+    """Read the values and plan the tensors; all ranks succeed or all raise. Collective.
 
-    run: dict[str, Any]
-    rank: RankState
-    tensors: StateDict
-    _reader: DcpReader
-    _requests: list[ReadRequest]
-
-    @classmethod
-    def open(
-        cls,
-        path: Path,
-        step: int,
-        run_state: RunState,
-        exclude: frozenset[str],
-        coordinator: Coordinator,
-        values: Sequence[str] = (),
-    ) -> Self:
-        """Read the values and plan the tensors; all ranks succeed or all raise. Collective.
-
-        `values`: names of the values beside tensors that the model's own state_dict() returns.
-        Raises: CorruptCheckpointError; LoadMismatchError for state that the folder lacks, and for what does not fit.
-        """
-        error: BaseException | None = None
-        made: Self | None = None
-        strangers: list[Json] = []
+    `values`: names of the values beside tensors that the model's own state_dict() returns.
+    Raises: CorruptCheckpointError; LoadMismatchError for state that the folder lacks, and for what does not fit.
+    """
+    error: BaseException | None = None
+    made: ResumeState | None = None
+    strangers: list[Json] = []
+    with ExitStack() as stack:  # closes the reader unless all ranks succeed
         try:
             reader = DcpReader(path)
+            stack.callback(reader.close)
             run, tensors, keys = _run_state(reader, run_state, exclude, step)
             rank = RankState(None, _positions(reader) if "dataloader" not in exclude else ())
             run["model"] = {
@@ -87,34 +77,15 @@ class DcpState:
             run_state.check(run, rank, exclude, values)
             requests = [ReadRequest(keys[key], b.chunk, b.data) for key, t in tensors.items() for b in blocks_of(t)]
             strangers += _strangers(reader, run, exclude)
-            made = cls(run, rank, tensors, reader, requests)
+            made = ResumeState(run, rank, tensors, reader, requests)
         except Exception as e:
             error = e
-        of_ranks: list[Any] = coordinator.gather("dcp-plan", strangers, error)
-        nowhere = set.intersection(*map(set, of_ranks))
-        if nowhere and run_state.optimizers:
-            raise misfit([f"{OPTIMIZER}{fqn}.state" for fqn in sorted(nowhere)])
-        assert made is not None
-        return made
-
-    @property
-    def parts(self) -> list[tuple[TensorReader, Sequence[ReadRequest]]]:
-        """Return the readers and requests of `read`."""
-        return [(self._reader, self._requests)]
-
-    def read(self) -> None:
-        """Fill the destinations. Raises: CorruptCheckpointError; OSError."""
-        self._reader.read(self._requests)
-
-    def apply(self, run_state: RunState, exclude: frozenset[str]) -> None:
-        """Give all state to its owners. Raises: what an owner raises."""
-        run_state.apply(self.run, self.rank, self.tensors, exclude)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self._reader.close()
+        nowhere = trained_nowhere("dcp-plan", run_state, strangers, coordinator, error)
+        if nowhere:
+            raise misfit([f"{OPTIMIZER}{fqn}.state" for fqn in nowhere])
+        stack.pop_all()
+    assert made is not None
+    return made
 
 
 def _run_state(

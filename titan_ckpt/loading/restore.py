@@ -32,7 +32,7 @@ from titan_ckpt.formats.native.shared_check import check_together
 from titan_ckpt.formats.open import detect_format
 from titan_ckpt.loading import plan
 from titan_ckpt.loading.adapters import is_adapter
-from titan_ckpt.loading.dcp_state import DcpState, has_training_state, step_of_folder
+from titan_ckpt.loading.dcp_state import has_training_state, open_dcp_state, step_of_folder
 from titan_ckpt.loading.external import ExternalLoad, ExternalWeights
 from titan_ckpt.loading.plan import LoadPlan, LoadSource, ResumeStep
 from titan_ckpt.loading.sources import PreparedLoad, prepare_load
@@ -238,7 +238,7 @@ class Restorer:
         logger.info("%s", load_plan)
         with self._prepare(load_plan, resuming=True) as prepared:
             values = [*prepared.state.values]
-            with DcpState.open(path, number, self._run, exclude, self._coordinator, values) as state:
+            with open_dcp_state(path, number, self._run, exclude, self._coordinator, values) as state:
                 self._read(prepared, state)
             report = self._complete(load_plan, prepared)
             base = self._identify_base(load_plan, prepared, None)
@@ -258,14 +258,14 @@ class Restorer:
             load_plan.sources, self._run.model, self._transforms, self._coordinator, require_owned=resuming
         )
 
-    def _read(self, prepared: PreparedLoad, state: ResumeState | DcpState | None = None) -> None:
+    def _read(self, prepared: PreparedLoad, state: ResumeState | None = None) -> None:
         """Fill the live tensors. Collective.
 
         1 The ranks verify the cached blocks of their files. 2 When all have, they fill the live tensors. 3 The model's
         own code takes what is no live memory. 4 Adapters to be merged are added to the base in order, if it is the base
         that they record.
         """
-        loads: list[PreparedLoad | ResumeState | DcpState] = [prepared] if state is None else [prepared, state]
+        loads: list[PreparedLoad | ResumeState] = [prepared] if state is None else [prepared, state]
         check_together([part for load in loads for part in load.parts], self._coordinator)
         self._together("load-read", lambda: [load.read() for load in loads])
         values = {} if state is None else state.run.get("model", {})

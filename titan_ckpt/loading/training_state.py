@@ -83,11 +83,8 @@ class ResumeState:
                 made = cls(run, rank, tensors, reader, requests)
             except Exception as e:
                 error = e
-            facts: Json = {"trains": bool(run_state.optimizers), "strangers": strangers}
-            of_ranks: list[Any] = coordinator.gather("resume-plan", facts, error)
-            nowhere = set.intersection(*(set(of_rank["strangers"]) for of_rank in of_ranks))
-            if nowhere and any(of_rank["trains"] for of_rank in of_ranks):  # a run without optimizers needs none of it
-                raise misfit(sorted(nowhere))
+            if nowhere := trained_nowhere("resume-plan", run_state, strangers, coordinator, error):
+                raise misfit(nowhere)
             stack.pop_all()
         assert made is not None
         return made
@@ -110,6 +107,20 @@ class ResumeState:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self._reader.close()
+
+
+def trained_nowhere(
+    tag: str, run_state: RunState, strangers: list[Json], coordinator: Coordinator, error: BaseException | None
+) -> list[str]:
+    """Return the names that are strange on every rank; none if no rank trains anything. Collective.
+
+    Raises: `error` on its rank, and what it is there on the others.
+    """
+    facts: Json = {"trains": bool(run_state.optimizers), "strangers": strangers}
+    of_ranks: list[Any] = coordinator.gather(tag, facts, error)
+    if not any(of_rank["trains"] for of_rank in of_ranks):  # a run without optimizers needs none of it
+        return []
+    return sorted(set.intersection(*(set(of_rank["strangers"]) for of_rank in of_ranks)))
 
 
 def _read_states(

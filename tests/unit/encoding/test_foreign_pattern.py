@@ -82,7 +82,7 @@ def test_all_lookups_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_an_expression_that_is_not_matched_is_refused_with_its_cause(pattern: str, cause: str) -> None:
-    """What needs backtracking, what is no expression, and what is too long."""
+    """Expressions that need backtracking, that are invalid, or that are too long are refused with the reason."""
     fault = pattern_fault(pattern)
     assert fault is not None
     assert cause in fault

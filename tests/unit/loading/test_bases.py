@@ -1,4 +1,4 @@
-"""What a PEFT folder says of its base, compared with the run's base: silence, a warning, or a refusal."""
+"""The base that a PEFT folder names is compared with the run's base: accepted, warned about, or refused."""
 
 from __future__ import annotations
 

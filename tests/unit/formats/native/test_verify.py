@@ -54,7 +54,7 @@ def write_step(folder: Path, *ranks: dict[str, tuple[tuple[int, ...], int, int]]
 
 
 def test_a_pinned_step_and_a_step_with_a_users_file_are_whole(step: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What no reader looks at is no damage; the command names it, so that nobody takes it for a part of the step."""
+    """A file that no reader opens is no damage; the command names it, so that nobody takes it for part of the step."""
     (step / "PINNED").touch()
     (step / "notes.txt").write_text("good one")
     assert main(["verify", str(step)]) == 0

@@ -7,7 +7,7 @@ form of other tools.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
 from torch import nn
@@ -87,6 +87,11 @@ class LoRAConverter(ModelConverter):
         self.initialize([model])
         FirstForward(model, tied)
         logger.info("LoRA: %d weights adapted, %d modules trained in full", len(chosen), len(copied))
+
+    @property
+    def adapted(self) -> Mapping[str, AdaptedWeight]:
+        """Return the adapter of each adapted module, by the module's fqn."""
+        return self._adapted
 
     def key_filter(self, fqn: str) -> bool:
         """Return whether the key belongs to an adapter or a trained copy; a base key with a similar name does not."""

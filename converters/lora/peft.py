@@ -23,16 +23,22 @@ from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import (
     IDENTITY,
+    Chain,
     Concat,
     Identity,
     KeyGroup,
     KeyMap,
     KeyRule,
     PermuteRotary,
+    PermuteRows,
+    Repeat,
     Split,
+    TensorOp,
     Unstack,
 )
 
+_OF_ROWS = (Identity, PermuteRotary, PermuteRows, Split)
+"""Operations that move whole rows, so that B follows them and A stays."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _FUSED = ({"gate_proj", "up_proj"}, {"w1", "w3"})
 """Projections of experts that are one parameter in transformers 5. Source: peft, _MOE_FUSED_TARGETS."""
@@ -57,11 +63,13 @@ class PeftAdapter:
         if found is not None and not any(key.startswith(PREFIX) for key in found):
             return KeyMap(identity=True)
         rules: list[KeyRule] = []
+        repeats: list[tuple[str, str]] = []
         problems: list[str] = []
         for target in targets_of(self.adapted.values(), base):
             try:
                 fused = isinstance(target.group.op, Concat) and target.adapters[0].form == "linear"
-                rules += target.rules(PREFIX, found) if fused else _adapter_rules(target.adapters[0], target.group)
+                made = [*(target.rules(PREFIX, found) if fused else _adapter_rules(target.adapters[0], target.group))]
+                rules += made if found is None else [_first_of_equals(rule, repeats) for rule in made]
             except KeyMapError as error:
                 problems.append(str(error))
         for trained, fqn in self.copied.items():
@@ -72,7 +80,7 @@ class PeftAdapter:
                 problems.append(f"{fqn}: stored as {', '.join(group.keys)}, and a copy of it cannot be")
         if problems:
             raise KeyMapError(f"{len(problems)} adapter(s) have no name in PEFT\n  " + "\n  ".join(problems))
-        return KeyMap(tuple(rules))
+        return KeyMap(tuple(rules), repeats=tuple(repeats))
 
     def file_config(self, base: KeyMap) -> dict[str, Any]:
         """Return adapter_config.json without the base's identity: the keys that PEFT reads and vLLM requires."""
@@ -194,8 +202,7 @@ def _adapter_rules(adapted: AdaptedWeight, group: KeyGroup) -> Iterator[KeyRule]
         yield KeyRule.of(adapted.lora_a, named("lora_A.weight"))
         yield KeyRule.of(adapted.lora_b, named("lora_B.weight"))
     elif adapted.form == "linear" and _keeps_rows(group, adapted.rows):
-        parts = Split((adapted.rank,) * len(adapted.rows)) if adapted.rows else IDENTITY
-        yield KeyRule.of(adapted.lora_a, named("lora_A.weight"), parts)
+        yield KeyRule.of(adapted.lora_a, named("lora_A.weight"), _parts_of_a(adapted, len(keys)))
         yield KeyRule.of(adapted.lora_b, named("lora_B.weight"), group.op)
         if adapted.dora:
             yield KeyRule.of(adapted.lora_magnitude, named("lora_magnitude_vector"), group.op)
@@ -205,9 +212,31 @@ def _adapter_rules(adapted: AdaptedWeight, group: KeyGroup) -> Iterator[KeyRule]
         raise KeyMapError(f"{what}, and a low-rank product cannot follow", (adapted.fqn,))
 
 
+def _parts_of_a(adapted: AdaptedWeight, num_keys: int) -> TensorOp:
+    """Return how A is stored: cut if each part of a fused weight has its own, repeated if they share one."""
+    if adapted.rows:
+        return Split((adapted.rank,) * len(adapted.rows))
+    return Repeat(num_keys) if num_keys > 1 else IDENTITY
+
+
+def _first_of_equals(rule: KeyRule, repeats: list[tuple[str, str]]) -> KeyRule:
+    """Return the rule to read, from the first of several equal file tensors; note the others in `repeats`."""
+    if not isinstance(rule.op, Repeat):
+        return rule
+    repeats += [(key, rule.file[0]) for key in rule.file[1:]]
+    return KeyRule.of(rule.native, rule.file[0])
+
+
 def _keeps_rows(group: KeyGroup, rows: tuple[int, ...]) -> bool:
     """Return whether B can follow the operation: it reorders rows, or splits them where the adapter is split."""
-    return isinstance(group.op, Identity | PermuteRotary) or (isinstance(group.op, Split) and group.op.rows == rows)
+    op = group.op
+    if rows:
+        return isinstance(op, Split) and op.rows == rows
+    while isinstance(op, Chain):
+        if not isinstance(op.then, _OF_ROWS):
+            return False
+        op = op.first
+    return isinstance(op, _OF_ROWS)
 
 
 def _modules(group: KeyGroup) -> list[str]:

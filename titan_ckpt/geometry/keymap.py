@@ -246,6 +246,26 @@ class Split(TensorOp):
 
 
 @dataclass(frozen=True)
+class Repeat(TensorOp):
+    """One native tensor as several equal file tensors (the A of a fused weight's adapter, for each of its parts).
+
+    A table to read has the first of them; its `repeats` names the others, which must be equal.
+    """
+
+    num_file: int = 2
+
+    def file_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        return [shapes[0]] * self.num_file
+
+    def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        return [shapes[0]]
+
+    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
+        for i in range(self.num_file):
+            yield Piece(i, chunk, block)
+
+
+@dataclass(frozen=True)
 class Chain(TensorOp):
     """`first`, then `then` on each of its file tensors: unstacks experts, then splits the fused rows of each.
 

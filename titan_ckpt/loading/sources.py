@@ -221,6 +221,8 @@ def _plan(
         wanted = {fqn: value for fqn, value in wanted.items() if wrapper.owns(fqn)}
     if source.format == "peft":
         check_settings(source.path, reader.metadata(), transforms.key_map, wrapper.hooks)
+    if isinstance(reader, PeftReader) and (adapter := wrapper.hooks and wrapper.hooks.state_dict_adapter()):
+        reader.leave_out(adapter.key_map(transforms.key_map, reader.tensors).repeats)
     if source.format == "hf":
         _check_model_config(source, reader.metadata(), transforms.hf_config or {})
         if reader.metadata().get("quantization_config") and _quantises(wrapper):

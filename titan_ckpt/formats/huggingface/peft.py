@@ -16,7 +16,14 @@ import torch
 
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.foreign_pattern import ForeignPatterns, pattern_fault
-from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, ExportError, NotACheckpointError, listed
+from titan_ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ExportError,
+    LoadMismatchError,
+    NotACheckpointError,
+    listed,
+)
 from titan_ckpt.formats.huggingface.peft_fields import OWN, Selection, saves, unsupported, wrong_types
 from titan_ckpt.formats.huggingface.reader import read_config, to_json
 from titan_ckpt.formats.publish.plan import ExportPlan
@@ -88,6 +95,26 @@ class PeftReader(TensorReader):
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._tensors
+
+    def leave_out(self, repeats: Sequence[tuple[str, str]]) -> None:
+        """List no tensor that repeats a second one, as the A of parts that are one weight in this run's model.
+
+        Raises: LoadMismatchError listing those that differ.
+        """
+        both = [(key, other) for key, other in repeats if {key, other} <= self._tensors.keys()]
+        if differing := [f"{key} and {other}" for key, other in both if not self._are_equal(key, other)]:
+            raise LoadMismatchError(
+                f"{self.path}: the model has one A for weights that it fuses, and these differ: {listed(differing)}. "
+                "Train it with separate weights, or merge the adapter into the base"
+            )
+        self._tensors = {key: info for key, info in self._tensors.items() if key not in dict(both)}
+
+    def _are_equal(self, key: str, other: str) -> bool:
+        infos = [self._tensors[name] for name in (key, other)]
+        values = [torch.empty(info.shape, dtype=info.dtype) for info in infos]
+        whole = [ReadRequest(k, Chunk.whole(v.shape), v) for k, v in zip((key, other), values, strict=True)]
+        self.read(whole)
+        return infos[0] == infos[1] and torch.equal(*values)
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Fill every request.

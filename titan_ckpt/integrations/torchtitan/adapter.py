@@ -6,7 +6,8 @@ position of each element, so the table is what the adapter does and not what its
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from titan_ckpt.errors import KeyMapError, listed
 from titan_ckpt.geometry.chunks import Chunk, Shape
 from titan_ckpt.geometry.keymap import (
     IDENTITY,
+    Chain,
     Concat,
     KeyMap,
     KeyRule,
@@ -26,6 +28,7 @@ from titan_ckpt.geometry.keymap import (
     Transpose,
     Unstack,
 )
+from titan_ckpt.weights.own_state import OwnState
 
 _Probes = Sequence[Mapping[str, torch.Tensor]]
 """Name -> tensor: which tensor an element comes from, then its position in each dim. All but the first are of one use:
@@ -59,6 +62,34 @@ def find_key_map(adapter: Any, shapes: Mapping[str, Shape], tied: Mapping[str, s
             problems,
         )
     return KeyMap(tuple(rules))
+
+
+def with_stored_forms(key_map: KeyMap, adapter: Any, subtrees: Sequence[OwnState], fqns: Collection[str]) -> KeyMap:
+    """Return the table with rules for parameters that the model's own state_dict() stores in another form.
+
+    `fqns`: parameters that have adapters, which have the form of the parameter. `subtrees`: of the model's state.
+    Raises: KeyMapError.
+    """
+    rules = list(key_map.rules)
+    for subtree in subtrees:
+        shapes = {fqn: tuple(value.shape) for fqn, value in subtree.hidden.items() if fqn in fqns}
+        if shapes:
+            rules += find_key_map(_Stored(adapter, subtree), shapes, {}).rules
+    return replace(key_map, rules=tuple(rules))
+
+
+class _Stored:
+    """An adapter behind the model's own state_dict()."""
+
+    def __init__(self, adapter: Any, subtree: OwnState) -> None:
+        self._adapter, self._subtree = adapter, subtree
+
+    def to_hf(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the file tensors that are made of these values of hidden parameters."""
+        made = self._subtree.with_values(values).made
+        dtypes = {value.dtype for value in values.values()}  # other hidden parameters keep their values and dtype
+        result: dict[str, torch.Tensor] = self._adapter.to_hf({n: v for n, v in made.items() if v.dtype in dtypes})
+        return result
 
 
 def _with_aliases(fqns: Sequence[str], keys: Sequence[str], op: TensorOp, tied: Mapping[str, str]) -> KeyRule:
@@ -135,18 +166,26 @@ def _candidates(shapes: Sequence[Shape], rows: Sequence[torch.Tensor]) -> Iterat
         return
     if len(rows) > 1:
         if all(row.dim() for row in rows):
-            yield Split(tuple(row.shape[0] for row in rows))
+            parts = Split(tuple(row.shape[0] for row in rows))
+            yield parts
+            order = [first for row in rows for first in _first_of_rows(row)]
+            if sorted(order) == list(range(len(order))):
+                yield Chain(PermuteRows(tuple(order)), parts)
         yield Unstack(len(rows))
         yield Unstack(len(rows), transpose=True)
         return
     yield IDENTITY
     yield Transpose()
     if rows[0].dim() and rows[0].numel():
-        order = [int(row) for row in rows[0].reshape(len(rows[0]), -1)[:, 0]]
+        order = _first_of_rows(rows[0])
         if 1 in order and (heads := len(order) // (2 * order.index(1))):
             yield PermuteRotary(heads)
         if sorted(order) == list(range(len(order))):
             yield PermuteRows(tuple(order))
+
+
+def _first_of_rows(rows: torch.Tensor) -> list[int]:
+    return [int(row) for row in rows.reshape(len(rows), -1)[:, 0]] if rows.numel() else []
 
 
 def _agrees(

@@ -15,9 +15,11 @@ from torch import nn
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.checkpointer import CheckpointManager as TorchtitanManager
 
+from converters.container import ModelConverters
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.torchtitan import settings
-from titan_ckpt.integrations.torchtitan.adapter import find_key_map
+from titan_ckpt.integrations.torchtitan.adapter import find_key_map, with_stored_forms
+from titan_ckpt.integrations.torchtitan.hooks import adapted_modules, find_hooks
 from titan_ckpt.integrations.torchtitan.model_config import config_json
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.types import Stateful
@@ -36,21 +38,27 @@ class _Kept:
 
 
 def _transforms(
-    config: Any, model_parts: Sequence[nn.Module], sd_adapter: Any, assets: str | None
+    config: Any, model_parts: Sequence[nn.Module], hooks: ModelConverters | None, sd_adapter: Any, assets: str | None
 ) -> StateDictTransforms | None:
     """Return the names of the model in Hugging Face folders, if a setting needs them. Collective if a hook is.
 
     Raises: ConfigError without an adapter or config.json; KeyMapError for an adapter that is no table.
     """
+    peft = settings.reads_peft(config)
     wanted = [name for name in ("initial_load_in_hf", "last_save_in_hf") if getattr(config, name)]
+    wanted += ["additional_load_path"] if peft else []
     if not wanted:
         return None
     if sd_adapter is None:
         raise ConfigError([f"checkpoint.{name}: the model spec has no state_dict_adapter" for name in wanted])
-    wrapper = ModelWrapper(model_parts)
-    shapes = {fqn: tuple(value.shape) for fqn, value in wrapper.state_dict().items()}
-    key_map = find_key_map(sd_adapter, shapes, wrapper.tied)
-    hf_config = config_json(sd_adapter.model_config, assets) if config.last_save_in_hf else None
+    wrapper = ModelWrapper(model_parts, hooks)
+    state = wrapper.state("base")
+    key_map = find_key_map(sd_adapter, {fqn: tuple(v.shape) for fqn, v in state.tensors.items()}, wrapper.tied)
+    exports = settings.exports(config)
+    if peft or "peft" in exports:
+        adapted = [f"{fqn}.weight" for fqn in adapted_modules(hooks)]
+        key_map = with_stored_forms(key_map, sd_adapter, state.own, adapted)
+    hf_config = config_json(sd_adapter.model_config, assets) if exports else None
     return StateDictTransforms(key_map, hf_config, Path(assets) if assets and Path(assets).is_dir() else None)
 
 
@@ -59,12 +67,19 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
 
     config.checkpoint = TitanCheckpointer.Config(enable=True, interval=500)
 
-    `Config` has every setting of torchtitan's own manager.
+    `Config` has every setting of torchtitan's own manager, and those of adapters.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(TorchtitanManager.Config):  # type: ignore[misc]  # torchtitan is not there when mypy runs
-        """The settings of torchtitan's own manager; SETTINGS says what each means here."""
+        """The settings of torchtitan's own manager, and those of adapters; SETTINGS says what each means here."""
+
+        additional_load_path: str | None = None
+        """An adapter of the initial weights: a PEFT folder, a step of this package, or a DCP folder."""
+        include_base: bool = False
+        """Interval saves of adapters hold the frozen base too; else they name its folder."""
+        last_save_adapter: settings.LastSave = "merged"
+        """With last_save_in_hf: merged weights, the adapter alone as PEFT reads it, or both."""
 
     def __init__(
         self,
@@ -88,7 +103,8 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
                 ["fault_tolerance.enable: TitanCheckpointer does not work with torchft; use torchtitan's checkpointer"]
             )
         assets = getattr(sd_adapter, "hf_assets_path", None)
-        settings.check(config, base_folder, states, assets)
+        hooks = find_hooks(model_parts)
+        settings.check(config, base_folder, states, assets, adapted_modules(hooks))
         self._exports_last = config.last_save_in_hf
         excluded = set(config.exclude_from_loading)
         self.manager = CheckpointManager(
@@ -98,7 +114,8 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
             lr_schedulers=[lr_schedulers],
             dataloader=dataloader,
             states={name: _Kept(state) if name in excluded else state for name, state in states.items()},
-            sd_transforms=_transforms(config, model_parts, sd_adapter, assets),
+            sd_transforms=_transforms(config, model_parts, hooks, sd_adapter, assets),
+            model_converters=hooks,
             base_folder=base_folder,
         )
 

@@ -43,8 +43,10 @@ def config_json(model_config: Any, assets: str | None) -> dict[str, Any]:
 
 def _derived(model: Any) -> dict[str, Any]:
     """Return the config.json of torchtitan's dense llama3 and qwen3; empty for other models."""
-    kind = type(model).__qualname__.partition(".")[0]
-    if kind not in ("Llama3Model", "Qwen3Model") or any(layer.feed_forward is None for layer in model.layers):
+    # torchtitan's LoRA makes subclasses of configs with names of their own
+    names = {base.__qualname__.partition(".")[0] for base in type(model).__mro__}
+    kind = next((kind for kind in ("Llama3Model", "Qwen3Model") if kind in names), None)
+    if kind is None or any(layer.feed_forward is None for layer in model.layers):
         return {}
     layer = model.layers[0]
     attention, rope = layer.attention, layer.attention.rope

@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from titan_ckpt.config import CheckpointConfig, ExportConfig, InitialLoadConfig, KeepConfig, ResumeConfig, SaveConfig
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.formats.huggingface.peft import CONFIG as PEFT_CONFIG
 
 ASYNC_MODES: Mapping[str, Literal["disabled", "thread", "process"]] = {
     "disabled": "disabled", "async": "thread", "async_with_pinned_mem": "process",
@@ -39,14 +40,60 @@ SETTINGS: Mapping[str, str] = {
     "initial_load_model_only": "False: a DCP folder's training state is loaded too",
     "initial_load_in_hf": "the path, or else hf_assets_path, must be a Hugging Face folder",
     "initial_load_in_hf_quantized": "weights stored as codes and scales are found from the content",
+    "additional_load_path": "checkpoint.initial_load.path of an adapter, after that of its base",
+    "include_base": "checkpoint.save.include_base",
+    "last_save_adapter": "with last_save_in_hf: merged weights, a PEFT folder in exports/step-N-peft, or both",
 }
-"""Every setting of torchtitan's CheckpointManager.Config, and its meaning here."""
+"""Every setting of TitanCheckpointer.Config, and its meaning here. The last three are not torchtitan's."""
+LastSave = Literal["merged", "peft", "both"]
 
 
-def check(config: Any, base_folder: str, states: Mapping[str, Any], hf_assets_path: str | None) -> None:
-    """Check what this checkpointer cannot do. Raises: ConfigError listing every fault by torchtitan's names."""
-    if faults := list(_faults(config, base_folder, states, hf_assets_path)):
+def check(
+    config: Any,
+    base_folder: str,
+    states: Mapping[str, Any],
+    hf_assets_path: str | None,
+    tied: Mapping[str, bool] | None = None,
+) -> None:
+    """Check what this checkpointer cannot do.
+
+    `tied`: for each module with an adapter, whether its weight is that of a second module too.
+    Raises: ConfigError listing every fault by torchtitan's names.
+    """
+    faults = [*_faults(config, base_folder, states, hf_assets_path), *_faults_of_adapters(config, tied or {})]
+    if faults:
         raise ConfigError([f"checkpoint.{fault}" for fault in faults])
+
+
+def _faults_of_adapters(config: Any, adapted: Mapping[str, bool]) -> Iterator[str]:
+    tied = [fqn for fqn, is_tied in adapted.items() if is_tied]
+    names = ", ".join(get_args(LastSave))
+    if config.last_save_adapter not in get_args(LastSave):
+        yield f"last_save_adapter: {config.last_save_adapter!r}; expected one of {names}"
+    elif config.last_save_adapter != "merged" and not config.last_save_in_hf:
+        yield f"last_save_adapter: {config.last_save_adapter!r} is a form of last_save_in_hf; set that too"
+    elif config.last_save_adapter != "merged" and not adapted:
+        yield f"last_save_adapter: {config.last_save_adapter!r}, and the model has no adapters; add a LoRA converter"
+    elif config.last_save_in_hf and config.last_save_adapter != "peft" and tied:
+        yield (
+            f"last_save_adapter: {', '.join(tied)} shares its weight with a second module, which merging would change "
+            "too: set it to 'peft', or leave the module out of target_modules"
+        )
+    if config.include_base and not adapted:
+        yield "include_base: the model has no adapters, and its saves are whole; leave it out"
+    path = config.additional_load_path
+    if path is None:
+        return
+    if "://" in path:
+        yield f"additional_load_path: {path} is remote; TitanCheckpointer reads mounted folders: name one"
+    elif not Path(path).is_dir():
+        yield f"additional_load_path: {path} is no folder"
+    if not adapted:
+        yield f"additional_load_path: {path} is for adapters, and the model has none; add a LoRA converter"
+    if not config.initial_load_path and not config.initial_load_in_hf:
+        yield "additional_load_path: name the adapter's base, by initial_load_path or initial_load_in_hf"
+    if not config.initial_load_model_only:
+        yield "additional_load_path: with initial_load_model_only=False the run has the adapter of initial_load_path"
 
 
 def _faults(config: Any, base_folder: str, states: Mapping[str, Any], hf_assets_path: str | None) -> Iterator[str]:
@@ -88,16 +135,30 @@ def translated(config: Any, hf_assets_path: str | None = None) -> CheckpointConf
         keep=KeepConfig(latest=config.keep_latest_k) if config.keep_latest_k else None,
         first_step=config.enable_first_step_checkpoint,
         model_only_last=None if config.last_save_in_hf else last,
+        include_base=config.include_base,
     )
     excluded = [COMPONENTS[name] for name in config.exclude_from_loading if name in COMPONENTS]
     path = initial_path(config, hf_assets_path)
     kind: Literal["hf"] | None = "hf" if config.initial_load_in_hf else None
     whole = not config.initial_load_model_only
-    export = ExportConfig("hf", dtype=config.export_dtype) if config.last_save_in_hf else None
+    initial = [] if path is None else [InitialLoadConfig(path, kind, cast=True, training_state=whole)]
+    if config.additional_load_path:
+        initial.append(InitialLoadConfig(config.additional_load_path, cast=True))
     return CheckpointConfig(
         folder=config.folder,
         save=None if config.load_only else save,
         resume=ResumeConfig(exclude=tuple(excluded)),
-        initial_load=() if path is None else (InitialLoadConfig(path, kind, cast=True, training_state=whole),),
-        export=() if export is None or config.load_only else (export,),
+        initial_load=tuple(initial),
+        export=() if config.load_only else tuple(ExportConfig(f, dtype=config.export_dtype) for f in exports(config)),
     )
+
+
+def reads_peft(config: Any) -> bool:
+    """Return whether the additional path is a PEFT folder, whose names are those of Hugging Face."""
+    return config.additional_load_path is not None and Path(config.additional_load_path, PEFT_CONFIG).is_file()
+
+
+def exports(config: Any) -> list[Literal["hf", "peft"]]:
+    """Return the formats of the last step's exports."""
+    formats: dict[str, list[Literal["hf", "peft"]]] = {"merged": ["hf"], "peft": ["peft"], "both": ["hf", "peft"]}
+    return formats[config.last_save_adapter] if config.last_save_in_hf else []

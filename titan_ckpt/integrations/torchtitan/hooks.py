@@ -1,0 +1,26 @@
+"""The converters of a model that torchtitan's Trainer has built: torchtitan's own LoRA, or those of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from converters.container import ModelConverters
+from converters.lora.converter import LoRAConverter
+from titan_ckpt.integrations.torchtitan.lora import find_lora
+
+
+def find_hooks(model_parts: Sequence[nn.Module]) -> ModelConverters | None:
+    """Return the converters that changed the model; None without any. Collective.
+
+    Raises: ConfigError.
+    """
+    lora = find_lora(model_parts)
+    return None if lora is None else ModelConverters([lora])
+
+
+def adapted_modules(hooks: ModelConverters | None) -> dict[str, bool]:
+    """Return fqn -> whether its weight is tied, of each module with an adapter."""
+    converters = [converter for converter in hooks or () if isinstance(converter, LoRAConverter)]
+    return {fqn: weight.tied for converter in converters for fqn, weight in converter.adapted.items()}

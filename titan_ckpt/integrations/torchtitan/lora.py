@@ -1,0 +1,98 @@
+"""torchtitan's own LoRA: which keys of its model are adapters, how they merge, and their names in PEFT.
+
+Owns the discovery of the adapted modules. The arithmetic and the names are those of converters/lora, whose tensors have
+the same names. Source: torchtitan 0.3, components/lora.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from converters.lora.config import LoRAConfig
+from converters.lora.converter import LoRAConverter
+from converters.lora.merge import AdaptedWeight
+from converters.lora.sites import tied_modules
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import ConfigError, ConverterError
+from titan_ckpt.weights.names import clean_fqn
+
+_SCALING = "_lora_scaling"
+"""Attribute of torchtitan's adapted modules: alpha / rank."""
+
+
+def find_lora(model_parts: Sequence[nn.Module]) -> TorchtitanLoRA | None:
+    """Return torchtitan's LoRA as a converter; None in a model without it. Collective: stages hold parts of a model.
+
+    Raises: ConfigError if the ranks disagree on the adapter of a module.
+    """
+    line = Coordinator.current()
+    of_ranks: list[Any] = line.gather("torchtitan-lora", _adapted(model_parts))
+    adapted = {fqn: values for of_rank in of_ranks for fqn, values in of_rank.items()}
+    if not adapted:
+        return None
+    if differing := [f for f, values in adapted.items() if any(r.get(f, values) != values for r in of_ranks)]:
+        raise ConfigError([f"LoRA: the ranks disagree on the adapter of {fqn}" for fqn in differing])
+    names: Any = [clean_fqn(name) for part in model_parts for name in part.state_dict()]
+    every = dict.fromkeys(name for of_rank in line.gather("torchtitan-names", names) for name in of_rank)
+    return TorchtitanLoRA(adapted, [*every])
+
+
+def _adapted(model_parts: Sequence[nn.Module]) -> dict[str, Any]:
+    """Return the adapted modules of this rank: fqn -> rank, scaling, whether its weight is tied, dtype."""
+    found: dict[str, Any] = {}
+    for part in model_parts:
+        modules: list[tuple[str, Any]] = [(name, m) for name, m in part.named_modules() if hasattr(m, _SCALING)]
+        tied = tied_modules(part) if modules else ()
+        for name, module in modules:
+            fqn, dtype = clean_fqn(name), str(module.lora_a.weight.dtype).removeprefix("torch.")
+            found[fqn] = [module.lora_a.out_features, getattr(module, _SCALING), fqn in tied, dtype]
+    return found
+
+
+class TorchtitanLoRA(LoRAConverter):
+    """The adapters that torchtitan's LoRAConverter has put into a model."""
+
+    def __init__(self, adapted: Mapping[str, Sequence[Any]], names: Sequence[str]) -> None:
+        """Keep what `find_lora` found. `names`: those of the model's state dict."""
+        weights = {
+            fqn: AdaptedWeight(fqn, "linear", rank, _alpha(rank, scaling), scaling, tied=tied)
+            for fqn, (rank, scaling, tied, _) in adapted.items()
+        }
+        super().__init__(_settings(weights, next(iter(adapted.values()))[3]))
+        self._adapted = weights
+        self._owned = {name for weight in weights.values() for name in weight.owned}
+        hidden = {weight.weight for weight in weights.values()} | self._owned
+        self._others = [name for name in names if name not in hidden]
+
+    def convert(self, model: nn.Module) -> None:
+        """Refuse: torchtitan has converted the model's config. Raises: ConverterError."""
+        raise ConverterError("torchtitan's LoRAConverter has converted this model already")
+
+    def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None:
+        """Leave the values that torchtitan's init_states() has drawn: A at random, B zero."""
+
+
+def _alpha(rank: int, scaling: float) -> float:
+    """Return alpha without the error of its division by the rank."""
+    return float(f"{rank * scaling:.12g}")
+
+
+def _settings(weights: Mapping[str, AdaptedWeight], dtype: Any) -> LoRAConfig:
+    """Return the settings that give these adapters. Modules are named by patterns over the layers where these fit."""
+    ((rank, alpha), _), *_ = Counter((w.rank, w.alpha) for w in weights.values()).most_common()
+    return LoRAConfig(
+        target_modules=tuple(dict.fromkeys(_pattern(fqn) for fqn in weights)),
+        rank=rank,
+        alpha=alpha,
+        rank_pattern={fqn: w.rank for fqn, w in weights.items() if w.rank != rank},
+        alpha_pattern={fqn: w.alpha for fqn, w in weights.items() if w.alpha != alpha},
+        dtype=dtype,
+    )
+
+
+def _pattern(fqn: str) -> str:
+    return ".".join("*" if part.isdecimal() else part for part in fqn.split("."))

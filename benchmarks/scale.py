@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.common import parse
 from titan_ckpt.directory.manifest import FileRecord, Manifest
 from titan_ckpt.distributed import sharing as ownership
+from titan_ckpt.distributed.coordinator import Coordinator, packed
 from titan_ckpt.formats.native.header import parse_header
 from titan_ckpt.formats.native.layout import lay_out
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
@@ -95,15 +96,13 @@ RUNS = (
 )
 
 
-class _Gathered:
+class _Gathered(Coordinator):
     """Answers rank 0 as the others would."""
 
-    rank = 0
-
     def __init__(self, run: Run) -> None:
-        self.world_size = run.world_size
+        super().__init__(0, run.world_size, None, "", 1.0)
         self.exchanged_bytes = 0
-        self._run = run
+        self._of = run
         per_stage = prod(run.mesh)
         self._stage = [rank // per_stage for rank in range(run.world_size)]
         self._lists = [_describe(run, stage) for stage in range(run.stages)]
@@ -114,16 +113,18 @@ class _Gathered:
         ]
         self._whole = ownership.tally((name, info, Chunk.whole(info.shape)) for name, info in infos)
 
-    def gather(self, tag: str, value: Any, error: BaseException | None = None) -> list[Any]:
+    def gather(
+        self, tag: str, value: Any, error: BaseException | None = None, timeout_seconds: float | None = None
+    ) -> list[Any]:
         if error is not None:
             raise error
-        if tag == "plan/digests":
-            answer: list[Any] = [value if stage == 0 else f"{stage:032x}" for stage in self._stage]
+        if tag == "plan/lists/digests":
+            answer: list[Any] = [value if stage == 0 else {"list": f"{stage:032x}"} for stage in self._stage]
         elif tag == "plan/lists":
-            first = {stage: self._stage.index(stage) for stage in range(1, self._run.stages)}
-            answer = [value, *[None] * (self.world_size - 1)]
+            first = {stage: self._stage.index(stage) for stage in range(1, self._of.stages)}
+            answer = [value, *[packed({})] * (self.world_size - 1)]
             for stage, rank in first.items():
-                answer[rank] = ownership.pack(self._lists[stage])
+                answer[rank] = packed({"list": self._lists[stage]})
         else:
             answer = [value, [*map(sub, self._whole, value)], *[[0, 0]] * (self.world_size - 2)]
         self.exchanged_bytes += len(json.dumps(answer))
@@ -161,7 +162,7 @@ def measure(run: Run) -> dict[str, Any]:
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         before = _memory("VmRSS")
         begin = time.perf_counter()
-        division = ownership.divide(state, gathered)  # type: ignore[arg-type]
+        division = ownership.divide(state, gathered)
         here = {share.fqn for share in division.shares}
         chunks = [(share.fqn, share.info, share.chunk) for share in division.shares]
         elsewhere = {fqn: info for fqn, info in division.tensors.items() if fqn not in here}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from titan_ckpt.components.run_state import Mark, RunState, Snapshot
 from titan_ckpt.config import CheckpointConfig, ExportConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import Kind
-from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, ExportError, listed
 from titan_ckpt.exporting import Exporter
@@ -143,7 +143,7 @@ class CheckpointManager:
         self.wait()
         self._mark, self._is_last_save = None, False
         if self._saver is not None:
-            self._check_together("rehearse", self._run.rehearse)
+            self._coordinator.together("rehearse", self._run.rehearse)
         restored = self._restorer.restore(step if step >= 0 else self.config.resume.step)
         self._base, self._resumed_from = restored.base, restored.resumed_from
         self._saved_step = restored.result.step if restored.resumed_from else None
@@ -177,7 +177,7 @@ class CheckpointManager:
         self._check_open()
         saved = False
         if self._saver is not None and not self._knows_state:
-            self._check_together("first step", self._run.check_stepped)
+            self._coordinator.together("first step", self._run.check_stepped)
             self._knows_state = True
         due = force or policy.is_due(step, self.config.save, last_step)
         self._note_last(step, last_step)
@@ -308,15 +308,6 @@ class CheckpointManager:
         if failed is not None:
             raise failed
         return self._saved_step == step
-
-    def _check_together(self, tag: str, check: Callable[[], None]) -> None:
-        """Call `check` on every rank; if it fails on one, all raise. Collective."""
-        error: BaseException | None = None
-        try:
-            check()
-        except FAILURES as e:
-            error = e
-        self._coordinator.barrier(tag, error)
 
     def _look_before_saving(self, step: int) -> None:
         """Refuse to save into a folder that holds steps of an earlier run and was never loaded from."""

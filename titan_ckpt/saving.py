@@ -19,16 +19,15 @@ from typing import Any
 
 import xxhash
 
-from titan_ckpt.components.files import MERGE, RUN_STATE, divide, rank_state_name, run_parts
+from titan_ckpt.components.files import RUN_STATE, divide, rank_state_name, run_parts
 from titan_ckpt.components.run_state import Snapshot
 from titan_ckpt.config import SaveConfig
 from titan_ckpt.directory.directory import CheckpointDirectory, os_errors_as
 from titan_ckpt.directory.manifest import FileRecord, Kind, Manifest
 from titan_ckpt.disk import posix
-from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.replicas import check_replicas
 from titan_ckpt.encoding import typed_json
-from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import SaveError
 from titan_ckpt.formats.native.arena import StagingHandle
 from titan_ckpt.formats.native.writer import NativeWriter
@@ -214,39 +213,25 @@ class Saver:
     def _take(self, take: Callable[[], Snapshot]) -> tuple[Snapshot, dict[str, bytes]]:
         """Take the snapshot on all ranks; return it with the JSON files that this rank writes. Collective.
 
-        1 Every rank posts a digest of each part of its run state. 2 Where digests differ, all post the parts that can
-        be merged. 3 Rank 0 writes the parts that are equal or merged; every rank writes the rest to its own file.
+        1. Every rank takes its snapshot. 2. The ranks compare the parts of their run states. 3. Rank 0 writes the parts
+        that are equal or merged; every rank writes the rest to its own file.
         """
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
-        error: BaseException | None = None
-        snapshot = Snapshot({}, {}, {}, ())
-        digests: dict[str, Json] = {}
-        try:
-            snapshot = take()
-            if world_size > 1:
-                parts = run_parts(snapshot.run)
-                digests = {n: xxhash.xxh3_128_hexdigest(typed_json.dumps(v, n)) for n, v in parts.items()}
-        except FAILURES as e:
-            error = e
-        gathered: list[Any] = self._coordinator.gather("snapshot", digests, error)
-        names = dict.fromkeys(name for of_rank in gathered for name in of_rank)
-        differing = [name for name in names if len({of_rank.get(name) for of_rank in gathered}) > 1]
+        snapshot = self._coordinator.together("snapshot", take)
         run, own = snapshot.run, snapshot.rank
-        if "step" in differing:
-            raise SaveError("the ranks save different steps: every rank must call save() with the same step")
-        if differing:
-            parts = {name: typed_json.encode(run[name]) for name in differing if name in MERGE and name in run}
-            of_ranks = [typed_json.decode(p, "run state") for p in self._coordinator.gather("run state", parts)]
-            run, own = divide(run, own, differing, of_ranks)
-        state: dict[str, bytes] = {}
-        try:
-            state[rank_state_name(rank)] = typed_json.dumps(own, "rank state")
-            if rank == 0:
-                state[RUN_STATE] = typed_json.dumps(run, "run state")
-        except Exception as e:
-            error = e
-        self._coordinator.barrier("state files", error)
-        return snapshot, state
+        if world_size > 1:
+            parts = self._coordinator.gather_distinct("run state", lambda: run_parts(run))
+            if len(parts["step"]) > 1:
+                raise SaveError("the ranks save different steps: every rank must call save() with the same step")
+            run, own = divide(
+                run, own, {n: list(v.values()) for n, v in parts.items() if max(map(len, v)) < world_size}
+            )
+
+        def encoded() -> dict[str, bytes]:
+            state = {rank_state_name(rank): typed_json.dumps(own, "rank state")}
+            return state | ({RUN_STATE: typed_json.dumps(run, "run state")} if rank == 0 else {})
+
+        return snapshot, self._coordinator.together("state files", encoded)
 
     def wait_staged(self) -> None:
         """Wait until the save in flight has copied the live tensors; they may change then. Raises: the copy's error."""

@@ -21,6 +21,7 @@ from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from titan_ckpt.formats.native.verify import verify_step
 from titan_ckpt.formats.open import detect_format, open_reader
+from titan_ckpt.geometry.chunks import dtype_name
 from titan_ckpt.guard import outside_request
 
 
@@ -94,8 +95,7 @@ def _inspect(command: Inspect, console: Console) -> int:
     with open_reader(command.path) as reader:
         table = Table("tensor", "dtype", "shape", "MiB")
         for key, info in sorted(reader.tensors.items()):
-            dtype = str(info.dtype).removeprefix("torch.")
-            table.add_row(_printable(key), dtype, str(list(info.shape)), f"{info.nbytes / 2**20:.3f}")
+            table.add_row(_printable(key), dtype_name(info.dtype), str(list(info.shape)), f"{info.nbytes / 2**20:.3f}")
         console.print(table)
         total = sum(info.nbytes for info in reader.tensors.values())
         console.print(f"{reader.format}: {len(reader.tensors)} tensors, {total / 2**20:.1f} MiB")

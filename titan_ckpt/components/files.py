@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import xxhash
+
 from titan_ckpt.components.optimizer import merge_groups
+from titan_ckpt.encoding import typed_json
+from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.geometry.chunks import TensorInfo
 
 MODEL = "model."
@@ -44,21 +48,29 @@ def model_tensors(
     return (MODEL, inside) if format_ == "native" or has_prefix else ("", top)
 
 
-def run_parts(run: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts of a run state that are compared between ranks one by one; each user state is a part."""
+def run_parts(run: dict[str, Any]) -> dict[str, Json]:
+    """Return the parts of a run state that ranks compare one by one, as JSON; each user state is a part.
+
+    A part that can be merged is its content, or None if it is absent; of any other part a digest is enough.
+    """
     parts = {name: value for name, value in run.items() if name != "states"}
-    return parts | {f"{STATES}{name}": value for name, value in run.get("states", {}).items()}
+    parts |= {f"{STATES}{name}": value for name, value in run.get("states", {}).items()}
+    digests = {n: xxhash.xxh3_128_hexdigest(typed_json.dumps(v, n)) for n, v in parts.items() if n not in MERGE}
+    return {**digests, **{name: typed_json.encode(parts[name]) if name in parts else None for name in MERGE}}
 
 
 def divide(
-    run: dict[str, Any], rank: dict[str, Any], differing: Sequence[str], of_ranks: Sequence[dict[str, Any]]
+    run: dict[str, Any], rank: dict[str, Any], differing: Mapping[str, Sequence[Json]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (run state, rank state); each differing part is merged over the ranks or moved to the rank's state."""
+    """Return (run state, rank state); each differing part is merged over the ranks or moved to the rank's state.
+
+    `differing`: name -> the distinct values of `run_parts`, those of lower ranks first.
+    """
     run, rank = dict(run), dict(rank)
     states = dict(run.get("states", {}))
-    for name in differing:
+    for name, values in differing.items():
         if name in MERGE:
-            run[name] = MERGE[name]([state[name] for state in of_ranks if name in state])
+            run[name] = MERGE[name]([typed_json.decode(value, name) for value in values if value is not None])
         elif name.startswith(STATES):
             key = name.removeprefix(STATES)
             if key in states:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory import preflight
@@ -124,14 +124,13 @@ class CheckpointDirectory:
             return preflight.begin_probe(self.root)
 
         name = self._on_rank_0("preflight", begin, PreflightError, what)
-        error: Exception | None = None
-        try:
+
+        def write() -> None:
             with os_errors_as(PreflightError, what):
                 preflight.write_probe(self.root, name, self._coordinator.rank)
-        except PreflightError as e:
-            error = e
+
         try:
-            self._coordinator.barrier("preflight write", error)
+            self._coordinator.together("preflight write", write)
             ranks = self._coordinator.world_size
             self._on_rank_0("preflight end", lambda: preflight.end_probe(self.root, name, ranks), PreflightError, what)
         except BaseException:
@@ -210,15 +209,12 @@ class CheckpointDirectory:
         self, tag: str, act: Callable[[], _Value], error_type: type[SaveError] | None = None, what: str = ""
     ) -> _Value:
         """Run `act` on rank 0 and give its value or its error to every rank; an OSError becomes `error_type`."""
-        value: Any = None
-        error: Exception | None = None
-        if self._coordinator.rank == 0:
-            try:
-                with os_errors_as(error_type, what):
-                    value = act()
-            except Exception as e:
-                error = e
-        return cast(_Value, self._coordinator.broadcast(tag, value, error))
+
+        def translated() -> _Value:
+            with os_errors_as(error_type, what):
+                return act()
+
+        return self._coordinator.on_rank_0(tag, translated)
 
     def _await_same_view(self, step: int, expected: bytes) -> None:
         """Wait until every rank sees the save that rank 0 chose: network file systems cache listings for seconds.

@@ -6,17 +6,20 @@ and while another rank hangs in a collective. Knows no files and no tensors.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
+import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -24,6 +27,7 @@ from titan_ckpt.disk import kernel
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import PeerError, listed
 
+_Value = TypeVar("_Value")
 Store = Any
 """A torch.distributed Store; its stubs lack `clone`."""
 
@@ -107,13 +111,71 @@ class Coordinator:
         with contextlib.suppress(PeerError):
             self._run(lambda: exchange.part(timeout_seconds, self._stale), "close", timeout_seconds)
 
+    def together(self, tag: str, act: Callable[[], _Value]) -> _Value:
+        """Call `act` on every rank, and return its value on this rank. Collective; fails on all ranks if one fails.
+
+        An interrupt (KeyboardInterrupt, SystemExit) is an error too: the other ranks wait for an answer.
+        Raises: as `gather`.
+        """
+        made: list[_Value] = []
+        self.gather_results(tag, lambda: made.append(act()))
+        return made[0]
+
+    def gather_results(self, tag: str, act: Callable[[], _Value]) -> list[_Value]:
+        """Call `act` on every rank, and return the values of all ranks as JSON. Collective. Raises: as `gather`."""
+        value: Any = None
+        error: BaseException | None = None
+        try:
+            value = act()
+        except BaseException as caught:
+            error = caught
+        return cast("list[_Value]", self.gather(tag, value, error))
+
+    def on_rank_0(self, tag: str, act: Callable[[], _Value]) -> _Value:
+        """Call `act` on rank 0, and return its value as JSON on every rank. Collective. Raises: as `gather`."""
+        values: list[Any] = self.gather_results(tag, lambda: act() if self.rank == 0 else None)
+        return cast(_Value, values[0])
+
+    def gather_distinct(self, tag: str, act: Callable[[], Mapping[str, Any]]) -> dict[str, dict[tuple[int, ...], Any]]:
+        """Call `act` on every rank for named JSON values; return by name each distinct value by the ranks that have it.
+
+        1. Every rank posts a digest of each of its values. 2. Where the digests of a name differ, the lowest rank with
+        each value posts it. So long lists that are mostly equal cost little. Lower ranks come first. A value that all
+        its holders have in common is returned on these alone. Collective. Raises: as `gather`.
+        """
+        own: dict[str, Any] = {}
+
+        def digests() -> dict[str, str]:
+            own.update(act())
+            if self.world_size == 1:
+                return dict.fromkeys(own, "")
+            return {name: xxhash.xxh3_128_hexdigest(json.dumps(value).encode()) for name, value in own.items()}
+
+        holders: dict[str, dict[str, list[int]]] = {}
+        for rank, of_rank in enumerate(self.gather_results(f"{tag}/digests", digests)):
+            for name, digest in of_rank.items():
+                holders.setdefault(name, {}).setdefault(digest, []).append(rank)
+        differing = {name for name, by_digest in holders.items() if len(by_digest) > 1}
+        posted: list[dict[str, Any]] = []
+        if differing:
+            speaks = {name for name in differing if any(ranks[0] == self.rank for ranks in holders[name].values())}
+            texts: list[Any] = self.gather(tag, packed({name: own[name] for name in speaks}))
+            posted = [_unpacked(text) for text in texts]
+        return {
+            name: {
+                tuple(ranks): posted[ranks[0]][name] if name in differing else own[name] for ranks in by_digest.values()
+            }
+            for name, by_digest in holders.items()
+            if name in differing or name in own
+        }
+
     def barrier(self, tag: str, error: BaseException | None = None, timeout_seconds: float | None = None) -> None:
         """Wait until every rank has called. Raises: as `gather`."""
         self.gather(tag, None, error, timeout_seconds)
 
-    def broadcast(self, tag: str, value: Json, error: BaseException | None = None) -> Json:
+    def broadcast(self, tag: str, value: Json) -> Json:
         """Return rank 0's value on every rank; the others' is ignored. Also a barrier. Raises: as `gather`."""
-        return self.gather(tag, value if self.rank == 0 else None, error)[0]
+        return self.gather(tag, value if self.rank == 0 else None)[0]
 
     def gather(
         self, tag: str, value: Json, error: BaseException | None = None, timeout_seconds: float | None = None
@@ -282,6 +344,16 @@ class _Exchange:
             stale[:] = [self._verdict]
         else:
             stale += [*self._posts, self._verdict]
+
+
+def packed(values: Mapping[str, Any]) -> str:
+    """Return JSON as compressed text: names are repetitive, and every rank gets every distinct value."""
+    return base64.b64encode(zlib.compress(json.dumps(values, separators=(",", ":")).encode(), 1)).decode()
+
+
+def _unpacked(text: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(text)))
+    return values
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:

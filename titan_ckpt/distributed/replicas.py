@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import xxhash
@@ -44,43 +44,48 @@ def check_replicas(
 ) -> None:
     """Compare replicas of the same tensors. Collective.
 
-    1 Every rank posts one digest for each group it is in. 2 If members of a group differ, they post one for each
+    1. Every rank posts one digest for each group it is in. 2. If members of a group differ, they post one for each
     tensor. Only `volatile` tensors may differ, with a warning: ranks may keep statistics of their own in buffers.
     Raises: ReplicaMismatchError naming tensors and ranks.
     """
     total = max(1, sum(map(len, groups.values())))
     budget = SAMPLED_BYTES // min(total, SAMPLED_TENSORS) if mode == "sampled" else None
-    keys = {ranks: xxhash.xxh3_64_hexdigest(repr(ranks).encode()) for ranks in groups}
-    digests: dict[str, dict[str, str]] = {}
-    error: Exception | None = None
-    try:
-        for ranks, names in groups.items():
-            chosen = names if budget is None else _some(names, SAMPLED_TENSORS * len(names) // total, step)
-            digests[keys[ranks]] = {name: _digest(name, tensors[name], budget, step) for name in chosen}
-    except Exception as e:
-        error = e
-    of_groups: Any = {key: xxhash.xxh3_128_hexdigest(repr(of_names).encode()) for key, of_names in digests.items()}
-    posted: list[Any] = coordinator.gather("replicas", of_groups, error)
-    distinct = {key_and_digest for of_rank in posted for key_and_digest in of_rank.items()}
-    differing = {key for key, count in Counter(key for key, _ in distinct).items() if count > 1}
-    if differing:
-        of_tensors: Any = {key: of_names for key, of_names in digests.items() if key in differing}
-        _name(coordinator.gather("replicas by tensor", of_tensors), volatile, step)
 
+    def digests() -> dict[str, dict[str, str]]:
+        chosen = {
+            ranks: names if budget is None else _some(names, SAMPLED_TENSORS * len(names) // total, step)
+            for ranks, names in groups.items()
+        }
+        return {
+            xxhash.xxh3_64_hexdigest(repr(ranks).encode()): {
+                name: _digest(name, tensors[name], budget, step) for name in names
+            }
+            for ranks, names in chosen.items()
+        }
 
-def _name(posted: list[Any], volatile: Collection[str], step: int) -> None:
-    """Raise for, or warn about, the tensors that are not equal on all ranks of a group."""
-    by_tensor: dict[tuple[str, str], dict[int, str]] = {}
-    for rank, of_groups in enumerate(posted):
-        for key, of_names in of_groups.items():
-            for name, digest in of_names.items():
-                by_tensor.setdefault((key, name), {})[rank] = digest
+    of_groups = coordinator.gather_distinct("replicas", digests)
     lines: dict[str, str] = {}
-    for (_, name), of_ranks in by_tensor.items():
-        usual, count = Counter(of_ranks.values()).most_common(1)[0]
-        if count < len(of_ranks):
-            odd = [rank for rank, digest in of_ranks.items() if digest != usual]
-            lines[name] = f"{name}: rank {listed([*map(str, odd)], ', ', ' ')} of {len(of_ranks)} ranks"
+    for posted in of_groups.values():
+        if len(posted) > 1:
+            lines |= _differences({rank: of_names for ranks, of_names in posted.items() for rank in ranks})
+    if lines:
+        _report(lines, volatile, step)
+
+
+def _differences(of_ranks: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
+    """Return a line for each tensor that is not equal on all ranks of a group. `of_ranks`: digests by name."""
+    lines: dict[str, str] = {}
+    for name in dict.fromkeys(name for of_names in of_ranks.values() for name in of_names):
+        by_rank = {rank: of_names[name] for rank, of_names in sorted(of_ranks.items()) if name in of_names}
+        usual, count = Counter(by_rank.values()).most_common(1)[0]
+        if count < len(by_rank):
+            odd = [str(rank) for rank, digest in by_rank.items() if digest != usual]
+            lines[name] = f"{name}: rank {listed(odd, ', ', ' ')} of {len(by_rank)} ranks"
+    return lines
+
+
+def _report(lines: Mapping[str, str], volatile: Collection[str], step: int) -> None:
+    """Raise for tensors that differ, or warn if all of them are volatile."""
     wrong = [name for name in lines if name not in volatile]
     if not wrong:
         logger.warning(

@@ -8,22 +8,18 @@ and layouts, or only its digest if ranks have equal lists, as they mostly do.
 
 from __future__ import annotations
 
-import base64
-import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
-import xxhash
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import StateEncodingError
-from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, local_chunks
+from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, dtype_name, local_chunks
 
 MIN_PART_BYTES = 1 << 20
 """Replicas divide a chunk into parts of at least this many bytes; one rank writes a smaller chunk alone."""
@@ -74,19 +70,19 @@ def divide(tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> Div
     Raises: StateEncodingError (on all ranks as PeerError) if ranks disagree about a tensor.
     """
     own_list = describe(tensors)
-    lists = _exchange(own_list, coordinator)
-    error: Exception | None = None
-    division = Division((), {}, {})
-    try:
+    lists = coordinator.gather_distinct("plan/lists", lambda: {"list": own_list})["list"]
+    divisions: list[Division] = []
+
+    def sums() -> list[int]:
         holders = _merge(lists)
         sharing = _Sharing(coordinator.rank, holders)
-        shares = sharing.shares(tensors, own_list["kind_of"])
+        shares = tuple(sharing.shares(tensors, own_list["kind_of"]))
         replicas = {ranks: tuple(sorted(names)) for ranks, names in sharing.replicated.items()}
-        division = Division(tuple(shares), {fqn: h.info for fqn, h in holders.items()}, replicas)
-    except (StateEncodingError, TypeError) as caught:
-        error = caught
-    sums: Json = [*tally((s.fqn, s.info, s.chunk) for s in division.shares)]
-    of_ranks = cast("list[list[int]]", coordinator.gather("plan/tally", sums, error))
+        divisions.append(Division(shares, {fqn: h.info for fqn, h in holders.items()}, replicas))
+        return tally((s.fqn, s.info, s.chunk) for s in shares)
+
+    of_ranks = coordinator.gather_results("plan/tally", sums)
+    (division,) = divisions
     actual = [sum(num_bytes for num_bytes, _ in of_ranks), sum(marks for _, marks in of_ranks) % _PRIME]
     expected = tally((fqn, info, Chunk.whole(info.shape)) for fqn, info in division.tensors.items())
     if actual[0] != expected[0]:
@@ -125,11 +121,6 @@ def tally(parts: Iterable[tuple[str, TensorInfo, Chunk]]) -> list[int]:
     return [num_bytes, marks % _PRIME]
 
 
-def pack(listed: dict[str, Any]) -> str:
-    """Return a rank's list as compressed text: names are repetitive, and every rank gets every distinct list."""
-    return base64.b64encode(zlib.compress(json.dumps(listed, separators=(",", ":")).encode(), 1)).decode()
-
-
 def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return this rank's list as JSON: names, and for each the index of its kind (dtype, shape, mesh, placements)."""
     meshes: dict[DeviceMesh, int] = {}
@@ -142,27 +133,9 @@ def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     for dtype, shape, layout in kinds:
         mesh, placements = layout or (None, ())
         index = -1 if mesh is None else meshes.setdefault(mesh, len(meshes))
-        rows.append([str(dtype).removeprefix("torch."), list(shape), index, [repr(p) for p in placements]])
+        rows.append([dtype_name(dtype), list(shape), index, [repr(p) for p in placements]])
     listed = [[list(m.mesh.shape), m.mesh.flatten().tolist()] for m in meshes]
     return {"meshes": listed, "kinds": rows, "names": list(tensors), "kind_of": kind_of}
-
-
-def _exchange(own_list: dict[str, Any], coordinator: Coordinator) -> dict[tuple[int, ...], dict[str, Any]]:
-    """Return each distinct list with the ranks that have it."""
-    if coordinator.world_size == 1:
-        return {(0,): own_list}
-    text = json.dumps(own_list, separators=(",", ":"))
-    digests = coordinator.gather("plan/digests", xxhash.xxh3_128_hexdigest(text.encode()))
-    first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
-    posted: list[Json] = [None] * coordinator.world_size
-    if len(first) > 1:
-        posted = coordinator.gather("plan/lists", pack(own_list) if coordinator.rank in first.values() else None)
-    lists = {}
-    for digest, speaker in first.items():
-        ranks = tuple(rank for rank, other in enumerate(digests) if other == digest)
-        sent = posted[speaker]
-        lists[ranks] = json.loads(zlib.decompress(base64.b64decode(sent))) if isinstance(sent, str) else own_list
-    return lists
 
 
 def _merge(lists: Mapping[tuple[int, ...], dict[str, Any]]) -> dict[str, _Holders]:

@@ -63,7 +63,12 @@ class TensorInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return f"{dtype_name(self.dtype)}{list(self.shape)}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "float32" for torch.float32; `getattr(torch, name)` is the way back."""
+    return str(dtype).removeprefix("torch.")
 
 
 class Block(NamedTuple):  # made by the ten thousand, and a frozen dataclass takes twice as long to make

@@ -22,7 +22,7 @@ import xxhash
 
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.sharing import divide
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo, local_tensor
+from titan_ckpt.geometry.chunks import Chunk, TensorInfo, dtype_name, local_tensor
 
 Partial = tuple[int, int]
 """Two sums mod 2^64."""
@@ -63,8 +63,9 @@ def add(a: Partial, b: Partial) -> Partial:
 
 def finish(info: TensorInfo, total: Partial) -> str:
     """Return the digest, given the sum over all of a tensor's chunks."""
-    dtype = str(info.dtype).removeprefix("torch.")
-    return xxhash.xxh3_128_hexdigest(f"{dtype} {list(info.shape)} {total[0]:016x}{total[1]:016x}".encode())
+    return xxhash.xxh3_128_hexdigest(
+        f"{dtype_name(info.dtype)} {list(info.shape)} {total[0]:016x}{total[1]:016x}".encode()
+    )
 
 
 def partial_digest(info: TensorInfo, chunk: Chunk, block: torch.Tensor) -> Partial:

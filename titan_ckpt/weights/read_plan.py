@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from titan_ckpt.errors import KeyMapError
-from titan_ckpt.geometry.chunks import Shape, TensorInfo, blocks_of, info_of
+from titan_ckpt.geometry.chunks import Shape, TensorInfo, blocks_of, dtype_name, info_of
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, TensorOp
 from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.types import LoadReport, Mismatch
-from titan_ckpt.weights.write_view import CASTABLE, dtype_name
+from titan_ckpt.weights.write_view import CASTABLE
 
 logger = logging.getLogger(__name__)
 

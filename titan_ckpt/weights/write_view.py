@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from titan_ckpt.errors import KeyMapError
-from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo, blocks_of, cast, info_of
+from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo, blocks_of, cast, dtype_name, info_of
 from titan_ckpt.geometry.keymap import KeyGroup, KeyMap, TensorOp
 from titan_ckpt.types import StateDict
 
@@ -117,7 +117,3 @@ def made_twice(groups: Sequence[FileGroup], key_map: KeyMap) -> list[str]:
             makers.setdefault(key, []).append(", ".join(group.fqns))
     twice = {key: fqns for key, fqns in makers.items() if len(fqns) > 1 and not key_map.ties(key)}
     return [f"{key} would be made from {' and from '.join(fqns)}" for key, fqns in twice.items()]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

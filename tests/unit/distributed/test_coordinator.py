@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import signal
 import time
+import zlib
 from typing import Any
 
 import pytest
@@ -23,6 +26,59 @@ def test_every_rank_gets_every_value_in_order_of_ranks() -> None:
 
     expected = [[{"rank": rank, "text": "ü"} for rank in range(3)], [0, 10, 20], [0, None]]
     assert run(3, body) == [expected] * 3
+
+
+def test_ranks_act_together_or_none_has_a_value() -> None:
+    """Each keeps its own value, gets all values, or that of rank 0; an interrupt on one rank is told to all at once."""
+
+    def body(line: Coordinator) -> Any:
+        def interrupted() -> int:
+            if line.rank == 1:
+                raise KeyboardInterrupt
+            return line.rank
+
+        own = line.together("own", lambda: {line.rank})
+        every = line.gather_results("every", lambda: line.rank * 10)
+        start = time.monotonic()
+        try:
+            failed = outcome(lambda: line.together("x", interrupted))
+        except KeyboardInterrupt:
+            failed = ["interrupted"]
+        return [sorted(own), every, failed, line.on_rank_0("y", interrupted), time.monotonic() - start < 20]
+
+    results = run(3, body)
+    for rank, (own, every, failed, led, quick) in enumerate(results):
+        assert (own, every, led, quick) == ([rank], [0, 10, 20], 0, True)
+        assert failed[0] == ("interrupted" if rank == 1 else "PeerError")
+        assert rank == 1 or "rank 1 failed: KeyboardInterrupt" in failed[2]
+
+
+def test_equal_values_are_posted_once() -> None:
+    """Two of three ranks have one list: the lower of them posts it; a value that all its holders share, nobody."""
+
+    def body(line: Coordinator) -> Any:
+        posted: list[str] = []
+        gather = line.gather
+
+        def watched(tag: str, value: Any, *arguments: Any) -> list[Any]:
+            posted.append(json.dumps(value))
+            return gather(tag, value, *arguments)
+
+        line.gather = watched  # type: ignore[assignment, method-assign]
+        values: dict[str, Any] = {"list": [line.rank == 1], "same": 7}
+        if line.rank == 2:
+            values["alone"] = 8
+        distinct = line.gather_distinct("x", lambda: values)
+        equal = line.gather_distinct("y", lambda: {"same": [1]})
+        return [[[name, [*found.items()]] for name, found in distinct.items()], [*equal["same"].items()], posted]
+
+    for rank, (distinct, equal, posted) in enumerate(run(3, body)):
+        assert distinct[:2] == [["list", [[[0, 2], [False]], [[1], [True]]]], ["same", [[[0, 1, 2], 7]]]]
+        assert distinct[2:] == ([["alone", [[[2], 8]]]] if rank == 2 else [])
+        assert equal == [[[0, 1, 2], [1]]]
+        assert len(posted) == 3, "equal values are compared by their digests alone"
+        sent = json.loads(zlib.decompress(base64.b64decode(json.loads(posted[1]))))
+        assert sent == [{"list": [False]}, {"list": [True]}, {}][rank]
 
 
 def test_one_process_needs_no_store() -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 
 from titan_ckpt.distributed import replicas
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.replicas import SAMPLED_BYTES, SAMPLED_TENSORS
 
 
 def read(
-    monkeypatch: pytest.MonkeyPatch, tensors: dict[str, torch.Tensor], step: int, mode: str = "sampled"
+    monkeypatch: pytest.MonkeyPatch,
+    tensors: dict[str, torch.Tensor],
+    step: int,
+    mode: Literal["sampled", "full"] = "sampled",
 ) -> dict[str, int]:
     """Return the bytes that a check reads of each tensor."""
     taken: dict[str, int] = {}
@@ -21,14 +27,10 @@ def read(
         taken[name] = sum(piece.nbytes for piece in found)
         return found
 
-    class Line:
-        def gather(self, tag: str, value: object, error: Exception | None = None) -> list[object]:
-            assert error is None
-            return [value, value]
-
+    line = Coordinator(0, 1, None, "", 1.0)
     with monkeypatch.context() as patch:
         patch.setattr(replicas, "_pieces", watched)
-        replicas.check_replicas(tensors, {(0, 1): tuple(sorted(tensors))}, (), Line(), mode, step)  # type: ignore[arg-type]
+        replicas.check_replicas(tensors, {(0, 1): tuple(sorted(tensors))}, (), line, mode, step)
     return taken
 
 

@@ -35,7 +35,7 @@ from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.dcp.metadata import METADATA, read_metadata, saved_paths, storage_table
 from titan_ckpt.formats.publish.run import published
 from titan_ckpt.geometry.boxes import overlap
-from titan_ckpt.geometry.chunks import Chunk, LazyTensor, TensorInfo, blocks_of, info_of, layout_of
+from titan_ckpt.geometry.chunks import Chunk, LazyTensor, TensorInfo, blocks_of, dtype_name, info_of, layout_of
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
 from titan_ckpt.types import StateDict
 
@@ -271,17 +271,16 @@ def write_dcp(folder: Path, tensors: StateDict, coordinator: Coordinator) -> Non
     held: Json = {} if alone else {name: _offsets(value) for name, value in tensors.items()}
     writers = _writers(coordinator.gather("dcp-chunks", held))
     own = {name: {c for c, rank in chunks.items() if rank == coordinator.rank} for name, chunks in writers.items()}
-    places, error = _write_chunks(folder / f"__{coordinator.rank}_0.distcp", tensors, None if alone else own)
-    infos: Json = {
-        n: [list(info_of(v).shape), str(info_of(v).dtype).removeprefix("torch.")] for n, v in tensors.items()
-    }
-    gathered: list[Any] = coordinator.gather("dcp-places", {"places": places, "infos": infos}, error)
-    try:
-        if coordinator.rank == 0:
-            _write_metadata(folder, gathered)
-    except Exception as e:
-        error = e
-    coordinator.barrier("dcp-metadata", error)
+
+    def write() -> dict[str, Any]:
+        infos = {name: info_of(value) for name, value in tensors.items()}
+        return {
+            "places": _write_chunks(folder / f"__{coordinator.rank}_0.distcp", tensors, None if alone else own),
+            "infos": {name: [list(info.shape), dtype_name(info.dtype)] for name, info in infos.items()},
+        }
+
+    of_ranks = coordinator.gather_results("dcp-places", write)
+    coordinator.together("dcp-metadata", lambda: _write_metadata(folder, of_ranks) if coordinator.rank == 0 else None)
 
 
 def _writers(tables: list[Any]) -> dict[str, dict[tuple[int, ...], int]]:
@@ -294,13 +293,11 @@ def _writers(tables: list[Any]) -> dict[str, dict[tuple[int, ...], int]]:
     return writers
 
 
-def _write_chunks(
-    path: Path, tensors: StateDict, own: Mapping[str, Collection[tuple[int, ...]]] | None
-) -> tuple[list[Json], BaseException | None]:
-    """Write chunks to a new file and sync it; return the place of each chunk, and the first error.
+def _write_chunks(path: Path, tensors: StateDict, own: Mapping[str, Collection[tuple[int, ...]]] | None) -> list[Json]:
+    """Write chunks to a new file and sync it; return the place of each chunk.
 
     `own`: tensor -> offsets of the chunks that this rank writes; None: all chunks. Lazy tensors that are collective are
-    resolved after an error too, because other ranks cannot resolve them alone.
+    resolved after an error too, because other ranks cannot resolve them alone. Raises: the first error.
     """
     places: list[Json] = []
     error: BaseException | None = None
@@ -332,7 +329,9 @@ def _write_chunks(
                 posix.close(fd)
     except Exception as e:
         error = error or e
-    return places, error
+    if error is not None:
+        raise error
+    return places
 
 
 def _offsets(value: torch.Tensor | LazyTensor) -> list[Json]:

@@ -20,7 +20,7 @@ from titan_ckpt.errors import ExportError, KeyMapError, listed
 from titan_ckpt.formats.huggingface.reader import CONFIG, INDEX, TIED, HuggingFaceReader, read_config, to_json
 from titan_ckpt.formats.publish.plan import ExportPlan, pack_as, pack_model_files, plan_export
 from titan_ckpt.formats.publish.run import ExportSummary, FolderFormat, export_folder
-from titan_ckpt.geometry.chunks import TensorInfo
+from titan_ckpt.geometry.chunks import TensorInfo, dtype_name
 from titan_ckpt.geometry.keymap import KeyMap, selected
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.weights.quantise import WeightQuantiser, check_quantised, quantised
@@ -142,13 +142,7 @@ class HuggingFaceExport:
         stored = self._stored()
         layout = self._layout(stored, coordinator)
         plan = plan_export(stored, layout.pack, coordinator, layout.header)
-        error: Exception | None = None
-        try:
-            if coordinator.rank == 0:
-                layout.companions(plan)
-        except Exception as e:
-            error = e
-        coordinator.barrier("export/companions", error)
+        coordinator.together("export/companions", lambda: layout.companions(plan) if coordinator.rank == 0 else None)
 
     def _stored(self) -> Sequence[FileGroup]:
         return self.groups if self.quantiser is None else quantised(self.groups, self.quantiser)
@@ -257,7 +251,7 @@ def _dtype(infos: Mapping[str, TensorInfo], base: Base | None) -> str:
     for info in infos.values():
         if info.dtype in CASTABLE:
             num_bytes[info.dtype] = num_bytes.get(info.dtype, 0) + info.nbytes
-    return str(max(num_bytes, key=num_bytes.__getitem__, default=torch.float32)).removeprefix("torch.")
+    return dtype_name(max(num_bytes, key=num_bytes.__getitem__, default=torch.float32))
 
 
 def _check_tied(config: Mapping[str, Any], keys: Collection[str]) -> None:

@@ -22,7 +22,7 @@ import xxhash
 from titan_ckpt.disk.memory import round_up
 from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.formats.safetensors import container
-from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo
+from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, dtype_name
 
 FORMAT_VERSION = 1
 BLOCK_BYTES = 1 << 20
@@ -131,7 +131,7 @@ def lay_out(
         **_chunk_texts(entries),
     }
     if elsewhere:
-        infos = {fqn: [_plain_name(i.dtype), list(i.shape)] for fqn, i in elsewhere.items()}
+        infos = {fqn: [dtype_name(i.dtype), list(i.shape)] for fqn, i in elsewhere.items()}
         metadata["titan_ckpt.elsewhere"] = _compact(infos)
     tensors = _tensor_rows(entries)
     blocks = b"0" * (DIGEST_CHARS * -(-data_bytes // BLOCK_BYTES))
@@ -175,7 +175,7 @@ def _chunk_texts(entries: Sequence[Entry]) -> dict[str, str]:
     fqns = {entry.name: entry.fqn for entry in entries if entry.name != entry.fqn}
     texts = {"titan_ckpt.fqns": _compact(fqns)} if fqns else {}
     if kinds:
-        rows = [[*place] if carried is None else [*place, _plain_name(carried)] for *place, carried in kinds]
+        rows = [[*place] if carried is None else [*place, dtype_name(carried)] for *place, carried in kinds]
         texts |= {"titan_ckpt.kinds": _compact(rows), "titan_ckpt.kind_of": _compact(numbers)}
     return texts
 
@@ -198,10 +198,6 @@ def _kind_of_row(dtype: torch.dtype, shape: Shape) -> str:
         dtype, count = CARRIERS[dtype]
         shape = (*shape, count)
     return f':{{"dtype":"{DTYPE_NAMES[dtype]}","shape":{_compact(shape)},"data_offsets":['
-
-
-def _plain_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _compact(value: Any) -> str:

@@ -29,7 +29,7 @@ from titan_ckpt.formats.native.rank_file import write_rank_file
 from titan_ckpt.formats.native.segments import Places, Segments
 from titan_ckpt.formats.native.writer_process import WriterProcess
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import Block, LazyTensor, info_of, local_tensor
+from titan_ckpt.geometry.chunks import Block, LazyTensor, dtype_name, info_of, local_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,7 @@ class NativeWriter:
         return True
 
     def _make_plan(self, tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> None:
-        faults = [fault for fqn, value in tensors.items() if (fault := _fault(fqn, value))]
-        error = StateEncodingError("; ".join(faults)) if faults else None
-        coordinator.barrier("plan/dtypes", error)
+        coordinator.together("plan/dtypes", lambda: _check(tensors))
         division = divide(tensors, coordinator)
         shares = tuple(sorted(division.shares, key=lambda s: -s.info.dtype.itemsize))
         elsewhere = {}
@@ -221,6 +219,11 @@ def _layout(value: torch.Tensor) -> tuple[Any, Any] | None:
     return (value.device_mesh, value.placements) if isinstance(value, DTensor) else None
 
 
+def _check(tensors: Mapping[str, torch.Tensor]) -> None:
+    if faults := [fault for fqn, value in tensors.items() if (fault := _fault(fqn, value))]:
+        raise StateEncodingError("; ".join(faults))
+
+
 def _fault(fqn: str, value: object) -> str | None:
     """Return why the tensor cannot be stored, or None if it can."""
     if not isinstance(value, torch.Tensor):
@@ -230,6 +233,6 @@ def _fault(fqn: str, value: object) -> str | None:
         kind = "meta" if local.is_meta else f"{type(local).__name__}, {local.layout}"
         return f"{fqn}: expected a plain tensor with memory of its own, found {kind}; unwrap or materialise it first"
     if local.dtype not in STORED_DTYPES:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORED_DTYPES)
+        known = ", ".join(dtype_name(dtype) for dtype in STORED_DTYPES)
         return f"{fqn}: {local.dtype} cannot be stored; convert it before saving to one of {known}"
     return None

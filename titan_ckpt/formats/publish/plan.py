@@ -5,12 +5,10 @@ Owns the plan. The layout is the same on every rank and for any parallelism, so 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -20,7 +18,7 @@ from titan_ckpt.errors import ExportError, listed
 from titan_ckpt.formats.safetensors.container import Layout, lay_out
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import overlap
-from titan_ckpt.geometry.chunks import Chunk, LazyTensor, TensorInfo, info_of, layout_of
+from titan_ckpt.geometry.chunks import Chunk, LazyTensor, TensorInfo, dtype_name, info_of, layout_of
 from titan_ckpt.weights.write_view import FileGroup
 
 PackFiles = Callable[[Mapping[str, TensorInfo]], Mapping[str, Sequence[str]]]
@@ -69,7 +67,8 @@ def plan_export(
     are divided over the ranks that hold them. 3. Every rank lays out all files.
     Raises: ExportError if ranks disagree about a tensor, or there is none.
     """
-    infos, quantised = _merge(_exchange(groups, coordinator))
+    tables = coordinator.gather_distinct("export/tables", lambda: {"table": _table(groups)})["table"]
+    infos, quantised = _merge(tables.values())
     if not infos:
         raise ExportError("there is no tensor to export")
     shares: dict[str, Sequence[Chunk] | None] = {}
@@ -156,28 +155,17 @@ def _layout_of(value: torch.Tensor | LazyTensor) -> torch.Tensor | tuple[Chunk, 
     return layout
 
 
-def _exchange(groups: Sequence[FileGroup], coordinator: Coordinator) -> list[dict[str, Any]]:
-    """Return the distinct tables of (key, dtype, shape) and of quantised tensors, those of lower ranks first."""
-    own: dict[str, Any] = {
+def _table(groups: Sequence[FileGroup]) -> dict[str, Any]:
+    """Return this rank's (key, dtype, shape) of file tensors, and its quantised tensors, as JSON."""
+    return {
         "tensors": [
-            [key, str(info.dtype).removeprefix("torch."), list(info.shape)]
-            for group in groups
-            for key, info in group.infos.items()
+            [key, dtype_name(info.dtype), list(info.shape)] for group in groups for key, info in group.infos.items()
         ],
         "quantised": {key: text for group in groups for key, text in group.quantised.items()},
     }
-    if coordinator.world_size == 1:
-        return [own]
-    digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
-    digests = cast("list[str]", coordinator.gather("export/digests", digest))
-    first = {other: rank for rank, other in reversed(list(enumerate(digests)))}
-    if len(first) == 1:
-        return [own]
-    posted = coordinator.gather("export/tables", own if first[digest] == coordinator.rank else None)
-    return [cast("dict[str, Any]", posted[rank]) for rank in sorted(first.values())]
 
 
-def _merge(tables: Sequence[Mapping[str, Any]]) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+def _merge(tables: Iterable[Mapping[str, Any]]) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     infos: dict[str, TensorInfo] = {}
     quantised: dict[str, str] = {}
     faults = []

@@ -115,20 +115,20 @@ class _Export:
             with contextlib.ExitStack() as stack:
                 pieces = writer.strided(self.groups) if world_size > 1 else {}
                 offer = self._offer(stack, pieces)
-                address = offer and offer.address
-                addresses = _together(
-                    self.coordinator, "export/create", lambda: _create_files(path, plan, own_files), address
-                )
+
+                def create() -> list[Any] | None:
+                    _create_files(path, plan, own_files)
+                    return None if offer is None else offer.address
+
+                addresses = self.coordinator.gather_results("export/create", create)
                 together = self._meet(plan, offer, addresses, pieces)
-                _together(
-                    self.coordinator, "export/write", lambda: self._write(path, plan, companions, writer, together)
-                )
+                self.coordinator.together("export/write", lambda: self._write(path, plan, companions, writer, together))
                 if writer.gave_up:
                     raise ExportError("another rank gave up, and did not say why")
             parts = self.coordinator.gather("export/parts", cast("Any", writer.undivided))
             if faults := coverage_faults(plan.infos, cast("Any", parts)):
                 raise ExportError(f"{len(faults)} tensor(s) are not whole: {'; '.join(faults)}")
-            _together(self.coordinator, "export/prove", lambda: self._prove(path, plan, writer))
+            self.coordinator.together("export/prove", lambda: self._prove(path, plan, writer))
 
     def _offer(self, stack: contextlib.ExitStack, pieces: Mapping[Place, FilePiece]) -> Assembly | None:
         boxes: dict[str, list[Chunk]] = {}
@@ -210,14 +210,12 @@ def published(
     """
     staged: StagedFolder | None = None
     prepared: _Prepared | None = None
-    path, error = "", None
-    try:
-        if coordinator.rank == 0:
-            prepared = prepare()
-            staged = StagedFolder.begin(folder)
-            path = str(staged.path)
-    except Exception as caught:
-        error = caught
+
+    def begin() -> str:
+        nonlocal staged, prepared
+        prepared = prepare()
+        staged = StagedFolder.begin(folder)
+        return str(staged.path)
 
     def publish() -> None:
         nonlocal staged
@@ -226,23 +224,14 @@ def published(
             staged = None
 
     try:
-        yield Path(str(coordinator.broadcast(f"{tag}begin", path, error))), prepared
-        _together(coordinator, f"{tag}publish", publish)
+        path = coordinator.on_rank_0(f"{tag}begin", begin)
+        yield Path(path), prepared
+        coordinator.together(f"{tag}publish", publish)
     except BaseException:
         if staged is not None:
             with contextlib.suppress(OSError):  # a later export removes what is left
                 staged.abandon()
         raise
-
-
-def _together(coordinator: Coordinator, tag: str, step: Callable[[], None], value: Any = None) -> list[Any]:
-    """Take a step on every rank; return each rank's value. Raises: as `Coordinator.gather`."""
-    error: Exception | None = None
-    try:
-        step()
-    except Exception as caught:
-        error = caught
-    return cast("list[Any]", coordinator.gather(tag, value, error))
 
 
 def _create_files(path: Path, plan: ExportPlan, names: Sequence[str]) -> None:

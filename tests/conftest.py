@@ -17,7 +17,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from titan_ckpt.testing import ranks
+
 torch.set_num_threads(1)
+
+ranks._PRELOADED.append("tests.preloaded")
 
 settings.register_profile(
     "check",

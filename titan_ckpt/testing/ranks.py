@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -36,7 +37,8 @@ import torch.distributed as dist
 P = ParamSpec("P")
 _Filter = tuple[Any, str, Any, str, int]
 
-_PRELOADED = ["pytest", "torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", __name__]
+_PRELOADED = ["pytest", "torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", __name__]
+"""What the server imports, so that no rank does: torch imports its compiler at the first step of FSDP2 or DTensor."""
 _GRACE_SECONDS = 5.0
 """Time that the other ranks may continue after the first failure, so that they can report their errors."""
 _DONE = "titan_ckpt.testing/done"
@@ -59,9 +61,9 @@ def distributed(nproc: int = 2, *, timeout_seconds: float = 120.0) -> Callable[[
     The test fails if a rank raises, dies, or still runs after `timeout_seconds`; the message has its traceback or
     current stack. Then all ranks and their child processes are killed.
 
-    The processes are forked from a server that has only imported torch: a rank starts in milliseconds and shares no
-    thread, lock or random state with the test process. The test process serves the store, as torchrun's agent does, so
-    the store survives a killed rank 0.
+    The processes are forked from a server that has only imported torch and runs no thread: a rank starts in
+    milliseconds and shares no thread, lock or random state with the test process. The test process serves the store, as
+    torchrun's agent does, so the store survives a killed rank 0.
     Raises: RankError.
     """
 
@@ -226,6 +228,7 @@ def _why_hung(job: _Job, rank: int) -> str:
 def _rank_main(job: _Job, rank: int) -> None:
     """Run the body as one rank; exit code 0 means that it passed."""
     os.setsid()
+    gc.freeze()  # a collection would walk, and so copy, everything that the server has imported
     os.environ.clear()
     os.environ.update(
         job.environment

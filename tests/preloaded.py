@@ -1,0 +1,31 @@
+"""What ranks and programs of the tests need, imported once by the server that they are forked from."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib import import_module
+
+from titan_ckpt.errors import ConfigError
+
+_MODULES = (
+    "titan_ckpt.cli.commands",
+    "titan_ckpt.converting",
+    "titan_ckpt.models.qwen3",
+    "titan_ckpt.models.qwen3_moe",
+    "titan_ckpt.training.trainer",
+    "train",
+    "converters.float8.converter",
+    "converters.lora.converter",
+    "converters.qat.converter",
+    "torchao.float8",
+    "torchao.optim",
+    "torchao.quantization.qat",
+    "torchdata.stateful_dataloader",
+    "peft",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+)
+
+for _name in _MODULES:
+    with suppress(ImportError, ConfigError):  # the tests of the core run without the extras
+        import_module(_name)

@@ -253,7 +253,13 @@ def test_a_whole_step_with_an_adapter_inside_is_exact_or_refused(tmp_path: Path,
     second = LoraRun.build(base, seed=4)
     with second.manager(tmp_path / "second", [step]) as manager:
         manager.load()
-    assert torch.equal(second.logits(), first.logits())
+        assert torch.equal(second.logits(), first.logits())
+        second.step()
+        manager.save(2)  # the adapter alone; the step that it began with is its base
+    resumed = LoraRun.build(base, seed=6)
+    with resumed.manager(tmp_path / "second", [step]) as manager:
+        assert manager.load().step == 2
+    assert torch.equal(resumed.logits(), second.logits())
     third = LoraRun.build(base, alpha=32.0)
     with (
         third.manager(tmp_path / "third", [step]) as manager,

@@ -6,7 +6,7 @@ Owns the precedence of sources. Reads nothing; the caller passes the facts about
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
@@ -40,6 +40,8 @@ class LoadSource:
     """Patterns of the model's tensors that are not loaded from it."""
     ignore: tuple[str, ...] = ()
     """Patterns of its tensors that are not used."""
+    base_only: bool = False
+    """Tensors of converters in the folder are passed by, because an adapter-only step has newer ones."""
 
     def __str__(self) -> str:
         what = "adapter" if self.adapter else "adapter to be merged" if self.merge else "weights"
@@ -100,7 +102,7 @@ def resolve(
     if "model" in exclude:
         return LoadPlan(step, (), exclude)
     own = LoadSource(step.path, "native", adapter=step.kind == "adapter")
-    bases = tuple(source for source in initial if not source.adapter)
+    bases = tuple(replace(source, base_only=True) for source in initial if not source.adapter)
     if step.kind == "adapter" and not bases:
         raise CheckpointNotFoundError(
             f"{step.path} holds only adapter weights, and no base is configured: name the base it was trained on in "

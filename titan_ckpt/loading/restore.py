@@ -241,7 +241,7 @@ class Restorer:
             with open_dcp_state(path, number, self._run, exclude, self._coordinator, values) as state:
                 self._read(prepared, state)
             report = self._complete(load_plan, prepared)
-            base = self._identify_base(load_plan, prepared, None)
+            base = self._identify_base(load_plan, prepared, None, in_place=step is not None)
         self._together("load-apply", lambda: state.apply(self._run, exclude))
         if step is not None:
             self._directory.resume_from(step)
@@ -336,16 +336,20 @@ class Restorer:
         self._coordinator.barrier(tag, error)
 
     def _identify_base(
-        self, load_plan: LoadPlan, prepared: PreparedLoad, manifest: Manifest | None
+        self, load_plan: LoadPlan, prepared: PreparedLoad, manifest: Manifest | None, *, in_place: bool = False
     ) -> dict[str, Any] | None:
-        """Digest the base under converter-owned weights, and compare it with the record of each adapter. Collective."""
+        """Digest the base under converter-owned weights, and compare it with the record of each adapter. Collective.
+
+        `in_place`: the base is in a step of torchtitan's in the run's own folder, which no setting names. Saves hold
+        the base then, so that a resume needs no such step.
+        """
         if not any(self._coordinator.gather("owned", bool(self._run.model.owned_state_dict()))):
             return None
         origin = manifest.base if manifest is not None and manifest.kind == "full" else None
         is_seed = manifest is not None and manifest.kind == "model"  # retention may delete it: saves hold the base
-        source = None if is_seed else next((source for source in load_plan.sources if not source.adapter), None)
-        if origin is None and source is not None:
-            origin = {"path": str(source.path), "revision": source.revision, "format": source.format}
+        named = [] if is_seed or in_place else [source for source in load_plan.sources if not source.adapter]
+        if origin is None and named:
+            origin = {"path": str(named[0].path), "revision": named[0].revision, "format": named[0].format}
         base = identify_base(self._run.model, origin, self._coordinator)
         if manifest is not None and manifest.base is not None:
             check_base(base, manifest.base, f"step {manifest.step}")

@@ -217,8 +217,8 @@ def _plan_merge(
 def _plan(
     source: LoadSource, reader: TensorReader, wanted: StateDict, wrapper: ModelWrapper, transforms: StateDictTransforms
 ) -> _Opened:
-    if source.adapter:
-        wanted = {fqn: value for fqn, value in wanted.items() if wrapper.owns(fqn)}
+    if source.adapter or source.base_only:
+        wanted = {fqn: value for fqn, value in wanted.items() if wrapper.owns(fqn) is source.adapter}
     if source.format == "peft":
         check_settings(source.path, reader.metadata(), transforms.key_map, wrapper.hooks)
     if isinstance(reader, PeftReader) and (adapter := wrapper.hooks and wrapper.hooks.state_dict_adapter()):
@@ -240,6 +240,8 @@ def _plan(
         plan, partial = _plan_partly(source, reader.tensors, wanted, transforms, wrapper.hooks)
         return _Opened(source, reader, plan, partial=partial)
     prefix, available = model_tensors(reader.tensors, reader.format, wanted)
+    if source.base_only:
+        available = {fqn: info for fqn, info in available.items() if not wrapper.owns(fqn)}
     check_fits(source, reader, available.keys(), wanted.keys(), wrapper)
     plan, partial = _plan_partly(source, available, wanted, StateDictTransforms(), None)
     plan = replace(plan, requests=_prefixed(plan.requests, prefix))

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,7 +19,10 @@ from converters.lora.config import LoRAConfig
 from converters.lora.converter import LoRAConverter
 from tests.own_state_models import DIM, FusedHeads
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig
+from titan_ckpt.errors import LoadMismatchError
+from titan_ckpt.geometry.keymap import Chain, KeyMap, KeyRule, PermuteRows, Split
 from titan_ckpt.testing import distributed
+from titan_ckpt.weights.transforms import StateDictTransforms
 
 SCALING = 8.0
 
@@ -84,3 +90,52 @@ def test_an_adapter_on_a_fused_weight_is_saved_alone_and_exported_merged(tmp_pat
 def test_the_same_when_sharded(tmp_path: Path) -> None:
     """The merged weight is sharded like the live one, and the hooks gather it."""
     adapter_saves_and_merged_exports(tmp_path, shard=True)
+
+
+def names() -> KeyMap:
+    """Return a table that stores q, k and v apart, and that knows how their rows lie in the fused weight."""
+    heads = FusedHeads()
+    heads.wqkv.weight = nn.Parameter(torch.arange(16.0)[:, None].expand(16, DIM).clone())
+    parts = [heads.state_dict()[f"{name}.weight"][:, 0].int().tolist() for name in ("wq", "wk", "wv")]
+    fused = Chain(PermuteRows(tuple(row for part in parts for row in part)), Split(tuple(map(len, parts))))
+    files = ["q_proj.weight", "k_proj.weight", "v_proj.weight"]
+    return KeyMap((KeyRule.of("0.wqkv.weight", files, fused),), identity=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp in one process, as meant here
+def test_peft_has_an_adapter_for_each_part_of_a_fused_weight(tmp_path: Path) -> None:
+    """Each part has the whole A and its own rows of B; a run reads that back, and refuses parts whose A differ."""
+    table = StateDictTransforms(names())
+    base = tmp_path / "base"
+    dcp.save(plain(0).state_dict(), checkpoint_id=base)
+
+    def manager(model: nn.Module, converters: ModelConverters, folder: str, *more: Path) -> CheckpointManager:
+        sources = tuple(InitialLoadConfig(str(path)) for path in (base, *more))
+        config = CheckpointConfig(save=SaveConfig(interval=9), export=(ExportConfig("peft"),), initial_load=sources)
+        return CheckpointManager(
+            config, model_parts=[model], model_converters=converters, sd_transforms=table, base_folder=tmp_path / folder
+        )
+
+    model, converters = adapted(1, shard=False)
+    with manager(model, converters, "run") as m, torch.no_grad():
+        m.load()
+        for name, parameter in model.named_parameters():
+            if "lora_b" in name:
+                parameter.normal_()
+        trained = whole(model)
+        m.save(1, last_step=True)
+    peft = tmp_path / "run/exports/step-1-peft"
+    stored = load_file(peft / "adapter_model.safetensors")
+    delta = (trained["0.wqkv.lora_b.weight"] @ trained["0.wqkv.lora_a.weight"]).reshape(2, 4, 2, DIM)
+    for name, rows in (("q_proj", delta[:, :2]), ("k_proj", delta[:, 2]), ("v_proj", delta[:, 3])):
+        a, b = (stored[f"base_model.model.{name}.lora_{factor}.weight"] for factor in "AB")
+        torch.testing.assert_close(b @ a, rows.reshape(-1, DIM))
+    other, converters = adapted(2, shard=False)
+    with manager(other, converters, "again", peft) as m:
+        m.load()
+    assert all(torch.equal(value, trained[name]) for name, value in whole(other).items())
+    stored["base_model.model.v_proj.lora_A.weight"] += 1
+    save_file(stored, peft / "adapter_model.safetensors", {"format": "pt"})
+    with manager(other, converters, "refused", peft) as m, pytest.raises(LoadMismatchError) as error:
+        m.load()
+    assert "one A for weights that it fuses, and these differ: base_model.model.v_proj.lora_A" in str(error.value)

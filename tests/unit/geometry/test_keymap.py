@@ -23,6 +23,7 @@ from titan_ckpt.geometry.keymap import (
     KeyRule,
     PermuteRotary,
     PermuteRows,
+    Repeat,
     Split,
     TensorOp,
     Tie,
@@ -54,6 +55,8 @@ def reference(op: TensorOp, natives: list[torch.Tensor]) -> list[torch.Tensor]:
             return list(torch.split(natives[0], list(rows)))
         case Chain(first, then):
             return [made for between in reference(first, natives) for made in reference(then, [between])]
+        case Repeat(num):
+            return natives * num
     raise AssertionError(op)
 
 
@@ -62,7 +65,9 @@ def cases(draw: st.DrawFn) -> Case:
     """An operation and native shapes that fit it; sizes are small and include one and zero where they are legal."""
     size = st.integers(1, 5)
     tail: Shape = draw(st.sampled_from([(), (draw(size),), (draw(size), draw(size))]))
-    kind = draw(st.sampled_from(["identity", "rotary", "rows", "unstack", "transpose", "concat", "split", "chain"]))
+    kind = draw(
+        st.sampled_from(["identity", "rotary", "rows", "unstack", "transpose", "concat", "split", "chain", "repeat"])
+    )
     if kind == "identity":
         return IDENTITY, [draw(st.sampled_from([(), tail, (draw(size), *tail)]))]
     if kind == "rotary":
@@ -72,12 +77,17 @@ def cases(draw: st.DrawFn) -> Case:
         return PermuteRows(order := tuple(draw(st.permutations(range(draw(size) * 2))))), [(len(order), *tail)]
     if kind == "unstack":
         return Unstack(num := draw(size), draw(st.booleans())), [(num, draw(size), draw(size))]
+    if kind == "repeat":
+        return Repeat(draw(size)), [tail]
     if kind == "transpose":
         return Transpose(), [(draw(size), draw(size))]
     if kind == "chain":
         num, rows = draw(size), tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
         transpose = draw(st.booleans())
         one = (draw(size), sum(rows)) if transpose else (sum(rows), *draw(st.sampled_from([(), (3,), (2, 3)])))
+        if draw(st.booleans()):
+            order = tuple(draw(st.permutations(range(sum(rows)))))
+            return Chain(PermuteRows(order), Split(rows)), [(sum(rows), *tail)]
         then = draw(st.sampled_from([Split(rows), IDENTITY, *([Transpose()] if len(one) == 2 else [])]))
         return Chain(Unstack(num, transpose), then), [(num, *one)]
     rows = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))

@@ -37,8 +37,8 @@ def find_lora(model_parts: Sequence[nn.Module]) -> TorchtitanLoRA | None:
     if differing := [f for f, values in adapted.items() if any(r.get(f, values) != values for r in of_ranks)]:
         raise ConfigError([f"LoRA: the ranks disagree on the adapter of {fqn}" for fqn in differing])
     names: Any = [clean_fqn(name) for part in model_parts for name in part.state_dict()]
-    every = dict.fromkeys(name for of_rank in line.gather("torchtitan-names", names) for name in of_rank)
-    return TorchtitanLoRA(adapted, [*every])
+    names_of_ranks: list[Any] = line.gather("torchtitan-names", names)
+    return TorchtitanLoRA(adapted, [*dict.fromkeys(name for of_rank in names_of_ranks for name in of_rank)])
 
 
 def _adapted(model_parts: Sequence[nn.Module]) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from torch import nn
 
 from tests.faults.shim import WRITES, intercepted
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, RunGuard, SaveConfig
-from titan_ckpt.errors import CommitConflictError, ConfigError, ExportError, SaveError
+from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.errors import CommitConflictError, ConfigError, ExportError, PeerError, SaveError
 from titan_ckpt.failures import DISK_ERRORS, is_disk_failure
 from titan_ckpt.guard import outside_request
 from titan_ckpt.testing import distributed
@@ -264,6 +265,27 @@ def test_all_ranks_go_on_after_a_failure_of_one(tmp_path: Path) -> None:
                     save(manager, step)
         disk.error = 0
     assert content(tmp_path) == ["step-1", "step-4"]
+
+
+@distributed(nproc=2, timeout_seconds=60)
+def test_a_save_that_fails_on_one_rank_beside_exports_ends_all_ranks_at_once(tmp_path: Path) -> None:
+    """No rank waits for the other one: not in the export of that step, nor to count its failures."""
+    config = CheckpointConfig(
+        save=SaveConfig(interval=1, timeout_seconds=300, on_failure="warn"), export=(ExportConfig("dcp", interval=1),)
+    )
+    manager = CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=tmp_path)
+
+    def broken(self: object, *_: object) -> None:
+        raise ValueError("a fault of one rank")
+
+    expected, message = (PeerError, "on rank 1") if dist.get_rank() == 0 else (ValueError, "a fault of one rank")
+    with manager, pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(CheckpointDirectory, "expire", broken)
+        manager.save(1)
+        with pytest.raises(expected, match=message):
+            manager.wait()
+    assert not (tmp_path / "exports").exists()
 
 
 @MODES

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from titan_ckpt.config import SaveConfig
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import PeerError
+from titan_ckpt.errors import PeerError, listed
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +36,20 @@ class Failures:
         """Count how the save or the exports of a step ended; log a failure after which the run goes on. Collective.
 
         `error`: what was raised on this rank. `is_last`: nothing later makes up for a failure.
-        Raises: `error`, unless the run goes on.
+        Raises: `error`, unless the run goes on; then on all ranks, so that none waits for another: PeerError on a rank
+        that has no error of its own.
         """
         if self._config is None or self._config.on_failure == "raise" or is_last:
             if error is not None:
                 raise error
             return
         of_ranks: list[Any] = self._coordinator.gather(f"is step {step} {what}", outcome_of(error))
-        if error is None or not is_disk_failure(of_ranks):
+        if not is_disk_failure(of_ranks):
             self._in_row[what] = 0
             if error is not None:
                 raise error
+            if failed := [rank for rank, outcome in enumerate(of_ranks) if outcome != "done"]:
+                raise PeerError(f"step {step} was not {what} on rank {listed([*map(str, failed)], ', ', ' ')}", failed)
             return
         self._in_row[what] += 1
         count, most = self._in_row[what], self._config.max_failures_in_row

@@ -203,7 +203,8 @@ class Saver:
         handle = self._exports = SaveHandle(step)
 
         def make_after_save() -> None:
-            if saved is None or saved.succeeded():
+            of_ranks = self._coordinator.gather(f"is step {step} saved", saved is None or saved.succeeded())
+            if all(of_ranks):
                 make(self._coordinator)
             else:  # the save's own handle has its error
                 logger.warning("the exports of step %d are left out, because its save has failed", step)
@@ -240,7 +241,7 @@ class Saver:
             staging.wait()
 
     def wait(self) -> None:
-        """Wait for the save in flight and its exports. Raises: the error of either, once, on every rank."""
+        """Wait for the save in flight and its exports. Raises: the error of either, once; the save's if both failed."""
         self._staging = None
         handle, self._handle = self._handle, None
         exports, self._exports = self._exports, None
@@ -249,10 +250,14 @@ class Saver:
                 handle.wait()
         except BaseException:
             self._staged = None
+            if exports is not None and not exports.succeeded():
+                try:
+                    exports.wait()
+                except Exception:
+                    logger.exception("the exports of step %d have failed, too", exports.step)
             raise
-        finally:
-            if exports is not None:
-                exports.wait()
+        if exports is not None:
+            exports.wait()
 
     def close(self) -> None:
         """Release the staging memory; call it after `wait`."""

@@ -6,6 +6,7 @@ blobs per AdamW parameter; this module stores those of a group once, and also a 
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -97,7 +98,7 @@ class OptimizerState:
         beside = dict(layout for optimizer in stored for layout in layouts_of(optimizer[0].get("beside")))
         placements = dict(layout for optimizer in stored for group in optimizer for layout in layouts_of(group["own"]))
         strangers = []
-        filled: set[int] = set()
+        filled = {address(parameter) for _, parameter in self._owners.values()}
         for key, info in available.items():
             if key in out:
                 continue
@@ -111,7 +112,7 @@ class OptimizerState:
             optimizer, parameter = self._owners[fqn]
             live = optimizer.state.get(parameter, {}).get(name)
             layout = placements.get(key)
-            # a new optimizer may have one tensor for several keys, until its steps replace it
+            # a new optimizer may have one tensor for several keys, or a parameter, until its steps replace it
             if _is_room(live, info, parameter, layout) and address(live) not in filled:
                 filled.add(address(live))
                 out[key] = plain(live)
@@ -203,6 +204,23 @@ class OptimizerState:
                 f"with {live}: {'; '.join(problems)}. Build the same groups, {_START_AFRESH}"
             )
         return matches
+
+    def replaced_settings(self, groups: Groups, scheduled: frozenset[str]) -> list[str]:
+        """Return a line for each argument of an optimizer's constructor that `apply` will replace by another value.
+
+        `scheduled`: settings that change at every step. The learning rate of a scheduler is compared at its start.
+        """
+        lines: dict[str, None] = {}
+        for optimizer, matched in zip(self.optimizers, self.match(groups), strict=True):
+            arguments = inspect.signature(type(optimizer)).parameters.keys() - _RUN_CHOICES - scheduled
+            for live, of_group in zip(optimizer.param_groups, matched, strict=True):
+                names = [n for n in live if n in arguments or (n == "initial_lr" and "lr" in scheduled)]
+                stored = of_group[0]["hyperparameters"] if of_group else {}
+                for name in names:
+                    if name in stored and repr(_number(stored[name])) != repr(_number(live[name])):
+                        shown = "lr" if name == "initial_lr" else name
+                        lines[f"{shown} = {_number(stored[name])} and not {_number(live[name])}"] = None
+        return list(lines)
 
     def apply(self, tensors: StateDict, groups: Groups) -> None:
         """Attach filled tensors, shared scalars and hyperparameters to the optimizers.
@@ -351,6 +369,10 @@ def _like(name: str, stored: Any, live: Any, device: torch.device) -> Any:
     if isinstance(stored, torch.Tensor):
         return stored.to(live.device if isinstance(live, torch.Tensor) else device)
     return stored
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _placed(name: str, value: Any, parameter: nn.Parameter, on_device: bool, placed: _Placed) -> Any:

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 COMPONENTS: tuple[str, ...] = get_args(Component)
 _COPIED_BYTES = 1 << 20
+_MOMENTA = frozenset({"momentum", "betas"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +359,9 @@ class RunState:
         """Give all state that was read to its owners, after `check`; random generators last."""
         if "model" not in exclude:
             self.model.load_extra_state(run.get("model", {}))
+        if "optimizer" not in exclude and (optimizer := self.optimizer) is not None and self.rank == 0:
+            if replaced := optimizer.replaced_settings(run["optimizer"], _scheduled(run.get("lr_scheduler", []))):
+                logger.warning("the optimizer goes on with the checkpoint's %s", listed(replaced))
         for name, restore in self._restorers(self.optimizer, run, rank, tensors, exclude).items():
             if name not in exclude:
                 assert restore is not None, "check() comes first"
@@ -421,6 +425,16 @@ def _one_for_each(stored: list[dict[str, Any]], count: int) -> list[dict[str, An
         return stored
     alike = len({typed_json.dumps(state) for state in stored}) == 1
     return [copy.deepcopy(stored[0]) for _ in range(count)] if alike else []
+
+
+def _scheduled(states: Sequence[Any]) -> frozenset[str]:
+    """Return the settings of an optimizer that schedulers change, by their states; some of torch change momentum, too.
+
+    Source: torch/optim/lr_scheduler.py, `cycle_momentum` of CyclicLR and OneCycleLR.
+    """
+    inner = [_scheduled(state["_schedulers"]) for state in states if type(state) is dict and "_schedulers" in state]
+    cycle = any(type(state) is dict and state.get("cycle_momentum") for state in states)
+    return frozenset({"lr"} if states else ()).union(_MOMENTA if cycle else (), *inner)
 
 
 def _is_in(name: str, parameters: Collection[str]) -> bool:

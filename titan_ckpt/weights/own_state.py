@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -19,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from titan_ckpt.errors import LoadMismatchError, StateEncodingError, listed
 from titan_ckpt.geometry.chunks import LazyTensor, blocks_of, local_tensor
+from titan_ckpt.geometry.nested import MAX_DEPTH
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.live_memory import Writes, is_live, is_same
 from titan_ckpt.weights.names import EXTRA_STATE, children_in_reverse, clean_fqn, named_modules
@@ -314,7 +316,7 @@ def extra_state_modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def plain_attributes(parts: Sequence[nn.Module]) -> dict[str, tuple[Any, ...]]:
-    """Return numbers, strings and tensors in the attributes of modules with saving code of their own, by path.
+    """Return numbers, strings, tensors and containers of them in the attributes of modules with saving code, by path.
 
     Tensors are represented by their identity and version. Cheap; calls no code of the model.
     """
@@ -322,11 +324,22 @@ def plain_attributes(parts: Sequence[nn.Module]) -> dict[str, tuple[Any, ...]]:
     for part in parts:
         for prefix, module in named_modules(part):
             if _has_code(module, _SAVING):
-                own = {name: value for name, value in module.__dict__.items() if name not in _STANDARD}
-                out |= {f"{prefix}{name}": (v,) for name, v in own.items() if isinstance(v, int | float | str | None)}
-                tensors = {name: v for name, v in own.items() if isinstance(v, torch.Tensor)}
-                out |= {f"{prefix}{name}": (id(v), v._version) for name, v in tensors.items()}  # noqa: SLF001
+                own = ((name, value) for name, value in module.__dict__.items() if name not in _STANDARD)
+                out |= {f"{prefix}{name}": _trace(value) for name, value in own}
     return out
+
+
+def _trace(value: Any, depth: int = 0) -> tuple[Any, ...]:
+    """Return what shows whether a value has changed since; for objects of unknown classes their identity."""
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version  # noqa: SLF001 - torch has no other name for it
+    if isinstance(value, int | float | str | bytes | None):
+        return (value,)
+    if depth < MAX_DEPTH and isinstance(value, Mapping):
+        return tuple((_trace(k, depth + 1), _trace(v, depth + 1)) for k, v in value.items())
+    if depth < MAX_DEPTH and isinstance(value, (list, tuple, deque, set, frozenset)):
+        return tuple(_trace(item, depth + 1) for item in value)
+    return (id(value),)
 
 
 def _settled(value: torch.Tensor) -> torch.Tensor:

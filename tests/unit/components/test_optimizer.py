@@ -339,6 +339,17 @@ def test_a_tensor_that_a_new_optimizer_shares_between_parameters_is_filled_once(
     assert [state["count"].item() for state in states] == [0.0, 1.0, 2.0]
 
 
+def test_state_that_a_new_optimizer_shares_with_its_parameter_is_not_read_into_the_parameter() -> None:
+    """A constructor may take the parameter itself for its anchor, which the steps replace."""
+    parameter = nn.Parameter(torch.ones(2))
+    saved, new = torch.optim.SGD([parameter], lr=0.1), torch.optim.SGD([parameter], lr=0.1)
+    saved.state[parameter] = {"anchor": torch.full((2,), 7.0)}
+    new.state[parameter] = {"anchor": parameter.detach()}
+    carried(*OptimizerState([saved], {parameter: "p"}).split(), OptimizerState([new], {parameter: "p"}))
+    assert parameter.tolist() == [1.0, 1.0]
+    assert new.state[parameter]["anchor"].tolist() == [7.0, 7.0]
+
+
 def test_a_scalar_that_was_moved_keeps_its_id() -> None:
     """If the tensor were freed, the next parameter's could have the same id and be taken for it."""
     parameter = nn.Parameter(torch.ones(2, device="meta"))

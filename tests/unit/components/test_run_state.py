@@ -144,8 +144,10 @@ SCHEDULERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_every_scheduler_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
-    """Four more learning rates are those of the run that was not stopped."""
+def test_every_scheduler_goes_on_where_it_was(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Four more learning rates are those of the run that was not stopped, and nothing is said about settings."""
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         model = nn.Linear(2, 2)
@@ -170,6 +172,30 @@ def test_every_scheduler_goes_on_where_it_was(tmp_path: Path, name: str) -> None
         with manager(tmp_path, other_model, optimizers=[other], lr_schedulers=[restored]) as m:
             m.load()
         assert rates(other, restored, 4) == rates(optimizer, scheduler, 4)
+    assert "goes on with" not in caplog.text
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_settings_of_the_optimizer_that_a_resume_replaces_are_one_log_line(
+    tmp_path: Path, scheduled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint's learning rate and betas go on, and the log says instead of which."""
+
+    def objects(model: nn.Module, **settings: Any) -> dict[str, Any]:
+        optimizer = torch.optim.AdamW(model.parameters(), **settings)
+        schedulers = [schedules.LambdaLR(optimizer, lambda step: 1 / (1 + step))] if scheduled else []
+        return {"optimizers": [optimizer], "lr_schedulers": schedulers}
+
+    model = nn.Linear(2, 2)
+    with manager(tmp_path, model, **objects(model, lr=0.1, betas=(0.8, 0.9))) as m:
+        m.save(1)
+    model = nn.Linear(2, 2)
+    with manager(tmp_path, model, **(resumed := objects(model, lr=0.3, weight_decay=0.5, foreach=False))) as m:
+        m.load()
+    assert resumed["optimizers"][0].param_groups[0]["lr"] == 0.1
+    (line,) = (record.getMessage() for record in caplog.records if "goes on" in record.getMessage())
+    replaced = {"lr = 0.1 and not 0.3", "betas = (0.8, 0.9) and not (0.9, 0.999)", "weight_decay = 0.01 and not 0.5"}
+    assert set(line.removeprefix("the optimizer goes on with the checkpoint's ").split("; ")) == replaced
 
 
 def test_schedulers_of_more_stages_take_the_state_they_all_had(tmp_path: Path) -> None:

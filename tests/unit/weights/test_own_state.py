@@ -294,6 +294,42 @@ def test_a_marked_step_whose_values_are_gone_is_not_saved(tmp_path: Path) -> Non
             m.save_marked()
 
 
+@pytest.mark.parametrize("history", [[], {"of": ()}, {"nested": [{"mean": torch.zeros(2)}]}])
+def test_a_marked_step_whose_containers_have_changed_is_not_saved(tmp_path: Path, history: Any) -> None:
+    """A list or a dict that the model's own code stores is looked into; another forward pass changes what is inside."""
+
+    class Remembers(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if isinstance(self.history, list):
+                self.history.append(1.0)
+            elif "of" in self.history:
+                self.history["of"] += (1,)
+            else:
+                self.history["nested"][0]["mean"] += 1
+            return super().forward(x)
+
+        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[f"{prefix}history"] = copy.deepcopy(self.history)
+
+        def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+            self.history = state.pop(f"{prefix}history")
+            super()._load_from_state_dict(state, prefix, *args)
+
+    model = Remembers(DIM, DIM)
+    model.history = copy.deepcopy(history)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = CheckpointConfig(save=SaveConfig(interval=10))
+    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path) as m:
+        m.load()
+        m.mark_step(1)
+        m.save_marked()
+        m.mark_step(2)
+        model(torch.randn(2, DIM))
+        with pytest.raises(SaveError, match=re.escape("step 2 can no longer be saved: history changed")):
+            m.save_marked()
+
+
 def test_fused_weights_of_a_model_on_meta_are_initialised_and_loaded(tmp_path: Path) -> None:
     """Parameters that the state dict does not name get their values like all others."""
 

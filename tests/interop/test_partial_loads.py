@@ -156,6 +156,21 @@ def test_dropped_layers_are_ignored_by_name(tmp_path: Path) -> None:
     assert auto.from_pretrained(tmp_path / "run/exports/step-1").config.num_hidden_layers == 1
 
 
+@pytest.mark.parametrize("name", ["hf", "llama3"])
+def test_a_head_that_differs_from_the_embeddings_it_is_tied_to_can_be_ignored(name: str, tmp_path: Path) -> None:
+    """A folder of a tied model has a head of its own: the error says what to ignore, and with it the tie counts."""
+    tensors = write_base(tmp_path / "base", tied=True) | {HEAD: torch.zeros(64, 32)}
+    save_file(tensors, tmp_path / "base/model.safetensors", metadata={"format": "pt"})
+    base = str(tmp_path / "base")
+    with pytest.raises(LoadMismatchError, match=r"lm_head\.weight is not equal to .* or name it in .*ignore"):
+        run(tmp_path / "base", InitialLoadConfig(base), tmp_path / "refused", name)
+    model, report = run(tmp_path / "base", InitialLoadConfig(base, ignore=(HEAD,)), tmp_path / "run", name)
+    assert report.ignored == (HEAD,)
+    embeddings = model.get_parameter(EMBEDDINGS if name == "hf" else IN_LLAMA3[EMBEDDINGS])
+    assert torch.equal(embeddings, tensors[EMBEDDINGS])
+    assert HEAD not in load_file(tmp_path / "run/exports/step-1/model.safetensors")
+
+
 def test_a_pattern_that_matches_nothing_is_refused(tmp_path: Path) -> None:
     """A typing error leaves nothing out: it is an error that lists similar names."""
     write_base(tmp_path / "base")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import assert_never
 
@@ -36,9 +37,15 @@ def detect_format(path: Path) -> Format:
     raise NotACheckpointError(f"{path} is no checkpoint: {_what_is_there(path)}")
 
 
-def open_reader(path: Path, format: Format | None = None) -> TensorReader:  # noqa: A002 - the name in the config
+def open_reader(
+    path: Path,
+    format: Format | None = None,  # noqa: A002 - the name in the config
+    *,
+    ignore: Sequence[str] = (),
+) -> TensorReader:
     """Open the checkpoint at a path, in the given format or the detected one.
 
+    `ignore`: patterns of tensors that the caller leaves out.
     Raises: ConfigError for a URI; CheckpointNotFoundError; NotACheckpointError; CorruptCheckpointError.
     """
     path = _existing(path)
@@ -57,7 +64,7 @@ def open_reader(path: Path, format: Format | None = None) -> TensorReader:  # no
         case "hf":
             from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 
-            return HuggingFaceReader(path)
+            return HuggingFaceReader(path, ignore=ignore)
         case "peft":
             from titan_ckpt.formats.huggingface.peft import PeftReader
 

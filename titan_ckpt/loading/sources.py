@@ -168,7 +168,7 @@ def prepare_load(
                         f"{source.path} is an adapter, and no converter of this run owns adapter weights: add the "
                         'converter it belongs to, such as [[converters]] kind = "lora"'
                     )
-                reader = stack.enter_context(open_reader(source.path, source.format))
+                reader = stack.enter_context(open_reader(source.path, source.format, ignore=source.ignore))
                 if isinstance(reader, PeftReader):
                     reader.require_supported()
                 prepare = _plan_merge if source.merge else _plan

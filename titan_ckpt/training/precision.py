@@ -47,8 +47,9 @@ def _sources(config: CheckpointConfig, base_folder: Path, stack: ExitStack) -> I
     """Yield the run's newest step, then the initial sources; for each weight the first source that has it counts."""
     root = base_folder / config.folder
     steps = [step.path for step in survey(root).steps[-1:]]
-    for path in [*steps, *(Path(source.path) for source in config.initial_load)]:
+    initial = [(Path(source.path), source.ignore) for source in config.initial_load]
+    for path, ignore in [*((step, ()) for step in steps), *initial]:
         try:
-            yield stack.enter_context(open_reader(path))
+            yield stack.enter_context(open_reader(path, ignore=ignore))
         except (CheckpointError, OSError):
             continue

@@ -77,7 +77,7 @@ class Base:
 
         `initialise`, `ignore`: the patterns of tensors that a load of the folder leaves out.
         """
-        with HuggingFaceReader(path) as reader:
+        with HuggingFaceReader(path, ignore=ignore) as reader:
             used = reader.tensors.keys() - selected(reader.tensors, ignore)
             table = key_map.of_folder(used)
             left = {key for key, _ in table.repeats}

@@ -31,6 +31,7 @@ from titan_ckpt.formats.safetensors.container import SafetensorsHeader, read_hea
 from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
 from titan_ckpt.formats.safetensors.regions import boxes
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
+from titan_ckpt.geometry.keymap import selected
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
 
 logger = logging.getLogger(__name__)
@@ -49,8 +50,10 @@ class HuggingFaceReader(TensorReader):
 
     format = "hf"
 
-    def __init__(self, path: Path, *, dequantise: bool = True) -> None:
+    def __init__(self, path: Path, *, dequantise: bool = True, ignore: Sequence[str] = ()) -> None:
         """Check config, index and headers; read no tensor. Without `dequantise` tensors are listed as they are stored.
+
+        `ignore`: patterns of tensors that the caller leaves out, so that they need not equal those they are tied to.
 
         Raises: CheckpointNotFoundError; NotACheckpointError if there are no safetensors files; CorruptCheckpointError
         if files and index disagree, or scales are missing; LoadMismatchError for an unknown quantisation, or for an
@@ -64,7 +67,7 @@ class HuggingFaceReader(TensorReader):
         quantised = open_quantised(path, self._config, headers) if dequantise else None
         self._files = quantised or SafetensorsFiles(headers)
         self._tensors = quantised.tensors if quantised else {k: e.info for h in headers for k, e in h.entries.items()}
-        if self._config.get("tie_word_embeddings") and self._tensors.keys() >= set(TIED):
+        if self._config.get("tie_word_embeddings") and not set(TIED) - self._tensors.keys() | selected(TIED, ignore):
             self.leave_out([TIED])
 
     def leave_out(self, repeats: Sequence[tuple[str, str]]) -> None:
@@ -77,7 +80,8 @@ class HuggingFaceReader(TensorReader):
                 self._files.close()
                 raise LoadMismatchError(
                     f"{self.path}: {CONFIG} says tie_word_embeddings = true, and {key} is not equal to {other}: "
-                    f"transformers would untie them. Set it to false if {key} was trained, or remove that tensor"
+                    f"transformers would untie them. Set it to false if {key} was trained, or remove that tensor, or "
+                    "name it in checkpoint.initial_load.ignore"
                 )
             logger.info("%s: %s repeats %s, to which it is tied, and is passed by", self.path, key, other)
         repeating = {key for key, _ in repeats}

@@ -1,13 +1,15 @@
 """Model converters: Float8, QAT and LoRA, alone or combined, under one protocol.
 
-Owns the list of kinds that TOML knows. Your own converter needs no entry in it: pass it to ModelConverters.
+Owns the kinds that TOML knows: the three here, those that installed packages name in the entry-point group
+`titan_ckpt.converters`, and any class as "package.module:Name".
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, assert_never
+from dataclasses import make_dataclass
+from importlib.metadata import entry_points
+from typing import Any, Literal
 
 from converters.container import ModelConverters
 from converters.float8 import Float8Config, Float8Converter
@@ -16,6 +18,8 @@ from converters.lora.config import LoRAConfig
 from converters.protocol import ModelConverter
 from converters.qat import QATConfig, QATConverter
 from titan_ckpt.config import from_dict
+from titan_ckpt.encoding.named import BadNameError, ImportName, import_named
+from titan_ckpt.errors import ConfigError
 
 __all__ = [
     "ConverterConfig",
@@ -29,32 +33,65 @@ __all__ = [
     "QATConverter",
     "build",
     "from_tables",
+    "kinds",
 ]
 
 ConverterConfig = Float8Config | QATConfig | LoRAConfig
-"""One `[[converters]]` table; `kind` says which."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Tables:
-    converters: tuple[ConverterConfig, ...] = ()
+GROUP = "titan_ckpt.converters"
+"""Entry-point group: the `kind` of a [[converters]] table -> a subclass of ModelConverter."""
+_OWN: Mapping[str, type[ModelConverter]] = {"float8": Float8Converter, "qat": QATConverter, "lora": LoRAConverter}
 
 
 def build(configs: Sequence[ConverterConfig]) -> ModelConverters:
     """Return the converters for these settings. Raises: ConverterError for a wrong order or combination."""
-    return ModelConverters([_converter(config) for config in configs])
+    return ModelConverters([_OWN[config.kind](config) for config in configs])
 
 
 def from_tables(tables: Sequence[Mapping[str, Any]], source: str = "config") -> ModelConverters:
     """Return the converters for TOML's `[[converters]]` tables. Raises: ConfigError with all faults; ConverterError."""
-    return build(from_dict(_Tables, {"converters": list(tables)}, source).converters)
+    converters: list[ModelConverter] = []
+    problems: list[str] = []
+    for i, table in enumerate(tables):
+        try:
+            converters.append(_from_table(table, source, f"converters.{i}"))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems, source)
+    return ModelConverters(converters)
 
 
-def _converter(config: ConverterConfig) -> ModelConverter:
-    if isinstance(config, Float8Config):
-        return Float8Converter(config)
-    if isinstance(config, QATConfig):
-        return QATConverter(config)
-    if isinstance(config, LoRAConfig):
-        return LoRAConverter(config)
-    assert_never(config)
+def kinds() -> dict[str, type[Any]]:
+    """Return the settings of every kind that has a name: a dataclass each."""
+    others = {entry.name: _checked(entry.load(), entry.name) for entry in entry_points(group=GROUP)}
+    return {kind: cls.config_class for kind, cls in {**others, **_OWN}.items()}
+
+
+def _from_table(table: object, source: str, path: str) -> ModelConverter:
+    """Return the converter of one table. Raises: ConfigError."""
+    named = {entry.name: entry for entry in entry_points(group=GROUP)}
+    choices: Any = Literal[(*_OWN, *named)] | ImportName
+    settings: Any = dict(table) if isinstance(table, Mapping) else table
+    only_kind = {"kind": settings["kind"]} if isinstance(table, Mapping) and "kind" in settings else {}
+    one: Any = make_dataclass("Table", [("kind", choices)])
+    kind: str = from_dict(one, only_kind if isinstance(table, Mapping) else settings, source, path).kind
+    try:
+        if kind in _OWN:
+            cls = _OWN[kind]
+        elif kind in named:
+            cls = _checked(named[kind].load(), kind)
+        else:
+            cls = _checked(import_named(kind), kind)
+            del settings["kind"]  # the dataclass of its settings has a kind of its own
+    except BadNameError as error:
+        raise ConfigError([f"{path}.kind: {error}"], source) from None
+    return cls(from_dict(cls.config_class, settings, source, path))
+
+
+def _checked(found: object, name: str) -> type[ModelConverter]:
+    """Return a converter class that TOML can describe. Raises: BadNameError."""
+    if not (isinstance(found, type) and issubclass(found, ModelConverter)):
+        raise BadNameError(f"{name!r} is no subclass of converters.ModelConverter")
+    if not hasattr(found, "config_class"):
+        raise BadNameError(f"{name!r} has no config_class, the dataclass of its settings, so no table can describe it")
+    return found

@@ -30,6 +30,8 @@ class ModelConverter(ABC):
     """
 
     stage: ClassVar[Stage]
+    config_class: ClassVar[type[Any]]
+    """The dataclass of the settings, so that a [[converters]] table of TOML can describe the converter."""
 
     def __init__(self, config: Any) -> None:
         """Keep the settings: a frozen dataclass with a field `kind` and values that JSON can hold."""

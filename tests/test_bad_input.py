@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import train
 from tests.tiny_run import losses
 from titan_ckpt.training.callbacks import Callback
+from titan_ckpt.training.command import main
 
 ROOT = Path(__file__).parents[1]
 
@@ -136,25 +137,68 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "profiling: no such rank": ({"profiling": {"interval": 2, "ranks": [0, 5]}}, r"profiling\.ranks: 5 is no rank"),
     "callbacks": (
-        {"callbacks": ["nope.x:Y", "just_a_name", f"{HERE}:Missing", f"{HERE}:NoCallback", f"{HERE}:NeedsAnArgument"]},
-        r"(?s)\.0: .*No module named .*\.1: .*module:Class.*\.2: .*no attribute.*\.3: .*a NoCallback.*\.4: .*missing 1",
+        {"callbacks": [f"{HERE}:NoCallback", f"{HERE}:NeedsAnArgument"]},
+        r"(?s)\.0: .*makes a NoCallback, expected a subclass of .*\.1: .*missing a required argument: 'argument'",
+    ),
+    "own code: no name": ({"callbacks": ["a_name"]}, r'callbacks\.0: expected a name such as "package\.module:Name"'),
+    "own code: not there": (
+        {
+            "callbacks": ["nope.x:Y", f"{HERE}:Missing"],
+            "model": {"flavor": None, "name": f"{HERE}:NoModelEither"},
+            "data": {"dataset": "tests.nowhere:Data"},
+            "optimizer": {"name": "torch.optim:SDG"},
+            "schedule": {"kind": "torch.optim.lr_scheduler:Cosine"},
+        },
+        r"(?s)6 problem.*model\.name: .*no attr.*dataset: .*no module 'tests.*r\.name: .*'SDG'.*kind: .*s\.0: .*s\.1",
+    ),
+    "own trainer": ({"trainer": f"{HERE}:NoCallback"}, r"trainer: .* is no subclass of titan_ckpt"),
+    "own model": ({"model": {"flavor": None, "name": f"{HERE}:NoCallback"}}, r"model\.name: .*makes a NoCallback"),
+    "own model: flavor": ({"model": {"name": f"{HERE}:NoCallback"}}, r"flavor: your own model takes its shape"),
+    "own data": ({"data": {"dataset": f"{HERE}:NoCallback"}}, r"data\.dataset: .*expected a subclass of torch's Iter"),
+    "own data: held out": (
+        {"data": {"dataset": f"{HERE}:NoCallback", "held_out": 0.1}}, r"data\.held_out: .*set evaluation\.corpus"
+    ),
+    "own optimizer: settings": (
+        {"optimizer": {"name": "torch.optim:SGD", "settings": {"momentun": 0.9}}},
+        r"optimizer\.settings: 'torch\.optim:SGD': got an unexpected keyword argument 'momentun'; its parameters",
+    ),
+    "own optimizer: betas": (
+        {"optimizer": {"name": "torch.optim:SGD", "betas": [0.9, 0.9]}}, r"optimizer\.betas: a setting of adamw"
+    ),
+    "own optimizer: no decay": (
+        {"optimizer": {"name": "torch.optim:Rprop"}}, r"optimizer\.weight_decay: 'torch\.optim:Rprop' has none; set it"
+    ),
+    "own schedule: ratio": (
+        {"schedule": {"kind": "torch.optim.lr_scheduler:ConstantLR", "warmup_ratio": 0.1}},
+        r"schedule\.warmup_ratio: your own schedule has no ratios",
+    ),
+    "settings of none": (
+        {"optimizer": {"settings": {"momentum": 0.9}}}, r"optimizer\.settings: they are the keyword arg"
     ),
     "export: no adapter": ({"checkpoint": {"export": {"format": "peft"}}}, "no converter owns adapter weights"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input_is_one_message_before_any_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names the setting and what was found; nothing of the run is written."""
+def test_bad_input_is_one_message_before_any_step(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It names file, setting and what was found; exit code 2, and nothing of the run is written."""
     monkeypatch.chdir(tmp_path)
     folders(tmp_path)
     tables, expected = CASES[name]
-    with pytest.raises(SystemExit, match=expected):  # exit code 1, and this on stderr
-        train.main([str(write_config(tmp_path, tables))])
+    path = write_config(tmp_path, tables)
+    assert main([str(path)]) == 2
+    said = capsys.readouterr().err
+    assert re.search(expected, said), said
+    if said.startswith("ConfigError"):
+        assert said.startswith(f"ConfigError: {path}: "), "the file is named, however late the fault is found"
     assert not (tmp_path / "run").exists()
 
 
-def test_folders_that_are_files_are_all_named_before_anything_is_built(tmp_path: Path) -> None:
+def test_folders_that_are_files_are_all_named_before_anything_is_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What lies in the way of tokens, steps, exports, events and traces, in one error; then the output folder."""
     tables = {
         "data": {"cache_folder": str(tmp_path / "file" / "cache")},
@@ -167,17 +211,16 @@ def test_folders_that_are_files_are_all_named_before_anything_is_built(tmp_path:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "steps").write_text("")
     (tmp_path / "run" / "file").write_text("")
-    with pytest.raises(SystemExit) as ended:
-        train.main([str(path)])
-    lines = str(ended.value).splitlines()[1:]
+    assert main([str(path)]) == 2
+    lines = capsys.readouterr().err.splitlines()[1:]
     assert [line.split(":")[0].strip() for line in lines] == [
         "data.cache_folder", "checkpoint.folder", "checkpoint.export.0.folder", "tensorboard.folder", "profiling.folder"
     ]  # fmt: skip
     assert all(" is a file" in line for line in lines)
     (tmp_path / "out").write_text("")
     path = write_config(tmp_path, {"output_folder": str(tmp_path / "out" / "run")})
-    with pytest.raises(SystemExit, match=r"output_folder: .*/out is a file, and .*/out/run is to be a folder"):
-        train.main([str(path)])
+    assert main([str(path)]) == 2
+    assert re.search(r"output_folder: .*/out is a file, and .*/out/run is to be a folder", capsys.readouterr().err)
 
 
 def test_a_gradient_that_is_not_finite_ends_the_process_with_one_message(tmp_path: Path) -> None:

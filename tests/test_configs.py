@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import train
 from converters import from_tables
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.callbacks.console import read_metrics
+from titan_ckpt.training.command import main
+from titan_ckpt.training.run_file import read_run
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -36,8 +37,8 @@ def words(overrides: dict[str, object]) -> list[str]:
 
 def run(name: str, overrides: dict[str, object]) -> Path:
     """Train in this process, in the current folder; check metrics and checkpoint, and return the output folder."""
-    train.main([str(CONFIGS / name), *words(overrides)])
-    config, _ = train.read_run(str(CONFIGS / name), words(overrides))
+    assert main([str(CONFIGS / name), *words(overrides)]) == 0
+    config, _ = read_run(str(CONFIGS / name), words(overrides))
     output = Path(config.output_folder)
     assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == [1, 2]
     assert (output / "checkpoints" / "step-2" / "MANIFEST.json").is_file()
@@ -71,7 +72,7 @@ def test_every_config_is_tested_here() -> None:
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
 def test_a_config_is_valid_as_it_stands(path: Path) -> None:
     """Without any override the file has no fault."""
-    config, _ = train.read_run(str(path), [])
+    config, _ = read_run(str(path))
     assert config.checkpoint.save is not None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import train
+from titan_ckpt.training.run_file import read_run
 
 ROOT = Path(__file__).parent.parent
 ELSEWHERE = {"use-in-torchtitan.md"}  # tests/torchtitan/test_page.py runs it inside torchtitan
@@ -43,7 +43,7 @@ def test_the_toml_on_a_page_is_understood(page: Path, tmp_path: Path) -> None:
         smallest = [] if "output_folder" in block else ['output_folder = "outputs/page"']
         smallest += [] if "[model]" in block else ['model = { flavor = "debug-0.5m" }']
         path.write_text("\n".join([*smallest, block]))
-        train.read_run(str(path), [])
+        read_run(str(path))
 
 
 def test_the_links_between_pages_lead_somewhere() -> None:

@@ -121,6 +121,9 @@ class StopConfig(Checked):
     """Save and stop before the run has lasted this long; absent: no limit."""
     at_unix_seconds: PositiveSeconds | None = None
     """Save and stop before this moment, such as a scheduler's SLURM_JOB_END_TIME; absent: no limit."""
+    exit_code: Annotated[int, Check("an exit code from 0 to 255", lambda n: 0 <= n <= 255)] = 75
+    """Exit code of `titan-ckpt train` if it was stopped before its last step and everything is saved, so that a
+    scheduler starts it again; not under torchrun, which calls every code but 0 a failure."""
     save_on_exception: bool = True
     """If the loop raises on all ranks, save the last completed step."""
     exception_seconds: PositiveSeconds = 20.0

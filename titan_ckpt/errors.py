@@ -105,6 +105,12 @@ class StateEncodingError(CheckpointError, TypeError):
         super().__init__(message)
 
 
+def says_setting_is_wrong(error: CheckpointError) -> bool:
+    """Return whether the settings and the folders that they name do not fit: starting again gives the same error."""
+    wrong = (ConfigError, CheckpointNotFoundError, NotACheckpointError, LoadMismatchError, BaseMismatchError)
+    return isinstance(error, (*wrong, ConverterError, KeyMapError))
+
+
 class GradientError(CheckpointError, FloatingPointError):
     """A gradient is not finite and reached no weight. Carries `step`, the step that was not made."""
 

@@ -167,7 +167,8 @@ class CheckpointManager:
         """Save the step if it is due, make the exports that are due, and return whether it saved.
 
         The exports of the last step are waited for. `export=False` leaves exports to a call of `export()`. `force`
-        saves a step that is not due, for a process that is about to be stopped. `metrics`: values recorded with the
+        saves a step that is not due; with `last_step`, the process is about to be stopped before the run is done, and
+        the step is a full one. `metrics`: values recorded with the
         step, by which retention may keep the best steps; those of rank 0 count, and values that are not finite are
         left out.
         With checkpoint.save.on_failure = "warn", a save that fails because of the disk is logged, and this function
@@ -183,7 +184,8 @@ class CheckpointManager:
         self._note_last(step, last_step)
         if self._saver is not None and due and step != self._saved_step:
             finite = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
-            model_only = self.config.save.model_only_last if self.config.save and last_step else None
+            done = last_step and not force  # with both, the run is stopped, and is to be resumed from this step
+            model_only = self.config.save.model_only_last if self.config.save and done else None
             skippable = not (force or last_step)
             saved = self._save(step, finite, skippable=skippable, last=last_step, model_only=model_only)
         if export:

@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -57,6 +57,7 @@ class Float8Converter(ModelConverter):
     """Replaces linear modules by torchao's Float8Linear. Adds no keys."""
 
     stage: ClassVar[Stage] = "replace"
+    config_class: ClassVar[type[Any]] = Float8Config
     config: Float8Config
 
     def __init__(self, config: Float8Config) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -44,6 +44,7 @@ class LoRAConverter(ModelConverter):
     """Adds A and B, DoRA's magnitudes and trained copies of modules; base weights keep their names."""
 
     stage: ClassVar[Stage] = "adapt"
+    config_class: ClassVar[type[Any]] = LoRAConfig
     config: LoRAConfig
 
     def __init__(self, config: LoRAConfig) -> None:

@@ -81,6 +81,7 @@ class QATConverter(ModelConverter):
     """Replaces linear modules by torchao's fake-quantised ones. Adds no keys: weights stay in high precision."""
 
     stage: ClassVar[Stage] = "replace"
+    config_class: ClassVar[type[Any]] = QATConfig
     config: QATConfig
 
     def __init__(self, config: QATConfig) -> None:

@@ -23,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.training.data.tokenizer import TextTokenizer
+from titan_ckpt.training.run_file import read_run
 from titan_ckpt.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -90,8 +91,6 @@ class Probe(Trainer):
 
 def native(run: Run) -> tuple[nn.Module, TextTokenizer]:
     """Return the model and tokenizer of a finished run from its newest native checkpoint."""
-    from train import read_run  # the demo is a user of train.py, converters included
-
     config, overrides = run.arguments[0], run.arguments[1:]
     probe = Probe(*read_run(config, overrides))
     state = probe.run()

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-import train
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.training.callbacks.console import read_metrics
+from titan_ckpt.training.run_file import read_run
 from titan_ckpt.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """\
 import os, signal
-import train
 from titan_ckpt.training.callbacks import Callback
+from titan_ckpt.training.run_file import read_run
 from titan_ckpt.training.trainer import Trainer
 
 class DieOnce(Callback):
@@ -27,8 +27,7 @@ class DieOnce(Callback):
         if metrics.step == 6 and trainer.ranks.rank == 1 and first_life:
             os.kill(os.getpid(), signal.SIGKILL)
 
-train.configure_logging()
-Trainer(*train.read_run("run.toml", []), callbacks=[DieOnce()]).run()
+Trainer(*read_run("run.toml"), callbacks=[DieOnce()]).run()
 """
 CONFIG = """\
 output_folder = "ranks"
@@ -55,7 +54,7 @@ def test_a_rank_that_dies_once_costs_only_the_steps_since_the_last_save(
     resumed_from = Manifest.from_bytes((step / MANIFEST_NAME).read_bytes()).resumed_from
     assert resumed_from is not None
     assert resumed_from["step"] == 4
-    alone, _ = train.read_run("run.toml", ["--output_folder", "alone", "--training.batch_size", "4"])
+    alone, _ = read_run("run.toml", ["--output_folder", "alone", "--training.batch_size", "4"])
     Trainer(alone).run()
     courses = [list(read_metrics(Path(folder) / "metrics.jsonl")) for folder in ("ranks", "alone")]
     assert [row["step"] for row in courses[0]] == [*range(1, 9)]

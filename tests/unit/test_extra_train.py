@@ -54,9 +54,9 @@ except ConverterError as error:
 @pytest.mark.parametrize("missing", ["torchdata", "tokenizers"])
 def test_the_trainer_names_the_extra(missing: str) -> None:
     """Without torchdata or tokenizers, train.py ends with one error that has the pip command, and no traceback."""
-    code = "import train; train.main(['configs/debug_pretrain.toml'])"
+    code = "from titan_ckpt.cli.main import main; sys.exit(main(['train', 'configs/debug_pretrain.toml']))"
     done = run_without({missing}, code)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert PIP in done.stderr
     assert f"No module named {missing!r}" in done.stderr
     assert "Traceback" not in done.stderr

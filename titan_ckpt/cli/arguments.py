@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -42,8 +42,33 @@ class Save:
     """How long to wait for the answer."""
 
 
+@dataclass(frozen=True)
+class Train:
+    """Train a model as a TOML file says: titan-ckpt train run.toml [--table.key VALUE ...]."""
+
+    config: tyro.conf.Positional[Path]
+    """The TOML file; `titan-ckpt init` writes one, `titan-ckpt train --list` lists every setting."""
+
+
+@dataclass(frozen=True)
+class Init:
+    """Write a commented run file to start from."""
+
+    kind: tyro.conf.Positional[Literal["pretrain", "finetune", "lora", "qat", "ranks"]]
+    """pretrain: from random values; finetune: all weights of a model; lora: an adapter; qat: fake quantisation; ranks:
+    pretraining on several GPUs."""
+    file: Path = Path("run.toml")
+    """The file to write; it must not exist."""
+    model: Path | None = None
+    """The Hugging Face folder of the model to start from."""
+    data: Path | None = None
+    """Your text: a .txt file, or a .jsonl file whose lines have a "text". Absent: a small built-in one."""
+
+
 Command = (
-    Annotated[Ls, tyro.conf.subcommand("ls")]
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Init, tyro.conf.subcommand("init")]
+    | Annotated[Ls, tyro.conf.subcommand("ls")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Save, tyro.conf.subcommand("save")]

@@ -12,7 +12,8 @@ from typing import assert_never
 from rich.console import Console
 from rich.table import Table
 
-from titan_ckpt.cli.arguments import Command, Inspect, Ls, Save, Verify
+from titan_ckpt.cli.arguments import Command, Init, Inspect, Ls, Save, Train, Verify
+from titan_ckpt.cli.new_run import write_run_file
 from titan_ckpt.config import KeepConfig, from_dict
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import Manifest
@@ -31,6 +32,11 @@ def run(command: Command) -> int:
     try:
         require_local({name: value for name, value in vars(command).items() if isinstance(value, Path)})
         match command:
+            case Train():
+                raise AssertionError("main hands this command on")
+            case Init():
+                console.print(write_run_file(command))
+                return 0
             case Ls():
                 return _ls(command, console)
             case Inspect():

@@ -55,10 +55,13 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise ConfigError([f"cannot be read: {error.strerror}"], str(path)) from None
 
 
-def from_dict(cls: type[T], raw: Mapping[str, Any], source: str = "config") -> T:
-    """Return `raw` as a `cls`. Raises: ConfigError with one line per fault; `source` names the origin of `raw`."""
+def from_dict(cls: type[T], raw: Mapping[str, Any], source: str = "config", path: str = "") -> T:
+    """Return `raw` as a `cls`. Raises: ConfigError with one line per fault.
+
+    `source` names the origin of `raw`, and `path` the table in it that `raw` is.
+    """
     binder = _Binder(cls)
-    bound = binder.table(cls, raw, "")
+    bound = binder.table(cls, raw, path)
     if binder.problems:
         raise ConfigError(binder.problems, source)
     assert isinstance(bound, cls)
@@ -72,7 +75,7 @@ def validate(config: Any) -> None:
     Raises: ConfigError.
     """
     binder = _Binder(type(config))
-    for name, kind in _hints(type(config)).items():
+    for name, kind in fields_of(type(config)).items():
         bound = binder.value(kind, getattr(config, name), name)
         if bound is not _BAD:
             object.__setattr__(config, name, bound)
@@ -135,14 +138,14 @@ class _Binder:
             return value
         if not isinstance(value, Mapping):
             return self._expected("a table", value, path)
-        hints = _hints(cls)
+        hints = fields_of(cls)
         self.problems.extend(_unknown(self.root, cls, hints, key, path) for key in value if key not in hints)
         arguments = {
             name: self.value(kind, value[name], _join(path, name)) for name, kind in hints.items() if name in value
         }
         for f in dataclasses.fields(cls):
             if f.name in hints and f.name not in value and f.default is MISSING and f.default_factory is MISSING:
-                self.problems.append(f"{_join(path, f.name)}: required, expected {_describe(hints[f.name])}")
+                self.problems.append(f"{_join(path, f.name)}: required, expected {describe(hints[f.name])}")
                 arguments[f.name] = _BAD
         if any(argument is _BAD for argument in arguments.values()):
             return _BAD
@@ -189,10 +192,13 @@ class _Binder:
         return self._no_arm(arms, value, path)
 
     def _no_arm(self, arms: Sequence[Any], value: Any, path: str) -> Any:
-        return self._expected(" or ".join(dict.fromkeys(map(_describe, arms))), value, path)
+        words = [word for arm in arms if get_origin(arm) is Literal for word in get_args(arm) if isinstance(word, str)]
+        close = difflib.get_close_matches(value, words) if type(value) is str else []
+        more = f"; did you mean {_show(close[0])}?" if close else ""
+        return self._expected(" or ".join(dict.fromkeys(map(describe, arms))), value, path, more)
 
     def _tagged(self, arms: Sequence[Any], value: Mapping[str, Any], path: str) -> Any:
-        by_kind = {tag: arm for arm in arms for tag in get_args(_hints(arm)["kind"])}
+        by_kind = {tag: arm for arm in arms for tag in get_args(fields_of(arm)["kind"])}
         tag = value.get("kind")
         if "kind" not in value:
             self.problems.append(f"{_join(path, 'kind')}: required, expected one of {', '.join(map(_show, by_kind))}")
@@ -202,11 +208,11 @@ class _Binder:
         return self.table(by_kind[tag], value, path)
 
     def _array(self, args: tuple[Any, ...], value: Any, path: str) -> Any:
-        if isinstance(value, Mapping) and _tables_in(args[0]):
+        if isinstance(value, Mapping) and tables_in(args[0]):
             element = self.value(args[0], value, path)
             return _BAD if element is _BAD else (element,)
         if not isinstance(value, (list, tuple)):
-            return self._expected("an array of tables" if _tables_in(args[0]) else "an array", value, path)
+            return self._expected("an array of tables" if tables_in(args[0]) else "an array", value, path)
         kinds = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
         if len(kinds) != len(value):
             return self._expected(f"an array of {len(kinds)} values", value, path)
@@ -236,31 +242,31 @@ def _cross_field(built: Any) -> list[str]:
     return list(rules()) if rules else []
 
 
-def _hints(cls: type[Any]) -> dict[str, Any]:
+def fields_of(cls: type[Any]) -> dict[str, Any]:
     """Return the annotations of the fields that can be set, in order."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
 
 
-def _tables_in(kind: Any) -> list[type[Any]]:
+def tables_in(kind: Any) -> list[type[Any]]:
     """Return the dataclasses that an annotation allows, at any depth."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return [kind]
     if get_origin(kind) is Annotated:
-        return _tables_in(get_args(kind)[0])
-    return [table for arm in get_args(kind) for table in _tables_in(arm)]
+        return tables_in(get_args(kind)[0])
+    return [table for arm in get_args(kind) for table in tables_in(arm)]
 
 
-def _describe(kind: Any) -> str:
+def describe(kind: Any) -> str:
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return next((m.expected for m in args[1:] if isinstance(m, Check)), _describe(args[0]))
+        return next((m.expected for m in args[1:] if isinstance(m, Check)), describe(args[0]))
     if origin is Literal:
         return f"one of {', '.join(map(_show, args))}"
     if origin is tuple:
-        return "an array of tables" if _tables_in(args[0]) else "an array"
+        return "an array of tables" if tables_in(args[0]) else "an array"
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_describe(arm) for arm in args if arm is not types.NoneType)
+        return " or ".join(describe(arm) for arm in args if arm is not types.NoneType)
     return _NAMES.get(kind, "a table")
 
 
@@ -306,8 +312,8 @@ def _unknown(root: type[Any], cls: type[Any], hints: Mapping[str, Any], key: str
 
 def _paths(cls: type[Any], path: str, above: tuple[type[Any], ...]) -> Iterator[str]:
     """Yield the dotted path of every key below `cls`; an element of an array has the array's path."""
-    for name, kind in _hints(cls).items():
+    for name, kind in fields_of(cls).items():
         yield _join(path, name)
-        for table in _tables_in(kind):
+        for table in tables_in(kind):
             if table not in above:
                 yield from _paths(table, _join(path, name), (*above, cls))

@@ -92,7 +92,7 @@ class RunGuard:
         self._look_at_the_clock(max(self._step_seconds))
         self._take(self._board.tick())
         if self._stop is not None:
-            self._finish(lambda: self._manager.save(step, last_step=True, metrics=metrics, export=False))
+            self._finish(lambda: self._manager.save(step, last_step=True, force=True, metrics=metrics, export=False))
             return True
         if self._save_pending:
             self._save_pending = False

@@ -1,6 +1,7 @@
-"""The architectures by name, and the construction of a model from a flavor or from a Hugging Face folder.
+"""The architectures by name, and the construction of a model from a flavor, a Hugging Face folder, or one's own code.
 
-Owns the list. A new architecture needs its own module and one line in ARCHITECTURES.
+Owns the list. A new architecture needs its own module and one line in ARCHITECTURES; a name "package.module:Name" needs
+neither.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from titan_ckpt.encoding.named import BadNameError, call_named, is_import_name
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.models import hf, llama3, qwen3, qwen3_moe
 from titan_ckpt.models.config import read_config_json
@@ -37,10 +39,12 @@ ARCHITECTURES: Mapping[str, Architecture[Any]] = {
 
 
 def read_config(name: str, *, flavor: str | None = None, folder: str | Path | None = None) -> Any:
-    """Return the shape of a flavor, or the shape in a folder's config.json; nothing is built.
+    """Return the shape of a flavor, or the shape in a folder's config.json; None of one's own code. Nothing is built.
 
     Raises: ConfigError for an unknown name or flavor, and for a folder that is missing or has a different architecture.
     """
+    if is_import_name(name):
+        return None
     if name not in ARCHITECTURES:
         raise ConfigError([f"model.name: {name!r} is unknown; known: {', '.join(ARCHITECTURES)}"])
     architecture = ARCHITECTURES[name]
@@ -52,7 +56,25 @@ def read_config(name: str, *, flavor: str | None = None, folder: str | Path | No
     return architecture.flavors[flavor]
 
 
-def build_model(name: str, *, flavor: str | None = None, folder: str | Path | None = None) -> LanguageModel:
-    """Return a model of the shape that `read_config` returns, without trained weights. Raises: as `read_config`."""
-    config = read_config(name, flavor=flavor, folder=folder)
-    return ARCHITECTURES[name].make(config)
+def build_model(
+    name: str,
+    *,
+    flavor: str | None = None,
+    folder: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> LanguageModel:
+    """Return a model of the shape that `read_config` returns, without trained weights; one's own gets `settings`.
+
+    Raises: as `read_config`; ConfigError for settings that do not fit, and for what is no LanguageModel.
+    """
+    if not is_import_name(name):
+        config = read_config(name, flavor=flavor, folder=folder)
+        return ARCHITECTURES[name].make(config)
+    try:
+        model = call_named(name, settings=settings or {}, offered={})
+    except BadNameError as error:
+        raise ConfigError([f"model.settings: {error}"]) from error
+    if not isinstance(model, LanguageModel):
+        expected = f"{LanguageModel.__module__}.LanguageModel"
+        raise ConfigError([f"model.name: {name!r} makes a {type(model).__name__}, expected a subclass of {expected}"])
+    return model

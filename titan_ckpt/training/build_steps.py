@@ -20,6 +20,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import IterableDataset
 
+from titan_ckpt.encoding.named import is_import_name
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.loading.external import ExternalWeights
@@ -42,6 +43,7 @@ from titan_ckpt.training.data.tokenizer import VOCAB_SIZE, TextTokenizer, read_t
 from titan_ckpt.training.folders import check_folders
 from titan_ckpt.training.loss import summed_cross_entropy
 from titan_ckpt.training.model_folder import checkpoint_settings, tokenizer_folder
+from titan_ckpt.training.own_code import check_names, make_dataset, make_optimizer, make_scheduler
 from titan_ckpt.training.parallel.apply import parallelise
 from titan_ckpt.training.parallel.data_parallel import is_sharded
 from titan_ckpt.training.parallel.degrees import Degrees, find_degrees
@@ -120,6 +122,7 @@ class BuildSteps:
             or the number of ranks do not allow.
         """
         check_folders(self.config)
+        check_names(self.config)
         torch.use_deterministic_algorithms(self.config.training.deterministic)
         # warning filters that a step adds end with the run
         with process_group(self.config.training.device, self.find_degrees()) as ranks, warnings.catch_warnings():
@@ -132,7 +135,8 @@ class BuildSteps:
         Raises: ConfigError for an unknown flavor, or a folder without a config.json of this architecture.
         """
         config = self.config.model
-        model = construct(lambda: build_model(config.name, flavor=config.flavor, folder=config.folder))
+        shape: dict[str, Any] = {"flavor": config.flavor, "folder": config.folder, "settings": config.settings}
+        model = construct(lambda: build_model(config.name, **shape))
         if self.converters is not None:
             self.converters.convert(model)
         return model
@@ -160,7 +164,7 @@ class BuildSteps:
             keep_stored_dtypes(self.model, checkpoint_settings(self.config), Path(self.config.output_folder))
 
     def build_assets(self) -> TextTokenizer | None:
-        """Return the tokenizer, by default that of the pretrained model.
+        """Return the tokenizer, by default that of the pretrained model; None if one's own data comes without any.
 
         Raises: ConfigError if the model's vocabulary is too small for it, and for pretrained weights without one.
         """
@@ -168,6 +172,8 @@ class BuildSteps:
         if folder is not None:
             setting = "data.tokenizer" if data.tokenizer.folder is None else "data.tokenizer.folder"
             tokenizer = read_tokenizer(folder, setting)
+        elif data.dataset is not None and data.tokenizer.vocab_size is None:
+            return None
         else:
             size = data.tokenizer.vocab_size or VOCAB_SIZE
             tokenizer = train_tokenizer(open_corpus(data.corpus), size, Path(data.cache_folder))
@@ -187,6 +193,8 @@ class BuildSteps:
         longest = self.model.max_seq_len
         if longest is not None and data.sequence_length > longest:
             raise ConfigError([f"data.sequence_length: {data.sequence_length} is longer than the model's {longest}"])
+        if data.dataset is not None:
+            return make_dataset(self.config, self.ranks.data_rank, self.ranks.data_size, self.tokenizer)
         tokens = self.tokens_of(data.corpus)
         trained = tokens[: len(tokens) - int(len(tokens) * data.held_out)]
         ranks = self.ranks
@@ -220,16 +228,20 @@ class BuildSteps:
         return parts
 
     def build_optimizer(self) -> Optimizer:
-        """Return AdamW over the trained parameters: matrices with weight decay, vectors without."""
+        """Return the optimizer over the trained parameters: matrices with weight decay, vectors without."""
         config = self.config.optimizer
         matrices = [p for p in self.trainable() if p.dim() >= 2]
         vectors = [p for p in self.trainable() if p.dim() < 2]
         # every rank has both groups, even if its pipeline stage trains no parameter of one
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        if is_import_name(config.name):
+            return make_optimizer(config, groups)
         return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
     def build_lr_scheduler(self) -> LRScheduler | None:
         """Return the scheduler of the learning rate."""
+        if is_import_name(self.config.schedule.kind):
+            return make_scheduler(self.config, self.optimizer)
         return LambdaLR(self.optimizer, rate_factor(self.config.schedule, self.config.training.steps))
 
     def build_training_context(self) -> Callable[[], AbstractContextManager[object]]:

@@ -6,13 +6,20 @@ are built.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from titan_ckpt.config import CheckpointConfig, LocalPath, NonEmpty, NonNegative, PositiveInt, PositiveSteps
+from titan_ckpt.encoding.named import ImportName, is_import_name
 from titan_ckpt.encoding.toml import Check, Checked
 from titan_ckpt.training.parallel.config import ParallelConfig
+
+
+def _foreign(whose: str, answers: Mapping[str, str]) -> dict[str, str]:
+    """Return answers to keys that users of another library will try: the key here, or where it is."""
+    return {key: f"{whose}; here: {answer}" for key, answer in answers.items()}
+
 
 PositiveNumber = Annotated[float, Check("a positive number", lambda x: x > 0)]
 Ratio = Annotated[float, Check("a number from 0 to 1", lambda x: 0 <= x <= 1)]
@@ -23,8 +30,22 @@ BelowOne = Annotated[float, Check("a number from 0 to below 1", lambda x: 0 <= x
 class ModelConfig(Checked):
     """The model to train; its shape comes from exactly one of `flavor` and `folder`."""
 
-    name: Literal["llama3", "qwen3", "qwen3_moe", "hf"] = "llama3"
-    """The architecture; "hf" is any causal language model of the transformers library and needs `folder`."""
+    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = {
+        **_foreign(
+            "torchtitan's key",
+            {
+                "hf_assets_path": "model.folder",
+                "tokenizer_path": "data.tokenizer.folder",
+                "converters": "[[converters]] with a kind",
+                "print_after_conversion": "nothing; the log names what was converted",
+            },
+        ),
+        **_foreign("another library's key", {"path": "model.folder", "model_name_or_path": "model.folder"}),
+    }
+
+    name: Literal["llama3", "qwen3", "qwen3_moe", "hf"] | ImportName = "llama3"
+    """The architecture; "hf" is any causal language model of the transformers library and needs `folder`. Your own:
+    "package.module:Name", a subclass of LanguageModel or a function that returns one."""
     flavor: NonEmpty | None = None
     """A shape by name, such as "debug-2m" or "8B"."""
     folder: LocalPath | None = None
@@ -34,8 +55,16 @@ class ModelConfig(Checked):
     """With false, only the shape of `folder` is used, and a new run starts from random values."""
     freeze: tuple[NonEmpty, ...] = ()
     """Parameters that are not trained, as patterns over their names, such as "tok_embeddings.*"."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of your own model."""
 
     def problems(self) -> Iterator[str]:
+        if is_import_name(self.name):
+            yield from (f"{key}: your own model takes its shape from model.settings; leave {key} out"
+                        for key in ("flavor", "folder") if getattr(self, key) is not None)  # fmt: skip
+            return
+        if self.settings:
+            yield f"settings: {self.name} has none; they are the keyword arguments of your own model"
         if (self.flavor is None) == (self.folder is None):
             yield 'flavor: expected either flavor = "debug-2m" (a shape by name) or folder = "path/to/hf/folder"'
 
@@ -56,6 +85,17 @@ class TokenizerConfig(Checked):
 class DataConfig(Checked):
     """The training text, and the length of its sequences."""
 
+    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = _foreign(
+        "another library's key",
+        {
+            "path": "data.corpus",
+            "dataset_path": "data.corpus",
+            "seq_len": "data.sequence_length",
+            "max_seq_length": "data.sequence_length",
+            "max_length": "data.sequence_length",
+        },
+    )
+
     corpus: LocalPath = "builtin"
     """Either "builtin" (Python's help topics, 0.5 MB), or the path of a .txt or .jsonl file."""
     sequence_length: PositiveInt = 256
@@ -65,33 +105,94 @@ class DataConfig(Checked):
     """Share of the corpus, at its end, that is not trained on; [evaluation] measures it unless it names a corpus."""
     cache_folder: LocalPath = "outputs/cache"
     """Trained tokenizers and tokenised corpora, shared between runs."""
+    dataset: ImportName | None = None
+    """Your own data as "package.module:Name": a torch IterableDataset without an end. It is called with `settings` and
+    those of rank, num_ranks, sequence_length, seed and tokenizer that it has parameters for."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of your own data."""
+
+    def problems(self) -> Iterator[str]:
+        if self.dataset is None and self.settings:
+            yield "settings: they are the keyword arguments of your own data; name it in dataset"
+        if self.dataset is not None and self.held_out:
+            yield "held_out: a share of the corpus, which your own data does not read; set evaluation.corpus"
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig(Checked):
-    """AdamW."""
+    """The optimizer: AdamW, or your own."""
 
+    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = {
+        "learning_rate": "transformers' key; here: optimizer.lr",
+        **_foreign(
+            "torchtitan's key",
+            {
+                "beta1": "optimizer.betas = [beta1, beta2]",
+                "beta2": "optimizer.betas = [beta1, beta2]",
+                "implementation": "nothing; torch chooses foreach or fused",
+                "early_step_in_backward": "nothing; the optimizer steps after the backward pass",
+            },
+        ),
+    }
+
+    name: Literal["adamw"] | ImportName = "adamw"
+    """Your own as "package.module:Name", such as "torch.optim:SGD". It is called with parameter groups, lr and
+    `settings`; a group has the key weight_decay."""
     lr: PositiveNumber = 1e-3
     """Peak learning rate."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
+    """Decay of the two moment averages of AdamW, per step."""
     eps: PositiveNumber = 1e-8
+    """Added to the denominator of AdamW's update."""
     weight_decay: Annotated[float, Check("a number, 0 or more", lambda x: x >= 0)] = 0.1
     """Weight decay of matrices; vectors (norms, biases, magnitudes) are not decayed."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of your own optimizer."""
+
+    def problems(self) -> Iterator[str]:
+        if not is_import_name(self.name):
+            if self.settings:
+                yield "settings: they are the keyword arguments of your own optimizer; adamw has betas and eps"
+            return
+        for key, default in (("betas", (0.9, 0.95)), ("eps", 1e-8)):
+            if getattr(self, key) != default:
+                yield f"{key}: a setting of adamw; give it to {self.name} as optimizer.settings.{key}"
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig(Checked):
     """The learning-rate schedule; ratios are shares of all steps."""
 
-    kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = _foreign(
+        "another library's key",
+        {
+            "warmup_steps": "schedule.warmup_ratio, a share of training.steps",
+            "decay_type": "schedule.kind",
+            "lr_scheduler_type": "schedule.kind",
+            "min_lr_factor": "schedule.min_ratio",
+            "total_steps": "training.steps",
+        },
+    )
+
+    kind: Literal["constant", "linear", "cosine", "wsd"] | ImportName = "cosine"
+    """Course of the rate after warm-up; "wsd": warm-up, stable, decay. Your own as "package.module:Name" is called with
+    the optimizer and `settings` and returns an LRScheduler; parameters `steps` and `total_steps` get training.steps."""
     warmup_ratio: Ratio = 0.05
     """Share of the steps with linear warm-up, rounded up to whole steps."""
     decay_ratio: Ratio = 0.2
     """Share of the steps, at the end, with linear decay; only for "wsd"."""
     min_ratio: Ratio = 0.1
     """Learning rate at the end, as a share of the peak; "constant" stays at the peak."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of your own schedule."""
 
     def problems(self) -> Iterator[str]:
+        if is_import_name(self.kind):
+            for key, default in (("warmup_ratio", 0.05), ("decay_ratio", 0.2), ("min_ratio", 0.1)):
+                if getattr(self, key) != default:
+                    yield f"{key}: your own schedule has no ratios; leave it out"
+        elif self.settings:
+            yield f"settings: they are the keyword arguments of your own schedule; {self.kind} has ratios"
         if self.kind == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
             yield f"decay_ratio: {self.decay_ratio} of the steps and warmup_ratio {self.warmup_ratio} are more than all"
 
@@ -99,6 +200,39 @@ class ScheduleConfig(Checked):
 @dataclass(frozen=True, slots=True)
 class TrainingConfig(Checked):
     """Settings of the training loop."""
+
+    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = {
+        **_foreign(
+            "torchtitan's key",
+            {
+                "local_batch_size": "training.batch_size",
+                "global_batch_size": "training.batch_size x training.accumulation x the data-parallel ranks",
+                "seq_len": "data.sequence_length",
+                "max_norm": "training.max_grad_norm",
+                "dataset": "data.corpus",
+                "dataset_path": "data.corpus",
+                "mixed_precision_param": "training.compute_dtype",
+                "mixed_precision_reduce": "nothing; gradients are reduced in float32",
+                "dtype": "training.compute_dtype; trained parameters stay float32",
+                "gc_freq": "garbage_collection.interval",
+                "seed": "seed, above all tables",
+                "enable_cpu_offload": "nothing; parameters stay on the device",
+            },
+        ),
+        **_foreign(
+            "transformers' key",
+            {
+                "per_device_train_batch_size": "training.batch_size",
+                "gradient_accumulation_steps": "training.accumulation",
+                "max_steps": "training.steps",
+                "num_train_epochs": "training.steps, the optimizer steps of the whole run",
+                "learning_rate": "optimizer.lr",
+                "logging_steps": "training.log_interval",
+                "save_steps": "checkpoint.save.interval",
+                "bf16": 'training.compute_dtype = "bfloat16"',
+            },
+        ),
+    }
 
     steps: PositiveSteps = 1000
     """Optimizer steps of the whole run, including those before a resume."""
@@ -144,10 +278,15 @@ class WandbConfig(Checked):
     """[wandb]: sends all logged values to Weights & Biases; needs the extra `wandb`. The names are W&B's."""
 
     project: NonEmpty
+    """The W&B project; it is made if it does not exist."""
     name: NonEmpty | None = None
+    """Name of the run. Absent: W&B makes one up."""
     entity: NonEmpty | None = None
+    """User or team. Absent: the default of the key that is logged in."""
     group: NonEmpty | None = None
+    """Name that runs share which belong together."""
     tags: tuple[NonEmpty, ...] = ()
+    """Words to filter runs by."""
     mode: Literal["online", "offline"] | None = None
     """Send now, or write to the output folder for `wandb sync`. Absent: the value of WANDB_MODE, else online."""
 
@@ -202,6 +341,25 @@ class GarbageCollectionConfig(Checked):
 class RunConfig(Checked):
     """One training run."""
 
+    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = _foreign(
+        "torchtitan's table",
+        {
+            "job": "output_folder for dump_folder",
+            "lr_scheduler": "[schedule]",
+            "parallelism": "[parallel], its degrees without _degree",
+            "activation_checkpoint": "parallel.activation_checkpoint",
+            "compile": "parallel.compile",
+            "metrics": "training.log_interval, [tensorboard] and [wandb]",
+            "validation": "[evaluation]",
+            "float8": '[[converters]] with kind = "float8"',
+            "quantize": '[[converters]] with kind = "float8" or "qat"',
+            "comm": "nothing; checkpoint.save.timeout_seconds bounds the waits of saves",
+            "fault_tolerance": "nothing; docs/parallel.md has restarts by torchrun",
+            "memory_estimation": "nothing; [monitoring] memory = true measures",
+            "experimental": 'model.name and data.dataset as "package.module:Name"',
+        },
+    )
+
     model: ModelConfig
     output_folder: LocalPath
     """The folder for everything that the run writes except the cache: metrics.jsonl, checkpoints, exports."""
@@ -219,8 +377,10 @@ class RunConfig(Checked):
     wandb: WandbConfig | None = None
     profiling: ProfilingConfig | None = None
     garbage_collection: GarbageCollectionConfig | None = None
-    callbacks: tuple[NonEmpty, ...] = ()
+    callbacks: tuple[ImportName, ...] = ()
     """Your own callbacks as "package.module:Class", created without arguments and called after the built-in ones."""
+    trainer: ImportName | None = None
+    """Your own subclass of Trainer, as "package.module:Name"; absent: the built-in Trainer."""
 
     def problems(self) -> Iterator[str]:
         if self.evaluation is not None and self.evaluation.corpus is None and not self.data.held_out:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, assert_never
+from typing import Any
 
 from titan_ckpt.training.config import RunConfig, ScheduleConfig
 
@@ -34,7 +34,8 @@ def rate_factor(config: ScheduleConfig, num_steps: int) -> Callable[[int], float
 
 def schedule_record(config: RunConfig) -> dict[str, Any]:
     """Return the settings that the learning rate of a step depends on, by their keys; a checkpoint records them."""
-    return {"training.steps": config.training.steps} | {f"schedule.{k}": v for k, v in asdict(config.schedule).items()}
+    settings = {f"schedule.{k}": v for k, v in asdict(config.schedule).items() if v != {}}
+    return {"training.steps": config.training.steps, **settings}
 
 
 def schedule_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -56,4 +57,4 @@ def _shape(config: ScheduleConfig, left: float) -> float:
         case "cosine":
             return 0.5 * (1 + math.cos(math.pi * (1 - left)))
         case _:
-            assert_never(config.kind)
+            raise AssertionError(f"{config.kind}: one's own schedule has no factor")

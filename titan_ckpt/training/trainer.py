@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
@@ -17,6 +18,7 @@ from titan_ckpt.training.callbacks import StepMetrics
 from titan_ckpt.training.data.loader import Batch
 from titan_ckpt.training.loss import num_predicted, summed_cross_entropy
 from titan_ckpt.training.model_folder import other_choices
+from titan_ckpt.training.outcome import STOPPED, Outcome, forget_stop, record_stop
 from titan_ckpt.training.parallel.context_parallel import share_of
 from titan_ckpt.training.parallel.data_parallel import clip_gradients, sync_gradients
 from titan_ckpt.training.schedule import schedule_changes
@@ -33,6 +35,9 @@ class Trainer(BuildSteps):
     optional part is left out if its step returns None.
     """
 
+    outcome: Outcome
+    """How the run ended; set at the end of `run`."""
+
     def run(self) -> TrainState:
         """Build, load, train to the last step and save. Return the progress of the run."""
         with self.setup() as self.ranks:
@@ -40,7 +45,30 @@ class Trainer(BuildSteps):
             with self.build_manager() as self.manager, RunGuard(self.manager) as self.guard:
                 self.load()
                 self.train()
+        self.outcome = self._find_outcome()
         return self.state
+
+    @property
+    def exit_code(self) -> int:
+        """Return the exit code of a process that called `run`; docs/resume.md has the list."""
+        return self.outcome.exit_code(self.config.checkpoint.stop.exit_code)
+
+    def _find_outcome(self) -> Outcome:
+        """Return how the run ended; rank 0 logs it, and writes stopped.json if the run is to be started again."""
+        step, steps = self.state.step, self.config.training.steps
+        stopped = self.guard.stopped if step < steps else None
+        outcome = Outcome(step, steps, self.manager.saved_step, stopped)
+        if stopped is None or self.ranks.rank:
+            return outcome
+        if outcome.lost:
+            logger.error("stopped at step %d of %d; the last %d steps are not saved", step, steps, outcome.lost)
+        else:
+            logger.warning("stopped at step %d of %d, all saved: the same command goes on from there", step, steps)
+        try:
+            record_stop(Path(self.config.output_folder), outcome)
+        except OSError as error:
+            logger.warning("%s is not written: %s", STOPPED, error)
+        return outcome
 
     def build(self) -> None:
         """Call the other twelve steps (`setup` is the first)."""
@@ -64,6 +92,7 @@ class Trainer(BuildSteps):
         result = self.manager.load()
         self.state.step = result.step
         if self.ranks.rank == 0:
+            forget_stop(Path(self.config.output_folder))
             self._log_choices(resumed=result.step > 0)
         self.callbacks.on_load(self, result)
 

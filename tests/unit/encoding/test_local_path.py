@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-import train
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig, StateDictTransforms
 from titan_ckpt.cli.main import main
 from titan_ckpt.config import from_dict
@@ -19,6 +18,7 @@ from titan_ckpt.encoding.local_path import is_uri
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.formats.open import detect_format, open_reader
 from titan_ckpt.training.config import RunConfig
+from titan_ckpt.training.run_file import read_run
 
 URIS = ("s3://b/x", "gs://b", "memory://", "file:///tmp/x", "az://c/x", "hf://org/model", "abfss://c@a/x")
 
@@ -76,7 +76,7 @@ CALLS: dict[str, tuple[Callable[[str], object], str]] = {
     "convert": (lambda uri: convert(uri, uri, "hf"), r"(?s)2 problem.*source: .*target: "),
     "detect": (lambda uri: detect_format(Path(uri)), "path: expected"),
     "open": (lambda uri: open_reader(Path(uri), "hf"), "path: expected"),
-    "train.py": (lambda uri: train.read_run(uri, []), "config: expected"),
+    "read_run": (lambda uri: read_run(uri), "config: expected"),
 }
 
 

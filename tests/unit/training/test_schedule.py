@@ -13,7 +13,7 @@ from titan_ckpt.training.schedule import rate_factor
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
 def test_d5_warm_up_rises_to_the_peak_and_nothing_exceeds_it(kind: str) -> None:
     """The last warm-up step is the first at the peak; the peak is the largest factor."""
-    factor = rate_factor(ScheduleConfig(kind, warmup_ratio=0.1, min_ratio=0.1), 50)  # type: ignore[arg-type]
+    factor = rate_factor(ScheduleConfig(kind, warmup_ratio=0.1, min_ratio=0.1), 50)
     course = [factor(i) for i in range(50)]
     assert course[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert max(course) == 1.0
@@ -23,7 +23,7 @@ def test_d5_warm_up_rises_to_the_peak_and_nothing_exceeds_it(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["linear", "cosine", "wsd"])
 def test_d5_the_factor_ends_at_the_floor(kind: str) -> None:
     """After the last step the factor is `min_ratio`, and stays there."""
-    factor = rate_factor(ScheduleConfig(kind, min_ratio=0.25), 40)  # type: ignore[arg-type]
+    factor = rate_factor(ScheduleConfig(kind, min_ratio=0.25), 40)
     assert factor(39) > 0.25
     assert [factor(40), factor(400)] == pytest.approx([0.25, 0.25])
 

@@ -6,11 +6,11 @@ Trainer; it is called after the built-in ones.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
+from titan_ckpt.encoding.named import BadNameError, call_named
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.run_guard import StopRun
 
@@ -151,21 +151,15 @@ def import_callbacks(names: Sequence[str]) -> list[Callback]:
     problems: list[str] = []
     for i, name in enumerate(names):
         try:
-            made.append(_make(name))
-        except (ValueError, TypeError, ImportError, AttributeError) as error:
-            problems.append(f"callbacks.{i}: {name!r} is no callback: {error}")
+            callback = call_named(name, settings={}, offered={})
+        except BadNameError as error:
+            problems.append(f"callbacks.{i}: {error}")
+            continue
+        if isinstance(callback, Callback):
+            made.append(callback)
+        else:
+            expected = "a subclass of titan_ckpt.training.callbacks.Callback"
+            problems.append(f"callbacks.{i}: {name!r} makes a {type(callback).__name__}, expected {expected}")
     if problems:
         raise ConfigError(problems)
-    return made
-
-
-def _make(name: str) -> Callback:
-    module, _, attribute = name.partition(":")
-    if not module or not attribute:
-        raise ValueError('expected "package.module:Class", importable from where train.py is, or from PYTHONPATH')
-    made: object = getattr(importlib.import_module(module), attribute)()
-    if not isinstance(made, Callback):
-        raise TypeError(
-            f"it makes a {type(made).__name__}, expected a subclass of titan_ckpt.training.callbacks.Callback"
-        )
     return made

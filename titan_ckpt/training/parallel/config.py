@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from titan_ckpt.config import PositiveInt
 from titan_ckpt.encoding.toml import Check, Checked
 
 Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B"]
+_DEGREES = (
+    "data_parallel_replicate",
+    "data_parallel_shard",
+    "tensor_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "pipeline_parallel",
+)
 ShardDegree = Annotated[int, Check("a positive number, or -1 for all ranks that are left", lambda x: x > 0 or x == -1)]
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig(Checked):
     """Degrees of parallelism; their product without expert_parallel is the number of ranks. Names are torchtitan's."""
+
+    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = {
+        **{f"{name}_degree": f"torchtitan's key; here: parallel.{name}" for name in _DEGREES},
+        "pipeline_parallel_schedule": "torchtitan's key; here: parallel.pipeline_schedule",
+        "pipeline_parallel_microbatch_size": "torchtitan's key; here: parallel.pipeline_microbatches, their number",
+        "fsdp_reshard_after_forward": "torchtitan's key; here: nothing, FSDP2's default holds",
+        "enable_async_tensor_parallel": "torchtitan's key; here: nothing",
+    }
 
     data_parallel_replicate: PositiveInt = 1
     """Copies of the model, each trained on different data. HSDP if this and the shard degree are above 1."""

@@ -72,7 +72,7 @@ def find_degrees(
     else:
         unsupported = ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_parallel")
         problems += [
-            f'{name}: a model with name = "hf" is sharded by FSDP2 alone; use data_parallel_shard and '
+            f"{name}: a model of transformers, or of your own, is sharded by FSDP2 alone; use data_parallel_shard and "
             'data_parallel_replicate, or a native architecture such as "llama3"'
             for name in unsupported
             if getattr(parallel, name) > 1

@@ -1,0 +1,37 @@
+"""`titan-ckpt init KIND`: write a commented run file to start from.
+
+Owns the kinds and what is filled in; the texts are in templates/.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from titan_ckpt.cli.arguments import Init
+from titan_ckpt.errors import ConfigError
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def write_run_file(command: Init) -> str:
+    """Write the file and return what to do next. Raises: ConfigError if it exists, or if an answer does not fit."""
+    problems = []
+    if command.file.exists():
+        problems.append(f"{command.file} exists; name another with --file, or remove it")
+    elif not command.file.parent.is_dir():
+        problems.append(f"{command.file.parent} is no folder; make it first")
+    if command.model is not None and not (command.model / "config.json").is_file():
+        problems.append(f"{command.model}/config.json is not there; expected a Hugging Face folder")
+    if command.data is not None and not command.data.is_file():
+        problems.append(f"{command.data} is no file; expected a .txt or .jsonl file")
+    if problems:
+        raise ConfigError(problems, "titan-ckpt init")
+    model = None if command.model is None else str(command.model)
+    text = (TEMPLATES / f"{command.kind}.toml").read_text(encoding="utf-8")
+    text = text.replace('"MODEL"', json.dumps(model or "models/base")).replace(
+        '"DATA"', json.dumps(str(command.data or "builtin"))
+    )
+    command.file.write_text(text, encoding="utf-8")
+    needs = "" if model is not None or '"models/base"' not in text else "put your model's folder into it, then "
+    return f"{command.file}: {needs}titan-ckpt train {command.file}"

@@ -1,0 +1,62 @@
+"""How a run ended: its exit code, and `stopped.json` in its folder if it is to be started again.
+
+Owns that file. torchrun calls every exit code but 0 a failure of the worker, so under torchrun only the file says it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from titan_ckpt.disk import posix
+
+STOPPED = "stopped.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Where a run ended."""
+
+    step: int
+    """The last completed step."""
+    steps: int
+    """The last step that the run was to make."""
+    saved_step: int | None
+    """The newest step that a resume finds; None without any."""
+    reason: str | None = None
+    """Why it was stopped; None if it was not."""
+
+    @property
+    def lost(self) -> int:
+        """Return how many completed steps no checkpoint holds."""
+        return self.step - (self.saved_step or 0)
+
+    def exit_code(self, if_stopped: int, environment: Mapping[str, str] = os.environ) -> int:
+        """Return 0 for a run that is done, `if_stopped` for one that can go on from where it was, else 1.
+
+        Under torchrun, a run that was stopped and saved also returns 0.
+        """
+        if self.reason is None or self.step >= self.steps:
+            return 0
+        if self.lost:
+            return 1
+        return 0 if "TORCHELASTIC_RUN_ID" in environment else if_stopped
+
+
+def forget_stop(run: Path) -> None:
+    """Remove the file of an earlier stop: the run has been started again. Raises: OSError."""
+    with suppress(FileNotFoundError):
+        posix.unlink(run / STOPPED)
+
+
+def record_stop(run: Path, outcome: Outcome) -> None:
+    """Write the file that asks for another start. Raises: OSError."""
+    draft = run / f".{STOPPED}-{uuid.uuid4().hex}"
+    posix.write_file(draft, json.dumps(asdict(outcome)).encode() + b"\n")
+    forget_stop(run)
+    posix.rename_noreplace(draft, run / STOPPED)

@@ -1,0 +1,97 @@
+"""Code of one's own that a run file names as "package.module:Name": data, optimizers, schedules, callbacks.
+
+Owns how each is found, called and checked. All names are imported before anything is built (`check_names`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import IterableDataset
+
+from titan_ckpt.encoding.named import BadNameError, call_named, import_named, is_import_name
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.training.config import OptimizerConfig, RunConfig
+from titan_ckpt.training.data.loader import Batch
+
+
+def check_names(config: RunConfig) -> None:
+    """Import everything that the run's settings name. Raises: ConfigError listing all names that lead nowhere."""
+    problems = []
+    for setting, name in _names(config):
+        try:
+            import_named(name)
+        except BadNameError as error:
+            problems.append(f"{setting}: {error}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _names(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield each setting that holds a name of one's own code, with the name."""
+    single = {
+        "model.name": config.model.name,
+        "data.dataset": config.data.dataset,
+        "optimizer.name": config.optimizer.name,
+        "schedule.kind": config.schedule.kind,
+    }
+    yield from ((setting, str(name)) for setting, name in single.items() if is_import_name(name))
+    yield from ((f"callbacks.{i}", name) for i, name in enumerate(config.callbacks))
+
+
+def make_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> Optimizer:
+    """Return the optimizer that `config.name` names, over `groups`, which carry their weight decay.
+
+    Raises: ConfigError, also if it knows no weight decay and the settings ask for one.
+    """
+    made: Optimizer = _called(
+        "optimizer", config.name, groups, settings={"lr": config.lr, **config.settings}, kind=Optimizer
+    )
+    if config.weight_decay and "weight_decay" not in made.defaults:
+        raise ConfigError([f"optimizer.weight_decay: {config.name!r} has none; set it to 0.0"])
+    return made
+
+
+def make_scheduler(config: RunConfig, optimizer: Optimizer) -> LRScheduler:
+    """Return the schedule that `schedule.kind` names; it is offered the run's number of steps. Raises: ConfigError."""
+    steps = config.training.steps
+    offered = {"steps": steps, "total_steps": steps}
+    settings, name = config.schedule.settings, config.schedule.kind
+    made: LRScheduler = _called(
+        "schedule", name, optimizer, settings=settings, offered=offered, kind=LRScheduler, key="kind"
+    )
+    return made
+
+
+def make_dataset(config: RunConfig, rank: int, num_ranks: int, tokenizer: object) -> IterableDataset[Batch]:
+    """Return the data that `data.dataset` names, for one of the ranks that read different data. Raises: ConfigError."""
+    data = config.data
+    assert data.dataset is not None, "asked for by name"
+    offered = {
+        "rank": rank,
+        "num_ranks": num_ranks,
+        "sequence_length": data.sequence_length,
+        "seed": config.seed,
+        "tokenizer": tokenizer,
+    }
+    made: IterableDataset[Batch] = _called(
+        "data", data.dataset, settings=data.settings, offered=offered, kind=IterableDataset, key="dataset"
+    )
+    return made
+
+
+def _called(
+    table: str, name: str, *arguments: object, settings: Any, kind: type, offered: Any = None, key: str = "name"
+) -> Any:
+    """Call what a setting names and check what it makes. Raises: ConfigError that names the setting."""
+    try:
+        made = call_named(name, *arguments, settings=settings, offered=offered or {})
+    except BadNameError as error:
+        raise ConfigError([f"{table}.settings: {error}"]) from error
+    if not isinstance(made, kind):
+        expected = f"torch's {kind.__name__}"
+        raise ConfigError([f"{table}.{key}: {name!r} makes a {type(made).__name__}, expected a subclass of {expected}"])
+    return made

@@ -1,0 +1,64 @@
+"""Read a run's TOML file: the settings, and the converters of its [[converters]] tables.
+
+Owns how an installed package is found that reads those tables. Knows no converter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+from titan_ckpt.config import apply_overrides, from_dict, read_toml
+from titan_ckpt.encoding.local_path import require_local
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.training.config import RunConfig
+
+TABLES = "titan_ckpt.tables"
+"""Entry-point group: the name of a top-level array of tables -> an object with the methods of `Tables`."""
+
+
+class Tables(Protocol):
+    """Reads an array of tables of a run's file that this package has no settings for."""
+
+    def from_tables(self, tables: Sequence[Mapping[str, Any]], source: str) -> Any:
+        """Return what the tables describe. Raises: ConfigError with all faults."""
+
+    def kinds(self) -> Mapping[str, type[Any]]:
+        """Return the dataclass of each `kind` of table."""
+
+
+def read_run(path: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Any]:
+    """Return the checked settings from the file and the command line, and the run's converters (None without any).
+
+    `Trainer(*read_run("run.toml")).run()` trains; so does a subclass of Trainer.
+    Raises: ConfigError with all faults of the file; ConverterError for converters that cannot be combined.
+    """
+    require_local({"config": path})
+    raw = apply_overrides(read_toml(path), overrides)
+    tables = raw.pop("converters", [])
+    problems: list[str] = []
+    converters, config = None, None
+    try:
+        if tables:
+            found = converter_tables()
+            if found is None:
+                raise ConfigError(
+                    ['converters: no installed package reads these tables; run: pip install "titan-ckpt"']
+                )
+            converters = found.from_tables(tables if isinstance(tables, list) else [tables], path)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        config = from_dict(RunConfig, raw, path)
+    except ConfigError as error:
+        problems += error.problems
+    if config is None or problems:
+        raise ConfigError(problems, path)
+    return config, converters
+
+
+def converter_tables() -> Tables | None:
+    """Return the reader of [[converters]] that an installed package names in the group `titan_ckpt.tables`."""
+    found = [entry for entry in entry_points(group=TABLES) if entry.name == "converters"]
+    return found[0].load() if found else None

@@ -118,6 +118,12 @@ def native_tensors(reader: TensorReader, key_map: KeyMap) -> dict[str, LazyTenso
     return out
 
 
+def stored_tensor(reader: TensorReader, key: str) -> LazyTensor:
+    """Return a tensor of a checkpoint as it is stored; its blocks are runs of rows of at most 64 MiB, in order."""
+    info = reader.tensors[key]
+    return _lazy(reader, "", KeyGroup((key,), (key,), IDENTITY), 0, [info.shape], info.dtype)
+
+
 def _groups(reader: TensorReader, key_map: KeyMap) -> list[KeyGroup]:
     """Return the groups of all file keys. Raises: KeyMapError listing every fault."""
     groups: dict[tuple[str, ...], KeyGroup] = {}

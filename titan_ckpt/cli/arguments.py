@@ -8,36 +8,129 @@ from typing import Annotated, Literal
 
 import tyro
 
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """The argument that every command has."""
+
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object in place of tables."""
+
 
 @dataclass(frozen=True)
-class Ls:
-    """List the committed steps of a run's checkpoint folder, and why any folder is not one."""
+class Ls(Shared):
+    """List the steps and exports of a run, and why any folder is not a step."""
 
     folder: tyro.conf.Positional[Path]
-    keep: str | None = None
-    """Say what this policy, as in [checkpoint.save], would delete; nothing is: --keep "latest = 2, every = 1000"."""
+    """The run's folder, or its checkpoint folder."""
 
 
 @dataclass(frozen=True)
-class Inspect:
-    """List the tensors of a checkpoint of any format: native step, Hugging Face folder, PEFT adapter, DCP."""
+class Inspect(Shared):
+    """Show what a checkpoint of any format holds: native step, Hugging Face folder, PEFT adapter, DCP."""
+
+    path: tyro.conf.Positional[Path]
+    tensor: tyro.conf.Positional[str | None] = None
+    """Show figures and a histogram of this tensor."""
+    all: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """List every tensor, not one line for equal layers; and the state of the run."""
+
+
+@dataclass(frozen=True)
+class Verify(Shared):
+    """Read a checkpoint whole: digests of a native step; files, index and config of the other formats."""
 
     path: tyro.conf.Positional[Path]
 
 
 @dataclass(frozen=True)
-class Verify:
-    """Read a native step whole: compare every file with its digest, and check that every tensor is whole."""
+class Diff(Shared):
+    """Compare two checkpoints of any formats and sharding: exit code 0 if they are the same, 1 if not."""
 
-    path: tyro.conf.Positional[Path]
+    left: tyro.conf.Positional[Path]
+    right: tyro.conf.Positional[Path]
+    weights: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Compare the model's weights alone, and neither optimizer, state nor settings."""
+    top: int = 10
+    """Number of differences of each kind that are shown."""
+    config: Path | None = None
+    """Folder of the model's config.json, if neither checkpoint has one."""
 
 
 @dataclass(frozen=True)
-class Save:
+class Convert(Shared):
+    """Write the model weights of a checkpoint in another format."""
+
+    source: tyro.conf.Positional[Path]
+    target: tyro.conf.Positional[Path]
+    """The folder, or with --to torch the file, to be written; it must not exist."""
+    to: Literal["native", "dcp", "hf", "torch"]
+    config: Path | None = None
+    """Folder of the model's config.json, if the source has none."""
+    model: str | None = None
+    """Whose tensor names the native side has: llama3, qwen3, qwen3_moe or hf. Absent: found from config.json."""
+    dtype: Dtype | None = None
+    """Dtype of floating-point tensors in the target; absent: each keeps its own."""
+    max_shard_bytes: int = 5_000_000_000
+    """Maximum size of one safetensors file."""
+
+
+@dataclass(frozen=True)
+class Merge(Shared):
+    """Write a Hugging Face folder of a base with adapters merged into it, one after the other."""
+
+    paths: tyro.conf.Positional[tuple[Path, ...]]
+    """The base, one adapter or several (PEFT folders or steps), and the folder to be written."""
+    config: Path | None = None
+    """Folder of the model's config.json, if the base has none."""
+    model: str | None = None
+    """Architecture of the base: llama3, qwen3, qwen3_moe or hf. Absent: found from config.json."""
+    dtype: Dtype | None = None
+    """Dtype of floating-point tensors in the target; absent: each keeps its own."""
+    max_shard_bytes: int = 5_000_000_000
+    """Maximum size of one safetensors file."""
+
+
+@dataclass(frozen=True)
+class Prune(Shared):
+    """Delete the steps of a run that a policy no longer keeps; refused while a run writes there."""
+
+    folder: tyro.conf.Positional[Path]
+    """The run's folder, or its checkpoint folder."""
+    keep: str
+    """The policy, as in [checkpoint.save]: --keep "latest = 2, every = 1000"."""
+    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Delete nothing and say what would be deleted."""
+    take_lease: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """The writer that the folder names, on another machine, has ended."""
+
+
+@dataclass(frozen=True)
+class Pin(Shared):
+    """Keep steps, whatever the run's policy says."""
+
+    steps: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders of steps, such as run/checkpoints/step-500."""
+
+
+@dataclass(frozen=True)
+class Unpin(Shared):
+    """Let the policy decide about pinned steps again."""
+
+    steps: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders of steps, such as run/checkpoints/step-500."""
+
+
+@dataclass(frozen=True)
+class Save(Shared):
     """Ask a running job for a save after its step under way, and wait until it is committed."""
 
     run_folder: Annotated[Path, tyro.conf.arg(name="run")]
     """The folder that the run writes into: train.py's output_folder, a manager's base_folder."""
+    pin: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Pin the step, so that retention never deletes it."""
     timeout_seconds: float = 600.0
     """How long to wait for the answer."""
 
@@ -65,11 +158,38 @@ class Init:
     """Your text: a .txt file, or a .jsonl file whose lines have a "text". Absent: a small built-in one."""
 
 
+@dataclass(frozen=True)
+class Plan(Shared):
+    """Say what a run with this TOML file would load, source by source. No tensor is read."""
+
+    config: tyro.conf.Positional[Path]
+    settings: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Settings in place of those in the file: training.steps=100."""
+
+
+@dataclass(frozen=True)
+class Report(Shared):
+    """Write one HTML page about a run: loss, saves, kills and resumes, sizes, exports. It needs no network."""
+
+    folder: tyro.conf.Positional[Path]
+    """The run's folder."""
+    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    """The file to be written; absent: report.html in the run's folder. A file that is there is replaced."""
+
+
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Init, tyro.conf.subcommand("init")]
     | Annotated[Ls, tyro.conf.subcommand("ls")]
     | Annotated[Inspect, tyro.conf.subcommand("inspect")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[Diff, tyro.conf.subcommand("diff")]
+    | Annotated[Convert, tyro.conf.subcommand("convert")]
+    | Annotated[Merge, tyro.conf.subcommand("merge")]
+    | Annotated[Prune, tyro.conf.subcommand("prune")]
+    | Annotated[Pin, tyro.conf.subcommand("pin")]
+    | Annotated[Unpin, tyro.conf.subcommand("unpin")]
     | Annotated[Save, tyro.conf.subcommand("save")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
 )

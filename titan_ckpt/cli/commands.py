@@ -1,130 +1,236 @@
-"""The commands of `titan-ckpt`: tables, messages and exit codes. This module knows no format of its own."""
+"""The commands of `titan-ckpt`: what is called, what is printed, and the exit code. The work is in titan_ckpt/tools."""
 
 from __future__ import annotations
 
-import contextlib
+import json
+import os
 import sys
-import tomllib
-from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 from rich.console import Console
-from rich.table import Table
 
-from titan_ckpt.cli.arguments import Command, Init, Inspect, Ls, Save, Train, Verify
+from titan_ckpt.cli import tables
+from titan_ckpt.cli.arguments import (
+    Command,
+    Convert,
+    Diff,
+    Init,
+    Inspect,
+    Ls,
+    Merge,
+    Pin,
+    Plan,
+    Prune,
+    Report,
+    Save,
+    Train,
+    Unpin,
+    Verify,
+)
 from titan_ckpt.cli.new_run import write_run_file
-from titan_ckpt.config import KeepConfig, from_dict
-from titan_ckpt.directory.directory import CheckpointDirectory
-from titan_ckpt.directory.manifest import Manifest
-from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import require_local
-from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from titan_ckpt.formats.native.verify import verify_step
-from titan_ckpt.formats.open import detect_format, open_reader
-from titan_ckpt.geometry.chunks import dtype_name
-from titan_ckpt.guard import outside_request
+from titan_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpointError,
+    SaveError,
+)
+
+if TYPE_CHECKING:
+    from titan_ckpt.tools.conversion import Options
+
+SAME, DIFFERENT, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes: fine or the same; different, damaged or refused; wrong use, or input that cannot be read; Ctrl-C."""
 
 
 def run(command: Command) -> int:
     """Run a command and return the exit code; an error is one line on standard error."""
-    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
+    console = Console(markup=True, emoji=False)
     try:
         require_local({name: value for name, value in vars(command).items() if isinstance(value, Path)})
-        match command:
-            case Train():
-                raise AssertionError("main hands this command on")
-            case Init():
-                console.print(write_run_file(command))
-                return 0
-            case Ls():
-                return _ls(command, console)
-            case Inspect():
-                return _inspect(command, console)
-            case Verify():
-                return _verify(command, console)
-            case Save():
-                return _save(command, console)
-            case _:
-                assert_never(command)
+        return _run(command, console)
+    except KeyboardInterrupt:
+        return _fail("interrupted; nothing was written under its final name", INTERRUPTED)
+    except SaveError as error:  # the folder's state refuses it: a live writer, a deletion that was first
+        return _fail(str(error), DIFFERENT)
+    except CorruptCheckpointError as error:
+        return _fail(str(error), DIFFERENT if isinstance(command, Verify) else WRONG_USE)
     except (CheckpointError, OSError) as error:
-        Console(stderr=True, soft_wrap=True, emoji=False).print(
-            _printable(f"titan-ckpt: {error}"), style="red", markup=False
-        )
-        return 1
+        return _fail(str(error), WRONG_USE)
 
 
-def _printable(text: str) -> str:
-    """Return the text with control characters escaped: a name in a foreign file could change the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+def _fail(text: str, code: int) -> int:
+    line = " ".join(tables.printable(text).split())
+    Console(stderr=True, soft_wrap=True, emoji=False).print(f"titan-ckpt: {line}", style="red", markup=False)
+    return code
+
+
+def _run(command: Command, console: Console) -> int:
+    match command:
+        case Train():
+            raise AssertionError("main hands this command on")
+        case Init():
+            console.print(write_run_file(command), markup=False)
+            return SAME
+        case Ls():
+            return _ls(command, console)
+        case Inspect():
+            return _inspect(command, console)
+        case Verify():
+            return _verify(command, console)
+        case Diff():
+            return _diff(command, console)
+        case Convert():
+            return _convert(command, console)
+        case Merge():
+            return _merge(command, console)
+        case Prune():
+            return _prune(command, console)
+        case Pin() | Unpin():
+            return _pin(command, console)
+        case Save():
+            return _save(command, console)
+        case Plan():
+            return _plan(command, console)
+        case Report():
+            return _report(command, console)
+        case _:
+            assert_never(command)
+
+
+def _json(value: Any, **more: Any) -> None:
+    """Print a result as one JSON object."""
+    data = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    json.dump({**data, **more}, sys.stdout, default=str)
+    sys.stdout.write("\n")
 
 
 def _ls(command: Ls, console: Console) -> int:
-    if not command.folder.is_dir():
-        raise CheckpointNotFoundError(f"{command.folder} is no folder; name a run's checkpoint folder")
-    directory = CheckpointDirectory(command.folder, Coordinator.current())
-    manifests: dict[int, Manifest] = {}
-    for step in directory.steps():
-        with contextlib.suppress(CheckpointNotFoundError):  # deleted meanwhile by the run that writes here
-            manifests[step] = directory.manifest(step)
-    table = Table("step", "kind", "ranks", "MiB", "components", "converters")
-    expired: list[int] = []
-    if command.keep is not None:
-        expired = directory.expired(_policy(command.keep), _resumed_from(manifests))
-        table.add_column("policy")
-    for step, manifest in manifests.items():
-        size = sum(file.num_bytes for file in manifest.files) / 2**20
-        converters = ", ".join(str(converter.get("kind")) for converter in manifest.converters)
-        components = ", ".join(manifest.components)
-        row = [str(step), manifest.kind, str(manifest.world_size), f"{size:.1f}", components, converters]
-        table.add_row(*row, *([] if command.keep is None else ["deletes" if step in expired else "keeps"]))
-    console.print(table)
-    return 0
+    from titan_ckpt.tools.listing import list_run
 
-
-def _policy(text: str) -> KeepConfig:
-    """Read an inline table's content. Raises: ConfigError."""
-    try:
-        return from_dict(KeepConfig, tomllib.loads(f"keep = {{ {text} }}")["keep"], "--keep")
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError([f'{text!r} is no TOML ({error}); expected such as "latest = 2"'], "--keep") from None
-
-
-def _resumed_from(manifests: Mapping[int, Manifest]) -> set[int]:
-    """Return the step that the run which saved last went on from; that run does not delete it."""
-    last = max(manifests.values(), key=lambda m: m.step, default=None)  # no run saves below a step: clocks may jump
-    step = last.resumed_from.get("step") if last is not None and last.resumed_from else None
-    return {step} if isinstance(step, int) else set()
+    found = list_run(command.folder)
+    _json(found) if command.json else tables.listing(found, console)
+    return SAME
 
 
 def _inspect(command: Inspect, console: Console) -> int:
-    with open_reader(command.path) as reader:
-        table = Table("tensor", "dtype", "shape", "MiB")
-        for key, info in sorted(reader.tensors.items()):
-            table.add_row(_printable(key), dtype_name(info.dtype), str(list(info.shape)), f"{info.nbytes / 2**20:.3f}")
-        console.print(table)
-        total = sum(info.nbytes for info in reader.tensors.values())
-        console.print(f"{reader.format}: {len(reader.tensors)} tensors, {total / 2**20:.1f} MiB")
-    return 0
+    from titan_ckpt.tools import inspecting
+
+    if command.tensor is not None:
+        figures = inspecting.statistics(command.path, command.tensor)
+        _json(figures) if command.json else tables.statistics(figures, console)
+        return SAME
+    found = inspecting.inspect(command.path)
+    _json(found) if command.json else tables.content(found, console, everything=command.all)
+    return SAME
 
 
 def _verify(command: Verify, console: Console) -> int:
-    found = detect_format(command.path)
-    if found != "native":
-        console.print(f"{command.path} is a {found} folder, which carries no digests: `inspect` shows what it holds")
-        return 2
-    step = verify_step(command.path)
-    mib = f"{step.num_bytes / 2**20:.1f} MiB"
-    console.print(f"{command.path}: {step.num_files} files, {mib}, every digest holds and every tensor is whole")
-    if step.foreign:
-        console.print(f"also there, and no part of the step: {', '.join(step.foreign)}")
-    return 0
+    from titan_ckpt.tools.verifying import verify
+
+    try:
+        found = verify(command.path)
+    except CorruptCheckpointError as error:
+        if not command.json:
+            console.print(tables.printable(str(error)), soft_wrap=True, markup=False, highlight=False)
+            return DIFFERENT
+        _json({"path": str(command.path), "whole": False, "faults": str(error).splitlines()})
+        return DIFFERENT
+    _json(found, whole=True) if command.json else tables.verified(found, console)
+    return SAME
+
+
+def _diff(command: Diff, console: Console) -> int:
+    from titan_ckpt.tools.difference import compare
+
+    found = compare(command.left, command.right, config=command.config, weights_only=command.weights)
+    _json(found, same=found.same) if command.json else tables.difference(found, console, command.top)
+    return SAME if found.same else DIFFERENT
+
+
+def _options(command: Convert | Merge) -> Options:
+    import torch
+
+    from titan_ckpt.tools.conversion import Options
+
+    dtype = None if command.dtype is None else getattr(torch, command.dtype)
+    return Options(command.config, command.model, dtype, command.max_shard_bytes)
+
+
+def _convert(command: Convert, console: Console) -> int:
+    from titan_ckpt.tools.conversion import convert_checkpoint
+
+    found = convert_checkpoint(command.source, command.target, command.to, _options(command))
+    _json(found) if command.json else tables.written(found, console)
+    return SAME
+
+
+def _merge(command: Merge, console: Console) -> int:
+    from titan_ckpt.tools.conversion import merge_adapters
+
+    if len(command.paths) < 3:
+        raise ConfigError(["expected BASE ADAPTER... DST: a base, at least one adapter, and the folder to be written"])
+    base, *adapters, target = command.paths
+    found = merge_adapters(base, adapters, target, _options(command))
+    _json(found) if command.json else tables.written(found, console)
+    return SAME
+
+
+def _prune(command: Prune, console: Console) -> int:
+    from titan_ckpt.tools.retention import prune, read_policy
+
+    keep = read_policy(command.keep)
+    found = prune(command.folder, keep, dry_run=command.dry_run, take_lease=command.take_lease)
+    if command.json:
+        _json(found, dry_run=command.dry_run)
+    else:
+        tables.pruned(found, console, dry_run=command.dry_run)
+    return DIFFERENT if found.left_over else SAME
+
+
+def _pin(command: Pin | Unpin, console: Console) -> int:
+    from titan_ckpt.tools.retention import pin, unpin
+
+    steps = [pin(path) if isinstance(command, Pin) else unpin(path) for path in command.steps]
+    if command.json:
+        _json({"steps": steps, "pinned": isinstance(command, Pin)})
+    else:
+        word = "pinned" if isinstance(command, Pin) else "no longer pinned"
+        tables.say(console, f"{word}: {', '.join(f'step {step}' for step in steps)}")
+    return SAME
 
 
 def _save(command: Save, console: Console) -> int:
+    from titan_ckpt.guard import outside_request
+
     name = outside_request.ask(command.run_folder)
     answer = outside_request.await_answer(command.run_folder, name, command.timeout_seconds)
     if answer.error is not None:
-        raise CheckpointError(f"{command.run_folder}: not saved: {answer.error}")
-    console.print(f"{command.run_folder}: step {answer.step} is saved")
-    return 0
+        raise SaveError(f"{command.run_folder}: not saved: {answer.error}")
+    if command.json:
+        _json({"run": str(command.run_folder), "step": answer.step})
+    else:
+        tables.say(console, f"{command.run_folder}: step {answer.step} is saved")
+    return SAME
+
+
+def _plan(command: Plan, console: Console) -> int:
+    from titan_ckpt.tools.planning import plan_load
+
+    found = plan_load(command.config, command.settings)
+    _json(found) if command.json else tables.plan(found, console)
+    return DIFFERENT if found.problems else SAME
+
+
+def _report(command: Report, console: Console) -> int:
+    from titan_ckpt.tools.report import write_report
+
+    output = command.output if command.output is not None else command.folder / "report.html"
+    figures = write_report(command.folder, output)
+    if command.json:
+        _json(figures, output=str(output))
+    else:
+        tables.say(console, f"{output} is written: {os.path.getsize(output)} bytes")
+    return SAME

@@ -1,4 +1,9 @@
-"""Train from a run file, look at the checkpoints of a run, and ask a running job for a save."""
+"""Train from a run file, look at checkpoints of any format, compare, convert and merge them, and prune a run's folder.
+
+Exit codes: 0 fine or the same; 1 different, damaged or refused; 2 wrong use, or input that cannot be read. `train` has
+codes of its own (titan_ckpt/training/command.py). Completion of your shell: `titan-ckpt --tyro-print-completion bash`
+(or zsh, tcsh) prints a script to source.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +16,17 @@ from titan_ckpt.training import command as train
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the command line; 0 on success, 1 for a checkpoint that is not as it should be, 2 for bad arguments.
+    """Run the command line and return its exit code (see commands.py)."""
+    given = sys.argv[1:] if args is None else args
+    if given[:1] == ["train"]:  # any --table.key VALUE may follow, which tyro cannot know
+        return train.main(given[1:])
+    if given == ["--version"]:
+        from titan_ckpt import __version__
 
-    `train` has exit codes of its own (titan_ckpt/training/command.py).
-    """
-    words = sys.argv[1:] if args is None else args
-    if words[:1] == ["train"]:  # any --table.key VALUE may follow, which tyro cannot know
-        return train.main(words[1:])
-    command = tyro.cli(Command, args=args, prog="titan-ckpt", description=__doc__)
-    from titan_ckpt.cli.commands import run  # not before the arguments are known to be good: it imports torch
+        sys.stdout.write(f"titan-ckpt {__version__}\n")
+        return 0
+    command = tyro.cli(Command, args=given, prog="titan-ckpt", description=__doc__)
+    from titan_ckpt.cli.commands import run  # not before the arguments are known to be good
 
     return run(command)
 

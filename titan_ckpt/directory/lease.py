@@ -58,6 +58,12 @@ class Holder:
         same_machine = (self.boot, self.pid_namespace) == (boot_id(), _pid_namespace()) and self.boot != ""
         return same_machine and self.started != "" and _started(self.pid) == self.started
 
+    def may_live_elsewhere(self) -> bool:
+        """Return whether this process may be alive where this machine cannot see it: in another container or host."""
+        if self.host != socket.gethostname():
+            return True
+        return self.boot == boot_id() and self.pid_namespace != _pid_namespace()
+
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
@@ -149,6 +155,20 @@ class Lease:
         posix.pwrite_all(self._fd, record, 0)
         posix.truncate(self._fd, len(record))
         posix.fsync(self._fd)
+
+
+def holder_of(folder: Path) -> Holder | None:
+    """Return the process that the lease of a folder names, alive or not; None without one. Takes no lock."""
+    try:
+        fd = os.open(folder / LEASE_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        return _read(fd)
+    except OSError:  # a pipe, for one
+        return None
+    finally:
+        os.close(fd)
 
 
 def _require_file(path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from titan_ckpt.errors import LoadMismatchError
-from titan_ckpt.geometry.chunks import Chunk, Shape, blocks_of, info_of
+from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, blocks_of, info_of
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
 from titan_ckpt.loading.pairs import Pair, Place, find_pairs
@@ -31,7 +31,7 @@ class AdapterMerge:
     base: StateDict
     report: LoadReport
     _pairs: Sequence[Pair]
-    _copies: Sequence[ReadRequest]
+    _copies: Sequence[tuple[str, Place]]
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -40,11 +40,36 @@ class AdapterMerge:
         Shape: weight (out, in) += scaling * B (out, r) @ A (r, in); (in, out) += the transpose of it, if the weight is
         stored so. Each rank computes its own part. DoRA then scales each output feature to its length.
         """
-        self.reader.read(self._copies)
-        for pair in self._pairs:
+        self._apply_to(self.base, self._pairs, self._copies)
+
+    @property
+    def changes(self) -> set[str]:
+        """Return the names of the weights that `apply` changes."""
+        places = [pair.place for pair in self._pairs] + [place for _, place in self._copies]
+        return {fqn for place in places for fqn in place.group.fqns}
+
+    def needs_whole(self, fqn: str) -> bool:
+        """Return whether a weight can only be merged as a whole: DoRA's lengths may be those of its columns."""
+        return any(
+            pair.magnitude is not None and pair.transposed and fqn in pair.place.group.fqns for pair in self._pairs
+        )
+
+    @torch.no_grad()
+    def apply_to_block(self, fqn: str, block: Block) -> None:
+        """Add the parts of all pairs that belong to one block of one weight, which is memory of the caller's."""
+        pairs = [pair for pair in self._pairs if fqn in pair.place.group.fqns]
+        copies = [(key, place) for key, place in self._copies if fqn in place.group.fqns]
+        fqns = {name for place in [p.place for p in pairs] + [p for _, p in copies] for name in place.group.fqns}
+        alone: StateDict = {name: LazyTensor(info_of(self.base[name]), tuple) for name in fqns}
+        alone[fqn] = LazyTensor(info_of(self.base[fqn]), lambda: [block])
+        self._apply_to(alone, pairs, copies)
+
+    def _apply_to(self, base: StateDict, pairs: Sequence[Pair], copies: Sequence[tuple[str, Place]]) -> None:
+        self.reader.read([ReadRequest(key, chunk, v) for key, place in copies for v, chunk in _views(place, base)])
+        for pair in pairs:
             left, right = _factors(self.reader, pair)
             lengths = None if pair.magnitude is None else _whole(self.reader, pair.magnitude)
-            for view, chunk in _views(pair.place, self.base):
+            for view, chunk in _views(pair.place, base):
                 _add(view, chunk, left, right, pair, lengths)
 
 
@@ -65,7 +90,6 @@ def prepare_merge(
     contents = find_pairs(reader, base, key_map, modules)
     problems: list[str] = []
     mismatched: list[Mismatch] = []
-    copies: list[ReadRequest] = []
     for key, place, fits in [
         *((pair.a, pair.place, _product_shape(reader, pair)) for pair in contents.pairs),
         *((key, place, reader.tensors[key].shape) for key, place in contents.copies),
@@ -76,16 +100,14 @@ def prepare_merge(
             mismatched.append(Mismatch(key, f"a weight {list(shape)}", f"one for {list(fits)}"))
     for pair in contents.pairs:
         problems += _dora_misfits(pair, reader, base)
-    for key, place in contents.copies:
-        copies += [ReadRequest(key, chunk, view) for view, chunk in _views(place, base)]
     acting = [pair for pair in contents.pairs if _acts(reader, pair)]
-    if not problems and not (copies or mismatched or contents.unexpected or acting):
+    if not problems and not (contents.copies or mismatched or contents.unexpected or acting):
         problems.append(f"none of its {len(contents.pairs)} pairs has any effect: A, B or the scale is zero everywhere")
     if problems:
         where = getattr(reader, "path", "the adapter")
         raise LoadMismatchError(f"{where} cannot be merged into the base\n  " + "\n  ".join(problems))
     report = LoadReport((), unexpected=tuple(contents.unexpected), mismatched=tuple(mismatched))
-    return AdapterMerge(reader, base, report, contents.pairs, copies)
+    return AdapterMerge(reader, base, report, contents.pairs, contents.copies)
 
 
 def _product_shape(reader: TensorReader, pair: Pair) -> Shape:

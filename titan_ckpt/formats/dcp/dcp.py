@@ -82,6 +82,10 @@ class DcpReader(TensorReader):
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._tensors
 
+    def stored_chunks(self) -> dict[str, list[Chunk]]:
+        """Return the parts in which the folder holds each tensor."""
+        return {name: [stored.chunk for stored in parts] for name, parts in self._chunks.items()}
+
     @property
     def items(self) -> list[str]:
         """Return the names of the items that are no tensors."""

@@ -223,6 +223,15 @@ class NativeReader(TensorReader):
         if problems:
             raise CorruptCheckpointError(listed(problems, "\n  "), str(self.path))
 
+    def stored_chunks(self) -> dict[str, list[Chunk]]:
+        """Return the chunks in which the ranks' files hold each tensor. Raises: CorruptCheckpointError."""
+        chunks: dict[str, list[Chunk]] = {}
+        for rank in range(self._world_size):
+            header = self._open(rank).header
+            for entry in map(header.entry, range(len(header.names))):
+                chunks.setdefault(entry.fqn, []).append(entry.chunk)
+        return chunks
+
     def _drop_plan(self) -> None:
         planned, self._planned = self._planned, None
         for reader in planned.readers if planned is not None else ():

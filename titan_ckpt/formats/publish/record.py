@@ -36,6 +36,18 @@ def remove_record(run: Path, name: str) -> None:
         posix.unlink(_path_of(run, name))
 
 
+def recorded_folders(run: Path) -> list[str]:
+    """Return the folders that the run has a record of, whether or not they are still there."""
+    names: list[str] = []
+    for file in posix.list_folder(run / RECORDS):
+        with contextlib.suppress(OSError, CorruptCheckpointError):
+            record = parse(posix.read_whole(run / RECORDS / file, _MAX_BYTES), _MAX_BYTES, file)
+            name = record.get("folder") if isinstance(record, dict) else None
+            if isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts and name:
+                names.append(name)
+    return names
+
+
 def why_foreign(run: Path, name: str) -> str | None:
     """Return why a folder is not an export as this run published it; None if it is."""
     if not posix.is_real_folder(run / name):

@@ -1,0 +1,251 @@
+"""`ls`, `inspect`, `verify` and `diff` on every format, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from titan_ckpt.cli.main import main
+
+FORMATS = {
+    "native": ("run1/checkpoints/step-1", "native"),
+    "native of two ranks": ("run2/checkpoints/step-1", "native"),
+    "dcp.save": ("dcp", "dcp"),
+    "torchtitan": ("titan/step-1", "dcp"),
+    "hf": ("hf", "hf"),
+    "peft": ("peft1", "peft"),
+    "adapter step": ("lora/checkpoints/step-1", "native"),
+}
+MODELS = [name for name in FORMATS if name not in ("peft", "adapter step")]
+"""The kinds of folder that hold the model's weights, which are the same in all of them."""
+
+Answer = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str]) -> Answer:
+    """Run a command with --json; return its exit code and the object it printed."""
+
+    def call(*words: object) -> tuple[int, dict[str, Any]]:
+        code = main([*map(str, words), "--json"])
+        printed = capsys.readouterr()
+        assert code != 2, printed.err
+        return code, json.loads(printed.out)
+
+    return call
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_format_is_inspected_and_verified(root: Path, kind: str, ask: Answer) -> None:
+    """The tree has all tensors, and the folder is whole."""
+    place, format_ = FORMATS[kind]
+    code, content = ask("inspect", root / place)
+    assert (code, content["format"]) == (0, format_)
+    model = next(c for c in content["components"] if c["component"] in ("model", "adapter"))
+    assert model["num_tensors"] == {"peft": 8, "adapter step": 8}.get(kind, 21)
+    assert sum(group["count"] for group in model["groups"]) == model["num_tensors"]
+    code, verified = ask("verify", root / place)
+    assert code == 0
+    assert verified["whole"]
+
+
+def test_tables_fit_80_columns(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every line of every table, with all that a step has to show."""
+    monkeypatch.chdir(root)
+    for words in ("ls run1", "inspect run2/checkpoints/step-1", "inspect hf --all", "inspect peft1", "diff dcp hf"):
+        assert main(words.split()) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines
+        assert max(map(len, lines)) <= 80, words
+
+
+def test_ls_says_everything_about_a_step(root: Path, tmp_path: Path, ask: Answer) -> None:
+    """Loss, kind, converters, pin, the best one; torchtitan's steps; broken ones with the reason; exports."""
+    run = tmp_path / "run"
+    shutil.copytree(root / "lora", run)
+    shutil.copytree(root / "titan/step-1", run / "checkpoints/step-9")
+    (run / "checkpoints/step-7").mkdir()
+    shutil.copytree(root / "hf", run / "exports/step-1")
+    (run / "checkpoints/step-1/PINNED").touch()
+    for folder in (run, run / "checkpoints"):
+        code, listing = ask("ls", folder)
+        assert code == 0
+        ours, theirs = listing["steps"]
+        assert (ours["kind"], ours["converters"], ours["pinned"], ours["best"]) == ("adapter", ["lora"], True, True)
+        assert ours["metrics"] == {"loss": 2.5}
+        assert (theirs["step"], theirs["kind"]) == (9, "dcp")
+        assert listing["rejected"][0][0] == "step-7"
+        assert "no MANIFEST.json" in listing["rejected"][0][1]
+        assert [export["format"] for export in listing["exports"]] == (["hf"] if folder == run else [])
+
+
+def test_inspect_shows_the_sharding_and_the_state(root: Path, ask: Answer) -> None:
+    """A step of two ranks has its rows in two parts; its optimizer and hyperparameters are listed."""
+    _, content = ask("inspect", root / "run2/checkpoints/step-1", "--all")
+    groups = {g["pattern"]: g for c in content["components"] for g in c["groups"]}
+    assert groups["model.layers.*.attention.wq.weight"]["sharding"] == "2 x rows"
+    assert groups["optimizer.layers.*.attention.wq.weight.exp_avg"]["count"] == 2
+    assert content["state"]["optimizer.0.0.hyperparameters.lr"] == "0.0"
+    assert content["manifest"]["world_size"] == 2
+
+
+@pytest.mark.parametrize("kind", ["native of two ranks", "torchtitan", "hf"])
+def test_figures_of_a_tensor_are_those_of_torch(root: Path, kind: str, ask: Answer) -> None:
+    """Minimum, maximum, mean, deviation, norm and histogram, however the tensor is stored."""
+    place, format_ = FORMATS[kind]
+    name = "model.embed_tokens.weight" if format_ == "hf" else "tok_embeddings.weight"
+    _, figures = ask("inspect", root / place, name)
+    files = [load_file(path) for path in (root / "hf").glob("*.safetensors")]
+    value = next(file["model.embed_tokens.weight"] for file in files if "model.embed_tokens.weight" in file).double()
+    expected = [value.min(), value.max(), value.mean(), value.std(correction=0), torch.linalg.vector_norm(value)]
+    found = [figures[key] for key in ("minimum", "maximum", "mean", "std", "norm")]
+    torch.testing.assert_close(torch.tensor(found), torch.stack(expected).float())
+    counts = [count for _, _, count in figures["histogram"]]
+    assert sum(counts) == value.numel()
+    assert counts == torch.histc(value, 20, float(value.min()), float(value.max())).int().tolist()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_same_weights_are_identical_in_every_format(root: Path, kind: str, ask: Answer) -> None:
+    """FSDP2 on two ranks, DCP, torchtitan's layout, one rank and Hugging Face: equal digests, exit code 0."""
+    for other in ("native of two ranks", "hf"):
+        code, found = ask("diff", root / FORMATS[kind][0], root / FORMATS[other][0], "--weights")
+        (model,) = found["components"]
+        assert (code, found["same"], model["num_equal"], model["tensors"]) == (0, True, 21, [])
+        assert model["digests"][0] == model["digests"][1]
+
+
+def test_diff_finds_one_changed_element_in_any_format(root: Path, tmp_path: Path, ask: Answer) -> None:
+    """One element, one row in the table: its tensor's name, one element, the largest difference."""
+    changed = tmp_path / "hf"
+    shutil.copytree(root / "hf", changed)
+    path = next(p for p in changed.glob("*.safetensors") if "model.layers.1.mlp.up_proj.weight" in load_file(p))
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] += 0.5
+    save_file(tensors, path, {"format": "pt"})
+    for kind in MODELS:
+        code, found = ask("diff", root / FORMATS[kind][0], changed, "--weights")
+        ((difference,),) = [c["tensors"] for c in found["components"]]
+        name = "model.layers.1.mlp.up_proj.weight" if kind == "hf" else "layers.1.feed_forward.w3.weight"
+        assert (code, difference["name"], difference["num_different"]) == (1, name, 1)
+        assert difference["max_abs"] == pytest.approx(0.5)
+        assert 0.9 < difference["cosine"] < 1
+
+
+def test_diff_tells_missing_extra_and_reshaped_tensors_apart(root: Path, tmp_path: Path, ask: Answer) -> None:
+    """Each has its kind; a tensor of another dtype has figures; a NaN is no small difference; -0.0 is not 0.0."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    values = {"a": torch.ones(2, 6), "b": torch.ones(4), "gone": torch.ones(1), "nan": torch.zeros(2)}
+    values |= {"zero": torch.zeros(2), "same": torch.tensor([float("nan"), 1.0])}
+    for folder in (one, other):
+        folder.mkdir()
+    save_file(values, one / "model.safetensors")
+    changed = values | {"a": torch.ones(3, 4), "b": torch.ones(4).bfloat16(), "nan": torch.tensor([0.0, float("nan")])}
+    changed["zero"] = torch.tensor([0.0, -0.0])
+    del changed["gone"]
+    save_file(changed | {"new": torch.ones(1)}, other / "model.safetensors")
+    code, found = ask("diff", one, other)
+    (model,) = found["components"]
+    kinds = {d["name"]: d["kind"] for d in model["tensors"]}
+    expected = {"a": "reshaped", "b": "dtype", "gone": "missing", "new": "extra", "nan": "values", "zero": "values"}
+    assert (code, kinds) == (1, expected)
+    figures = {d["name"]: (d["num_different"], d["max_abs"]) for d in model["tensors"]}
+    assert figures["a"] == figures["b"] == (0, 0.0)
+    assert figures["zero"] == (1, 0.0)
+    assert str(figures["nan"][1]) == "nan"
+
+
+def test_diff_compares_training_state_and_settings(root: Path, tmp_path: Path, ask: Answer) -> None:
+    """A moment of the optimizer that differs, a hyperparameter and a converter are all named."""
+    code, found = ask("diff", root / "run1/checkpoints/step-1", root / "run1/checkpoints/step-1")
+    assert (code, [c["component"] for c in found["components"]]) == (0, ["model", "training state"])
+    code, found = ask("diff", root / "run1/checkpoints/step-1", root / "run2/checkpoints/step-1")
+    assert found["components"][0]["tensors"] == []
+    assert any("of the ranks" in line for line in found["not_compared"])
+    code, found = ask("diff", root / "lora/checkpoints/step-1", root / "run1/checkpoints/step-1")
+    assert code == 1
+    assert any(d["name"] == "converters.0.kind" and d["left"] == "lora" for d in found["settings"])
+    shutil.copytree(root / "peft1", tmp_path / "peft")
+    config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    (tmp_path / "peft/adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 99}))
+    code, found = ask("diff", root / "peft1", tmp_path / "peft")
+    assert (code, [d["name"] for d in found["settings"]]) == (1, ["lora_alpha"])
+
+
+def test_verify_finds_a_flipped_bit_in_any_native_file(root: Path, tmp_path: Path, ask: Answer) -> None:
+    """Manifest, state, rank files: a bit anywhere is found, its file is named, and the exit code is 1."""
+    source = root / "run2/checkpoints/step-1"
+    shutil.copytree(source, tmp_path / "step-1")
+    names = sorted(path.name for path in source.iterdir())
+    assert len(names) == 6
+    for name in names:
+        path = tmp_path / "step-1" / name
+        good = path.read_bytes()
+        for position in (0, len(good) // 2, len(good) - 1):
+            bad = bytearray(good)
+            bad[position] ^= 4
+            path.write_bytes(bad)
+            code, found = ask("verify", tmp_path / "step-1")
+            assert (code, found["whole"]) == (1, False)
+            assert name in str(found["faults"])
+        path.write_bytes(good)
+    assert ask("verify", tmp_path / "step-1")[0] == 0
+
+
+def test_verify_finds_what_a_hugging_face_folder_lacks(root: Path, tmp_path: Path, ask: Answer) -> None:
+    """A tensor that the config's model has and the folder lacks, a stray one, a file that the index does not name."""
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    tensors = {k: v for path in (root / "hf").glob("*.safetensors") for k, v in load_file(path).items()}
+    shutil.copy(root / "hf/config.json", folder)
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    code, found = ask("verify", folder)
+    assert code == 1
+    assert "norm.weight is not there" in str(found["faults"])
+    shutil.copy(root / "hf/model.safetensors.index.json", folder)
+    code, found = ask("verify", folder)
+    assert (code, found["whole"]) == (1, False)
+    assert "missing" in str(found["faults"])
+
+
+def test_input_that_is_no_checkpoint_is_one_line_and_exit_code_2(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing there, an empty folder, a pickle, two formats in one, a cut file, a newer schema: the reason in a line."""
+    cases = {name: tmp_path / name for name in ("nowhere", "empty", "pickle", "mixed", "cut", "newer")}
+    for name, path in cases.items():
+        if name != "nowhere":
+            path.mkdir()
+    (cases["pickle"] / "pytorch_model.bin").touch()
+    for source in ("hf", "peft1"):
+        for path in (root / source).iterdir():
+            shutil.copy(path, cases["mixed"])
+    (cases["cut"] / "model.safetensors").write_bytes(b"\x80\0\0\0\0\0\0\0{")
+    shutil.copytree(root / "run1/checkpoints/step-1", cases["newer"], dirs_exist_ok=True)
+    manifest = (cases["newer"] / "MANIFEST.json").read_text().replace('"schema_version": 1', '"schema_version": 99')
+    import xxhash
+
+    body = manifest[: manifest.rindex(',\n"digest"')]
+    seal = xxhash.xxh3_128_hexdigest(body.encode())
+    (cases["newer"] / "MANIFEST.json").write_text(f'{body},\n"digest": "{seal}"\n}}\n')
+    reasons = {"mixed": "a model and a PEFT adapter", "newer": "schema_version 99", "pickle": "pickle"}
+    for name, path in cases.items():
+        commands = [["inspect", path], ["diff", path, root / "hf"], ["convert", path, tmp_path / "out", "--to", "dcp"]]
+        for command in commands:
+            assert main([*map(str, command)]) == 2, command
+            error = capsys.readouterr().err
+            assert error.count("\n") == 1, error
+            assert reasons.get(name, str(path)) in error
+        assert not (tmp_path / "out").exists()
+    assert main(["ls", str(cases["empty"])]) == 2
+    assert main(["ls", str(root / "hf")]) == 2
+    assert main(["inspect", str(root / "hf"), "no.such.tensor"]) == 2
+    assert "near it" in capsys.readouterr().err

@@ -1,0 +1,234 @@
+"""The tables and sentences that `titan-ckpt` prints; they fit 80 columns. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.tree import Tree
+
+from titan_ckpt.tools.listing import Listing, StepFacts, age, size
+
+if TYPE_CHECKING:
+    from titan_ckpt.tools.conversion import Written
+    from titan_ckpt.tools.difference import Difference, SettingDifference, TensorDifference
+    from titan_ckpt.tools.inspecting import Content, TensorStatistics
+    from titan_ckpt.tools.planning import Plan
+    from titan_ckpt.tools.retention import Pruned
+    from titan_ckpt.tools.verifying import Verified
+
+Say = Callable[[str], None]
+_BAR = 30
+
+
+def printable(text: str) -> str:
+    """Return the text with control characters escaped: a name in a foreign file could change the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def say(console: Console, text: str) -> None:
+    """Print a sentence; paths in it stay whole."""
+    console.print(printable(text), soft_wrap=True, highlight=False, markup=False)
+
+
+def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in columns:
+        is_right = column in right
+        table.add_column(column, justify="right" if is_right else "left", no_wrap=is_right, overflow="fold")
+    return table
+
+
+def listing(found: Listing, console: Console) -> None:
+    table = _table(
+        "step", "age", "loss", "kind", "size", "ranks", "remarks", right=("step", "age", "loss", "size", "ranks")
+    )
+    for step in found.steps:
+        loss = step.metrics.get("loss")
+        table.add_row(
+            str(step.step),
+            age(step.created_unix_seconds),
+            "" if loss is None else f"{loss:.4f}",
+            step.kind,
+            size(step.num_bytes),
+            "" if step.world_size is None else str(step.world_size),
+            escape(printable(", ".join(_remarks(step)))),
+        )
+    console.print(table)
+    for name, reason in found.rejected:
+        say(console, f"{name} cannot be loaded: {reason}")
+    if found.exports:
+        console.print()
+        exports = _table("export", "format", "size", "age", "remarks", right=("size", "age"))
+        for export in found.exports:
+            name = export.path.removeprefix(found.folder).lstrip("/")
+            remark = "proved" if export.changed is None else export.changed
+            row = (name, export.format, size(export.num_bytes), age(export.created_unix_seconds), remark)
+            exports.add_row(*(escape(printable(cell)) for cell in row))
+        console.print(exports)
+    if found.writer is not None:
+        state = "writes here" if found.writer_lives else "was the last to write here"
+        say(console, f"{found.writer} {state}")
+
+
+def _remarks(step: StepFacts) -> list[str]:
+    flags = {"pinned": step.pinned, "best": step.best, "resumed from": step.resumed_from}
+    remarks = [name for name, holds in flags.items() if holds]
+    remarks += step.converters
+    return remarks + [f"holds {', '.join(step.foreign)}"] * bool(step.foreign)
+
+
+def content(found: Content, console: Console, *, everything: bool) -> None:
+    total = sum(component.num_bytes for component in found.components)
+    count = sum(component.num_tensors for component in found.components)
+    tree = Tree(escape(printable(f"{found.path}: {found.format}, {count} tensors, {size(total)}")))
+    for component in found.components:
+        dtypes = ", ".join(f"{dtype} {size(num)}" for dtype, num in component.dtypes.items())
+        head = (
+            f"[bold]{component.component}[/]: {component.num_tensors} tensors, {size(component.num_bytes)} ({dtypes})"
+        )
+        branch = tree.add(head)
+        table = _table("", "", "", "", right=())
+        table.show_header = False
+        for group in component.groups:
+            dtype = "" if len(component.dtypes) == 1 else group.dtype
+            shape = f"{dtype}{list(group.shape)}"
+            sharding = "" if group.sharding == "whole" else group.sharding
+            for name in group.names if everything else [group.pattern]:
+                times = f"{group.count} x " if group.count > 1 and not everything else ""
+                num_bytes = group.num_bytes / (group.count if everything else 1)
+                own_name = name.removeprefix(f"{component.component}.")
+                table.add_row(*(escape(printable(c)) for c in (own_name, times + shape, sharding, size(num_bytes))))
+        branch.add(table)
+    console.print(tree)
+    _about("manifest", found.manifest, console)
+    _about("config", found.config, console)
+    if everything:
+        _about("state", found.state, console)
+    elif found.state:
+        say(console, f"state: {len(found.state)} values; --all lists them")
+
+
+def _about(title: str, values: Mapping[str, Any], console: Console) -> None:
+    if not values:
+        return
+    table = _table(title, "")
+    for name, value in values.items():
+        if value not in (None, [], {}, ()):
+            text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            table.add_row(escape(printable(name)), escape(printable(text if len(text) <= 300 else text[:297] + "...")))
+    console.print(table)
+
+
+def statistics(found: TensorStatistics, console: Console) -> None:
+    say(console, f"{found.name}: {found.dtype}{list(found.shape)}, {size(found.num_bytes)}, stored {found.sharding}")
+    table = _table("", "", right=())
+    table.show_header = False
+    figures = {
+        "minimum": found.minimum,
+        "maximum": found.maximum,
+        "mean": found.mean,
+        "std": found.std,
+        "norm": found.norm,
+    }
+    for name, value in figures.items():
+        table.add_row(name, "no finite value" if value is None else f"{value:.6g}")
+    for name, number in {"zeros": found.num_zero, "NaN": found.num_nan, "infinite": found.num_infinite}.items():
+        table.add_row(name, str(number))
+    table.add_row("digest", found.digest)
+    console.print(table)
+    most = max((count for _, _, count in found.histogram), default=0)
+    for low, high, count in found.histogram:
+        bar = "█" * round(_BAR * count / most) if most else ""
+        console.print(f"{low:>12.4g} .. {high:<12.4g} {bar} {count}", highlight=False)
+
+
+def verified(found: Verified, console: Console) -> None:
+    say(console, f"{found.path} is whole: {found.format}, {found.num_tensors} tensors, {size(found.num_bytes)}")
+    for line in (*found.checks, *found.notes):
+        say(console, f"  {line}")
+
+
+def difference(found: Difference, console: Console, top: int) -> None:
+    verdict = "the same" if found.same else "different"
+    say(console, f"{verdict}: {found.left} ({found.left_format}) and {found.right} ({found.right_format})")
+    for component in found.components:
+        differing = len(component.tensors)
+        equal = f"{component.num_equal} tensors are identical"
+        also = f", {differing} differ" if differing else f", digest {component.digests[0]}"
+        say(console, f"{component.component}: {equal}{also}")
+        if differing:
+            console.print(_tensor_differences(component.tensors[:top]))
+            _more(differing, top, console)
+    for title, differences in (("state", found.state), ("settings", found.settings)):
+        if differences:
+            console.print(_setting_differences(title, differences[:top]))
+            _more(len(differences), top, console)
+    for line in found.not_compared:
+        say(console, f"not compared: {line}")
+
+
+def _more(number: int, top: int, console: Console) -> None:
+    if number > top:
+        say(console, f"and {number - top} more; --top {number} shows all")
+
+
+def _tensor_differences(differences: Iterable[TensorDifference]) -> Table:
+    numbers = ("elements", "largest", "mean", "cosine")
+    table = _table("tensor", "how", *numbers, right=numbers)
+    for d in differences:
+        how = d.kind if d.kind == "values" else f"{d.kind}: {d.left or 'nothing'} -> {d.right or 'nothing'}"
+        figures = (d.max_abs, d.mean_abs)
+        table.add_row(
+            escape(printable(d.name)),
+            escape(how),
+            "" if d.num_different is None else str(d.num_different),
+            *("" if figure is None else f"{figure:.3g}" for figure in figures),
+            "" if d.cosine is None else f"{d.cosine:.6f}",
+        )
+    return table
+
+
+def _setting_differences(title: str, differences: Iterable[SettingDifference]) -> Table:
+    table = _table(title, "first", "second")
+    for d in differences:
+        cells = (d.name, *("nothing" if side is None else str(side) for side in (d.left, d.right)))
+        table.add_row(*(escape(printable(cell)) for cell in cells))
+    return table
+
+
+def written(found: Written, console: Console) -> None:
+    merged = f", {found.merged} weights merged" if found.merged else ""
+    what = f"{found.format}, {found.num_tensors} tensors, {size(found.num_bytes)}, names: {found.names}{merged}"
+    say(console, f"{found.target} is written: {what}")
+
+
+def pruned(found: Pruned, console: Console, *, dry_run: bool) -> None:
+    verb = "would delete" if dry_run else "deleted"
+    steps = ", ".join(map(str, found.deleted)) or "nothing"
+    kept = ", ".join(map(str, found.kept)) or "nothing"
+    say(console, f"{found.checkpoints}: {verb} {steps} ({size(found.num_bytes)}); kept {kept}")
+    for name in found.left_over:
+        say(console, f"left for the next run: {name}")
+
+
+def plan(found: Plan, console: Console) -> None:
+    say(console, f"{found.config}: {found.action}")
+    table = _table("", "source", "format", "tensors", "size", right=("tensors", "size"))
+    for number, source in enumerate(found.sources, 1):
+        table.add_row(
+            str(number),
+            escape(printable(f"{source.role} {source.path}")),
+            source.format,
+            str(source.num_tensors),
+            size(source.num_bytes),
+        )
+    if found.sources:
+        console.print(table)
+    for line in found.notes:
+        say(console, line)
+    for line in found.problems:
+        say(console, f"problem: {line}")

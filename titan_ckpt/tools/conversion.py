@@ -1,0 +1,213 @@
+"""Converting a checkpoint into another format, and merging adapters into a base, with the table from config.json.
+
+Sources are only read. The target appears complete under its name or not at all (disk/unpublished_folder.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from titan_ckpt.converting import convert, native_tensors
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import ExportError, LoadMismatchError, listed
+from titan_ckpt.formats.huggingface.export import export_huggingface
+from titan_ckpt.formats.huggingface.peft import PeftReader
+from titan_ckpt.formats.huggingface.reader import TIED
+from titan_ckpt.formats.open import open_reader
+from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor
+from titan_ckpt.geometry.keymap import KeyMap
+from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.loading.adapters import check_mergeable
+from titan_ckpt.loading.bases import check_named_base
+from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
+from titan_ckpt.loading.plan import LoadSource
+from titan_ckpt.tools.models import ModelTable, find_config, find_table, require_config
+from titan_ckpt.tools.torch_file import write_torch_file
+from titan_ckpt.tools.weights import model_keys
+from titan_ckpt.types import Format
+from titan_ckpt.weights.transforms import StateDictTransforms
+from titan_ckpt.weights.write_view import cast_all
+
+Target = Literal["native", "dcp", "hf", "torch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a target is written."""
+
+    config: Path | None = None
+    """Folder of the model's config.json; absent: the source's own, or one that the source's run left."""
+    architecture: str | None = None
+    """Whose names the native side has: llama3, qwen3, qwen3_moe or hf; absent: found from config.json and the names."""
+    dtype: torch.dtype | None = None
+    max_shard_bytes: int = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A folder or file that was written."""
+
+    target: str
+    format: str
+    num_tensors: int
+    num_bytes: int
+    names: str
+    """Whose tensor names it has."""
+    merged: int = 0
+    """Number of weights that adapters changed."""
+
+
+def convert_checkpoint(source: Path, target: Path, to: Target, options: Options) -> Written:
+    """Write the model weights of a checkpoint in another format.
+
+    Raises: NotACheckpointError without a config.json where names have to be translated; as converting.convert.
+    """
+    with open_reader(source) as reader:
+        names = None if reader.format in ("hf", "peft") else list(model_keys(reader))
+        table = _table(reader, names, to, options)
+        assets = find_config(reader, options.config) if to == "hf" else None
+    if to == "torch":
+        _write_torch(source, target, table, options)
+    else:
+        convert(
+            source,
+            target,
+            to,
+            key_map=table.key_map if table is not None else None,
+            hf_config=_hf_config(table, assets) if to == "hf" else None,
+            assets=assets,
+            dtype=options.dtype,
+            max_shard_bytes=options.max_shard_bytes,
+        )
+    return _written(target, to, table)
+
+
+def _table(reader: TensorReader, names: list[str] | None, to: Target, options: Options) -> ModelTable | None:
+    """Return the table that translates between the source's names and the target's; None if they are the same."""
+    if (reader.format == "hf") is (to == "hf"):
+        return None
+    if reader.format == "hf" and options.architecture is None and find_config(reader, options.config) is None:
+        return None  # the names in the folder stay
+    return find_table(require_config(reader, options.config), names, options.architecture)
+
+
+def _hf_config(table: ModelTable | None, folder: Path | None) -> Mapping[str, Any] | None:
+    from titan_ckpt.models.config import read_config_json
+
+    if table is not None:
+        return table.config
+    return None if folder is None else read_config_json(folder)
+
+
+def _write_torch(source: Path, target: Path, table: ModelTable | None, options: Options) -> None:
+    if os.path.lexists(target):
+        raise ExportError(f"{target} is there already; remove it or choose another file")
+    with open_reader(source) as reader:
+        tensors: dict[str, Any] = native_tensors(reader, table.key_map if table else KeyMap(identity=True))
+        try:
+            write_torch_file(target, cast_all(tensors, options.dtype))
+        except OSError as error:
+            raise ExportError(f"{source} could not be converted to {target}: {error}") from error
+
+
+def _written(target: Path, to: Target, table: ModelTable | None, merged: int = 0) -> Written:
+    names = "as in the source" if table is None else "Hugging Face" if to == "hf" else table.architecture
+    if to == "torch":
+        tensors: Mapping[str, torch.Tensor] = torch.load(target, weights_only=True, mmap=True)
+        return Written(str(target), to, len(tensors), target.stat().st_size, names)
+    with open_reader(target) as reader:
+        total = sum(info.nbytes for info in reader.tensors.values())
+        return Written(str(target), to, len(reader.tensors), total, names, merged)
+
+
+def merge_adapters(base: Path, adapters: Sequence[Path], target: Path, options: Options) -> Written:
+    """Write a Hugging Face folder of a base with these adapters merged into it, one after the other.
+
+    Raises: LoadMismatchError for an adapter that does not fit; ExportError; as open_reader.
+    """
+    if os.path.lexists(target):
+        raise ExportError(f"{target} is there already; remove it or choose another folder")
+    with ExitStack() as stack:
+        reader = stack.enter_context(open_reader(base))
+        if reader.format == "peft":
+            raise LoadMismatchError(f"{base} is an adapter: name the base model first, then its adapters")
+        folder = require_config(reader, options.config)
+        names = None if reader.format == "hf" else list(model_keys(reader))
+        table = find_table(folder, names, options.architecture)
+        tensors = native_tensors(reader, table.key_map)
+        merges = [_opened(stack, path, base, tensors, table, reader.format) for path in adapters]
+        changed = set().union(*(merge.changes for merge in merges))
+        merged: dict[str, Any] = {
+            fqn: _merged(fqn, value, [m for m in merges if fqn in m.changes]) if fqn in changed else value
+            for fqn, value in tensors.items()
+        }
+        transforms = StateDictTransforms(table.key_map, table.config)
+        try:
+            export_huggingface(
+                target,
+                transforms.to_file(merged, None, options.dtype),
+                config=dict(table.config),
+                assets=folder,
+                max_shard_bytes=options.max_shard_bytes,
+                coordinator=Coordinator.current(),
+            )
+        except OSError as error:
+            raise ExportError(f"{base} could not be merged into {target}: {error}") from error
+    return _written(target, "hf", table, len(changed))
+
+
+def _opened(
+    stack: ExitStack,
+    path: Path,
+    base: Path,
+    tensors: Mapping[str, LazyTensor],
+    table: ModelTable,
+    base_format: str,
+) -> AdapterMerge:
+    """Open an adapter and find the weights that it changes. Raises: LoadMismatchError."""
+    reader = stack.enter_context(open_reader(path))
+    if isinstance(reader, PeftReader):
+        reader.require_supported()
+        format_: Format = "hf" if base_format == "hf" else "native"
+        check_named_base(path, reader.metadata(), LoadSource(base, format_))
+    check_mergeable(reader)
+    shapes: dict[str, Any] = {
+        fqn: torch.empty(value.info.shape, dtype=value.info.dtype, device="meta") for fqn, value in tensors.items()
+    }
+    tied = set(table.tied.values())
+    if table.config.get("tie_word_embeddings"):  # a model may use one weight twice without sharing it
+        tied |= {fqn for fqn in shapes if TIED[1] in table.key_map.group_of_fqn(fqn).keys}
+    merge = prepare_merge(reader, shapes, tied, table.key_map, table.modules)
+    faults = [f"{key}: the base has no place for it" for key in merge.report.unexpected]
+    faults += [f"{m.key}: expected {m.expected}, found {m.found}" for m in merge.report.mismatched]
+    if faults:
+        raise LoadMismatchError(f"{path} does not fit {base}: {listed(faults)}. Is it an adapter of another model?")
+    return merge
+
+
+def _merged(fqn: str, value: LazyTensor, merges: Sequence[AdapterMerge]) -> LazyTensor:
+    """Return the weight with the adapters' parts added, in their order; block by block where that is possible."""
+
+    def blocks() -> Iterator[Block]:
+        source = value.blocks() if not any(merge.needs_whole(fqn) for merge in merges) else [_whole(value)]
+        for block in source:
+            for merge in merges:
+                merge.apply_to_block(fqn, block)
+            yield block
+
+    return LazyTensor(value.info, blocks)
+
+
+def _whole(value: LazyTensor) -> Block:
+    chunk = Chunk.whole(value.info.shape)
+    data = torch.empty(value.info.shape, dtype=value.info.dtype)
+    for block in value.blocks():
+        data[block.chunk.within(chunk)] = block.data
+    return Block(chunk, data)

@@ -1,0 +1,290 @@
+"""The differences between two checkpoints of any formats and any sharding.
+
+Tensors are compared bit by bit, block by block, so memory is bounded; figures are made only of those that differ.
+Equal bits under one name, dtype and shape are an equal logical digest (weights/digest.py), which is given for both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import xxhash
+
+from titan_ckpt import progress
+from titan_ckpt.formats.open import open_reader
+from titan_ckpt.geometry.chunks import LazyTensor
+from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.tools.state import rank_state, run_state, settings
+from titan_ckpt.tools.weights import Tensors, align, other_keys, stored
+from titan_ckpt.weights import digest
+
+_PIECE = 1 << 20
+"""Elements that are compared as float64 at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """How one tensor differs. Figures are over all elements; they are None if the shapes do not allow any."""
+
+    name: str
+    kind: Literal["values", "dtype", "reshaped", "shape", "missing", "extra"]
+    """missing: the second checkpoint lacks it; extra: the first one does; reshaped: as many elements."""
+    left: str | None
+    right: str | None
+    num_different: int | None = None
+    max_abs: float | None = None
+    mean_abs: float | None = None
+    cosine: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SettingDifference:
+    """A value beside the tensors that differs; None where a side lacks it."""
+
+    name: str
+    left: str | None
+    right: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentDifference:
+    """The comparison of one component: the model, or everything else that a training needs."""
+
+    component: str
+    num_equal: int
+    num_bytes: int
+    """Bytes of the first side's tensors."""
+    digests: tuple[str | None, str | None]
+    """A digest over the names and logical digests of all tensors of each side."""
+    tensors: tuple[TensorDifference, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """All differences of two checkpoints."""
+
+    left: str
+    right: str
+    left_format: str
+    right_format: str
+    names: str
+    """Whose tensor names the comparison uses."""
+    components: tuple[ComponentDifference, ...]
+    state: tuple[SettingDifference, ...] = ()
+    """Differences of run state, if both sides have one."""
+    settings: tuple[SettingDifference, ...] = ()
+    """Differences of converters and base, or of config.json."""
+    not_compared: tuple[str, ...] = field(default=())
+    """What one side has and the other has not, in words."""
+
+    @property
+    def same(self) -> bool:
+        return not (self.state or self.settings or any(component.tensors for component in self.components))
+
+
+def compare(left: Path, right: Path, *, config: Path | None = None, weights_only: bool = False) -> Difference:
+    """Compare two checkpoints. `config`: the folder of the model's config.json, if it is in neither.
+
+    Optimizer and run state are compared if both have them; `weights_only` leaves them out.
+    Raises: CheckpointNotFoundError; NotACheckpointError; CorruptCheckpointError; OSError.
+    """
+    with open_reader(left) as a, open_reader(right) as b:
+        aligned = align(a, b, config)
+        total = sum(value.info.nbytes for value in (*aligned.left.values(), *aligned.right.values()))
+        with progress.shown("comparing", total):
+            components = [_component("model", aligned.left, aligned.right)]
+            state: tuple[SettingDifference, ...] = ()
+            not_compared: list[str] = []
+            if not weights_only:
+                others = [*_others(a, b, not_compared)]
+                components += others
+                state = _states(a, b, not_compared)
+        same_kind = a.format == b.format
+        described = () if weights_only or not same_kind else _settings(settings(a), settings(b))
+        return Difference(
+            str(left), str(right), a.format, b.format, aligned.names, tuple(components), state, described,
+            tuple(not_compared),
+        )  # fmt: skip
+
+
+def _others(a: TensorReader, b: TensorReader, not_compared: list[str]) -> Iterator[ComponentDifference]:
+    """Yield the comparison of the tensors that are not the model's, if both sides have them under common names."""
+    mine, theirs = other_keys(a), other_keys(b)
+    for reader, keys, other in ((a, mine, theirs), (b, theirs, mine)):
+        if keys and not other:
+            not_compared.append(f"{reader.path} also holds {len(keys)} tensors of training state")
+    if mine and theirs:
+        if mine.keys() & theirs.keys():
+            yield _component("training state", stored(a, mine), stored(b, theirs))
+        else:
+            not_compared.append("the training states name their tensors differently")
+
+
+def _states(a: TensorReader, b: TensorReader, not_compared: list[str]) -> tuple[SettingDifference, ...]:
+    mine, theirs = run_state(a), run_state(b)
+    not_compared += [f"{reader.path} also holds run state" for reader, own in ((a, mine), (b, theirs)) if own]
+    if not mine or not theirs or a.format != b.format:
+        return ()
+    del not_compared[-2:]
+    found = [*_settings(mine, theirs)]
+    manifests = [getattr(reader, "manifest", None) for reader in (a, b)]
+    worlds = {None if manifest is None else manifest.world_size for manifest in manifests}
+    if len(worlds) == 1:
+        (world_size,) = worlds
+        for rank in range(world_size or 0):
+            found += _settings(rank_state(a, rank), rank_state(b, rank), f"rank {rank}: ")
+    else:
+        not_compared.append("generators and data positions of the ranks, of which there are different numbers")
+    return tuple(found)
+
+
+def _settings(left: Mapping[str, Any], right: Mapping[str, Any], prefix: str = "") -> tuple[SettingDifference, ...]:
+    names = dict.fromkeys((*left, *right))
+    return tuple(
+        SettingDifference(prefix + name, left.get(name), right.get(name))
+        for name in names
+        if left.get(name) != right.get(name)
+    )
+
+
+def _component(component: str, left: Tensors, right: Tensors) -> ComponentDifference:
+    differences: list[TensorDifference] = []
+    digests: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    num_equal = 0
+    for name in dict.fromkeys((*left, *right)):
+        a, b = left.get(name), right.get(name)
+        if a is not None and b is not None and a.info == b.info:
+            difference = _same_info(name, a, b, digests)
+        else:
+            for value, table in zip((a, b), digests, strict=True):
+                if value is not None:
+                    table[name] = _digest(value)
+            difference = _other_info(name, a, b)
+        if difference is None:
+            num_equal += 1
+        else:
+            differences.append(difference)
+    return ComponentDifference(
+        component,
+        num_equal,
+        sum(value.info.nbytes for value in left.values()),
+        (_joined(digests[0]), _joined(digests[1])),
+        tuple(sorted(differences, key=_importance)),
+    )
+
+
+def _importance(difference: TensorDifference) -> tuple[bool, float, str]:
+    """Sort differences without figures first, then the largest difference first."""
+    largest = difference.max_abs
+    if largest is None:
+        return False, 0.0, difference.name
+    return True, -math.inf if math.isnan(largest) else -largest, difference.name
+
+
+def _same_info(
+    name: str, a: LazyTensor, b: LazyTensor, digests: tuple[dict[str, str], dict[str, str]]
+) -> TensorDifference | None:
+    """Compare two tensors of the same shape and dtype in one pass; differing ones are read again for the figures."""
+    sums = [(0, 0), (0, 0)]
+    equal = True
+    for one, other in zip(a.blocks(), b.blocks(), strict=True):
+        first = digest.partial_digest(a.info, one.chunk, one.data)
+        same = _equal_bits(one.data, other.data)
+        equal &= same
+        second = first if same else digest.partial_digest(b.info, other.chunk, other.data)
+        sums = [digest.add(sums[0], first), digest.add(sums[1], second)]
+    for table, total in zip(digests, sums, strict=True):
+        table[name] = digest.finish(a.info, total)
+    return None if equal else TensorDifference(name, "values", str(a.info), str(b.info), *_figures(a, b))
+
+
+def _other_info(name: str, a: LazyTensor | None, b: LazyTensor | None) -> TensorDifference:
+    if a is None or b is None:
+        kind: Literal["missing", "extra"] = "missing" if b is None else "extra"
+        return TensorDifference(name, kind, _text(a), _text(b))
+    if a.info.shape == b.info.shape:
+        return TensorDifference(name, "dtype", _text(a), _text(b), *_figures(a, b))
+    if math.prod(a.info.shape) == math.prod(b.info.shape):
+        return TensorDifference(name, "reshaped", _text(a), _text(b), *_figures(a, b))
+    return TensorDifference(name, "shape", _text(a), _text(b))
+
+
+def _text(value: LazyTensor | None) -> str | None:
+    return None if value is None else str(value.info)
+
+
+def _digest(value: LazyTensor) -> str:
+    total = 0, 0
+    for block in value.blocks():
+        total = digest.add(total, digest.partial_digest(value.info, block.chunk, block.data))
+    return digest.finish(value.info, total)
+
+
+def _joined(digests: Mapping[str, str]) -> str | None:
+    """Return one digest for all tensors of a side; None if it has none."""
+    lines = "\n".join(f"{name} {value}" for name, value in sorted(digests.items()))
+    return xxhash.xxh3_128_hexdigest(lines.encode()) if digests else None
+
+
+def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(value: torch.Tensor) -> torch.Tensor:
+    return value.contiguous().view(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def _figures(a: LazyTensor, b: LazyTensor) -> tuple[int, float, float, float | None]:
+    """Return the number of elements that differ, the largest and the mean difference, and the cosine.
+
+    Elements that are equal bit by bit have no difference, infinite ones and NaN too.
+    """
+    count, largest, total, dot, square_a, square_b = 0, 0.0, 0.0, 0.0, 0.0, 0.0
+    for one, other in _paired(a, b):
+        x, y = _numbers(one), _numbers(other)
+        same = (x == y) | (x.isnan() & y.isnan())
+        if one.dtype == other.dtype:  # then the bits decide: -0.0 is not 0.0
+            width = one.dtype.itemsize
+            same = (_bytes(one).view(-1, width) == _bytes(other).view(-1, width)).all(1)
+            same = same if len(same) == len(x) else same.repeat_interleave(2)  # a complex number is two
+        distance = torch.where(same, 0.0, (x - y).abs())
+        count += int((~same).sum())
+        top = float(distance.max()) if len(distance) else 0.0
+        largest = math.nan if math.isnan(top) or math.isnan(largest) else max(largest, top)
+        total += float(distance.sum())
+        dot, square_a, square_b = dot + float(x @ y), square_a + float(x @ x), square_b + float(y @ y)
+    length = math.sqrt(square_a) * math.sqrt(square_b)
+    elements = math.prod(a.info.shape)
+    return count, largest, total / elements if elements else 0.0, dot / length if length > 0 else None
+
+
+def _numbers(values: torch.Tensor) -> torch.Tensor:
+    real = torch.view_as_real(values) if values.is_complex() else values
+    return real.reshape(-1).to(torch.float64)
+
+
+def _paired(a: LazyTensor, b: LazyTensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield equally long pieces of two tensors with as many elements, in row-major order."""
+    left, right = _pieces(a), _pieces(b)
+    one = other = torch.empty(0)
+    while True:
+        if not one.numel():
+            one = next(left, one)
+        if not other.numel():
+            other = next(right, other)
+        length = min(one.numel(), other.numel())
+        if not length:
+            return
+        yield one[:length], other[:length]
+        one, other = one[length:], other[length:]
+
+
+def _pieces(value: LazyTensor) -> Iterator[torch.Tensor]:
+    for block in value.blocks():
+        if block.data.numel():
+            yield from block.data.reshape(-1).split(_PIECE)

@@ -1,0 +1,257 @@
+"""The content of one checkpoint: tensors by component, their sharding, state, manifest, and figures of one tensor."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_ckpt.components.files import OTHER_COMPONENTS
+from titan_ckpt.converting import stored_tensor
+from titan_ckpt.errors import CheckpointNotFoundError
+from titan_ckpt.formats.dcp.dcp import DcpReader
+from titan_ckpt.formats.native.reader import NativeReader
+from titan_ckpt.formats.open import open_reader
+from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo
+from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.tools.state import run_state
+from titan_ckpt.weights import digest
+
+BINS = 20
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
+_PIECE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGroup:
+    """Tensors whose names differ in their numbers alone, with one shape, dtype and sharding."""
+
+    pattern: str
+    """The name, with * for a number that differs."""
+    count: int
+    shape: Shape
+    dtype: str
+    num_bytes: int
+    sharding: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentContent:
+    """The tensors of one component, such as the model or the optimizer."""
+
+    component: str
+    num_tensors: int
+    num_bytes: int
+    dtypes: Mapping[str, int]
+    """dtype -> bytes."""
+    groups: tuple[TensorGroup, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The content of a checkpoint."""
+
+    path: str
+    format: str
+    components: tuple[ComponentContent, ...]
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    """Of a native step: the manifest without its list of files."""
+    num_files: int | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """config.json or adapter_config.json."""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """The state of the run, as text by dotted names."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStatistics:
+    """Figures of one tensor; those of values are over finite elements."""
+
+    name: str
+    shape: Shape
+    dtype: str
+    num_bytes: int
+    sharding: str
+    digest: str
+    num_nan: int
+    num_infinite: int
+    num_zero: int
+    minimum: float | None
+    maximum: float | None
+    mean: float | None
+    std: float | None
+    norm: float | None
+    histogram: tuple[tuple[float, float, int], ...]
+    """(lower edge, upper edge, number of values) of equally wide bins from the minimum to the maximum."""
+
+
+def inspect(path: Path) -> Content:
+    """Return the content of a checkpoint; no tensor is read. Raises: as open_reader."""
+    with open_reader(path) as reader:
+        manifest = reader.manifest if isinstance(reader, NativeReader) else None
+        about = {} if manifest is None else {k: v for k, v in asdict(manifest).items() if k not in ("files", "attempt")}
+        return Content(
+            str(path),
+            reader.format,
+            tuple(_components(reader)),
+            about,
+            None if manifest is None else len(manifest.files),
+            {} if manifest is not None else reader.metadata(),
+            run_state(reader),
+        )
+
+
+def _components(reader: TensorReader) -> list[ComponentContent]:
+    parts: dict[str, dict[str, TensorInfo]] = {}
+    for key, info in reader.tensors.items():
+        parts.setdefault(_component_of(key, reader.format), {})[key] = info
+    shardings = _shardings(reader)
+    made = []
+    for component, tensors in parts.items():
+        dtypes: dict[str, int] = {}
+        for info in tensors.values():
+            dtypes[_dtype(info)] = dtypes.get(_dtype(info), 0) + info.nbytes
+        groups = _grouped(tensors, shardings)
+        made.append(ComponentContent(component, len(tensors), sum(dtypes.values()), dtypes, tuple(groups)))
+    return made
+
+
+def _component_of(key: str, format_: str) -> str:
+    if format_ == "peft":
+        return "adapter"
+    if format_ == "hf":
+        return "model"
+    prefixes = ("model.", *OTHER_COMPONENTS)
+    known = next((prefix.rstrip(".") for prefix in prefixes if key.startswith(prefix)), "model")
+    return "optimizer" if known == "optim" else known
+
+
+def _grouped(tensors: Mapping[str, TensorInfo], shardings: Mapping[str, str]) -> list[TensorGroup]:
+    """Group the tensors of equal layers, in the order of the checkpoint."""
+    groups: dict[tuple[str, TensorInfo, str], list[str]] = {}
+    for key, info in tensors.items():
+        groups.setdefault((_NUMBER.sub("*", key), info, shardings[key]), []).append(key)
+    return [
+        TensorGroup(
+            names[0] if len(names) == 1 else pattern,
+            len(names),
+            info.shape,
+            _dtype(info),
+            info.nbytes * len(names),
+            sharding,
+            tuple(names),
+        )
+        for (pattern, info, sharding), names in groups.items()
+    ]
+
+
+def _shardings(reader: TensorReader) -> dict[str, str]:
+    """Return how each tensor is stored, in words: "whole", "4 x rows", "2 x columns", "8 boxes"."""
+    chunks = reader.stored_chunks() if isinstance(reader, (NativeReader, DcpReader)) else {}
+    return {key: _sharding(info.shape, chunks.get(key, ())) for key, info in reader.tensors.items()}
+
+
+def _sharding(shape: Shape, chunks: Sequence[Chunk]) -> str:
+    parts = [chunk for chunk in chunks if chunk.numel]
+    if len(parts) < 2:
+        return "whole"
+    cut = [dim for dim in range(len(shape)) if any(chunk.sizes[dim] != shape[dim] for chunk in parts)]
+    if len(cut) == 1:
+        return f"{len(parts)} x {'rows' if cut == [0] else 'columns' if cut == [1] else f'dim {cut[0]}'}"
+    return f"{len(parts)} boxes"
+
+
+def statistics(path: Path, name: str) -> TensorStatistics:
+    """Read one tensor block by block and return its figures. `name` may leave out the component.
+
+    Raises: CheckpointNotFoundError for an unknown name, with the nearest ones; as open_reader.
+    """
+    with open_reader(path) as reader:
+        key = next((key for key in (name, f"model.{name}") if key in reader.tensors), None)
+        if key is None:
+            import difflib
+
+            near = difflib.get_close_matches(name, list(reader.tensors), 3, 0.3) or list(reader.tensors)[:3]
+            raise CheckpointNotFoundError(f"{path} has no tensor {name}; near it: {', '.join(near)}")
+        info = reader.tensors[key]
+        value = stored_tensor(reader, key)
+        total = 0, 0
+        sums = _Sums()
+        for block in value.blocks():
+            total = digest.add(total, digest.partial_digest(info, block.chunk, block.data))
+            for piece in block.data.reshape(-1).split(_PIECE):
+                sums.take(piece)
+        counts = torch.zeros(BINS, dtype=torch.int64)
+        if sums.count and sums.maximum > sums.minimum:
+            for block in value.blocks():
+                for piece in block.data.reshape(-1).split(_PIECE):
+                    numbers = _finite(piece)
+                    counts += torch.histc(numbers, BINS, sums.minimum, sums.maximum).to(torch.int64)
+        elif sums.count:
+            counts[0] = sums.count
+        width = (sums.maximum - sums.minimum) / BINS if sums.count else 0.0
+        bins = [(sums.minimum + i * width, sums.minimum + (i + 1) * width, int(counts[i])) for i in range(BINS)]
+        return TensorStatistics(
+            key, info.shape, _dtype(info), info.nbytes, _shardings(reader)[key], digest.finish(info, total),
+            sums.num_nan, sums.num_infinite, sums.num_zero, *sums.figures(), tuple(bins) if sums.count else (),
+        )  # fmt: skip
+
+
+class _Sums:
+    """The running figures of a tensor's finite values, in float64."""
+
+    def __init__(self) -> None:
+        self.num_nan = self.num_infinite = self.num_zero = self.count = 0
+        self.minimum, self.maximum = math.inf, -math.inf
+        self._mean = self._squares = self._total_squares = 0.0
+
+    def take(self, values: torch.Tensor) -> None:
+        """Add values. Source of the update of mean and variance: Chan, Golub and LeVeque (1979)."""
+        whole = _numbers(values)
+        numbers = whole[whole.isfinite()]
+        self.num_nan += int(whole.isnan().sum())
+        self.num_infinite += int(whole.isinf().sum())
+        self.num_zero += int((numbers == 0).sum())
+        count = numbers.numel()
+        if not count:
+            return
+        self.minimum, self.maximum = min(self.minimum, float(numbers.min())), max(self.maximum, float(numbers.max()))
+        mean = float(numbers.mean())
+        squares = float(((numbers - mean) ** 2).sum())
+        apart = mean - self._mean
+        both = self.count + count
+        self._squares += squares + apart * apart * self.count * count / both
+        self._mean += apart * count / both
+        self._total_squares += float((numbers * numbers).sum())
+        self.count = both
+
+    def figures(self) -> tuple[float | None, float | None, float | None, float | None, float | None]:
+        """Return minimum, maximum, mean, standard deviation and norm; None without a finite value."""
+        if not self.count:
+            return None, None, None, None, None
+        return (
+            self.minimum,
+            self.maximum,
+            self._mean,
+            math.sqrt(self._squares / self.count),
+            math.sqrt(self._total_squares),
+        )
+
+
+def _numbers(values: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(values).reshape(-1) if values.is_complex() else values).to(torch.float64)
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    numbers = _numbers(values)
+    return numbers[numbers.isfinite()]
+
+
+def _dtype(info: TensorInfo) -> str:
+    return str(info.dtype).removeprefix("torch.")

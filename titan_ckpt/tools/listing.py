@@ -1,0 +1,242 @@
+"""The steps and exports in a run's folder, as facts. Imports no torch, so that `titan-ckpt ls` answers at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_ckpt.directory.lease import LEASE_NAME, holder_of
+from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
+from titan_ckpt.directory.names import PIN_NAME, STAGING, CommittedStep, inspect, step_name, step_of, survey
+from titan_ckpt.disk import posix
+from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
+from titan_ckpt.formats.publish.record import recorded_folders, why_foreign
+
+METADATA = ".metadata"
+_EXPORTS = "exports"
+"""Default folder of exports, for runs that left no record of theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """Facts about one committed step, or about a step that torchtitan saved (`kind` "dcp")."""
+
+    step: int
+    path: str
+    kind: str
+    num_bytes: int
+    created_unix_seconds: float
+    world_size: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    components: tuple[str, ...] = ()
+    converters: tuple[str, ...] = ()
+    pinned: bool = False
+    foreign: tuple[str, ...] = ()
+    """Names in the folder that are not part of the step, without the pin."""
+    best: bool = False
+    """It has the smallest loss of all steps that have one."""
+    resumed_from: bool = False
+    """The run that saved last went on from it, so that run does not delete it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFacts:
+    """Facts about one exported folder."""
+
+    path: str
+    format: str
+    num_bytes: int
+    created_unix_seconds: float
+    changed: str | None
+    """Why the folder is not as the run published it, with its proof; None if it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a run's folder holds."""
+
+    folder: str
+    checkpoints: str
+    steps: tuple[StepFacts, ...]
+    rejected: tuple[tuple[str, str], ...]
+    """(name, reason) of every entry that looks like a checkpoint and cannot be loaded."""
+    exports: tuple[ExportFacts, ...]
+    writer: str | None
+    """The process that holds the folder, if the lease names one; it may have been killed."""
+    writer_lives: bool
+
+
+def list_run(folder: Path) -> Listing:
+    """List a run's folder, or its checkpoint folder.
+
+    Raises: CheckpointNotFoundError; NotACheckpointError for a folder without any checkpoint.
+    """
+    checkpoints = find_checkpoints(folder)
+    found = survey(checkpoints)
+    newest = max(found.steps, key=lambda step: step.step, default=None)
+    source = newest.manifest.resumed_from if newest is not None else None
+    resumed = source.get("step") if source else None
+    losses = {s.step: loss for s in found.steps if (loss := s.manifest.metrics.get("loss")) is not None}
+    best = min(losses, key=lambda step: (losses[step], -step), default=None)
+    steps = [_native(step, is_best=step.step == best, is_source=step.step == resumed) for step in found.steps]
+    steps += [facts for step in found.dcp if (facts := _dcp(checkpoints / step_name(step), step)) is not None]
+    holder = holder_of(checkpoints)
+    return Listing(
+        str(folder),
+        str(checkpoints),
+        tuple(sorted(steps, key=lambda facts: facts.step)),
+        found.rejected,
+        tuple(_exports(folder)),
+        None if holder is None else str(holder),
+        holder is not None and holder.lives_here(),
+    )
+
+
+def find_checkpoints(folder: Path) -> Path:
+    """Return the checkpoint folder of a run's folder, or the folder itself if it is one.
+
+    Raises: CheckpointNotFoundError; NotACheckpointError, also for a run with several.
+    """
+    if not folder.is_dir():
+        raise CheckpointNotFoundError(f"{folder} is no folder; name a run's folder or its checkpoint folder")
+    if (folder / MANIFEST_NAME).exists() or (folder / METADATA).exists():
+        raise NotACheckpointError(f"{folder} is one checkpoint; name the run's folder, or look at it with `inspect`")
+    if _has_steps(folder):
+        return folder
+    exports = export_roots(folder)
+    inside = [folder / name for name in posix.list_folder(folder) if not name.startswith(".") and name not in exports]
+    found = [path for path in inside if path.is_dir() and _has_steps(path)]
+    if not found:
+        names = ", ".join(posix.list_folder(folder)[:6]) or "nothing"
+        raise NotACheckpointError(f"{folder} holds no checkpoints, only {names}; name a run's folder")
+    if len(found) > 1:
+        raise NotACheckpointError(
+            f"{folder} holds several checkpoint folders; name one of {', '.join(map(str, found))}"
+        )
+    return found[0]
+
+
+def export_roots(run: Path) -> set[str]:
+    """Return the names in a run's folder under which its exports are."""
+    return {Path(name).parts[0] for name in recorded_folders(run)} | {_EXPORTS}
+
+
+def committed_step(path: Path) -> CommittedStep:
+    """Return the committed step at a path.
+
+    Raises: CheckpointNotFoundError; NotACheckpointError; CorruptCheckpointError.
+    """
+    step = step_of(Path(os.path.abspath(path)).name)
+    if not path.is_dir():
+        raise CheckpointNotFoundError(
+            f"{path} is not there; name the folder of a step, such as run/checkpoints/step-100"
+        )
+    if step is None or not (path / MANIFEST_NAME).exists():
+        raise NotACheckpointError(f"{path} is no step of titan_ckpt; name a folder step-N that holds {MANIFEST_NAME}")
+    return inspect(path, step)
+
+
+def resumed_from(manifests: Iterable[Manifest]) -> set[int]:
+    """Return the step that the run which saved last went on from; that run does not delete it."""
+    last = max(manifests, key=lambda m: m.step, default=None)  # no run saves below a step: clocks may jump
+    step = last.resumed_from.get("step") if last is not None and last.resumed_from else None
+    return {step} if isinstance(step, int) else set()
+
+
+def age(unix_seconds: float) -> str:
+    """Return a time of the past in words that fit a column: "3 min", "2 h", "5 d"."""
+    seconds = max(0.0, time.time() - unix_seconds)
+    for limit, unit, name in ((90, 1, "s"), (5400, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds / 86400:.0f} d"
+
+
+def size(num_bytes: float) -> str:
+    """Return a number of bytes with a unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def _native(step: CommittedStep, *, is_best: bool, is_source: bool) -> StepFacts:
+    manifest = step.manifest
+    return StepFacts(
+        step.step,
+        str(step.path),
+        manifest.kind,
+        sum(file.num_bytes for file in manifest.files),
+        manifest.created_unix_seconds,
+        manifest.world_size,
+        manifest.metrics,
+        manifest.components,
+        tuple(str(converter.get("kind")) for converter in manifest.converters),
+        PIN_NAME in step.foreign,
+        tuple(name for name in step.foreign if name != PIN_NAME),
+        is_best,
+        is_source,
+    )
+
+
+def _dcp(path: Path, step: int) -> StepFacts | None:
+    """Return what can be told of torchtitan's step without reading its pickle; None if it is deleted meanwhile."""
+    try:
+        created = (path / METADATA).stat().st_mtime
+    except FileNotFoundError:
+        return None
+    return StepFacts(step, str(path), "dcp", _num_bytes(path), created)
+
+
+def _has_steps(folder: Path) -> bool:
+    """Return whether this is a checkpoint folder: of a run that saves into it, or with a step of either format."""
+    names = posix.list_folder(folder)
+    if LEASE_NAME in names or STAGING in names:
+        return True
+    steps = [folder / name for name in names if step_of(name) is not None]
+    return any((step / name).exists() for step in steps for name in (MANIFEST_NAME, METADATA))
+
+
+def _exports(run: Path) -> Iterator[ExportFacts]:
+    recorded = recorded_folders(run)
+    beside = [f"{_EXPORTS}/{name}" for name in posix.list_folder(run / _EXPORTS) if not name.startswith(".")]
+    for name in sorted({*recorded, *beside}, key=_by_step):
+        path = run / name
+        if path.is_dir():
+            changed = why_foreign(run, name) if name in recorded else "there is no record that a run made it"
+            yield ExportFacts(str(path), _format(path), _num_bytes(path), path.stat().st_mtime, changed)
+
+
+def _by_step(name: str) -> tuple[str, int, str]:
+    folder, _, last = name.rpartition("/")
+    number = "".join(c for c in last if c.isdigit())
+    return folder, int(number or 0), last
+
+
+def _format(path: Path) -> str:
+    """Return the format of an exported folder, by the names of its files."""
+    if (path / METADATA).exists():
+        return "dcp"
+    if (path / "adapter_config.json").exists():
+        return "peft"
+    with contextlib.suppress(OSError, ValueError):
+        config: Any = json.loads((path / "config.json").read_bytes())
+        if isinstance(config, dict) and "quantization_config" in config:
+            return "hf, quantised"
+    return "hf"
+
+
+def _num_bytes(folder: Path) -> int:
+    total = 0
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += Path(parent, name).lstat().st_size
+    return total

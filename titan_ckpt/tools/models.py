@@ -1,0 +1,112 @@
+"""The key table of a model, found from a config.json: what file tensors are called, and how they are arranged.
+
+Owns the choice of the architecture. A model is built on meta, so it needs no memory; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from titan_ckpt.errors import ConfigError, NotACheckpointError
+from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
+from titan_ckpt.formats.native.reader import NativeReader
+from titan_ckpt.geometry.chunks import TensorInfo, info_of
+from titan_ckpt.geometry.keymap import KeyMap
+from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.models.config import read_config_json
+from titan_ckpt.models.registry import ARCHITECTURES, build_model
+from titan_ckpt.weights.wrapper import ModelWrapper
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTable:
+    """A model without weights: its names, shapes, modules, and its table to Hugging Face names."""
+
+    architecture: str
+    """As in [model] name: llama3, qwen3, qwen3_moe, or hf for any model of transformers."""
+    key_map: KeyMap
+    tensors: Mapping[str, TensorInfo]
+    """By native name; the dtypes are those of a new model."""
+    tied: Mapping[str, str]
+    modules: Mapping[str, nn.Module]
+    config: Mapping[str, Any]
+    """The content of config.json, without its quantisation."""
+
+
+def find_table(folder: Path, names: Collection[str] | None = None, architecture: str | None = None) -> ModelTable:
+    """Return the table of the model in a folder's config.json.
+
+    `names`: the native names of a checkpoint, by which the architecture is chosen if several read this config; without
+    them the first one is taken, which is the model's own if it has one. `architecture`: the only one to try.
+    Raises: ConfigError listing why no architecture reads the config; NotACheckpointError if the names are no model's.
+    """
+    problems: list[str] = []
+    tables: list[ModelTable] = []
+    for table in _tables(folder, architecture, problems):
+        if names is None or table.tensors.keys() | table.tied.keys() >= set(names):
+            return table
+        tables.append(table)
+    if names is None or not tables:
+        raise ConfigError(problems or [f"model: no architecture reads {folder / CONFIG}"], str(folder / CONFIG))
+    best = max(tables, key=lambda table: len(table.tensors.keys() & set(names)))
+    unknown = sorted(set(names) - best.tensors.keys() - best.tied.keys())
+    raise NotACheckpointError(
+        f"{folder / CONFIG} is the config of a model that has no {', '.join(unknown[:3])}"
+        f"{f' and {len(unknown) - 3} more' if len(unknown) > 3 else ''} ({best.architecture}). Name the folder of the "
+        "model's own config.json with --config"
+    )
+
+
+def _tables(folder: Path, architecture: str | None, problems: list[str]) -> Iterator[ModelTable]:
+    """Yield the table of each architecture that reads the config; add a line to `problems` for each other one."""
+    if architecture is not None and architecture not in ARCHITECTURES:
+        raise ConfigError([f"--model: {architecture!r} is unknown; known: {', '.join(ARCHITECTURES)}"])
+    config = {key: value for key, value in read_config_json(folder).items() if key != "quantization_config"}
+    for name in [architecture] if architecture else ARCHITECTURES:
+        try:
+            with torch.device("meta"):
+                model = build_model(name, folder=folder)
+        except ConfigError as error:
+            problems += [f"{name}: {problem}" for problem in error.problems]
+            continue
+        wrapper = ModelWrapper([model])
+        tensors = {fqn: info_of(value) for fqn, value in wrapper.state_dict().items()}
+        yield ModelTable(name, model.key_map(), tensors, wrapper.tied, dict(model.named_modules()), config)
+
+
+def find_config(reader: TensorReader, given: Path | None) -> Path | None:
+    """Return the folder with the config.json of a checkpoint's model; None if none is known.
+
+    It is the given one, the checkpoint's own, that of the base in its manifest, or that of an export of the same run.
+    """
+    if given is not None:
+        return given if given.is_dir() else given.parent
+    path = reader.path.absolute()
+    places = [path] if path.is_dir() else [path.parent]
+    if isinstance(reader, NativeReader) and reader.manifest is not None:
+        base = (reader.manifest.base or {}).get("path")
+        run = path.parent.parent
+        places += [Path(base)] if isinstance(base, str) else []
+        places += sorted((run / "exports").glob("step-*"), reverse=True)
+    elif not isinstance(reader, HuggingFaceReader):
+        places += sorted((path.parent.parent / "exports").glob("step-*"), reverse=True)
+    return next((place for place in places if (place / CONFIG).is_file()), None)
+
+
+def require_config(reader: TensorReader, given: Path | None) -> Path:
+    """Return what find_config does. Raises: NotACheckpointError if no config.json is known."""
+    folder = find_config(reader, given)
+    if folder is None:
+        raise NotACheckpointError(
+            f"{reader.path}: no {CONFIG} is known for its model, which says what the tensors are called in Hugging "
+            "Face folders; name the folder that has it with --config"
+        )
+    return folder

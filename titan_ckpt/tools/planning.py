@@ -1,0 +1,166 @@
+"""What a run would load: the same decision as a load (loading/plan.py), made from the config and the folders alone.
+
+Opens headers and manifests, and reads no tensor. The model is not built: whether the weights fit it shows at the load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_ckpt.config import CheckpointConfig, InitialLoadConfig, apply_overrides, from_dict, read_toml
+from titan_ckpt.directory.names import CommittedStep, Survey, step_name, survey
+from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from titan_ckpt.formats.native.reader import NativeReader
+from titan_ckpt.formats.open import detect_format, open_reader
+from titan_ckpt.loading.plan import LoadPlan, LoadSource, ResumeStep, resolve
+from titan_ckpt.training.config import RunConfig
+from titan_ckpt.training.model_folder import checkpoint_settings
+from titan_ckpt.types import Format
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSource:
+    """One folder that a load reads weights from."""
+
+    role: str
+    path: str
+    format: str
+    num_tensors: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run with a config would load."""
+
+    config: str
+    action: str
+    """Resume step N; load initial weights; or start from step 0."""
+    step: int
+    """The step after which training would go on."""
+    sources: tuple[PlannedSource, ...]
+    notes: tuple[str, ...]
+    problems: tuple[str, ...]
+    """Reasons for which the load would fail."""
+
+
+def plan_load(config: Path, overrides: Sequence[str] = ()) -> Plan:
+    """Return what a run would load. `overrides`: settings such as "training.steps=100". Raises: ConfigError."""
+    changes = [part for text in overrides for part in _override(text)]
+    raw = apply_overrides(read_toml(str(config)), changes)
+    tables = raw.pop("converters", [])
+    run = from_dict(RunConfig, raw, str(config))
+    settings = checkpoint_settings(run)
+    folder = Path(run.output_folder) / settings.folder
+    found = survey(folder)
+    notes = [f"{name} cannot be loaded and is skipped: {reason}" for name, reason in found.rejected]
+    problems: list[str] = []
+    sources: list[PlannedSource] = []
+    step, plan = None, LoadPlan()
+    try:
+        step = _step(settings, found, folder, notes)
+        plan = _resolve(settings, step, found)
+    except CheckpointError as error:
+        problems.append(" ".join(str(error).split()))
+    for source in plan.sources:
+        try:
+            sources.append(_opened(source))
+        except (CheckpointError, OSError) as error:
+            problems.append(f"{source.path}: {' '.join(str(error).split())}")
+    committed = next((s for s in found.steps if step is not None and s.step == step.step), None)
+    notes += _about(settings, plan, committed, tables if isinstance(tables, list) else [tables])
+    return Plan(
+        str(config), _action(plan, problems), step.step if step else 0, tuple(sources), tuple(notes), tuple(problems)
+    )
+
+
+def _override(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError([f"{text!r}: expected a setting such as training.steps=100"])
+    return f"--{name.removeprefix('--')}", value
+
+
+def _step(settings: CheckpointConfig, found: Survey, folder: Path, notes: list[str]) -> ResumeStep | None:
+    """Return the step that a run resumes: the one asked for, or the newest that holds more than weights.
+
+    Raises: CheckpointNotFoundError for a step that is asked for and not there, or if no step can be resumed.
+    """
+    steps = {s.step: ResumeStep(s.step, s.manifest.kind, s.path) for s in found.steps}
+    steps |= {n: ResumeStep(n, "full", folder / step_name(n)) for n in found.dcp}
+    wanted = settings.resume.step
+    if wanted is not None:
+        if wanted not in steps:
+            listed = ", ".join(map(str, sorted(steps))) or "none"
+            raise CheckpointNotFoundError(f"checkpoint.resume.step: step {wanted} is not in {folder}; steps: {listed}")
+        return steps[wanted]
+    for number in sorted(steps, reverse=True):
+        if steps[number].kind != "model" or number == 0:
+            return steps[number]
+        notes.append(f"step {number} holds the model alone, and no run resumes from it")
+    if steps:
+        raise CheckpointNotFoundError(f"{folder}: no step there can be resumed from; choose another folder")
+    if found.rejected:
+        raise CheckpointNotFoundError(
+            f"{folder} holds no checkpoint that can be loaded, but content that looks like one; the run would stop"
+        )
+    return None
+
+
+def _resolve(settings: CheckpointConfig, step: ResumeStep | None, found: Survey) -> LoadPlan:
+    if step is not None and step.step in found.dcp:
+        return LoadPlan(step, (LoadSource(step.path, "dcp", cast=True),), frozenset(settings.resume.exclude) | {"rng"})
+    return resolve(settings, step, _describe)
+
+
+def _describe(source: InitialLoadConfig) -> tuple[Format, bool]:
+    """Return the format of an initial source, and whether it is an adapter, as far as the folder says so."""
+    path = Path(source.path)
+    if not path.exists():
+        raise CheckpointNotFoundError(f"checkpoint.initial_load: {path} is not there; name an existing folder or file")
+    format_ = source.format or detect_format(path)
+    if format_ != "native":
+        return format_, format_ == "peft"
+    with NativeReader(path) as reader:
+        return format_, reader.manifest is not None and reader.manifest.kind == "adapter"
+
+
+def _opened(source: LoadSource) -> PlannedSource:
+    with open_reader(source.path, source.format) as reader:
+        role = "adapter" if source.adapter else "adapter to be merged" if source.merge else "weights"
+        total = sum(info.nbytes for info in reader.tensors.values())
+        return PlannedSource(role, str(source.path), source.format, len(reader.tensors), total)
+
+
+def _action(plan: LoadPlan, problems: Sequence[str]) -> str:
+    if problems:
+        return "the load would fail"
+    if plan.resume is not None:
+        return f"resume step {plan.resume.step} ({plan.resume.kind})"
+    if plan.external:
+        return "take the weights from outside (external_weights)"
+    return "load initial weights" if plan.sources else "start from step 0 with initial values"
+
+
+def _about(
+    settings: CheckpointConfig, plan: LoadPlan, step: CommittedStep | None, tables: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Return remarks about what else a load does with a step."""
+    lines: list[str] = []
+    if plan.exclude:
+        lines.append(f"not loaded: {', '.join(sorted(plan.exclude))}")
+    if step is not None:
+        there = [str(c.get("kind")) for c in step.manifest.converters]
+        here = [str(table.get("kind")) for table in tables]
+        if sorted(there) != sorted(here):
+            lines.append(
+                f"converters: {', '.join(here) or 'none'} in the config, {', '.join(there) or 'none'} in the step"
+            )
+        loaded = [name for name in step.manifest.components if name not in plan.exclude]
+        lines.append(f"loaded: {', '.join(loaded)}")
+    if settings.save is None:
+        lines.append("without [checkpoint.save] nothing is written")
+    return lines

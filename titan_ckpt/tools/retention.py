@@ -1,0 +1,109 @@
+"""Deleting and pinning steps by hand, beside or after the run that saved them. Imports no torch.
+
+The order of operations, and what a kill in the middle leaves, are those of a run (directory/store.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_ckpt.config import KeepConfig, from_dict
+from titan_ckpt.directory.lease import holder_of
+from titan_ckpt.directory.names import PIN_NAME, TRASH, survey
+from titan_ckpt.directory.store import StepStore
+from titan_ckpt.disk import posix
+from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, ConfigError, SaveError
+from titan_ckpt.tools.listing import committed_step, find_checkpoints, resumed_from
+
+_SETTLE_SECONDS = 5.0
+"""Longest time in which a step that is being deleted comes back, because its pin was seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """The steps that a policy deletes and those that it keeps."""
+
+    checkpoints: str
+    deleted: tuple[int, ...]
+    kept: tuple[int, ...]
+    num_bytes: int
+    """Size of the deleted steps."""
+    left_over: tuple[str, ...] = ()
+    """Folders whose deletion could not be finished; the next run or `prune` tries again."""
+
+
+def read_policy(text: str) -> KeepConfig:
+    """Read the content of an inline table, such as "latest = 2, every = 1000". Raises: ConfigError."""
+    try:
+        return from_dict(KeepConfig, tomllib.loads(f"keep = {{ {text} }}")["keep"], "--keep")
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([f'{text!r} is no TOML ({error}); expected such as "latest = 2"'], "--keep") from None
+
+
+def prune(folder: Path, keep: KeepConfig, *, dry_run: bool, take_lease: bool = False) -> Pruned:
+    """Delete the steps of a run that a policy no longer keeps; with `dry_run`, only say which.
+
+    Pinned steps, the step that the run resumed from, and steps with foreign files stay. The lease of the folder is held
+    meanwhile. `take_lease` takes it from a process of another machine, whose end cannot be seen from here.
+    Raises: CommitConflictError beside a live writer; SaveError; as find_checkpoints.
+    """
+    checkpoints = find_checkpoints(folder)
+    store = StepStore(checkpoints)
+    if not dry_run:
+        _refuse_unseen_writer(checkpoints, take_lease=take_lease)
+        store.open()
+    try:
+        committed = survey(checkpoints).steps
+        expired = store.expired(keep, resumed_from(step.manifest for step in committed))
+        for step in expired if not dry_run else ():
+            store.remove(step)
+        gone = {step.step for step in expired}
+        left_over = () if dry_run else tuple(posix.list_folder(checkpoints / TRASH))
+        return Pruned(
+            str(checkpoints),
+            tuple(step.step for step in expired),
+            tuple(step.step for step in committed if step.step not in gone),
+            sum(file.num_bytes for step in expired for file in step.manifest.files),
+            left_over,
+        )
+    finally:
+        store.close()
+
+
+def _refuse_unseen_writer(checkpoints: Path, *, take_lease: bool) -> None:
+    holder = holder_of(checkpoints)
+    if holder is not None and holder.may_live_elsewhere() and not take_lease:
+        raise CommitConflictError(
+            f"{checkpoints}: {holder} writes here, and whether it has ended cannot be seen from this machine. Run this "
+            "command there, or add --take-lease if it has ended: a live run that loses the lease stops saving"
+        )
+
+
+def pin(path: Path) -> int:
+    """Keep a step whatever a policy says, and return its number.
+
+    A run that deletes the step at the same time either sees the pin and leaves the step, or is first.
+    Raises: SaveError if the deletion was first; as committed_step.
+    """
+    step = committed_step(path).step
+    root = Path(os.path.abspath(path)).parent
+    with contextlib.suppress(FileNotFoundError, CheckpointNotFoundError):  # renamed away: with a pin it comes back
+        StepStore(root).pin(step)
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while not (path / PIN_NAME).exists():
+        if time.monotonic() > deadline:
+            raise SaveError(f"{path}: was deleted by its run before the pin; pin a step that is there")
+        time.sleep(0.05)
+    return step
+
+
+def unpin(path: Path) -> int:
+    """Let the policy decide about a step again, and return its number. Raises: OSError; as committed_step."""
+    step = committed_step(path).step
+    StepStore(Path(os.path.abspath(path)).parent).unpin(step)
+    return step

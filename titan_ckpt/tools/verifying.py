@@ -1,0 +1,119 @@
+"""Whether a checkpoint of any format is whole. Native steps have digests; of other formats the structure is checked.
+
+Every byte is read, so that a bad sector shows; memory is bounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_ckpt import progress
+from titan_ckpt.converting import native_tensors, stored_tensor
+from titan_ckpt.errors import CheckpointError, ConfigError, CorruptCheckpointError, KeyMapError, NotACheckpointError
+from titan_ckpt.formats.huggingface.peft import PeftReader, check_adapter
+from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
+from titan_ckpt.formats.native.verify import verify_step
+from titan_ckpt.formats.open import detect_format, open_reader
+from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.tools.models import CONFIG, ModelTable, find_table
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A checkpoint that is whole. `checks`: what was checked, one sentence each."""
+
+    path: str
+    format: str
+    num_tensors: int
+    num_bytes: int
+    checks: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    """Remarks that do not make the checkpoint damaged."""
+
+
+def verify(path: Path) -> Verified:
+    """Check a checkpoint.
+
+    Raises: CorruptCheckpointError, or the format's own CheckpointError, listing all that is damaged;
+    CheckpointNotFoundError; NotACheckpointError for what is no checkpoint.
+    """
+    if detect_format(path) == "native":
+        return _native(path)
+    with open_reader(path) as reader:
+        total = sum(info.nbytes for info in reader.tensors.values())
+        with progress.shown("verifying", total):
+            faults = [*_unreadable(reader)]
+        notes: list[str] = []
+        checks = ["every tensor is read whole; this format has no digests"]
+        if isinstance(reader, HuggingFaceReader):
+            checks.insert(0, "the index, the headers and the sizes of all files agree")
+            faults += _not_of_config(reader, checks, notes)
+        elif isinstance(reader, PeftReader):
+            faults += check_adapter(reader.tensors, reader.metadata())
+            checks.insert(0, "adapter_config.json and the pairs of factors agree")
+        else:
+            checks.insert(0, "the stored chunks of every tensor cover it exactly once")
+        if faults:
+            lines = "\n  ".join(faults)
+            raise CorruptCheckpointError(f"{path} is not whole\n  {lines}", str(path))
+        return Verified(str(path), reader.format, len(reader.tensors), total, tuple(checks), tuple(notes))
+
+
+def _native(path: Path) -> Verified:
+    with progress.shown("verifying", sum(file.stat().st_size for file in path.glob("*.safetensors"))):
+        step = verify_step(path)
+    with open_reader(path) as reader:
+        num_tensors = len(reader.tensors)
+    checks = (
+        f"every digest of {step.num_files} files holds",
+        "the stored chunks of every tensor cover it exactly once",
+    )
+    notes = (f"also there, and no part of the step: {', '.join(step.foreign)}",) if step.foreign else ()
+    return Verified(str(path), "native", num_tensors, step.num_bytes, checks, notes)
+
+
+def _unreadable(reader: TensorReader) -> Iterator[str]:
+    """Read every tensor and yield a line for each that cannot be read."""
+    for key in reader.tensors:
+        try:
+            for _ in stored_tensor(reader, key).blocks():
+                pass
+        except (CheckpointError, OSError) as error:
+            yield f"{key}: {error}"
+
+
+def _not_of_config(reader: HuggingFaceReader, checks: list[str], notes: list[str]) -> Iterator[str]:
+    """Compare the tensors with the model of config.json: yield what is missing, unknown or of a wrong shape."""
+    folder = reader.path if reader.path.is_dir() else reader.path.parent
+    if not (folder / CONFIG).is_file():
+        notes.append(f"there is no {CONFIG}, so whether tensors are missing cannot be told")
+        return
+    if "quantization_config" in reader.metadata():
+        notes.append("the weights are quantised: codes and scales are complete")
+    try:
+        table = find_table(folder)
+        found = native_tensors(reader, table.key_map)
+    except ConfigError as error:
+        notes.append(f"not compared with {CONFIG}: {'; '.join(error.problems)}")
+        return
+    except (KeyMapError, NotACheckpointError) as error:
+        yield f"{CONFIG}: {error}"
+        return
+    checks.append(f"the tensors are those of the model in {CONFIG} ({table.architecture})")
+    yield from _misfits(table, {name: value.info.shape for name, value in found.items()})
+
+
+def _misfits(table: ModelTable, shapes: dict[str, tuple[int, ...]]) -> Iterator[str]:
+    same = dict(table.tied)
+    for name, info in table.tensors.items():
+        others = [alias for alias, first in same.items() if first == name]
+        found = next((shapes[n] for n in (name, *others) if n in shapes), None)
+        if found is None:
+            yield f"{CONFIG}: the model's {name} is not there"
+        elif found != info.shape and math.prod(found) != math.prod(info.shape):
+            yield f"{CONFIG}: the model's {name} has the shape {list(info.shape)}, found {list(found)}"
+    for name in shapes.keys() - table.tensors.keys() - same.keys():
+        yield f"{CONFIG}: the model has no {name}"

@@ -44,18 +44,18 @@ class Failures:
                 raise error
             return
         of_ranks: list[Any] = self._coordinator.gather(f"is step {step} {what}", outcome_of(error))
+        failed = [rank for rank, outcome in enumerate(of_ranks) if outcome != "done"]
+        of_peers = PeerError(f"step {step} was not {what} on rank {listed([*map(str, failed)], ', ', ' ')}", failed)
         if not is_disk_failure(of_ranks):
             self._in_row[what] = 0
-            if error is not None:
-                raise error
-            if failed := [rank for rank, outcome in enumerate(of_ranks) if outcome != "done"]:
-                raise PeerError(f"step {step} was not {what} on rank {listed([*map(str, failed)], ', ', ' ')}", failed)
+            if failed:
+                raise error or of_peers
             return
         self._in_row[what] += 1
         count, most = self._in_row[what], self._config.max_failures_in_row
         logger.warning("step %d is not %s (%d in a row, %d are accepted): %s", step, what, count, most, error)
         if count > most:
-            raise error
+            raise error or of_peers
 
 
 def outcome_of(error: BaseException | None) -> Outcome:

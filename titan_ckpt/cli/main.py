@@ -21,9 +21,9 @@ def main(args: list[str] | None = None) -> int:
     if given[:1] == ["train"]:  # any --table.key VALUE may follow, which tyro cannot know
         return train.main(given[1:])
     if given == ["--version"]:
-        from titan_ckpt import __version__
+        from importlib.metadata import version
 
-        sys.stdout.write(f"titan-ckpt {__version__}\n")
+        sys.stdout.write(f"titan-ckpt {version('titan-ckpt')}\n")
         return 0
     command = tyro.cli(Command, args=given, prog="titan-ckpt", description=__doc__)
     from titan_ckpt.cli.commands import run  # not before the arguments are known to be good

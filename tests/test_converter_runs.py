@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ from safetensors import safe_open
 
 from converters import from_tables
 from tests.converter_sets import SETS
+from tests.forked import Program
 from tests.interop.folders import assert_same_bytes
 from titan_ckpt.config import from_dict
 from titan_ckpt.training.callbacks import Callback, StepMetrics
@@ -81,17 +80,14 @@ def test_the_loss_falls_and_a_killed_run_goes_on(name: str, base: tuple[Path, Pa
     try:
         whole = train(name, tmp_path / "whole", *base)
         assert sum(whole[-4:]) < sum(whole[:4])
-        server = multiprocessing.get_context("forkserver")  # its processes come from one that runs no threads
-        server.set_forkserver_preload([__name__, "torchao.float8", "torchao.quantization.qat"])
-        process = server.Process(target=train_slowly, args=(name, tmp_path / "run", *base))
-        process.start()
+        process = Program(train_slowly, name, tmp_path / "run", *base, output=tmp_path / "killed.log")
         committed = tmp_path / "run/checkpoints/step-4/MANIFEST.json"
         deadline = time.monotonic() + 100
-        while not committed.exists() and process.is_alive() and time.monotonic() < deadline:
+        while not committed.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert process.pid is not None and process.is_alive()
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
+        assert process.poll() is None, process.text()
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
         assert not (tmp_path / "run/exports").exists()
         assert train(name, tmp_path / "run", *base) == whole
     finally:

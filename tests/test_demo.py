@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import train
 from docs.examples import demo
+from tests.forked import Program
 
 
 @pytest.fixture(autouse=True)
@@ -20,10 +22,15 @@ def _logging_as_before() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+def forked(run: demo.Run) -> Program:
+    return Program(train.main, run.arguments, output=run.folder.with_suffix(".log"))
+
+
 def test_a_short_demo_proves_everything_but_learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After 30 steps resume and exports compare well; the losses have not fallen as promised, so it exits with 1."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "CONSOLE", Console(file=(output := io.StringIO()), width=160))
+    monkeypatch.setattr(demo.Run, "start", forked)  # the test below starts train.py as the demo does
     for name, value in {"PRETRAIN_STEPS": 30, "LORA_STEPS": 12, "SAVE_EVERY": 6, "KILL_AT": 8}.items():
         monkeypatch.setattr(demo, name, value)
     assert demo.main() == 1

@@ -10,16 +10,27 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from docs.examples import diloco
+from tests.forked import Program
+
 EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "diloco.py"
 ROUNDS = 4
 
 
-def start(role: str, folder: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, str(EXAMPLE), role, str(folder), "--rounds", str(ROUNDS)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def command(role: str, folder: Path) -> subprocess.Popen[str]:
+    """Start a role as its docstring says."""
+    words = [sys.executable, str(EXAMPLE), role, str(folder), "--rounds", str(ROUNDS)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def await_path(path: Path, process: subprocess.Popen[str]) -> None:
+def start(folder: Path) -> tuple[Program, Program]:
+    """Start server and worker, as the command does."""
+    folder.mkdir(exist_ok=True)
+    server = Program(diloco.serve, folder, ["a"], ROUNDS, output=folder / "server.log")
+    return server, Program(diloco.work, folder, "a", ROUNDS, output=folder / "worker.log")
+
+
+def await_path(path: Path, process: Program) -> None:
     deadline = time.monotonic() + 90
     while not path.exists():
         assert process.poll() is None and time.monotonic() < deadline, f"{path.name} did not come"
@@ -35,14 +46,15 @@ def finish(*processes: subprocess.Popen[str]) -> None:
 def test_c3_a_parameter_server_run_goes_on_after_both_were_killed(tmp_path: Path) -> None:
     """Weights from the server, inner optimizer and progress from the worker's checkpoint: as if nothing happened."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    finish(start("server", straight), start("worker", straight))
-    server, worker = start("server", killed), start("worker", killed)
+    finish(command("server", straight), command("worker", straight))
+    server, worker = start(killed)
     await_path(killed / "worker-a" / "step-6", worker)
     worker.kill()
     server.kill()
-    worker.communicate()
-    server.communicate()
-    finish(start("server", killed), start("worker", killed))
+    worker.wait()
+    server.wait()
+    for process in start(killed):
+        assert process.wait(120) == 0, process.text()
     first, last = (load_file(straight / f"weights-{number}.safetensors") for number in (0, ROUNDS))
     found = load_file(killed / f"weights-{ROUNDS}.safetensors")
     assert all(torch.equal(found[name], value) for name, value in last.items())

@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +17,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-ROOT = Path(__file__).parents[1]
+import train
+from tests.forked import Program
+
 STEPS, HALF = 100, 50
 
 CONFIG = """\
@@ -64,18 +64,20 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Run:
     """The processes of one run, one per rank."""
 
-    ranks: list[subprocess.Popen[str]]
+    ranks: list[Program]
 
     def finish(self) -> None:
         """Wait for the run to end well."""
-        outputs = [rank.communicate(timeout=240)[0] for rank in self.ranks]
-        assert [rank.returncode for rank in self.ranks] == [0] * len(self.ranks), "\n".join(outputs)
+        assert [rank.wait(240) for rank in self.ranks] == [0] * len(self.ranks), self.text()
+
+    def text(self) -> str:
+        return "\n".join(rank.text() for rank in self.ranks)
 
     def wait_for(self, metrics: Path, step: int) -> None:
         """Return once the run has logged `step`."""
         deadline = time.monotonic() + 240
         while not rows(metrics) or rows(metrics)[-1]["step"] < step:
-            assert all(rank.poll() is None for rank in self.ranks), "\n".join(r.communicate()[0] for r in self.ranks)
+            assert all(rank.poll() is None for rank in self.ranks), self.text()
             assert time.monotonic() < deadline
             time.sleep(0.002)
 
@@ -85,7 +87,7 @@ class Run:
 
 
 def start(config: Path, num_ranks: int) -> Run:
-    """Start train.py on the config with the environment that torchrun gives its ranks.
+    """Start train.py's `main` on the config with the environment that torchrun gives its ranks.
 
     Not by torchrun itself, which puts every rank in a session of its own, where a kill would have to look for it.
     """
@@ -96,12 +98,11 @@ def start(config: Path, num_ranks: int) -> Run:
     if num_ranks > 1:
         shared |= {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return Run([
-        subprocess.Popen(
-            [sys.executable, str(ROOT / "train.py"), str(config)],
-            env=shared | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        Program(
+            train.main,
+            [str(config)],
+            output=config.parent / f"rank-{rank}.log",
+            environment=shared | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}),
         )
         for rank in range(num_ranks)
     ])  # fmt: skip
@@ -181,9 +182,7 @@ def test_fifty_and_fifty_steps_with_a_kill_between_equal_a_hundred(
     run = start(config, num_ranks)
     run.wait_for(metrics, HALF + 3)
     run.send(signal.SIGKILL)
-    for rank in run.ranks:
-        rank.communicate()
-    assert [rank.returncode for rank in run.ranks] == [-signal.SIGKILL] * num_ranks
+    assert [rank.wait(60) for rank in run.ranks] == [-signal.SIGKILL] * num_ranks
     logged_before_kill = course(metrics)
     assert HALF + 3 <= logged_before_kill[-1][0] < STEPS, "the kill must come after the half and before the end"
     assert not (steps / f"step-{STEPS}").exists()

@@ -1,11 +1,10 @@
-"""A small training loop with a RunGuard, as a script that tests start as ranks and interrupt from outside.
+"""A small training loop with a RunGuard, as a program that tests start as ranks and interrupt from outside.
 
-Prints a line for what it does; what it is to do comes as JSON in its first argument.
+Prints a line for what it does.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -99,7 +98,3 @@ def main(job: dict[str, Any]) -> None:
     say("closing")
     time.sleep(job.get("closing", 0))
     say("end")
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,9 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from tests.faults import guarded_loop
+from tests.forked import Program
 from titan_ckpt.cli.main import main as cli
-
-SCRIPT = Path(__file__).parent / "guarded_loop.py"
 
 
 class Job:
@@ -28,8 +26,8 @@ class Job:
     def __init__(self, folder: Path, num_ranks: int = 1, **job: Any) -> None:
         self.folder = folder
         checkpoint = {"save": {"interval": 1000, "timeout_seconds": 60}, **job.pop("checkpoint", {})}
-        text = json.dumps({"folder": str(folder), "steps": 400, **job, "checkpoint": checkpoint})
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        settings = {"folder": str(folder), "steps": 400, **job, "checkpoint": checkpoint}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.store = None
         if num_ranks > 1:
             self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -46,9 +44,7 @@ class Job:
         self.ranks = []
         for rank, output in enumerate(self.outputs):
             own = environment | ({"RANK": str(rank)} if num_ranks > 1 else {})
-            with output.open("w") as file:
-                command = [sys.executable, str(SCRIPT), text]
-                self.ranks.append(subprocess.Popen(command, env=own, stdout=file, stderr=subprocess.STDOUT))
+            self.ranks.append(Program(guarded_loop.main, settings, output=output, environment=own))
 
     def lines(self, rank: int = 0) -> list[str]:
         return self.outputs[rank].read_text().splitlines()
@@ -90,8 +86,7 @@ def running(folder: Path, num_ranks: int = 1, **job: Any) -> Iterator[Job]:
         yield started
     finally:
         for process in started.ranks:
-            with suppress(ProcessLookupError):
-                process.kill()
+            process.kill()
             process.wait()
 
 

@@ -1,0 +1,86 @@
+"""Programs as processes that are forked from the ranks' server: they start without importing torch once more.
+
+A real process with a real pid, which signals stop and SIGKILL kills. What a command line does before `main` is not in
+it: tests of that start an interpreter.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from titan_ckpt.testing import ranks
+
+
+class Program:
+    """A call of an importable function as a process, with the methods of subprocess.Popen; output goes to a file."""
+
+    def __init__(
+        self,
+        main: Callable[..., object],
+        *arguments: Any,
+        output: Path,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        self.output = output
+        output.touch()
+        where = (str(output), os.getcwd(), dict(environment))
+        self._process = ranks._context().Process(target=_run, args=(main, arguments, *where), daemon=True)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code. Raises: subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
+        return self._process.exitcode
+
+    def text(self) -> str:
+        """Return what the process has written so far."""
+        return self.output.read_text()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(
+    main: Callable[..., object], arguments: tuple[Any, ...], output: str, folder: str, environment: dict[str, str]
+) -> None:
+    gc.freeze()
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start its own
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    try:
+        main(*arguments)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)

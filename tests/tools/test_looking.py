@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from converters import from_tables
+from tests.tools.steps import LORA, save_step
 from titan_ckpt.cli.main import main
 
 FORMATS = {
@@ -169,9 +171,10 @@ def test_diff_compares_training_state_and_settings(root: Path, tmp_path: Path, a
     code, found = ask("diff", root / "run1/checkpoints/step-1", root / "run2/checkpoints/step-1")
     assert found["components"][0]["tensors"] == []
     assert any("of the ranks" in line for line in found["not_compared"])
-    code, found = ask("diff", root / "lora/checkpoints/step-1", root / "run1/checkpoints/step-1")
+    save_step(root / "hf", tmp_path / "lora", converters=from_tables([LORA | {"alpha": 4.0}]))
+    code, found = ask("diff", root / "lora/checkpoints/step-1", tmp_path / "lora/checkpoints/step-1")
     assert code == 1
-    assert any(d["name"] == "converters.0.kind" and d["left"] == "lora" for d in found["settings"])
+    assert any(d["name"] == "converters.0.alpha" and d["left"] == "8.0" for d in found["settings"])
     shutil.copytree(root / "peft1", tmp_path / "peft")
     config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
     (tmp_path / "peft/adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 99}))

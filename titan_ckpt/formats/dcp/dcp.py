@@ -69,6 +69,8 @@ class DcpReader(TensorReader):
         self.paths: dict[str, tuple[str, ...]] = saved_paths(metadata)
         """Name -> the keys by which the value was nested when it was saved, as far as the folder says so."""
         self._checked: set[str] = set()
+        self._unread: tuple[_Stored, Any] | None = None
+        """The last chunk, if it was read in part: the next request is likely to be for the rest of it."""
         for file in {info.relative_path for info in storage_table(metadata).values()}:
             self._require_contained(file)
         for index, info in storage_table(metadata).items():
@@ -115,7 +117,10 @@ class DcpReader(TensorReader):
                 )
         for (key, i), wanting in by_chunk.items():
             stored = self._chunks[key][i]
-            data = self._load(key, stored)
+            if self._unread is None or self._unread[0] is not stored:
+                self._unread = None  # before the next chunk is loaded
+                self._unread = stored, self._load(key, stored)
+            data = self._unread[1]
             plain = type(data) is torch.Tensor and data.layout is torch.strided and data.device.type == "cpu"
             expected = TensorInfo(stored.chunk.sizes, self._tensors[key].dtype)
             if not plain or info_of(data) != expected:
@@ -128,7 +133,9 @@ class DcpReader(TensorReader):
                     request.into[part.within(request.chunk)].copy_(data[part.within(stored.chunk)])
                 else:
                     self._copy_reshaped(request, part, data[part.within(stored.chunk)])
-            del data  # before the next chunk is loaded
+            if sum(part.numel for r in wanting if (part := stored.chunk.intersect(r.chunk))) >= stored.chunk.numel:
+                self._unread = None
+            del data
 
     @staticmethod
     def _copy_reshaped(request: ReadRequest, part: Chunk, values: torch.Tensor) -> None:
@@ -138,7 +145,8 @@ class DcpReader(TensorReader):
         request.into[index] = values.reshape(-1).to(request.into.dtype)
 
     def close(self) -> None:
-        """Do nothing: no file stays open."""
+        """Release the last chunk; no file stays open."""
+        self._unread = None
 
     def _require_contained(self, file: str) -> None:
         try:

@@ -1,0 +1,411 @@
+"""`convert`, `merge`, `prune`, `pin` and `unpin`: exact results, bounded memory, and nothing half done under a kill."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import signal
+import struct
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from converters import from_tables
+from tests.faults.shim import Counter, KillAt, intercepted
+from tests.tools.steps import LORA, TOKENS, save_step
+from titan_ckpt.cli.main import main
+from titan_ckpt.converting import stored_tensor
+from titan_ckpt.directory.store import StepStore
+from titan_ckpt.formats.dcp.dcp import DcpReader
+from titan_ckpt.tools.difference import compare
+
+SOURCES = {
+    "native": "run2/checkpoints/step-1",
+    "dcp": "dcp",
+    "torchtitan": "titan/step-1",
+    "hf": "hf",
+}
+
+
+def call(*words: object) -> int:
+    return main([*map(str, words)])
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_format_converts_into_every_other_and_back_bit_exact(root: Path, tmp_path: Path, kind: str) -> None:
+    """Native, DCP, torchtitan's layout and Hugging Face, into native, DCP, Hugging Face and a torch.save file."""
+    source = root / SOURCES[kind]
+    config = () if kind == "hf" else ("--config", root / "hf")
+    expected = tensors(root / "hf")
+    for to in ("native", "dcp", "hf", "torch"):
+        assert call("convert", source, tmp_path / to, "--to", to, *(config if to == "hf" else ())) == 0
+    assert same(tensors(tmp_path / "hf"), expected)
+    LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    for to in ("native", "dcp"):
+        assert compare(tmp_path / to, root / "hf", config=root / "hf").same
+        assert call("convert", tmp_path / to, tmp_path / f"{to}-hf", "--to", "hf", "--config", root / "hf") == 0
+        assert same(tensors(tmp_path / f"{to}-hf"), expected)
+    by_torch = torch.load(tmp_path / "torch", weights_only=True)
+    native = {k.removeprefix("model."): v for k, v in tensors(tmp_path / "native").items()}
+    assert same(by_torch, native)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".staging")]
+
+
+def test_a_dtype_and_the_names_can_be_chosen(root: Path, tmp_path: Path) -> None:
+    """bfloat16 is the cast of each tensor; with --model hf the names are those of transformers."""
+    assert call("convert", root / "hf", tmp_path / "t.pt", "--to", "torch", "--model", "hf", "--dtype", "bfloat16") == 0
+    expected = {name: value.bfloat16() for name, value in tensors(root / "hf").items()}
+    assert same(torch.load(tmp_path / "t.pt", weights_only=True, mmap=True), expected)
+    assert call("convert", root / "dcp", tmp_path / "hf", "--to", "hf") == 2  # no config.json says what they are called
+    assert call("convert", root / "hf", root / "hf", "--to", "hf") == 2
+    assert call("convert", root / "peft1", tmp_path / "hf", "--to", "dcp") == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.pt"]
+
+
+@pytest.mark.parametrize("base", ["hf", "run2/checkpoints/step-1"])
+def test_merge_equals_pefts_merge_within_one_rounding(root: Path, tmp_path: Path, base: str) -> None:
+    """One adapter and two, on a Hugging Face base and on a step of two ranks; transformers opens the folder."""
+    merged: Any = LlamaForCausalLM.from_pretrained(root / "hf")
+    for count in (1, 2):
+        adapters = [root / f"peft{number}" for number in range(1, count + 1)]
+        assert call("merge", root / base, *adapters, tmp_path / f"merged{count}", "--config", root / "hf") == 0
+        merged = PeftModel.from_pretrained(merged, str(adapters[-1])).merge_and_unload()
+        ours: Any = LlamaForCausalLM.from_pretrained(tmp_path / f"merged{count}")
+        for name, value in merged.state_dict().items():
+            torch.testing.assert_close(ours.state_dict()[name], value, rtol=2**-22, atol=1e-7)
+        assert torch.allclose(ours(TOKENS).logits, merged(TOKENS).logits, atol=1e-5)
+
+
+def test_an_adapter_of_our_own_step_is_merged_as_the_run_would(root: Path, tmp_path: Path) -> None:
+    """The step of a LoRA run plus its base are the weights that the run computes with; another base is refused."""
+    assert call("merge", root / "hf", root / "lora/checkpoints/step-1", tmp_path / "merged") == 0
+    converters = from_tables([LORA])
+    model = save_step(root / "hf", tmp_path / "run", converters=converters)
+    with torch.no_grad():
+        expected = model(TOKENS)
+        theirs: Any = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+        assert torch.allclose(theirs(TOKENS).logits, expected, atol=1e-4)
+        plain: Any = LlamaForCausalLM.from_pretrained(root / "hf")
+        assert not torch.allclose(plain(TOKENS).logits, expected, atol=1e-2)
+    assert call("merge", root / "peft1", root / "peft2", tmp_path / "none") == 2
+    assert call("merge", root / "hf", root / "hf", tmp_path / "none") == 2
+    assert call("merge", root / "hf", tmp_path / "none") == 2
+    assert not (tmp_path / "none").exists()
+
+
+# memory
+
+
+def write_gigabyte(folder: Path) -> int:
+    """Write a Llama of 1 GB, all zeros, as holes; return the bytes of its largest tensor."""
+    dim, ffn, vocab, layers = 1024, 4096, 80_000, 21
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": dim, "head_dim": 64}
+    config |= {"num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 16, "rms_norm_eps": 1e-5}
+    config |= {"intermediate_size": ffn, "vocab_size": vocab, "max_position_embeddings": 128, "hidden_act": "silu"}
+    config |= {"tie_word_embeddings": False, "dtype": "bfloat16"}
+    shapes = {"model.embed_tokens.weight": (vocab, dim), "lm_head.weight": (vocab, dim), "model.norm.weight": (dim,)}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {f"{prefix}self_attn.{name}_proj.weight": (dim, dim) for name in "qkvo"}
+        shapes |= {f"{prefix}mlp.{name}_proj.weight": (ffn, dim) for name in ("gate", "up")}
+        shapes |= {f"{prefix}mlp.down_proj.weight": (dim, ffn)}
+        shapes |= {f"{prefix}{name}_layernorm.weight": (dim,) for name in ("input", "post_attention")}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in shapes.items():
+        num_bytes = 2 * torch.Size(shape).numel()
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + num_bytes]}
+        offset += num_bytes
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + offset)
+    assert offset >= 10**9
+    return 2 * vocab * dim
+
+
+def in_child(act: Callable[[], int]) -> tuple[int, int]:
+    """Run in a forked process; return its wait status and its peak memory in bytes."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            gc.freeze()
+            torch.set_num_threads(1)
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+            code = act()
+            peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+            os.write(write, peak.split()[1].encode())
+        except BaseException:
+            traceback.print_exc(file=sys.stderr)
+        finally:
+            os._exit(code)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        told = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    return status, 1024 * int(told or 0)
+
+
+def test_a_gigabyte_takes_little_memory(root: Path, tmp_path: Path) -> None:
+    """Every command that reads weights: at most the largest tensor and 256 MiB beyond what the process has anyway."""
+    big = tmp_path / "big"
+    largest = write_gigabyte(big)
+    adapter = tmp_path / "adapter"
+    shutil.copytree(root / "peft1", adapter)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"target_modules": ["q_proj"]}))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    factors = {name.format("A"): torch.ones(4, 1024), name.format("B"): torch.ones(1024, 4)}
+    save_file(factors, adapter / "adapter_model.safetensors", {"format": "pt"})
+    native, dcp, merged, plain = (tmp_path / n for n in ("native", "dcp", "merged", "plain.pt"))
+    status, before = in_child(lambda: call("inspect", big))
+    assert status == 0
+    commands = [
+        ("convert", big, native, "--to", "native"),
+        ("convert", native, dcp, "--to", "dcp"),
+        ("diff", dcp, big),
+        ("convert", native, plain, "--to", "torch"),
+        ("merge", big, adapter, merged),
+    ]
+    for command in commands:
+        status, peak = in_child(lambda command=command: call(*command))  # type: ignore[misc]
+        assert status == 0, command
+        assert peak - before <= largest + (256 << 20), (command, (peak - before) >> 20)
+        if plain.exists():
+            plain.unlink()
+    assert load_file(merged / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"].float().mean() > 0
+
+
+def test_a_stored_chunk_that_is_read_in_parts_is_loaded_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dcp.save stores a shard as one pickle: reading it block by block must not load it for each block."""
+    loads: list[str] = []
+    load = DcpReader._load
+    monkeypatch.setattr(DcpReader, "_load", lambda self, name, stored: loads.append(name) or load(self, name, stored))
+    monkeypatch.setattr("titan_ckpt.converting._BLOCK_BYTES", 1024)
+    with DcpReader(root / "dcp") as reader:
+        assert len([*stored_tensor(reader, "model.tok_embeddings.weight").blocks()]) == 24
+    assert loads == ["model.tok_embeddings.weight"] * 2  # one for each rank's shard
+
+
+# interruptions
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def interruptions(act: Callable[[], int]) -> Iterator[KillAt]:
+    """Yield kills spread over all operations of `act`, which is run once in a child to count them."""
+    read, write = os.pipe()
+
+    def count() -> int:
+        counter = Counter()
+        with intercepted(counter):
+            code = act()
+        os.write(write, json.dumps(counter.names).encode())
+        return code
+
+    status, _ = in_child(count)
+    assert status == 0
+    names = json.loads(os.read(read, 1 << 16))
+    os.close(read)
+    os.close(write)
+    every = sorted({*range(0, len(names), max(1, len(names) // 5)), *range(len(names) - 3, len(names))})
+    for ordinal in every:
+        moment = "half" if names[ordinal] == "pwrite_all" else "before"
+        yield KillAt(ordinal=ordinal, moment=moment)  # type: ignore[arg-type]
+
+
+class InterruptAt(Counter):
+    """Presses Ctrl-C at one operation."""
+
+    def __init__(self, ordinal: int) -> None:
+        super().__init__()
+        self.ordinal = ordinal
+
+    def __call__(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if self.next(name) == self.ordinal:
+            raise KeyboardInterrupt
+        return operation(*args)
+
+
+@pytest.mark.parametrize("command", ["convert native", "convert hf", "convert torch", "merge"])
+def test_a_kill_or_ctrl_c_leaves_the_source_and_no_half_result(
+    root: Path, tmp_path: Path, command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At operations from the first to the last: the target is whole or not there, and the next call works."""
+    source, adapter = tmp_path / "source", tmp_path / "adapter"
+    place = SOURCES["native" if command == "convert hf" else "hf"]
+    shutil.copytree(root / place, source)
+    shutil.copytree(root / "peft1", adapter)
+    before = contents(source)
+    target = tmp_path / "out" / "target"
+    what, _, to = command.partition(" ")
+    words = [what, source, target, "--to", to] if to else [what, source, adapter, target]
+
+    def act() -> int:
+        return call(*words, "--config", root / "hf")
+
+    target.parent.mkdir()
+    kills = [*interruptions(act)]
+    for kill in kills:
+        for blow in (kill, InterruptAt(kill.ordinal)):
+            shutil.rmtree(target.parent)
+            target.parent.mkdir()
+
+            def struck(blow: Any = blow) -> int:
+                with intercepted(blow):
+                    return act()
+
+            status, _ = in_child(struck)
+            if blow is kill:
+                assert os.WTERMSIG(status) == signal.SIGKILL
+            else:
+                assert os.waitstatus_to_exitcode(status) in (0, 130)
+            assert contents(source) == before
+            if target.exists():
+                assert to == "torch" or call("verify", target) == 0
+            assert all(path == target or path.name.startswith(".staging-") for path in target.parent.iterdir())
+    if target.is_dir():
+        shutil.rmtree(target)
+    target.unlink(missing_ok=True)
+    assert act() == 0
+    assert [*target.parent.iterdir()] == [target]  # what a kill left is swept
+
+
+def steps_of(run: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
+
+
+@pytest.fixture
+def run(root: Path, tmp_path: Path) -> Path:
+    """A run with four steps, the first of which is pinned."""
+    folder = tmp_path / "run"
+    shutil.copytree(root / "run1", folder)
+    step = folder / "checkpoints/step-1"
+    text = (step / "MANIFEST.json").read_text()
+    for number in (2, 3, 4):
+        copy = folder / f"checkpoints/step-{number}"
+        shutil.copytree(step, copy)
+        body = text[: text.rindex(',\n"digest"')].replace('"step": 1,', f'"step": {number},')
+        import xxhash
+
+        (copy / "MANIFEST.json").write_text(f'{body},\n"digest": "{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}\n')
+    assert call("pin", step) == 0
+    return folder
+
+
+def test_prune_deletes_what_the_policy_does_not_keep(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pin stays; --dry-run deletes nothing; unpinned, the step goes; a bad policy is exit code 2."""
+    assert call("prune", run, "--keep", "latest = 1", "--dry-run") == 0
+    assert steps_of(run) == [1, 2, 3, 4]
+    assert call("prune", run, "--keep", "latest = 1", "--json") == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["deleted"], found["kept"]) == ([2, 3], [1, 4])
+    assert steps_of(run) == [1, 4]
+    assert call("unpin", run / "checkpoints/step-1") == 0
+    assert call("prune", run / "checkpoints", "--keep", "latest = 1") == 0
+    assert steps_of(run) == [4]
+    for wrong in ("latest = 0", "latest =", "newest = 1", ""):
+        assert call("prune", run, "--keep", wrong) == 2
+        assert "--keep" in capsys.readouterr().err
+
+
+def test_prune_refuses_beside_a_live_writer(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A process that holds the lease keeps its steps; one of another machine too, until its end is stated."""
+    lease = run / "checkpoints/.lease"
+    held = os.pipe()
+    done = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        StepStore(run / "checkpoints").open()
+        os.write(held[1], b"x")
+        os.read(done[0], 1)
+        os._exit(0)
+    os.read(held[0], 1)
+    assert call("prune", run, "--keep", "latest = 1") == 1
+    assert "is writing here" in capsys.readouterr().err
+    os.write(done[1], b"x")
+    os.waitpid(pid, 0)
+    holder = json.loads(lease.read_text()) | {"host": "elsewhere", "boot": "another"}
+    lease.write_text(json.dumps(holder))
+    assert call("prune", run, "--keep", "latest = 1") == 1
+    assert "--take-lease" in capsys.readouterr().err
+    assert steps_of(run) == [1, 2, 3, 4]
+    assert call("prune", run, "--keep", "latest = 1", "--take-lease") == 0
+    assert steps_of(run) == [1, 4]
+
+
+def test_a_killed_prune_leaves_whole_steps(run: Path) -> None:
+    """Whatever is still there loads, the pin and the newest are among it, and the next call finishes the work."""
+
+    def act() -> int:
+        return call("prune", run, "--keep", "latest = 1")
+
+    original = run.with_name("original")
+    shutil.copytree(run, original)
+    for kill in [*interruptions(act)]:
+        for blow in (kill, InterruptAt(kill.ordinal)):
+            shutil.rmtree(run)
+            shutil.copytree(original, run)
+
+            def struck(blow: Any = blow) -> int:
+                with intercepted(blow):
+                    return act()
+
+            status, _ = in_child(struck)
+            assert status != 0 or blow is not kill
+            assert {1, 4} <= set(steps_of(run))
+            for step in steps_of(run):
+                assert call("verify", run / f"checkpoints/step-{step}") == 0
+            assert act() == 0
+            assert steps_of(run) == [1, 4]
+
+
+def test_a_pin_that_meets_a_deletion_answers_1(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the run's deletion was first, the pin fails; if the pin was first, the deletion gives the step back."""
+    monkeypatch.setattr("titan_ckpt.tools.retention._SETTLE_SECONDS", 0.2)
+    step = run / "checkpoints/step-2"
+    pin = StepStore.pin
+
+    def deleted_first(store: StepStore, number: int) -> None:
+        shutil.rmtree(step)
+        pin(store, number)
+
+    monkeypatch.setattr(StepStore, "pin", deleted_first)
+    assert call("pin", step) == 1
+    assert call("pin", run / "checkpoints/step-99") == 2
+    step = run / "checkpoints/step-3"
+    aside = run / "checkpoints/.trash/aside"
+
+    def meanwhile(store: StepStore, number: int) -> None:
+        """The run renames the folder between the pin's file and its sync, sees the pin and renames it back."""
+        (step / "PINNED").touch()
+        step.rename(aside)
+        aside.rename(step)
+        raise FileNotFoundError
+
+    monkeypatch.setattr(StepStore, "pin", meanwhile)
+    assert call("pin", step) == 0

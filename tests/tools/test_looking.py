@@ -222,7 +222,7 @@ def test_verify_finds_what_a_hugging_face_folder_lacks(root: Path, tmp_path: Pat
 def test_input_that_is_no_checkpoint_is_one_line_and_exit_code_2(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing there, an empty folder, a pickle, two formats in one, a cut file, a newer schema: the reason in a line."""
+    """Nothing there, an empty folder, a pickle, two formats, a cut file, a newer schema: the reason in a line."""
     cases = {name: tmp_path / name for name in ("nowhere", "empty", "pickle", "mixed", "cut", "newer")}
     for name, path in cases.items():
         if name != "nowhere":

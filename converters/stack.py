@@ -17,7 +17,7 @@ from converters.lora.fused import PARTS
 from converters.lora.peft import json_number
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import BaseMismatchError, ConverterError
-from titan_ckpt.formats.huggingface.peft import PAIRS, PREFIX, PeftReader, export_peft, scaling_of, unselected
+from titan_ckpt.formats.huggingface.peft import PAIRS, PREFIX, PeftExport, PeftReader, scaling_of, unselected
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.weights.identity import BASE_RECORD
@@ -68,7 +68,7 @@ def stack_adapters(folders: Sequence[Path], out: Path) -> None:
         **({PARTS: blocks} if blocks else {}),
     }
     groups = StateDictTransforms().to_file(dict(tensors), None, None)
-    export_peft(out, groups, config=config, coordinator=Coordinator.current())
+    PeftExport(groups, config).write(out, Coordinator.current())
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,29 +5,26 @@ Owns which tensors go into which kind of export, and the folder. Each format wri
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 
-from titan_ckpt import policy
 from titan_ckpt.components.files import MODEL
 from titan_ckpt.config import ExportConfig, InitialLoadConfig
-from titan_ckpt.disk import posix
-from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator, bounded
 from titan_ckpt.errors import CheckpointError, ConverterError, ExportError, listed
-from titan_ckpt.formats.dcp.dcp import export_dcp
+from titan_ckpt.formats.dcp.dcp import DcpExport
 from titan_ckpt.formats.huggingface.export import OUTPUTS, Base, HuggingFaceExport
-from titan_ckpt.formats.huggingface.peft import export_peft
+from titan_ckpt.formats.huggingface.peft import PeftExport
 from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.formats.open import detect_format
-from titan_ckpt.formats.publish.record import remove_record, why_foreign, write_record
+from titan_ckpt.formats.publish.record import MadeExports
 from titan_ckpt.geometry.chunks import LazyTensor, Stage, TensorInfo, can_freeze, frozen, info_of, local_tensor
 from titan_ckpt.types import ModelHooks, PlacesTensors, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD
@@ -38,22 +35,58 @@ from titan_ckpt.weights.write_view import FileDtype, cast_all
 
 logger = logging.getLogger(__name__)
 
-_Write = Callable[[Coordinator], None]
-"""Writes, proves and publishes one export or several; exchanges with the other ranks by the Coordinator. Collective."""
+
+class FolderWriter(Protocol):
+    """The tensors of an export, and how a format writes, proves and publishes them as a folder."""
+
+    def write(self, folder: Path, coordinator: Coordinator) -> object:
+        """Publish the folder. Collective; any thread may call it. Raises: an error, with nothing under its name."""
 
 
 @dataclass(frozen=True, slots=True)
+class ExportJob:
+    """One export that is decided and not yet made."""
+
+    config: ExportConfig
+    step: int
+    folder: Path
+    writer: FolderWriter
+    made: MadeExports
+
+    def run(self, coordinator: Coordinator) -> None:
+        """Publish the folder, record it, and remove exports that have expired. Collective. Raises: ExportError."""
+        became = "failed"
+        try:
+            self.writer.write(self.folder, coordinator)
+            became = "is published, and what follows it failed"
+            logger.info("exported %s to %s", self.config.format, self.folder)
+            if coordinator.rank == 0:
+                self.made.record(self.config, self.step)
+            coordinator.on_rank_0("export-expire", lambda: self.made.expire(self.config, self.step))
+        except ExportError:
+            raise
+        except Exception as error:
+            raise ExportError(f"export of step {self.step} to {self.folder} {became}: {error}") from error
+
+
 class Exporter:
     """Makes the exports of one run."""
 
-    _base_folder: Path
-    _model: ModelWrapper
-    _transforms: StateDictTransforms
-    _coordinator: Coordinator
-    _initial_load: Sequence[InitialLoadConfig] = ()
-    """The sources of the base; an export may take over the dtypes and file layout of the base."""
-    _left: set[Path] = field(default_factory=set)
-    """Folders that retention leaves, because they are not as this run published them; each was logged."""
+    def __init__(
+        self,
+        base_folder: Path,
+        model: ModelWrapper,
+        transforms: StateDictTransforms,
+        coordinator: Coordinator,
+        initial_load: Sequence[InitialLoadConfig] = (),
+    ) -> None:
+        """Bind to a run. `initial_load`: sources of the base, whose dtypes and file layout exports may take over."""
+        self._base_folder = base_folder
+        self._model = model
+        self._transforms = transforms
+        self._coordinator = coordinator
+        self._initial_load = initial_load
+        self._made = MadeExports(base_folder)
 
     def check(self, configs: Sequence[ExportConfig]) -> None:
         """Check before training that every export can be made. Collective.
@@ -64,33 +97,31 @@ class Exporter:
             return
         # a pipeline stage may have no converter-owned keys
         owned = any(self._coordinator.gather("export-owned", bool(self._model.owned_state_dict())))
-        error: BaseException | None = None
-        try:
-            self._check(configs, owned)
-        except Exception as e:
-            error = e
-        self._coordinator.barrier("export-check", error)
+        self._coordinator.together("export-check", lambda: self._check(configs, owned))
         if any(config.format == "peft" for config in configs):
             self._check_placement()
 
     def _check_placement(self) -> None:
         """Check that other tools will find a place for every tensor of an adapter. Collective: stages hold parts."""
-        groups = self._transforms.to_file(self._model.owned_state_dict(), self._model.hooks, None)
-        own: Any = {key: list(info.shape) for group in groups for key, info in group.infos.items()}
-        parts: list[Any] = self._coordinator.gather("export-shapes", own)
-        error: BaseException | None = None
-        try:
+
+        def shapes() -> dict[str, list[int]]:
+            groups = self._transforms.to_file(self._model.owned_state_dict(), self._model.hooks, None)
+            return {key: list(info.shape) for group in groups for key, info in group.infos.items()}
+
+        of_ranks = self._coordinator.gather_results("export-shapes", shapes)
+
+        def check() -> None:
             adapter: object = None if self._model.hooks is None else self._model.hooks.state_dict_adapter()
-            if self._coordinator.rank == 0 and isinstance(adapter, PlacesTensors):
-                shapes = {key: shape for part in parts for key, shape in part.items()}
-                if faults := adapter.misplaced(self._transforms.key_map, shapes, self._transforms.hf_config):
-                    raise ExportError(
-                        f"checkpoint.export: peft: {'; '.join(faults)}. Leave these modules out of target_modules, or "
-                        'export merged weights (format = "hf")'
-                    )
-        except Exception as e:
-            error = e
-        self._coordinator.barrier("export-placement", error)
+            if not isinstance(adapter, PlacesTensors):
+                return
+            everywhere = {key: shape for of_rank in of_ranks for key, shape in of_rank.items()}
+            if faults := adapter.misplaced(self._transforms.key_map, everywhere, self._transforms.hf_config):
+                raise ExportError(
+                    f"checkpoint.export: peft: {'; '.join(faults)}. Leave these modules out of target_modules, or "
+                    'export merged weights (format = "hf")'
+                )
+
+        self._coordinator.on_rank_0("export-placement", check)
 
     def check_folders(self, configs: Sequence[ExportConfig]) -> None:
         """Check after a load that weights, config.json and base agree, as an export itself does. Collective.
@@ -98,17 +129,9 @@ class Exporter:
         Raises: ExportError; KeyMapError.
         """
         for config in configs:
-            if config.format != "hf":
-                continue
-            export: HuggingFaceExport | None = None
-            error: BaseException | None = None
-            try:
-                export = self._huggingface(config, self._model.state_dict("base"), self._base_of(config))
-            except Exception as e:
-                error = e
-            self._coordinator.barrier("export-folder", error)
-            assert export is not None
-            export.check(self._coordinator)
+            if config.format == "hf":
+                make = partial(self._huggingface, config, "base")
+                self._coordinator.together("export-folder", make).check(self._coordinator)
 
     def _check(self, configs: Sequence[ExportConfig], owned: bool) -> None:
         problems = []
@@ -154,7 +177,7 @@ class Exporter:
                 yield 'quantised: no converter quantises weights; add [[converters]] kind = "qat" or "float8"'
                 return
             base = self._model.state("base")
-            groups = self._huggingface(config, base.tensors, self._base_of(config)).groups
+            groups = self._huggingface(config, base.tensors).groups
             stored = quantised(groups, quantiser)
         except (ConverterError, ExportError) as error:
             yield f"quantised: {error}"
@@ -191,16 +214,14 @@ class Exporter:
 
         Raises: ExportError, KeyMapError and PeerError; nothing is published then.
         """
-        write: _Write | None = None
-        error: BaseException | None = None
-        try:
-            write = self._planned(config, step, base, self._tensors(config))
-        except Exception as e:
-            error = _typed(e, step)
-        self._coordinator.barrier("export-plan", error)
-        assert write is not None
-        write(self._coordinator)
-        return self._folder(config, step)
+
+        def plan() -> ExportJob:
+            with _export_errors(step):
+                return self._job(config, step, base, self._tensors(config))
+
+        job = self._coordinator.together("export-plan", plan)
+        job.run(self._coordinator)
+        return job.folder
 
     def stage(
         self,
@@ -209,8 +230,8 @@ class Exporter:
         base: dict[str, Any] | None,
         live: StateDict,
         staged: Mapping[str, LazyTensor],
-    ) -> _Write:
-        """Return a function that makes these exports from staged copies while training continues. Collective.
+    ) -> list[ExportJob]:
+        """Return exports of staged copies, to be run while training continues. Collective.
 
         `live`, `staged`: the tensors of a snapshot and their copies. Values that converters compute from other ranks'
         values are gathered in this call. Exports whose values cannot be staged are made in this call, from the live
@@ -218,36 +239,35 @@ class Exporter:
         Raises: ExportError; KeyMapError; PeerError.
         """
         tensors: list[StateDict] = []
-        can_wait: list[Any] = []
-        error: BaseException | None = None
-        try:
-            tensors = [self._tensors(config) for config in configs]
-            # with several ranks a quantiser gathers each weight by its layout in training
-            alone = self._coordinator.world_size == 1
-            can_wait = [
+        # with several ranks a quantiser gathers each weight by its layout in training
+        alone = self._coordinator.world_size == 1
+
+        def can_wait() -> list[bool]:
+            with _export_errors(step):
+                tensors.extend(self._tensors(config) for config in configs)
+            return [
                 all(map(can_freeze, values.values())) and (alone or not config.quantised)
                 for config, values in zip(configs, tensors, strict=True)
             ]
-        except Exception as e:
-            error = _typed(e, step)
-        of_ranks: list[Any] = self._coordinator.gather("export-freeze", can_wait, error)
-        writes: list[_Write] = []
-        now: list[ExportConfig] = []
-        try:
-            stage = self._stage_of(live, staged)
-            for config, values, *ranks in zip(configs, tensors, *of_ranks, strict=True):
-                if all(ranks):
-                    frozen_values = {fqn: frozen(value, stage) for fqn, value in values.items()}
-                    writes.append(self._planned(config, step, base, frozen_values))
-                else:
-                    now.append(config)
-        except Exception as e:
-            error = _typed(e, step)
-        self._coordinator.barrier("export-stage", error)
-        for config in now:
-            logger.info("export of step %d as %s is made at once: its values cannot be staged", step, config.format)
-            self.export(config, step, base)
-        return partial(_write_all, writes)
+
+        of_ranks = self._coordinator.gather_results("export-freeze", can_wait)
+        waits = [all(answers) for answers in zip(*of_ranks, strict=True)]
+
+        def jobs() -> list[ExportJob]:
+            with _export_errors(step):
+                stage = self._stage_of(live, staged)
+                return [
+                    self._job(config, step, base, {fqn: frozen(value, stage) for fqn, value in values.items()})
+                    for config, values, wait in zip(configs, tensors, waits, strict=True)
+                    if wait
+                ]
+
+        made = self._coordinator.together("export-stage", jobs)
+        for config, wait in zip(configs, waits, strict=True):
+            if not wait:
+                logger.info("export of step %d as %s is made at once: its values cannot be staged", step, config.format)
+                self.export(config, step, base)
+        return made
 
     def _stage_of(self, live: StateDict, staged: Mapping[str, LazyTensor]) -> Stage:
         """Return the Stage (geometry/chunks.py) that maps a live tensor to its staged copy, to itself or to a clone.
@@ -276,41 +296,27 @@ class Exporter:
         with bounded(self._coordinator.timeout_seconds):  # a converter may ask the other ranks
             return self._model.state_dict("export")
 
-    def _planned(self, config: ExportConfig, step: int, base: dict[str, Any] | None, tensors: StateDict) -> _Write:
-        """Decide how the tensors are exported and return the function that writes them."""
-        folder, came_from = self._folder(config, step), self._base_of(config)
-        transforms, hooks, dtype = self._transforms, self._model.hooks, _dtype(config, came_from)
-        write: Callable[..., object]
-        if config.format == "dcp":
-            assert dtype is None or isinstance(dtype, torch.dtype), "the config says so"
-            write = partial(export_dcp, folder, cast_all(tensors, dtype))
-        elif config.format == "hf":
-            write = partial(self._huggingface(config, tensors, came_from).write, folder)
+    def _job(self, config: ExportConfig, step: int, base: dict[str, Any] | None, tensors: StateDict) -> ExportJob:
+        """Decide how the tensors are exported."""
+        writer: FolderWriter
+        if config.format == "hf":
+            writer = self._huggingface(config, tensors)
+        elif config.format == "dcp":
+            writer = DcpExport(cast_all(tensors, None if config.dtype is None else getattr(torch, config.dtype)))
         else:
+            hooks, dtype = self._model.hooks, _dtype(config, None)
             adapter = None if hooks is None else hooks.state_dict_adapter()
             assert adapter is not None, "check() comes first"
-            about = adapter.file_config(transforms.key_map)
+            about = adapter.file_config(self._transforms.key_map)
             if base is not None:
                 about |= {"base_model_name_or_path": base["path"], "revision": base["revision"], BASE_RECORD: base}
-            write = partial(export_peft, folder, transforms.to_file(tensors, hooks, dtype), config=about)
+            writer = PeftExport(self._transforms.to_file(tensors, hooks, dtype), about)
+        return ExportJob(config, step, self._folder(config, step), writer, self._made)
 
-        def write_and_expire(coordinator: Coordinator) -> None:
-            became = "failed"
-            try:
-                write(coordinator=coordinator)
-                became = "is published, and what follows it failed"
-                logger.info("exported %s to %s", config.format, folder)
-                self._record(config, step, coordinator)
-                self._expire(config, step, coordinator)
-            except ExportError:
-                raise
-            except Exception as error:
-                raise ExportError(f"export of step {step} to {folder} {became}: {error}") from error
-
-        return write_and_expire
-
-    def _huggingface(self, config: ExportConfig, tensors: StateDict, base: Base | None) -> HuggingFaceExport:
-        """Return the export of these tensors as a Hugging Face folder, under the names of its base."""
+    def _huggingface(self, config: ExportConfig, tensors: StateDict | Literal["base"]) -> HuggingFaceExport:
+        """Return the export of these tensors, or of the base, as a Hugging Face folder, under the names of its base."""
+        tensors = self._model.state_dict("base") if tensors == "base" else tensors
+        base = self._base_of(config)
         table = self._transforms.key_map if base is None else base.key_map
         table = with_tied_names(
             table, self._model.tied, lambda key: key not in OUTPUTS if base is None else key in base.tensors
@@ -337,39 +343,6 @@ class Exporter:
             return None
         return Base.read(Path(source.path), self._transforms.key_map, source.initialise, source.ignore)
 
-    def _record(self, config: ExportConfig, step: int, coordinator: Coordinator) -> None:
-        """Record on rank 0 that the run has made this export."""
-        if coordinator.rank == 0:
-            try:
-                write_record(self._base_folder, config.lands_in(step))
-            except OSError as error:
-                logger.warning("%s is not recorded, so it never expires: %s", self._folder(config, step), error)
-
-    def _expire(self, config: ExportConfig, step: int, coordinator: Coordinator) -> None:
-        """Remove interval exports that are no longer kept. Collective."""
-        error: BaseException | None = None
-        try:
-            if coordinator.rank == 0 and config.keep is not None:
-                for expired in policy.expired_exports(self._own_steps(config), step, config):
-                    StagedFolder.discard(self._folder(config, expired))
-                    remove_record(self._base_folder, config.lands_in(expired))
-                    logger.info("export of step %d removed: the newest %d are kept", expired, config.keep)
-        except Exception as e:
-            error = e
-        coordinator.barrier("export-expire", error)
-
-    def _own_steps(self, config: ExportConfig) -> list[int]:
-        """Return the steps whose exports are as this run published them; other folders of such names are named once."""
-        before, after = map(re.escape, Path(config.lands_in()).name.split("N"))
-        name = re.compile(rf"{before}(0|[1-9][0-9]*){after}")
-        matches = map(name.fullmatch, posix.list_folder(self._base_folder / config.folder))
-        foreign = {n: why_foreign(self._base_folder, config.lands_in(n)) for n in (int(m[1]) for m in matches if m)}
-        left = {self._folder(config, step): why for step, why in foreign.items() if why}
-        if new := [f"{path} ({why})" for path, why in left.items() if path not in self._left]:
-            logger.warning("retention of exports leaves what is not as this run published it: %s", ", ".join(new))
-        self._left.update(left)
-        return [step for step, why in foreign.items() if why is None]
-
     def _source(self) -> InitialLoadConfig | None:
         """Return the Hugging Face folder (or file) that the run's weights came from, if there is exactly one."""
         there = [(source, Path(source.path)) for source in self._initial_load if Path(source.path).exists()]
@@ -377,27 +350,16 @@ class Exporter:
         return sources[0] if len(sources) == 1 else None
 
 
-def _write_all(writes: Sequence[_Write], coordinator: Coordinator) -> None:
-    """Make every export, even after one has failed. Raises: the first error."""
-    first: Exception | None = None
-    for write in writes:
-        try:
-            write(coordinator)
-        except Exception as error:
-            if first is not None:
-                logger.exception("another export failed")
-            first = first or error
-    if first is not None:
-        raise first
-
-
-def _typed(error: Exception, step: int) -> CheckpointError:
-    """Return a CheckpointError as it is; wrap any other in ExportError, such as a failed collective of a converter."""
-    if isinstance(error, CheckpointError):
-        return error
-    made = ExportError(f"export of step {step} could not be prepared, nothing was published: {error}")
-    made.__cause__ = error
-    return made
+@contextlib.contextmanager
+def _export_errors(step: int) -> Iterator[None]:
+    """Raise any error that is no CheckpointError as an ExportError, such as a failed collective of a converter."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        message = f"export of step {step} could not be prepared, nothing was published: {error}"
+        raise ExportError(message) from error
 
 
 def _dtype(config: ExportConfig, came_from: Base | None) -> FileDtype:

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,9 +22,11 @@ from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import Kind
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import require_local
+from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, ExportError, listed
 from titan_ckpt.exporting import Exporter
 from titan_ckpt.failures import Failures
+from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.loading.external import ExternalWeights
 from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.saving import SaveHandle, Saver, SaveRequest
@@ -216,25 +217,34 @@ class CheckpointManager:
         self._check_open()
         self._note_last(step, last_step)
         due = policy.due_exports(step, self.config.export, last_step)
-        if last_step:
+        is_repeated = bool(due) and step == self._exported_step
+        if last_step or is_repeated:
             self.wait()
-        # After a resume, steps are replayed with identical weights, so exports already on disk are still valid. A
-        # finished run makes only the exports it had not completed.
-        made_before = self._resumed_from is not None and (not last_step or self._resumed_from["step"] == step)
-        if due and step == self._exported_step:
-            self.wait()
-            made_before = True
         self._exported_step = step
-        todo = [export for export in due if not (made_before and self._exporter.is_there(export, step))]
-        if todo and not last_step and self._has_staged(step):
-            assert self._saver is not None
-            self._saver.export(step, partial(self._exporter.stage, todo, step, self._base))
-        elif todo and not last_step and self._is_skipping():
+        resumed_from = None if self._resumed_from is None else self._resumed_from["step"]
+        if is_repeated or policy.may_be_there(step, last_step, resumed_from):
+            todo = [export for export in due if not self._exporter.is_there(export, step)]
+        else:
+            todo = due
+        if todo:
+            self._export(todo, step, last_step)
+        return bool(due)
+
+    def _export(self, exports: Sequence[ExportConfig], step: int, last_step: bool) -> None:
+        saver = self._saver
+        facts: list[Json] = [saver is not None and saver.has_staged(step), saver is not None and saver.busy]
+        of_ranks: list[Any] = self._coordinator.gather("export-staged", facts)
+        staged, busy = all(has_staged for has_staged, _ in of_ranks), of_ranks[0][1]
+        way = policy.way_to_export(last_step, staged, busy, self.config.save)
+        if way == "background":
+            assert saver is not None
+            jobs = self._exporter.stage(exports, step, self._base, *saver.staged())
+            saver.export(step, [job.run for job in jobs])
+        elif way == "left out":
             logger.warning("step %d is due for export and left out: what came before it is still being written", step)
         else:
-            for export in todo:
+            for export in exports:
                 self._export_now(export, step, last_step)
-        return bool(due)
 
     def _note_last(self, step: int, last_step: bool) -> None:
         """Note that the save in flight is the last one, which was not known when it began."""
@@ -248,15 +258,6 @@ class CheckpointManager:
         except Exception as e:
             error = e
         self._failures.settle("exported", step, error, is_last=last_step)
-
-    def _has_staged(self, step: int) -> bool:
-        """Return whether every rank has a copy of this step's weights. Collective."""
-        return all(self._coordinator.gather("export-staged", self._saver is not None and self._saver.has_staged(step)))
-
-    def _is_skipping(self) -> bool:
-        """Return whether `if_busy` is "skip" and a save is in flight. Collective."""
-        skips = self.config.save is not None and self.config.save.if_busy == "skip"
-        return skips and bool(self._coordinator.broadcast("busy", self._saver is not None and self._saver.busy))
 
     def _save(
         self,
@@ -292,16 +293,9 @@ class CheckpointManager:
             expire=mark is None,
         )
 
-        def take() -> Snapshot:
-            if model_only is not None:
-                return self._run.snapshot(step, self._whole_model(model_only), model_only=True)
-            if mark is None:
-                return self._run.snapshot(step, self._model_to_save())
-            with self._run.as_marked(mark):
-                model = self._model_to_save(room=True)
-            return self._run.snapshot_of(mark, model)
-
-        self._saver.save(request, take)
+        with gc_paused():
+            snapshot = self._coordinator.together("snapshot", lambda: self._snapshot(step, mark, model_only))
+            self._saver.save(request, snapshot)
         self._saved_step, self._is_last_save = step, last
         if self.config.save.async_mode == "disabled":
             self.wait()
@@ -310,6 +304,15 @@ class CheckpointManager:
         if failed is not None:
             raise failed
         return self._saved_step == step
+
+    def _snapshot(self, step: int, mark: Mark | None, model_only: str | None) -> Snapshot:
+        if model_only is not None:
+            return self._run.snapshot(step, self._whole_model(model_only), model_only=True)
+        if mark is None:
+            return self._run.snapshot(step, self._model_to_save())
+        with self._run.as_marked(mark):
+            model = self._model_to_save(room=True)
+        return self._run.snapshot_of(mark, model)
 
     def _look_before_saving(self, step: int) -> None:
         """Refuse to save into a folder that holds steps of an earlier run and was never loaded from."""

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,10 +36,6 @@ from titan_ckpt.geometry.chunks import LazyTensor
 from titan_ckpt.types import StateDict
 
 logger = logging.getLogger(__name__)
-
-StageExports = Callable[[StateDict, Mapping[str, LazyTensor]], Callable[[Coordinator], None]]
-"""(live tensors, their staged copies, which are not filled yet) -> a function that exports the copies in a background
-thread and exchanges with other ranks through the Coordinator it is given. Both calls are collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +145,15 @@ class Saver:
         return self._staged is not None and self._staged[0] == step
 
     @gc_paused()
-    def save(self, request: SaveRequest, take: Callable[[], Snapshot]) -> SaveHandle:
+    def save(self, request: SaveRequest, snapshot: Snapshot) -> SaveHandle:
         """Start a save and return its handle; with async_mode "disabled" it has ended. Collective.
 
         The previous save must have been waited for. Live tensors may change again once `wait_staged` has returned.
-        Raises: what `take` raises on any rank, and StateEncodingError, before anything is written.
+        Raises: StateEncodingError and SaveError, before anything is written.
         """
         assert self._handle is None and self._exports is None, "wait() for the save before this one"
         self._staged = None
-        snapshot, state = self._take(take)
+        state = self._state_files(snapshot)
         self._writer.plan(snapshot.tensors, self._coordinator)
         mode = self._config.check_replicas
         if mode != "off" and self._coordinator.world_size > 1:
@@ -190,35 +186,38 @@ class Saver:
         threading.Thread(target=handle.run, args=(act,), name=f"titan_ckpt save {request.step}").start()
         return handle
 
-    def export(self, step: int, stage_exports: StageExports) -> None:
-        """Start exports of the staged copy of `step`; they are made once its save is committed. Collective.
-
-        Called while the live tensors are still those of the step. `wait` raises the errors of the exports.
-        Raises: what `stage_exports` raises.
-        """
-        assert self._staged is not None and self._staged[0] == step and self._exports is None
+    def staged(self) -> tuple[StateDict, dict[str, LazyTensor]]:
+        """Return the live tensors of the save in flight, and their staged copies, which may not be filled yet."""
+        assert self._staged is not None
         _, live = self._staged
-        make = stage_exports(live, self._writer.staged(live))
+        return live, self._writer.staged(live)
+
+    def export(self, step: int, exports: Sequence[Callable[[Coordinator], None]]) -> None:
+        """Start exports of the staged copy of `step`, which run when its save is committed. Collective.
+
+        `exports` exchange with other ranks through the Coordinator that they are given. `wait` raises the first error;
+        an export is made even after another has failed.
+        """
+        assert self.has_staged(step) and self._exports is None
         saved = self._handle
         handle = self._exports = SaveHandle(step)
 
         def make_after_save() -> None:
             of_ranks = self._coordinator.gather(f"is step {step} saved", saved is None or saved.succeeded())
             if all(of_ranks):
-                make(self._coordinator)
+                _make_all(exports, self._coordinator)
             else:  # the save's own handle has its error
                 logger.warning("the exports of step %d are left out, because its save has failed", step)
 
         threading.Thread(target=handle.run, args=(make_after_save,), name=f"titan_ckpt export {step}").start()
 
-    def _take(self, take: Callable[[], Snapshot]) -> tuple[Snapshot, dict[str, bytes]]:
-        """Take the snapshot on all ranks; return it with the JSON files that this rank writes. Collective.
+    def _state_files(self, snapshot: Snapshot) -> dict[str, bytes]:
+        """Return the JSON files that this rank writes. Collective.
 
-        1. Every rank takes its snapshot. 2. The ranks compare the parts of their run states. 3. Rank 0 writes the parts
-        that are equal or merged; every rank writes the rest to its own file.
+        Rank 0 writes the parts of the run state that are equal on all ranks or can be merged; every rank writes the
+        rest to its own file.
         """
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
-        snapshot = self._coordinator.together("snapshot", take)
         run, own = snapshot.run, snapshot.rank
         if world_size > 1:
             parts = self._coordinator.gather_distinct("run state", lambda: run_parts(run))
@@ -232,7 +231,7 @@ class Saver:
             state = {rank_state_name(rank): typed_json.dumps(own, "rank state")}
             return state | ({RUN_STATE: typed_json.dumps(run, "run state")} if rank == 0 else {})
 
-        return snapshot, self._coordinator.together("state files", encoded)
+        return self._coordinator.together("state files", encoded)
 
     def wait_staged(self) -> None:
         """Wait until the save in flight has copied the live tensors; they may change then. Raises: the copy's error."""
@@ -277,16 +276,15 @@ class Saver:
         """
         started = time.perf_counter()
         attempt = self._directory.begin(request.step, self._writer.num_bytes + sum(map(len, state.values())))
-        error: BaseException | None = None
-        records: list[FileRecord] = []
-        try:
+
+        def write() -> list[dict[str, Any]]:
             with os_errors_as(SaveError, f"{self._directory.root}: step {request.step} was not saved"):
                 records = write_tensors(attempt.path)
                 records += [_write_file(attempt.path / name, data) for name, data in state.items()]
-        except BaseException as e:  # KeyboardInterrupt too, because the other ranks wait for an answer
-            error = e
+            return [asdict(record) for record in records]
+
         try:
-            gathered: list[Any] = self._coordinator.gather("written", [asdict(r) for r in records], error)
+            gathered = self._coordinator.gather_results("written", write)
         except BaseException:
             self._directory.abandon(attempt)
             raise
@@ -308,6 +306,19 @@ class Saver:
             self._directory.expire(self._config.keep)
         self._seconds.append(time.perf_counter() - started)
         logger.info("step %d saved in %.2f s", request.step, self._seconds[-1])
+
+
+def _make_all(exports: Sequence[Callable[[Coordinator], None]], coordinator: Coordinator) -> None:
+    first: Exception | None = None
+    for export in exports:
+        try:
+            export(coordinator)
+        except Exception as error:
+            if first is not None:
+                logger.exception("another export failed")
+            first = first or error
+    if first is not None:
+        raise first
 
 
 def _write_file(path: Path, data: bytes) -> FileRecord:

@@ -259,17 +259,23 @@ class _Appender(io.RawIOBase):
         return len(view)
 
 
-def export_dcp(folder: Path, tensors: StateDict, coordinator: Coordinator) -> None:
-    """Write a state dict as a DCP folder and publish it atomically. Lazy tensors are resolved one by one. Collective.
+@dataclass(frozen=True, slots=True)
+class DcpExport:
+    """An export into a folder that `dcp.load` reads."""
 
-    Raises: FileExistsError; OSError; PeerError. Nothing has the folder's name then.
-    """
-    total = sum(info_of(value).nbytes for value in tensors.values())
-    with (
-        published(folder, coordinator, "dcp-", lambda: None) as (path, _),
-        progress.shown(f"exporting {folder.name}", total // coordinator.world_size),
-    ):
-        write_dcp(path, tensors, coordinator)
+    tensors: StateDict
+
+    def write(self, folder: Path, coordinator: Coordinator) -> None:
+        """Write the folder and publish it atomically. Lazy tensors are resolved one by one. Collective.
+
+        Raises: FileExistsError; OSError; PeerError. Nothing has the folder's name then.
+        """
+        total = sum(info_of(value).nbytes for value in self.tensors.values())
+        with (
+            published(folder, coordinator, "dcp-", lambda: None) as (path, _),
+            progress.shown(f"exporting {folder.name}", total // coordinator.world_size),
+        ):
+            write_dcp(path, self.tensors, coordinator)
 
 
 def write_dcp(folder: Path, tensors: StateDict, coordinator: Coordinator) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -144,36 +145,38 @@ class PeftReader(TensorReader):
         self._files.close()
 
 
-def export_peft(
-    folder: Path,
-    groups: Sequence[FileGroup],
-    *,
-    config: Mapping[str, Any],
-    coordinator: Coordinator,
-) -> ExportSummary:
-    """Write an adapter folder that PEFT and vLLM open, prove it, and publish it atomically. Collective.
+@dataclass(frozen=True, slots=True)
+class PeftExport:
+    """An export into an adapter folder that PEFT and vLLM open."""
 
-    `config`: adapter_config.json; r, lora_alpha and target_modules are required, the others have PEFT's defaults.
-    Fields named `titan_ckpt_*` go to titan_ckpt.json.
-    Raises: ExportError on every rank, with nothing under the folder's name; also for an adapter that changes nothing.
-    """
+    groups: Sequence[FileGroup]
+    config: Mapping[str, Any]
+    """adapter_config.json; r, lora_alpha and target_modules are required, the others have PEFT's defaults. Fields named
+    `titan_ckpt_*` go to titan_ckpt.json."""
 
-    def companions(plan: ExportPlan) -> dict[str, bytes | Path]:
-        public = {**_DEFAULTS, **{name: value for name, value in config.items() if not name.startswith(OWN)}}
-        own = {name: value for name, value in config.items() if name.startswith(OWN)}
+    def write(self, folder: Path, coordinator: Coordinator) -> ExportSummary:
+        """Write the folder, prove it, and publish it atomically. Collective.
+
+        Raises: ExportError on every rank, with nothing under the folder's name; also for an adapter that changes
+        nothing.
+        """
+
+        def check(reader: TensorReader) -> None:
+            if coordinator.rank == 0:
+                _check_values(reader)
+
+        layout = FolderFormat(lambda infos: {WEIGHTS: sorted(infos)}, self._companions, PeftReader, check)
+        return export_folder(folder, self.groups, layout, coordinator)
+
+    def _companions(self, plan: ExportPlan) -> dict[str, bytes | Path]:
+        public = {**_DEFAULTS, **{name: value for name, value in self.config.items() if not name.startswith(OWN)}}
+        own = {name: value for name, value in self.config.items() if name.startswith(OWN)}
         if faults := list(_config_faults(public)) or check_adapter(plan.infos, public):
             raise ExportError(listed(faults))
         files: dict[str, bytes | Path] = {CONFIG: to_json(public)}
         if own:
             files[RECORD] = to_json(own)
         return files
-
-    def check(reader: TensorReader) -> None:
-        if coordinator.rank == 0:
-            _check_values(reader)
-
-    layout = FolderFormat(lambda infos: {WEIGHTS: sorted(infos)}, companions, PeftReader, check)
-    return export_folder(folder, groups, layout, coordinator)
 
 
 def check_adapter(infos: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""A run's records of the exports that it has made, so that retention removes those and nothing else.
+"""A run's records of the exports that it has made, and their retention: it removes those and nothing else.
 
 Owns `.titan_ckpt-exports/` in the run's folder: a file for each export, with the size of every file in it. Records are
 not in the exports, because the bytes of an export depend on the weights and the settings alone.
@@ -8,18 +8,63 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import re
 import stat
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
 
+from titan_ckpt import policy
+from titan_ckpt.config import ExportConfig
 from titan_ckpt.disk import posix
+from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.encoding.strict_json import Json, parse
 from titan_ckpt.errors import CorruptCheckpointError, listed
 
 RECORDS = ".titan_ckpt-exports"
 _MAX_BYTES = 1 << 24
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MadeExports:
+    """The exports that a run has made, and which of them retention removes. Rank 0 alone calls this."""
+
+    run: Path
+    _left: set[Path] = field(default_factory=set)
+    """Folders that retention leaves, because they are not as this run published them; each was logged."""
+
+    def record(self, config: ExportConfig, step: int) -> None:
+        """Record an export. A failure is logged: the export is whole, and it never expires."""
+        name = config.lands_in(step)
+        try:
+            write_record(self.run, name)
+        except OSError as error:
+            logger.warning("%s is not recorded, so it never expires: %s", self.run / name, error)
+
+    def expire(self, config: ExportConfig, step: int) -> None:
+        """Remove interval exports that are no longer kept. Raises: OSError."""
+        if config.keep is None:
+            return
+        for expired in policy.expired_exports(self._own_steps(config), step, config):
+            StagedFolder.discard(self.run / config.lands_in(expired))
+            remove_record(self.run, config.lands_in(expired))
+            logger.info("export of step %d removed: the newest %d are kept", expired, config.keep)
+
+    def _own_steps(self, config: ExportConfig) -> list[int]:
+        """Return the steps whose exports are as this run published them; other folders of such names are named once."""
+        before, after = map(re.escape, Path(config.lands_in()).name.split("N"))
+        name = re.compile(rf"{before}(0|[1-9][0-9]*){after}")
+        matches = map(name.fullmatch, posix.list_folder(self.run / config.folder))
+        foreign = {n: why_foreign(self.run, config.lands_in(n)) for n in (int(m[1]) for m in matches if m)}
+        left = {self.run / config.lands_in(step): why for step, why in foreign.items() if why}
+        if new := [f"{path} ({why})" for path, why in left.items() if path not in self._left]:
+            logger.warning("retention of exports leaves what is not as this run published it: %s", ", ".join(new))
+        self._left.update(left)
+        return [step for step, why in foreign.items() if why is None]
 
 
 def write_record(run: Path, name: str) -> None:

@@ -52,15 +52,19 @@ class Run:
 
 def config(
     assets: Path, folder: Path, flavour: str = "llama3_debugmodel", *, steps: int = 6, titan: bool = True,
-    degrees: dict[str, int] | None = None, fused: bool = False, **settings: Any,
+    degrees: dict[str, int] | None = None, exact: bool = False, **settings: Any,
 ) -> Any:  # fmt: skip
-    """Return the config of a small run: the flavour unmodified but for sizes, and the checkpointer."""
+    """Return the config of a small run: the flavour unmodified but for sizes, and the checkpointer.
+
+    `exact`: FSDP2 computes in float32 too, so that logits can be compared.
+    """
     made = FLAVOURS[flavour]()
     made.hf_assets_path, made.dump_folder, made.dataloader.dataset_path = str(assets), str(folder), str(assets / "data")
     made.training.seq_len, made.training.local_batch_size, made.training.steps = 16, 2, steps
     made.training.disable_cuda_graphs = True
     made.lr_scheduler.warmup_steps, made.lr_scheduler.total_steps = 2, 6
     made.optimizer.implementation = "for-loop"
+    made.training.mixed_precision_param = "float32" if exact else "bfloat16"
     made.validator.enable, made.debug.seed, made.debug.enable_structured_logging = False, 0, False
     made.parallelism.spmd_backend = "partial_dtensor"  # spmd_types, the default, needs a nightly torch for FSDP2
     for name, degree in (degrees or {}).items():
@@ -124,3 +128,14 @@ def same_tensors(left: dict[str, Any], right: dict[str, Any]) -> None:
     """Assert that two state dicts have the same names and bits."""
     assert left.keys() == right.keys()
     assert [name for name, value in left.items() if not _equal(value, right[name])] == []
+
+
+def logits_of(trainer: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logits of a run's model, whole on every rank."""
+    model = trainer.model_parts[0].eval()
+    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    skipped, model._skip_lm_head = getattr(model, "_skip_lm_head", False), False
+    with torch.no_grad():
+        logits: torch.Tensor = model(tokens, positions=positions)
+    model._skip_lm_head = skipped
+    return _whole(logits)  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.torchtitan.runs import FLAVOURS, config, distributed, same_tensors, steps_in, train
+from tests.torchtitan.runs import FLAVOURS, config, distributed, logits_of, same_tensors, steps_in, train
 from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.integrations.torchtitan.adapter import find_key_map
@@ -17,16 +17,6 @@ from titan_ckpt.integrations.torchtitan.model_config import config_json
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 HF: dict[str, Any] = {"last_save_model_only": True, "last_save_in_hf": True}
-
-
-def _logits(trainer: Any, tokens: torch.Tensor) -> torch.Tensor:
-    model = trainer.model_parts[0].eval()
-    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
-    skipped, model._skip_lm_head = getattr(model, "_skip_lm_head", False), False
-    with torch.no_grad():
-        logits: torch.Tensor = model(tokens, positions=positions)
-    model._skip_lm_head = skipped
-    return logits
 
 
 @distributed(1)
@@ -37,11 +27,9 @@ def _exported(assets: Path, folder: Path, flavour: str) -> None:
     logits: list[torch.Tensor] = []
 
     def look(trainer: Any) -> None:
-        logits.append(_logits(trainer, tokens))
+        logits.append(logits_of(trainer, tokens))
 
-    made = config(assets, folder, flavour, steps=3, **HF)
-    made.training.mixed_precision_param = "float32"
-    run = train(made, then=look)
+    run = train(config(assets, folder, flavour, steps=3, exact=True, **HF), then=look)
     assert steps_in(folder) == [2]  # the last step is the export alone
     exported = folder / "exports/step-3"
     opened = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)

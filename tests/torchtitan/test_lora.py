@@ -1,38 +1,171 @@
-"""torchtitan's LoRA with our checkpointer: the same steps, adapter-only saves, and exports that lose no adapter."""
+"""LoRA in torchtitan's Trainer: the same steps, adapter-only saves, and exports that lose no adapter."""
 
 from __future__ import annotations
 
-import time
+import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from tests.torchtitan.runs import config, distributed, same, steps_in, train
+from tests.torchtitan.runs import FLAVOURS, config, distributed, logits_of, same, same_tensors, steps_in, train
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.testing.ranks import RankError
 
-LORA = "llama3_debugmodel_float8_emulate_lora"
+# isort: split
+from torchtitan.components.lora import LoRAConverter
+from torchtitan.models.llama3 import model_registry
+
+FSDP, TP = {"data_parallel_shard": 2}, {"tensor_parallel": 2, "data_parallel_shard": 1}
+FLAVOUR = "llama3_debugmodel_float8_emulate_lora"
+LAST: dict[str, Any] = {"last_save_model_only": True, "last_save_in_hf": True}
+BOTH: dict[str, Any] = {**LAST, "last_save_adapter": "both"}
+TOKENS = torch.randint(3, 2000, (2, 16), generator=torch.Generator().manual_seed(3))
+
+
+def everywhere() -> Any:
+    """Return the debug model with torchtitan's LoRA on every linear module, fused q, k and v and the head included."""
+    made = FLAVOURS["llama3_debugmodel"]()
+    made.model_spec = model_registry("debugmodel", converters=[LoRAConverter.Config(rank=4, alpha=6.0)])
+    return made
+
+
+FLAVOURS["lora_everywhere"] = everywhere
+
+
+def base_of(assets: Path, folder: Path) -> dict[str, Any]:
+    """Train a base for one step and return the settings that load it from its Hugging Face folder."""
+    train(config(assets, folder / "base", steps=1, **LAST))
+    return {"initial_load_in_hf": True, "initial_load_path": str(folder / "base/exports/step-1")}
+
+
+def kind_of(dump_folder: Path, step: int) -> str:
+    """Return which part of the model a step holds."""
+    kind: str = json.loads((dump_folder / f"checkpoint/step-{step}/MANIFEST.json").read_text())["kind"]
+    return kind
+
+
+def opened(folder: Path, adapter: Path | None = None) -> torch.Tensor:
+    """Return the logits of transformers' model, with an adapter opened by PEFT on it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter)
+    model.train(False)
+    with torch.no_grad():
+        logits: torch.Tensor = model(TOKENS).logits
+    return logits
 
 
 @distributed(1)
-def _probe(assets: Path, folder: Path) -> None:
-    t = time.time()
-    made = config(assets, folder / "base", steps=1, last_save_model_only=True, last_save_in_hf=True)
-    train(made)
-    print("base", time.time() - t); t = time.time()
-    base: dict[str, Any] = {"initial_load_in_hf": True, "initial_load_path": str(folder / "base/exports/step-1")}
-    theirs = train(config(assets, folder / "theirs", LORA, titan=False, **base))
-    print("theirs", time.time() - t); t = time.time()
-    last: dict[str, Any] = {"last_save_model_only": True, "last_save_in_hf": True, "last_save_adapter": "both"}
-    ours = train(config(assets, folder / "ours", LORA, async_mode="async", **base, **last))
-    print("ours", time.time() - t); t = time.time()
+def _own(assets: Path, folder: Path) -> None:
+    base = base_of(assets, folder)
+    theirs = train(config(assets, folder / "theirs", FLAVOUR, titan=False, **base))
+    ours = train(config(assets, folder / "ours", FLAVOUR, async_mode="async", **base, **BOTH))
     same(theirs, ours)
-    print(steps_in(folder / "ours"))
-    import os
-    for f in sorted((folder / "ours").rglob("*")):
-        print(f.relative_to(folder), f.stat().st_size)
-    print((folder / "ours/exports/step-6-peft/adapter_config.json").read_text())
-    print((folder / "ours/checkpoint/step-4/MANIFEST.json").read_text()[:3000])
+    assert [kind_of(folder / "ours", step) for step in steps_in(folder / "ours")] == ["adapter", "adapter"]
+
+    exports = folder / "ours/exports"
+    expected = {name: value for name, value in ours.model.items() if ".lora_" not in name}
+    for name in expected:
+        a, b = (ours.model.get(name.replace("weight", f"lora_{factor}.weight")) for factor in "ab")
+        if a is not None and b is not None:
+            expected[name] = expected[name] + 2.0 * (b @ a)
+    settings: dict[str, Any] = {"initial_load_in_hf": True, "initial_load_path": str(exports / "step-6")}
+    merged = train(config(assets, folder / "merged", titan=False, steps=0, **settings))
+    assert merged.model.keys() == expected.keys()
+    for name, value in merged.model.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+    on_base = opened(Path(base["initial_load_path"]), exports / "step-6-peft")
+    torch.testing.assert_close(on_base, opened(exports / "step-6"), rtol=1e-4, atol=1e-5)
+
+    for adapter in (exports / "step-6-peft", folder / "theirs/checkpoint/step-6"):
+        more = {"initial_load_path": str(adapter), "initial_load_in_hf": False}
+        if adapter.name.endswith("peft"):
+            more = {"additional_load_path": str(adapter)}
+        loaded = config(assets, folder / adapter.name / "again", FLAVOUR, steps=0, **base | more)
+        same_tensors(train(loaded).model, ours.model)
+    upgraded = train(config(assets, folder / "theirs", FLAVOUR, steps=7))
+    assert (steps_in(folder / "theirs"), kind_of(folder / "theirs", 7)) == ([2, 4, 6, 7], "full")
+    resumed = train(config(assets, folder / "theirs", FLAVOUR, steps=7, **base))
+    same(upgraded, resumed, losses=0)
 
 
-def test_probe(assets: Path, tmp_path: Path) -> None:
-    _probe(assets, tmp_path)
+def test_torchtitans_float8_and_lora_lose_nothing(assets: Path, tmp_path: Path) -> None:
+    """6 steps are torchtitan's own; saves hold adapters; exports hold them merged, or as PEFT; both load again."""
+    _own(assets, tmp_path)
+
+
+@distributed(2)
+def _killed_at_4(assets: Path, folder: Path, degrees: dict[str, int]) -> None:
+    def die(trainer: Any) -> None:
+        trainer.checkpointer.maybe_wait_for_saving()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    settings: dict[str, Any] = {"async_mode": "async", "degrees": degrees, "exact": True, **base_of(assets, folder)}
+    train(config(assets, folder, "lora_everywhere", **settings), until=5, then=die)
+
+
+@distributed(2)
+def _resumed(assets: Path, folder: Path, degrees: dict[str, int]) -> None:
+    base: dict[str, Any] = {"initial_load_in_hf": True, "initial_load_path": str(folder / "base/exports/step-1")}
+    logits: list[torch.Tensor] = []
+
+    def look(trainer: Any) -> None:
+        logits.append(logits_of(trainer, TOKENS))
+
+    def run(folder: Path, **settings: Any) -> Any:
+        settings = {"async_mode": "async", "degrees": degrees, "exact": True, **base, **settings}
+        return config(assets, folder, "lora_everywhere", **settings)
+
+    whole = train(run(folder / "whole"))
+    resumed = train(run(folder, **BOTH), then=look)
+    assert len(resumed.losses) == 2
+    same(whole, resumed, losses=2)
+    merged = opened(folder / "exports/step-6")
+    torch.testing.assert_close(merged, logits[0], rtol=2e-4, atol=2e-5)
+    peft = folder / "exports/step-6-peft"
+    torch.testing.assert_close(opened(Path(base["initial_load_path"]), peft), merged, rtol=2e-4, atol=2e-5)
+    again = train(run(folder / "again", additional_load_path=str(peft), steps=0))
+    same_tensors(again.model, resumed.model)
+
+
+@pytest.mark.parametrize("degrees", [FSDP, TP], ids=["fsdp", "tp"])
+def test_a_killed_lora_run_goes_on(assets: Path, tmp_path: Path, degrees: dict[str, int]) -> None:
+    """Adapters on every linear module, fused ones too, resume bit for bit on 2 ranks; both exports have the logits."""
+    with pytest.raises(RankError):
+        _killed_at_4(assets, tmp_path, degrees)
+    assert [kind_of(tmp_path, step) for step in steps_in(tmp_path)] == ["adapter", "adapter"]
+    _resumed(assets, tmp_path, degrees)
+
+
+def test_wrong_combinations_are_one_error(assets: Path, tmp_path: Path) -> None:
+    """Each fault is named before step 1, by torchtitan's names, and all together."""
+    _refused(assets, tmp_path)
+
+
+@distributed(1)
+def _refused(assets: Path, folder: Path) -> None:
+    def faults(flavour: str, **settings: Any) -> list[str]:
+        with pytest.raises(ConfigError) as error:
+            config(assets, folder, flavour, **settings).build()
+        return [problem.partition(":")[0] for problem in error.value.problems]
+
+    plain: dict[str, Any] = {
+        "include_base": True,
+        "additional_load_path": "s3://a",
+        "last_save_adapter": "peft",
+        **LAST,
+    }
+    of_paths = ["checkpoint.additional_load_path"] * 3
+    expected = ["checkpoint.last_save_adapter", "checkpoint.include_base", *of_paths]
+    assert faults("llama3_debugmodel", **plain) == expected
+    assert faults("lora_everywhere", last_save_adapter="peft") == ["checkpoint.last_save_adapter"]
+    assert faults("lora_everywhere", last_save_adapter="adapter") == ["checkpoint.last_save_adapter"]
+    path = {"additional_load_path": str(folder), "initial_load_path": str(folder), "initial_load_model_only": False}
+    assert faults("lora_everywhere", **path) == ["checkpoint.additional_load_path"]

@@ -1,5 +1,6 @@
-"""TitanCheckpointer: a checkpointer for torchtitan's Trainer, in place of torchtitan's own."""
+"""TitanCheckpointer and Converters: this package's checkpoints and converters in torchtitan's Trainer."""
 
 from titan_ckpt.integrations.torchtitan.checkpointer import TitanCheckpointer
+from titan_ckpt.integrations.torchtitan.converters import Converters
 
-__all__ = ["TitanCheckpointer"]
+__all__ = ["Converters", "TitanCheckpointer"]

@@ -8,16 +8,17 @@ from torch import nn
 
 from converters.container import ModelConverters
 from converters.lora.converter import LoRAConverter
+from titan_ckpt.integrations.torchtitan.converters import converters_of
 from titan_ckpt.integrations.torchtitan.lora import find_lora
 
 
 def find_hooks(model_parts: Sequence[nn.Module]) -> ModelConverters | None:
     """Return the converters that changed the model; None without any. Collective.
 
-    Raises: ConfigError.
+    Raises: ConfigError; ConverterError if both have put LoRA into it.
     """
-    lora = find_lora(model_parts)
-    return None if lora is None else ModelConverters([lora])
+    own, lora = converters_of(model_parts), find_lora(model_parts)
+    return own if lora is None else ModelConverters([*(own or ()), lora])
 
 
 def adapted_modules(hooks: ModelConverters | None) -> dict[str, bool]:

@@ -41,11 +41,16 @@ def find_lora(model_parts: Sequence[nn.Module]) -> TorchtitanLoRA | None:
     return TorchtitanLoRA(adapted, [*dict.fromkeys(name for of_rank in names_of_ranks for name in of_rank)])
 
 
+def is_adapted(module: nn.Module) -> bool:
+    """Return whether this is a module with torchtitan's adapter."""
+    return hasattr(module, _SCALING)
+
+
 def _adapted(model_parts: Sequence[nn.Module]) -> dict[str, Any]:
     """Return the adapted modules of this rank: fqn -> rank, scaling, whether its weight is tied, dtype."""
     found: dict[str, Any] = {}
     for part in model_parts:
-        modules: list[tuple[str, Any]] = [(name, m) for name, m in part.named_modules() if hasattr(m, _SCALING)]
+        modules: list[tuple[str, Any]] = [(name, m) for name, m in part.named_modules() if is_adapted(m)]
         tied = tied_modules(part) if modules else ()
         for name, module in modules:
             fqn, dtype = clean_fqn(name), str(module.lora_a.weight.dtype).removeprefix("torch.")

@@ -24,6 +24,7 @@ from titan_ckpt.formats.huggingface.export import OUTPUTS, Base, HuggingFaceExpo
 from titan_ckpt.formats.huggingface.peft import PeftExport
 from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.formats.open import detect_format
+from titan_ckpt.formats.publish.columns import row_peers
 from titan_ckpt.formats.publish.record import MadeExports
 from titan_ckpt.geometry.chunks import LazyTensor, Stage, TensorInfo, can_freeze, frozen, info_of, local_tensor
 from titan_ckpt.types import ModelHooks, PlacesTensors, StateDict
@@ -31,13 +32,17 @@ from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.quantise import QuantisesWeights, WeightQuantiser, quantised
 from titan_ckpt.weights.transforms import StateDictTransforms, with_tied_names
 from titan_ckpt.weights.wrapper import ModelWrapper
-from titan_ckpt.weights.write_view import FileDtype, cast_all
+from titan_ckpt.weights.write_view import FileDtype, FileGroup, cast_all
 
 logger = logging.getLogger(__name__)
 
 
 class FolderWriter(Protocol):
     """The tensors of an export, and how a format writes, proves and publishes them as a folder."""
+
+    @property
+    def groups(self) -> Sequence[FileGroup]:
+        """Return the tensors whose columns ranks may put together; none if the format stores shards as they are."""
 
     def write(self, folder: Path, coordinator: Coordinator) -> object:
         """Publish the folder. Collective; any thread may call it. Raises: an error, with nothing under its name."""
@@ -78,13 +83,19 @@ class Exporter:
         model: ModelWrapper,
         transforms: StateDictTransforms,
         coordinator: Coordinator,
-        initial_load: Sequence[InitialLoadConfig] = (),
+        background: Coordinator,
+        initial_load: Sequence[InitialLoadConfig],
     ) -> None:
-        """Bind to a run. `initial_load`: sources of the base, whose dtypes and file layout exports may take over."""
+        """Bind to a run.
+
+        `background`: the line that exports of staged copies are given. `initial_load`: sources of the base, whose
+        dtypes and file layout exports may take over.
+        """
         self._base_folder = base_folder
         self._model = model
         self._transforms = transforms
         self._coordinator = coordinator
+        self._background = background
         self._initial_load = initial_load
         self._made = MadeExports(base_folder)
 
@@ -234,8 +245,8 @@ class Exporter:
         """Return exports of staged copies, to be run while training continues. Collective.
 
         `live`, `staged`: the tensors of a snapshot and their copies. Values that converters compute from other ranks'
-        values are gathered in this call. Exports whose values cannot be staged are made in this call, from the live
-        weights.
+        values are gathered in this call, and ranks that share rows of a file are connected. Exports whose values cannot
+        be staged are made in this call, from the live weights.
         Raises: ExportError; KeyMapError; PeerError.
         """
         tensors: list[StateDict] = []
@@ -263,6 +274,9 @@ class Exporter:
                 ]
 
         made = self._coordinator.together("export-stage", jobs)
+        self._background.peers.connect(
+            self._coordinator, lambda: {ranks for job in made for ranks in row_peers(job.writer.groups).values()}
+        )
         for config, wait in zip(configs, waits, strict=True):
             if not wait:
                 logger.info("export of step %d as %s is made at once: its values cannot be staged", step, config.format)

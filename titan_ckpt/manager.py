@@ -109,7 +109,9 @@ class CheckpointManager:
         self._directory = CheckpointDirectory(self.base_folder / config.folder, storage_line)
         self._restorer = Restorer(config, self._directory, self._run, self._transforms, external_weights, coordinator)
         self._saver = Saver(self._directory, storage_line, config.save) if config.save else None
-        self._exporter = Exporter(self.base_folder, self._model, self._transforms, coordinator, config.initial_load)
+        self._exporter = Exporter(
+            self.base_folder, self._model, self._transforms, coordinator, storage_line, config.initial_load
+        )
         self._exporter.check(config.export)
         hooked = steppers(optimizers) or []
         self._step_hooks = [  # so that a loop without maybe_wait_for_staging() saves no mixture of two steps

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import shutil
-import threading
+import signal
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from tests.faults.rank_exports import ALONE, KINDS, Kind, prepare
 from tests.faults.scenarios import SOAK, quick_folder
 from tests.faults.shim import Counter, KillAt, Moment, intercepted
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.distributed.peer_groups import PeerGroups
 
 BOUNDS = ((2.0, 24), (8.0, 4)) if not SOAK else ((6.0, 16), (20.0, 4))
 """Seconds that a rank waits for a silent one, and how many worlds, which mostly wait, are there at once.
@@ -79,23 +81,14 @@ def world(kind: Kind, root: Path, shim: Counter, victim: int | None = None, boun
                 result = outcome(act)
         else:
             result = outcome(act)
-        return [result, shim.names, time.monotonic() - start, rests()]
+        return [result, shim.names, time.monotonic() - start, [] if result[0] == "ok" else rests()]
 
     return Ranks(2, body, HEALTHY, False)
 
 
 def rests() -> list[str]:
-    """Return shared memory and helper threads of an export that this process still has."""
-    gc.collect()  # what failed is in the frames of its traceback
-    memory = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            memory.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except FileNotFoundError:  # the listing's own
-            continue
-    return [name for name in memory if "memfd" in name] + [
-        thread.name for thread in threading.enumerate() if "assembly" in thread.name
-    ]
+    """Return the groups of an export that this process still has."""
+    return [str(ranks) for one in gc.get_objects() if isinstance(one, PeerGroups) for ranks in one._groups]
 
 
 def results(ranks: Ranks) -> list[Any]:
@@ -164,6 +157,44 @@ def undisturbed(kind: Kind, root: Path) -> tuple[list[list[str]], dict[str, byte
     assert names[0].count("rename_noreplace") == (2 if (root / "checkpoints").exists() else 1)
     assert kind.name != "columns" or not any("map_shared" in one for one in names), "nothing was put together"
     return names, contents(root / "exports" / "step-1")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_rank_ends_the_exchange_of_columns_in_time(victim: int) -> None:
+    """The other names it, publishes nothing and keeps no connection; the next export is made on one rank."""
+    (kind,) = [kind for kind in KINDS if kind.name == "columns"]
+    bound = 3.0
+    with quick_folder() as folder:
+        prepare(folder)
+
+        def body(line: Coordinator) -> Any:
+            act = kind.on_rank(folder, line)
+            line.barrier("both are ready")
+            line.timeout_seconds = bound
+            exchange, number = line.peers.exchange, itertools.count()
+
+            def stopped(*arguments: Any) -> Any:
+                if line.rank == victim and next(number) == 3:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                return exchange(*arguments)
+
+            line.peers.exchange = stopped  # type: ignore[assignment, method-assign]
+            start = time.monotonic()
+            return [outcome(act), time.monotonic() - start, rests()]
+
+        ranks = Ranks(2, body, HEALTHY, False)
+        try:
+            (ended, why), seconds, rest = ranks.result(1 - victim)
+        finally:
+            ranks.stop()
+        assert ended == "ExportError"
+        assert f"rank {victim} did not a" in why  # arrive, or answer
+        assert "nothing was published" in why
+        assert seconds < PATIENCE * bound
+        assert rest == []
+        assert list(folder.glob("exports/step-*")) == []
+        kind.make(folder, ALONE)()
+        assert unfinished(folder) == []
 
 
 @pytest.mark.parametrize("kinds", [[kind] for kind in KINDS] if SOAK else [KINDS], ids=lambda kinds: kinds[0].name)

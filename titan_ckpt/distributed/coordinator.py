@@ -1,7 +1,7 @@
 """Agreement between ranks: bounded exchanges of values and errors through the job's key-value store.
 
-Starts no process group and sends nothing through one, so it works beside training traffic, from a background thread,
-and while another rank hangs in a collective. Knows no files and no tensors.
+Uses no process group of the job, so it works beside training traffic, from a background thread, and while another rank
+hangs in a collective. Knows no files and no tensors.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _get_default_store
 
 from titan_ckpt.disk import kernel
+from titan_ckpt.distributed.peer_groups import PeerGroups
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import PeerError, listed
 
@@ -65,6 +66,7 @@ class Coordinator:
         self._stale: list[str] = []
         self._stuck: PeerError | None = None
         self._host: Coordinator | None = None
+        self.peers = PeerGroups(prefix)
         self._ranks: Sequence[int] = range(world_size)
 
     @staticmethod
@@ -102,8 +104,32 @@ class Coordinator:
             self._host._ranks = ranks  # noqa: SLF001 - how its messages name them
         return self._host
 
+    def gloo_group(self, ranks: Sequence[int], name: str, most_seconds: float) -> Any:
+        """Return a gloo group of these ranks, which is not registered with torch.distributed. All of them call it.
+
+        `name`: one that no group had before. `most_seconds`: limit of the wait for the others, if it is less than half
+        the timeout, so that the others still wait for this rank when it gives up.
+        Raises: RuntimeError; PeerError if the store does not answer.
+        """
+        assert self._store is not None, "one rank alone is no group"
+        seconds = min(most_seconds, self.timeout_seconds / 2)
+        store = dist.PrefixStore(name, self._store.clone())
+        made: list[Any] = []
+
+        def connect() -> _Verdict:
+            try:
+                group = dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timedelta(seconds=seconds))
+            except (AttributeError, dist.DistStoreError) as error:  # torch without gloo; a rank that does not come
+                raise RuntimeError(str(error)) from error
+            made.append(group)
+            return _Verdict([], [])
+
+        self._run(connect, name, seconds)
+        return made[0]
+
     def close(self) -> None:
         """Keep rank 0, which may serve the store, until all have read its last verdict. Collective; never raises."""
+        self.peers.discard()
         if self._store is None or self._stuck is not None:
             return
         timeout_seconds = min(10.0, self.timeout_seconds)

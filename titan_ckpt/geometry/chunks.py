@@ -14,6 +14,7 @@ from operator import add, le, sub
 from typing import NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -90,6 +91,7 @@ class LazyTensor:
     `freeze` returns the tensor with its present values, before its live sources change: `stage` maps each source to a
     stand-in. Every rank calls it, in the same order, and its result is not collective. Without it the tensor can only
     be written while nothing changes. `in_memory`: the blocks are views of memory, so they cost nothing and may be kept.
+    `sharding`: the mesh over which the tensor is sharded, for blocks in memory.
     """
 
     info: TensorInfo
@@ -98,6 +100,18 @@ class LazyTensor:
     like: torch.Tensor | tuple[Chunk, ...] | None = None
     freeze: Callable[[Stage], LazyTensor] | None = None
     in_memory: bool = False
+    sharding: Sharding | None = None
+
+
+class Sharding(NamedTuple):
+    """The mesh of a DTensor and its placements."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+    def chunks_at(self, shape: Shape, coordinate: Shape) -> list[Chunk]:
+        """Return the chunks of a tensor of this shape at one coordinate of the mesh."""
+        return [chunk for chunk, _ in _chunks_at(shape, self.placements, self.mesh.shape, coordinate) if chunk.numel]
 
 
 Stage = Callable[[torch.Tensor], torch.Tensor | LazyTensor]
@@ -107,6 +121,13 @@ Stage = Callable[[torch.Tensor], torch.Tensor | LazyTensor]
 def info_of(value: torch.Tensor | LazyTensor) -> TensorInfo:
     """Return the global shape and dtype."""
     return value.info if isinstance(value, LazyTensor) else TensorInfo(tuple(value.shape), value.dtype)
+
+
+def sharding_of(value: torch.Tensor | LazyTensor) -> Sharding | None:
+    """Return the mesh over which a tensor is sharded; None if it is not, or its blocks are computed."""
+    if isinstance(value, DTensor):
+        return Sharding(value.device_mesh, tuple(value.placements))
+    return value.sharding if isinstance(value, LazyTensor) else None
 
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,7 @@ from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, LazyTensor, TensorInfo, blocks_of, dtype_name, info_of, layout_of
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
 from titan_ckpt.types import StateDict
+from titan_ckpt.weights.write_view import FileGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +265,8 @@ class DcpExport:
     """An export into a folder that `dcp.load` reads."""
 
     tensors: StateDict
+    groups: tuple[FileGroup, ...] = ()
+    """Ranks write shards as they are, so none are put together."""
 
     def write(self, folder: Path, coordinator: Coordinator) -> None:
         """Write the folder and publish it atomically. Lazy tensors are resolved one by one. Collective.

@@ -29,7 +29,7 @@ from titan_ckpt.formats.native.rank_file import write_rank_file
 from titan_ckpt.formats.native.segments import Places, Segments
 from titan_ckpt.formats.native.writer_process import WriterProcess
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import Block, LazyTensor, dtype_name, info_of, local_tensor
+from titan_ckpt.geometry.chunks import Block, LazyTensor, dtype_name, info_of, local_tensor, sharding_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,11 @@ class NativeWriter:
             blocks[share.fqn].append(Block(share.chunk, data))
         return {
             fqn: LazyTensor(
-                info_of(value), partial(iter, blocks[fqn]), like=tuple(b.chunk for b in blocks[fqn]), in_memory=True
+                info_of(value),
+                partial(iter, blocks[fqn]),
+                like=tuple(b.chunk for b in blocks[fqn]),
+                in_memory=True,
+                sharding=sharding_of(value),
             )
             for fqn, value in tensors.items()
         }

@@ -19,18 +19,17 @@ from titan_ckpt.disk import posix
 from titan_ckpt.disk.direct import meanwhile
 from titan_ckpt.disk.unpublished_folder import StagedFolder, copy_file
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.errors import ExportError, PeerError
-from titan_ckpt.formats.publish.assembly import Assembly, Boxes, whole_rows
+from titan_ckpt.formats.publish.columns import ColumnExchange, Lost, agree, row_peers
 from titan_ckpt.formats.publish.plan import ExportPlan, MakeHeader, PackFiles, coverage_faults, plan_export
-from titan_ckpt.formats.publish.write import ExportWriter, Place, Together, create_file
+from titan_ckpt.formats.publish.write import ExportWriter, Place, create_file
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.weights.write_view import FileGroup, FilePiece
 
 logger = logging.getLogger(__name__)
 _Prepared = TypeVar("_Prepared")
-
-_THROUGH_MAPPINGS = "shards of columns are written through mappings of the files, which is slower"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,10 @@ def export_folder(
     work = _Export(folder, groups, layout, coordinator)
     try:
         plan = work.run()
-    except Exception as error:
+    except BaseException as error:
+        coordinator.peers.discard()  # an exchange may have been left in the middle
+        if not isinstance(error, Exception):
+            raise
         unsure = work.is_proved and isinstance(error, PeerError)  # another rank fell silent after that
         became = "it is proved, and may be published all the same" if unsure else "nothing was published"
         raise ExportError(f"export to {folder} failed, {became}: {error}") from error
@@ -112,52 +114,56 @@ class _Export:
             progress.shown(f"exporting {self.folder.name}", share),
             ExportWriter(path, plan) as writer,
         ):
-            with contextlib.ExitStack() as stack:
-                pieces = writer.strided(self.groups) if world_size > 1 else {}
-                offer = self._offer(stack, pieces)
+            rounds_and_pieces = self._peers(plan, writer)
 
-                def create() -> list[Any] | None:
-                    _create_files(path, plan, own_files)
-                    return None if offer is None else offer.address
+            def create() -> ColumnExchange | None:
+                columns = self._columns(plan, writer, *rounds_and_pieces)
+                for name in own_files:
+                    create_file(path / name, plan.layouts[name])
+                return columns
 
-                addresses = self.coordinator.gather_results("export/create", create)
-                together = self._meet(plan, offer, addresses, pieces)
-                self.coordinator.together("export/write", lambda: self._write(path, plan, companions, writer, together))
-                if writer.gave_up:
-                    raise ExportError("another rank gave up, and did not say why")
+            columns = self.coordinator.together("export/create", create)
+            broken = self.coordinator.gather_results(
+                "export/write", lambda: self._write(path, plan, companions, writer, columns)
+            )
+            if any(broken):
+                raise ExportError("; ".join(dict.fromkeys(filter(None, broken))))
             parts = self.coordinator.gather("export/parts", cast("Any", writer.undivided))
             if faults := coverage_faults(plan.infos, cast("Any", parts)):
                 raise ExportError(f"{len(faults)} tensor(s) are not whole: {'; '.join(faults)}")
             self.coordinator.together("export/prove", lambda: self._prove(path, plan, writer))
 
-    def _offer(self, stack: contextlib.ExitStack, pieces: Mapping[Place, FilePiece]) -> Assembly | None:
-        boxes: dict[str, list[Chunk]] = {}
-        for piece in pieces.values():
-            boxes.setdefault(piece.key, []).append(piece.chunk)
-        try:
-            timeout = self.coordinator.timeout_seconds
-            return stack.enter_context(Assembly(self.coordinator.rank, boxes, timeout)) if boxes else None
-        except OSError as error:
-            logger.info("%s: %s", _THROUGH_MAPPINGS, error)
-            return None
+    def _peers(self, plan: ExportPlan, writer: ExportWriter) -> tuple[list[Ranks], dict[Ranks, dict[Place, FilePiece]]]:
+        """Connect the ranks that share rows; return the groups of this rank, and its pieces for each. Collective."""
+        pieces: dict[Ranks, dict[Place, FilePiece]] = {}
+        if self.coordinator.world_size == 1:
+            return [], pieces
 
-    def _meet(
-        self, plan: ExportPlan, offer: Assembly | None, addresses: Sequence[Any], pieces: Mapping[Place, FilePiece]
-    ) -> Together | None:
-        """Agree on the rows that ranks assemble together, if they do. Collective."""
-        if sum(address is not None for address in addresses) < 2:
-            return None
-        tables: Mapping[int, Boxes] | None = {}
-        try:
-            tables = {} if offer is None else offer.connect(addresses)
-        except (OSError, ValueError) as error:
-            logger.info("%s: %s", _THROUGH_MAPPINGS, error)
-            tables = None
-        if not all(self.coordinator.gather("export/meet", tables is not None)) or not tables or offer is None:
-            return None
+        def wanted() -> set[Ranks]:
+            peers = row_peers(self.groups)
+            for place, piece in writer.strided(self.groups, peers).items():
+                pieces.setdefault(peers[piece.key], {})[place] = piece
+            return {*peers.values()}
+
+        return self.coordinator.peers.connect(self.coordinator, wanted), pieces
+
+    def _columns(
+        self,
+        plan: ExportPlan,
+        writer: ExportWriter,
+        groups: Sequence[Ranks],
+        pieces: Mapping[Ranks, Mapping[Place, FilePiece]],
+    ) -> ColumnExchange | None:
+        """Agree with each group on the rows that are put together of several ranks' columns, if there are any."""
+        boxes: dict[Ranks, dict[str, list[Chunk]]] = {}
+        for ranks, of_group in pieces.items():
+            for piece in of_group.values():
+                boxes.setdefault(ranks, {}).setdefault(piece.key, []).append(piece.chunk)
         shapes = {key: (info.shape, info.dtype.itemsize) for key, info in plan.infos.items()}
         in_order = [key for layout in plan.layouts.values() for key in layout.entries]
-        return Together(offer, list(whole_rows(tables, shapes, in_order)), pieces)
+        rounds = agree(self.coordinator, groups, boxes, shapes, in_order)
+        every = {place: piece for of_group in pieces.values() for place, piece in of_group.items()}
+        return writer.columns(self.coordinator, rounds, every) if rounds else None
 
     def _write(
         self,
@@ -165,9 +171,13 @@ class _Export:
         plan: ExportPlan,
         companions: Mapping[str, bytes | Path],
         writer: ExportWriter,
-        together: Together | None,
-    ) -> None:
-        writer.write(self._in_turn(plan), together)
+        columns: ColumnExchange | None,
+    ) -> str | None:
+        """Write this rank's part. Return why the exchange with other ranks broke off, if one of these is to blame."""
+        try:
+            writer.write(self._in_turn(plan), columns)
+        except Lost as error:
+            return str(error)
         for name, content in companions.items():
             if (path / name).parent != path and not (path / name).parent.exists():
                 posix.mkdir((path / name).parent)
@@ -175,6 +185,7 @@ class _Export:
                 copy_file(content, path / name)
             else:
                 posix.write_file(path / name, content)
+        return None
 
     def _in_turn(self, plan: ExportPlan) -> list[FileGroup]:
         """Return the groups in another order on each rank, because writers of one file wait for each other.
@@ -232,11 +243,6 @@ def published(
             with contextlib.suppress(OSError):  # a later export removes what is left
                 staged.abandon()
         raise
-
-
-def _create_files(path: Path, plan: ExportPlan, names: Sequence[str]) -> None:
-    for name in names:
-        create_file(path / name, plan.layouts[name])
 
 
 def compare_infos(expected: Mapping[str, TensorInfo], found: Mapping[str, TensorInfo]) -> list[str]:

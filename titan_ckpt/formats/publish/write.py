@@ -1,18 +1,19 @@
 """Writing the tensor bytes of an export: every rank writes its own slices to the final files, and proves them.
 
 Owns the way from views of memory into shared files, and the record of what was written. Knows none of the folder's
-other files and talks to no rank.
+other files.
 
 A slice that is one run of the file is cut into blocks, which several threads cast and write. Strided slices (shards of
-columns) are assembled with those of the machine's other ranks (assembly.py). If that is impossible, or if the values
-are computed while they are written, they are copied through a mapping of the file, which measured twice as fast as a
-write per row. Every byte is digested in memory on its way, so reading the file back proves it.
+columns) are put together with those of other ranks (columns.py). If that is impossible, or if the values are computed
+while they are written, they are copied through a mapping of the file, which measured twice as fast as a write per row.
+Every byte is digested in memory on its way, so reading the file back proves it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,10 +26,11 @@ from titan_ckpt.disk import posix
 from titan_ckpt.disk.direct import NUM_WORKERS, bounce_buffer, run_workers
 from titan_ckpt.disk.memory import ALIGNMENT, bytes_at, is_plain_memory
 from titan_ckpt.disk.shared_file import SharedFile
-from titan_ckpt.formats.publish.assembly import Assembly, GaveUp, Rows
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.formats.publish.columns import Assembled, ColumnExchange, Round, Rows
 from titan_ckpt.formats.publish.plan import ExportPlan
-from titan_ckpt.formats.publish.proof import Written, digest, prove
-from titan_ckpt.formats.safetensors.container import Layout
+from titan_ckpt.formats.publish.proof import Written, prove
+from titan_ckpt.formats.safetensors.container import Entry, Layout
 from titan_ckpt.formats.safetensors.reader import RUN_BYTES
 from titan_ckpt.formats.safetensors.regions import mapped_boxes, windows
 from titan_ckpt.geometry.boxes import element_span, is_run
@@ -56,15 +58,6 @@ Place = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Unique id of a region: (file key, offsets, sizes[1:])."""
 
 
-@dataclass(frozen=True, slots=True)
-class Together:
-    """The rows that this rank and others assemble, and this rank's pieces of them."""
-
-    assembly: Assembly
-    rows: Sequence[Rows]
-    pieces: Mapping[Place, FilePiece]
-
-
 class ExportWriter:
     """Writes this rank's slices into files that exist already. A context manager; leaving it closes the files."""
 
@@ -72,21 +65,20 @@ class ExportWriter:
         self._folder = folder
         self._plan = plan
         self._files: dict[str, SharedFile] = {}
+        self._opening = threading.Lock()
         self._written: list[Written] = []
         self._queue: list[FilePiece] = []
         self._done: set[Place] = set()
         self._sources: dict[str, list[str]] = {}
-        self.gave_up = False
-        """Whether `write` ended early because another rank had failed. That rank raises the error."""
         self.undivided: dict[str, list[list[tuple[int, ...]]]] = {}
         """key -> [offsets, sizes] of each written part, for tensors that the plan does not divide among the ranks."""
 
-    def strided(self, groups: Sequence[FileGroup]) -> dict[Place, FilePiece]:
-        """Return this rank's pieces of tensors in memory that are no run of their file, without tied tensors."""
+    def strided(self, groups: Sequence[FileGroup], keys: Container[str]) -> dict[Place, FilePiece]:
+        """Return this rank's pieces of these keys that are in memory and no run of their file, without tied tensors."""
         pieces: dict[Place, FilePiece] = {}
         makers = Counter(key for group in groups for key in group.infos)
         for group in groups:
-            if group.quantised or any(makers[key] > 1 for key in group.infos):
+            if group.quantised or any(makers[key] > 1 or key not in keys for key in group.infos):
                 continue
             for index, value in enumerate(group.values):
                 shares = self._plan.shares_of(group.fqns[index])
@@ -96,22 +88,19 @@ class ExportWriter:
                             pieces[piece.key, piece.chunk.offsets, piece.chunk.sizes[1:]] = piece
         return pieces
 
-    def write(self, groups: Iterable[FileGroup], together: Together | None = None) -> None:
+    def write(self, groups: Iterable[FileGroup], columns: ColumnExchange | None = None) -> None:
         """Resolve the groups one tensor at a time, on this thread, and write this rank's part of them.
 
-        `together`: rows that are assembled with other ranks' parts; they are written first.
+        `columns`: rows that are put together with other ranks' parts; they are written first.
         A group that takes part in collectives is resolved even after an error, so that other ranks do not wait in
-        vain. Raises: the first error of this rank; none if another rank failed first.
+        vain. Raises: the first error of this rank; Lost.
         """
         error: Exception | None = None
-        if together is not None:
-            try:
-                self._write_together(together)
-            except GaveUp as caught:
-                error = caught
-            except Exception as caught:
-                together.assembly.give_up()
-                error = caught
+        try:
+            if columns is not None:
+                columns.run(self._write_rows)
+        except Exception as caught:
+            error = caught
         for group in groups:
             for key in group.infos:
                 self._sources.setdefault(key, []).append(", ".join(group.fqns))
@@ -123,9 +112,6 @@ class ExportWriter:
                         self._add(group, index, block)
             except Exception as caught:
                 error = error or caught
-        self.gave_up = isinstance(error, GaveUp)
-        if self.gave_up:
-            return
         if error is not None:
             raise error
         self._write_queued()
@@ -157,51 +143,35 @@ class ExportWriter:
         if is_lazy or sum(piece.view.nbytes for piece in self._queue) >= _QUEUED_BYTES:
             self._write_queued()
 
-    def _write_together(self, together: Together) -> None:
-        """Copy this rank's parts into the slots of their rows, and write the rows whose turn is this rank's."""
-        me = together.assembly.rank
-        own_rows = [rows for rows in together.rows if any(rank == me for rank, _ in rows.parts)]
-        for rows in own_rows:
-            self._file(rows.key)
-            self._done |= {_place(rows, box) for rank, box in rows.parts if rank == me}
-        failures: list[BaseException] = []
+    def columns(
+        self, coordinator: Coordinator, rounds: Sequence[Round], pieces: Mapping[Place, FilePiece]
+    ) -> ColumnExchange:
+        """Return the exchange of this rank's pieces, which `write` then leaves out."""
+        for one in rounds:
+            for rows in one.rows:
+                self._done |= {_place(rows, box) for rank, box in rows.parts if rank == coordinator.rank}
 
-        def write(rows: Rows) -> None:
-            try:
-                self._write_rows(rows, together)
-            except GaveUp:
-                raise
-            except BaseException as error:  # at once, because this rank's other threads wait for these rows too
-                failures.append(error)
-                together.assembly.give_up()
-                raise
+        def offset_of(rows: Rows) -> int:
+            entry = self._entry(rows.key)
+            return entry.start + element_span(entry.info.shape, rows.chunk)[0] * entry.info.dtype.itemsize
 
-        try:
-            run_workers(own_rows, write)
-        except GaveUp:
-            if failures:
-                raise failures[0] from None
-            raise
+        def put(rows: Rows, box: Chunk, target: torch.Tensor) -> None:
+            _put(pieces[_place(rows, box)], box, target)
 
-    def _write_rows(self, rows: Rows, together: Together) -> None:
-        """Copy this rank's parts into the slot of the rows; if this rank writes them, wait for the other parts."""
-        name, assembly = self._plan.file_of[rows.key], together.assembly
-        entry = self._plan.layouts[name].entries[rows.key]
-        dtype = entry.info.dtype
-        offset = entry.start + element_span(entry.info.shape, rows.chunk)[0] * dtype.itemsize
-        first, num_bytes = offset % ALIGNMENT, rows.chunk.numel * dtype.itemsize
-        slot = assembly.slot(rows)
-        whole = slot.tensor[first : first + num_bytes].view(dtype).view(rows.chunk.sizes)
-        for number, (rank, box) in enumerate(rows.parts):
-            if rank == assembly.rank:
-                piece = together.pieces[_place(rows, box)]
-                assembly.put(rows, number, _put(piece, box, _part_of(whole, box, rows.chunk)))
-        if rows.writer == assembly.rank:
-            parts = assembly.complete(rows)
-            self._files[name].write(slot.view[first : first + num_bytes], offset)
-            assembly.written(rows)
-            progress.advance(num_bytes)
-            self._written.append(Written(rows.key, rows.chunk, entry.info, offset, [(num_bytes, b"")], parts))
+        dtypes = {key: info.dtype for key, info in self._plan.infos.items()}
+        return ColumnExchange(coordinator, rounds, dtypes, offset_of, put)
+
+    def _write_rows(self, assembled: Assembled) -> None:
+        rows, num_bytes = assembled.rows, len(assembled.data)
+        with assembled.lease:
+            self._file(rows.key).write(assembled.data, assembled.offset)
+        progress.advance(num_bytes)
+        info = self._plan.infos[rows.key]
+        blocks = [(num_bytes, b"")]
+        self._written.append(Written(rows.key, rows.chunk, info, assembled.offset, blocks, assembled.parts))
+
+    def _entry(self, key: str) -> Entry:
+        return self._plan.layouts[self._plan.file_of[key]].entries[key]
 
     def _write_queued(self) -> None:
         queue, self._queue = self._queue, []
@@ -213,8 +183,7 @@ class ExportWriter:
 
         Not thread-safe: one worker at a time asks for the next block.
         """
-        layout = self._plan.layouts[self._plan.file_of[piece.key]]
-        entry = layout.entries[piece.key]
+        entry = self._entry(piece.key)
         dtype = entry.info.dtype
         assert entry.start % dtype.itemsize == 0, "a view of a mapping must be aligned, or it would be a copy"
         is_one_run = is_run(entry.info.shape, piece.chunk)
@@ -237,9 +206,10 @@ class ExportWriter:
 
     def _file(self, key: str) -> SharedFile:
         name = self._plan.file_of[key]
-        if name not in self._files:
-            self._files[name] = SharedFile(self._folder / name, direct=True)
-        return self._files[name]
+        with self._opening:
+            if name not in self._files:
+                self._files[name] = SharedFile(self._folder / name, direct=True)
+            return self._files[name]
 
     def close(self) -> None:
         """Close the files; idempotent. Raises: OSError if a network file system reports a late error."""
@@ -258,23 +228,15 @@ def _place(rows: Rows, box: Chunk) -> Place:
     return rows.key, (rows.first, *box.offsets[1:]), box.sizes[1:]
 
 
-def _part_of(whole: torch.Tensor, box: Chunk, rows: Chunk) -> torch.Tensor:
-    return whole[box.within(rows)]
-
-
-def _put(piece: FilePiece, box: Chunk, target: torch.Tensor) -> bytes:
-    """Cast the rows of a piece that `box` covers into the target, and return their digest."""
+def _put(piece: FilePiece, box: Chunk, target: torch.Tensor) -> None:
+    """Cast the rows of a piece that `box` covers into the target, which is one run of memory."""
     start = box.offsets[0] - piece.chunk.offsets[0]
     stop = start + box.sizes[0]
     step = piece.chunk.sizes[0] // len(piece.view)  # a view may have a row per head
     values = piece.view[start // step : -(-stop // step)]
     if start % step or stop % step:
         values = values.reshape(-1, *box.sizes[1:])[start % step :][: box.sizes[0]]
-    with bounce_buffer() as bounce:
-        data = bounce.tensor[: target.nbytes].view(target.dtype)
-        data.view(values.shape).copy_(values)
-        target.copy_(data.view(box.sizes))
-        return digest(bounce.view[: target.nbytes])
+    target.view(values.shape).copy_(values)
 
 
 def create_file(path: Path, layout: Layout) -> None:

@@ -47,6 +47,8 @@ class FirstForward:
             return
         uses, self._uses = self._uses, None
         uses.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if output is None:  # the forward failed, so the next one is watched; torch is going through the hooks' own dict
+            return
         if lines := [f"{fqn}: used by {user}" for fqn, user in uses.users.items()]:
             raise ConverterError(
                 f"LoRA: {len(lines)} adapted weight(s) are used past their modules, and the adapters do nothing there; "

@@ -1,4 +1,4 @@
-"""torchao's quantised optimizer state between one rank and two: exact if blocks align, else refused by name."""
+"""torchao's quantised optimizer state and weights on two ranks: exact if blocks align, else refused by name."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import torch
 import torch.distributed as dist
 import torchao.optim
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torchao.prototype.quantized_training import int8_weight_only_quantized_training
+from torchao.quantization import Float8WeightOnlyConfig, quantize_
+from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 from tests.unit.weights.test_inner_tensors import Run as Frozen
 from tests.zoo.optimizer_runs import comparable
@@ -105,6 +109,7 @@ def load_on_two_ranks(folder: Path) -> None:
     for kind in KINDS:
         assert_same(Run(folder / kind, kind, *SHAPES).resumed(), torch.load(folder / kind / "inner.pt"))
     _share_a_frozen_weight(folder / "frozen")
+    _shard_frozen_weights(folder / "sharded")
     with Run(folder, "8 bit", (64, 64)).manager as manager, pytest.raises(LoadMismatchError) as caught:
         manager.load()
     assert "optimizer.0.exp_avg was stored as OptimState8bit" in str(caught.value)
@@ -123,6 +128,50 @@ def _share_a_frozen_weight(folder: Path) -> None:
     with second.manager as manager:
         assert manager.load().step == 1
     assert comparable(dict(first.model.base.state_dict())) == comparable(dict(second.model.base.state_dict()))
+
+
+class Base(nn.Module):
+    """A frozen weight of torchao, sharded by FSDP2 or by rows or columns with scales of each shard; and a head."""
+
+    def __init__(self, kind: str, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.base, self.head = nn.Linear(256, 256, bias=False), nn.Linear(256, 4)
+        mesh = init_device_mesh("cpu", (2,))
+        if kind == "int8 of FSDP2":
+            quantize_(self.base, int8_weight_only_quantized_training())
+        elif kind == "nf4 of FSDP2":
+            self.base.weight = nn.Parameter(to_nf4(self.base.weight.detach()))
+        else:
+            dim = int(kind == "float8 columns")
+            part = nn.Linear(*((256, 128) if dim == 0 else (128, 256)), bias=False)
+            quantize_(part, Float8WeightOnlyConfig())
+            shards = DTensor.from_local(part.weight.detach(), mesh, [Shard(dim)], run_check=False)
+            self.base.weight = nn.Parameter(shards)
+        self.base.requires_grad_(False)
+        if "FSDP2" in kind:
+            fully_shard(self.base, mesh=mesh)
+        fully_shard(self.head, mesh=mesh)
+
+
+def _shard_frozen_weights(folder: Path) -> None:
+    """Save and load weights that are sharded by rows, each row with its scale; refuse others by name."""
+
+    def manager(kind: str, model: Base) -> CheckpointManager:
+        config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled"))
+        return CheckpointManager(config, model_parts=[model], base_folder=folder / kind)
+
+    for kind in ("int8 of FSDP2", "float8 rows"):
+        first, second = Base(kind, dist.get_rank()), Base(kind, 2 + dist.get_rank())
+        for model in (first, second):
+            with manager(kind, model) as m:
+                assert m.load().step == (1 if model is second else 0)
+                m.save(1)
+        assert comparable(dict(first.state_dict())) == comparable(dict(second.state_dict())), kind
+    for kind, name in (("nf4 of FSDP2", "NF4Tensor.quantized_data"), ("float8 columns", "Float8Tensor.scale")):
+        message = rf"base\.weight\.{name}: .* cannot be saved\. Shard rows"
+        with manager(kind, Base(kind, 0)) as m, pytest.raises(StateEncodingError, match=message):
+            m.load()
 
 
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:

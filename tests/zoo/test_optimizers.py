@@ -133,6 +133,14 @@ def test_optimizers_resume_exactly_on_two_ranks(tmp_path: Path) -> None:
     verdicts = {case.name: judge(case, tmp_path / case.name, fully_shard) for case in chosen_cases}
     assert not {name: note for name, (verdict, note) in verdicts.items() if verdict not in ("exact", "unbuilt")}
     assert sum(verdict == "exact" for verdict, _ in verdicts.values()) > len(verdicts) // 2
+    verdict, note = judge(Case("ZeRO-1", _zero, kind="plain"), tmp_path / "zero")
+    assert verdict == "refused" and "ZeroRedundancyOptimizer" in note and "fully_shard" in note, note
+
+
+def _zero(model: nn.Module) -> Any:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch's own deprecations
+
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
 
 
 def odd_case(kind: type[Any]) -> Case:

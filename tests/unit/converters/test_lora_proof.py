@@ -244,3 +244,14 @@ def test_only_the_first_forward_is_watched() -> None:
     for _ in range(2):
         model(torch.randn(2, 8))
     assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+def test_a_first_forward_that_fails_says_why_and_the_next_one_is_watched() -> None:
+    """Beside another hook, as FSDP2's, the model's own error is what the user sees."""
+    model = Functional()
+    build([LoRAConfig(("first", "second"), rank=2)]).convert(model)
+    model.register_forward_hook(lambda *_: None, always_call=True)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        model(torch.randn(2, 7))
+    with pytest.raises(ConverterError, match="1 adapted weight"):
+        model(torch.randn(2, 8))

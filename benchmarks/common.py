@@ -51,12 +51,12 @@ class Options:
     tensors: int
 
 
-def parse(description: str, gb: float = 3.7, nproc: int = 1) -> Options:
+def parse(description: str, gb: float = 3.7, nproc: int = 1, pairs: int = 5) -> Options:
     """Read the command line that all benchmarks share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--gb", type=float, default=gb, help="10^9 bytes of state over all ranks")
     parser.add_argument("--nproc", type=int, default=nproc, help="ranks, on this machine, over gloo")
-    parser.add_argument("--pairs", type=int, default=5, help="turns of every case")
+    parser.add_argument("--pairs", type=int, default=pairs, help="turns of every case")
     parser.add_argument("--json", action="store_true", help="end with one JSON object on the last line")
     parser.add_argument("--folder", default=None, help="where to measure; default: a new folder in outputs/")
     parser.add_argument("--tensors", type=int, default=50_000, help="many_tensors: how many")
@@ -250,18 +250,32 @@ def report(title: str, times: Times, num_bytes: int) -> None:
 
 def measures(
     times: Times, ours: str, dcp: str, peers: list[str], limit: str, *, bytes_written: int, extra_peak_mib: float
-) -> dict[str, float | int]:
-    """Return the JSON keys that every benchmark has; a ratio above 1 means that ours is faster."""
+) -> dict[str, Any]:
+    """Return the JSON keys that every benchmark has; a ratio above 1 means that ours is faster.
+
+    A ratio is that of two medians. Its quartiles, under the same name with `_quartiles`, are those of the ratios of all
+    turns; within a turn both cases met the same machine.
+    """
     median = {name: statistics.median(seconds) for name, seconds in times.items()}
+    best = min(peers, key=median.__getitem__)
+    ratios = {"ratio_vs_dcp": dcp, "ratio_vs_best_peer": best, "fraction_of_limit": limit}
     return {
-        "ratio_vs_dcp": round(median[dcp] / median[ours], 3),
-        "ratio_vs_best_peer": round(min(median[peer] for peer in peers) / median[ours], 3),
-        "fraction_of_limit": round(median[limit] / median[ours], 3),
+        **{key: round(median[other] / median[ours], 3) for key, other in ratios.items()},
+        **{f"{key}_quartiles": quartiles(times[other], times[ours]) for key, other in ratios.items()},
         "seconds": round(median[ours], 4),
         "bytes_written": bytes_written,
         "extra_peak_mib": round(extra_peak_mib, 1),
         "pairs": min(len(seconds) for seconds in times.values()),
     }
+
+
+def quartiles(others: list[float], ours: list[float]) -> list[float]:
+    """Return the first and the third quartile of the ratios of all turns."""
+    ratios = [other / own for other, own in zip(others, ours, strict=True)]
+    if len(ratios) < 2:
+        return [round(ratio, 3) for ratio in ratios * 2]
+    first, _, third = statistics.quantiles(ratios, n=4, method="inclusive")
+    return [round(first, 3), round(third, 3)]
 
 
 def clean_folder(folder: Path) -> Path:

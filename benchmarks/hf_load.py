@@ -24,6 +24,7 @@ from benchmarks.common import (
     drop_from_page_cache,
     local,
     parse,
+    quartiles,
     rank,
     report,
     run,
@@ -66,11 +67,12 @@ def main(options: Options) -> dict[str, Any]:
     return found
 
 
-def _json(times: Times, limit: str) -> dict[str, float]:
+def _json(times: Times, limit: str) -> dict[str, Any]:
     median = {name: statistics.median(seconds) for name, seconds in times.items()}
+    ratios = {"ratio_vs_dcp": DCP, "fraction_of_limit": limit}
     return {
-        "ratio_vs_dcp": round(median[DCP] / median[OURS], 3),
-        "fraction_of_limit": round(median[limit] / median[OURS], 3),
+        **{key: round(median[other] / median[OURS], 3) for key, other in ratios.items()},
+        **{f"{key}_quartiles": quartiles(times[other], times[OURS]) for key, other in ratios.items()},
     }
 
 

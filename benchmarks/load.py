@@ -1,10 +1,16 @@
-"""A load of a training state into live tensors, digests checked: python -m benchmarks.load [--gb N]."""
+"""A load of a training state into live tensors, digests checked: python -m benchmarks.load [--gb N].
+
+Beside the reader's own load stands that of CheckpointManager.load, which rolls a whole run back: plan, agreement of all
+ranks, weights, optimizer and schedule, counters and generators.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +18,7 @@ import safetensors
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.tensor import Shard
 
 from benchmarks import raw
@@ -21,6 +28,7 @@ from benchmarks.common import (
     PeakMemory,
     StateDict,
     alternate,
+    barrier,
     bring_into_page_cache,
     clean_folder,
     drop_from_page_cache,
@@ -35,17 +43,19 @@ from benchmarks.common import (
     training_state,
     world_size,
 )
+from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
 from titan_ckpt.disk.memory import Buffer
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import CheckpointError
+from titan_ckpt.formats.native import transfers
 from titan_ckpt.formats.native.reader import NativeReader
-from titan_ckpt.formats.native.shared_check import check_together
-from titan_ckpt.formats.native.transfers import BlockReader
 from titan_ckpt.formats.native.writer import NativeWriter
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.geometry.requests import ReadRequest
 
 OURS, DCP = "titan_ckpt", "dcp.load"
+WHOLE = "titan_ckpt, the whole of CheckpointManager.load"
 UNVERIFIED = "titan_ckpt without digests"
 LIMIT_CACHED, LIMIT_DIRECT = "limit: memcpy", "limit: O_DIRECT read"
 
@@ -57,7 +67,10 @@ def main(options: Options) -> dict[str, Any]:
     _save(folder, state)
     _save_for_peers(folder, state)
     true_ends = {fqn: _ends(tensor) for fqn, tensor in state.items()}
-    cases = _cases(folder, state)
+    manager = _save_by_manager(folder / "run", state)
+    cases = _cases(folder, state) | {WHOLE: lambda: manager.load(1)}
+    _check_digests(folder / "native", cases[OURS])
+    _check_digests(folder / "run" / "checkpoints" / "step-1", cases[WHOLE])
     total = local_bytes(state) * world_size()
     found: dict[str, Any] = {}
     for kind, limit in (("warm", LIMIT_CACHED), ("cold", LIMIT_DIRECT)):
@@ -74,12 +87,14 @@ def main(options: Options) -> dict[str, Any]:
         with PeakMemory() as peak:
             cases[OURS]()
         peers = [name for name in chosen if "titan_ckpt" not in name and name != limit]
-        found[kind] = measures(times, OURS, DCP, peers, limit, bytes_written=0, extra_peak_mib=peak.mib)
+        for key, ours in ((kind, OURS), (f"{kind}_manager", WHOLE)):
+            found[key] = measures(times, ours, DCP, peers, limit, bytes_written=0, extra_peak_mib=peak.mib)
+    manager.close()
     found["resharded"] = _resharded(options, state)
     return found
 
 
-def _resharded(options: Options, state: StateDict) -> dict[str, float | int]:
+def _resharded(options: Options, state: StateDict) -> dict[str, Any]:
     """Load, from the page cache, what was saved as row shards on 2 ranks: as columns, or whole on one rank."""
     folder = Path(options.folder) / "resharded"
     if world_size() > 1:
@@ -123,7 +138,62 @@ def _save_for_peers(folder: Path, state: StateDict) -> None:
     safetensors.torch.save_file(tensors, folder / "files" / f"{rank()}.safetensors")
 
 
+class _Named(nn.Module):
+    """A model whose parameters are the weights of a state; the other tensors become the moments of its optimizer."""
+
+    def __init__(self, state: StateDict) -> None:
+        super().__init__()
+        for fqn in [fqn for fqn in state if fqn.startswith("model.")]:
+            *path, name = fqn.removeprefix("model.").split(".")
+            module: nn.Module = self
+            for part in path:
+                if not hasattr(module, part):
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            module.register_parameter(name, nn.Parameter(state[fqn]))
+
+
+def _save_by_manager(folder: Path, state: StateDict) -> CheckpointManager:
+    """Save the state as a run does; return the manager of the run, whose live tensors are those of the state."""
+    clean_folder(folder)
+    model = _Named(state)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for name, parameter in model.named_parameters():
+        moments = {key: state[f"{key}.{name}"] for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
+    config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled"))
+    manager = CheckpointManager(
+        config, model_parts=[model], optimizers=[optimizer], lr_schedulers=[schedule], base_folder=folder
+    )
+    manager.save(1)
+    manager.load(1)
+    return manager
+
+
+def _check_digests(folder: Path, load: Case) -> None:
+    """Check that a load with a flipped bit raises, so that what is measured verifies what it reads."""
+    path = folder / f"rank-{rank():05d}.safetensors"
+    with path.open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        (byte,) = file.read(1)
+        for value in (byte ^ 1, byte):
+            barrier()
+            file.seek(-100, os.SEEK_END)
+            file.write(bytes([value]))
+            file.flush()
+            barrier()
+            try:
+                load()
+            except CheckpointError:
+                assert value != byte
+            else:
+                assert value == byte
+
+
 def _folder_of(case: str) -> str:
+    if case == WHOLE:
+        return "run"
     return "dcp" if case == DCP else "native" if "titan_ckpt" in case or "limit" in case else "files"
 
 
@@ -159,21 +229,24 @@ def _cases(folder: Path, state: StateDict) -> dict[str, Case]:
 
 
 def _load(folder: Path, state: StateDict, coordinator: Coordinator) -> None:
-    """Load as the manager does: verified by all ranks together, then read."""
+    """Load in one pass, which verifies what it reads."""
     with gc_paused(), NativeReader(folder) as reader:
         requests = [ReadRequest(fqn, b.chunk, b.data) for fqn, tensor in state.items() for b in blocks_of(tensor)]
-        check_together([(reader, requests)], coordinator)
-        reader.read(requests)
+        fill = reader.plan(requests)
+        coordinator.barrier("planned")
+        fill()
 
 
 def _load_unverified(folder: Path, state: StateDict, coordinator: Coordinator) -> None:
-    """Load in the same way, with nothing to verify before and every block taken for right."""
+    """Load in the same way, with nothing hashed and every block taken for right."""
 
-    def prepare(file: BlockReader) -> None:
-        file.to_check = []
+    class Unhashed:
+        def update(self, piece: object) -> None: ...
 
-    trusted: dict[str, Any] = {"_verified": lambda *_: True, "_is_trusted": lambda file: file.is_cached}
-    with patch.multiple(BlockReader, prepare=prepare, **trusted):
+    with (
+        patch.object(transfers, "xxhash", SimpleNamespace(xxh3_128=lambda *_: Unhashed())),
+        patch.object(transfers.BlockReader, "_verified", lambda *_: True),
+    ):
         _load(folder, state, coordinator)
 
 
@@ -202,4 +275,4 @@ def _proved(cases: dict[str, Case], state: StateDict, ends: dict[str, torch.Tens
 
 
 if __name__ == "__main__":
-    run(parse("a load of a training state into live tensors"), main)
+    run(parse("a load of a training state into live tensors", pairs=9), main)

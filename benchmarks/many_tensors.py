@@ -44,7 +44,6 @@ from titan_ckpt.disk import posix
 from titan_ckpt.disk.direct import IO_BYTES
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.native.reader import NativeReader
-from titan_ckpt.formats.native.shared_check import check_together
 from titan_ckpt.formats.native.writer import NativeWriter
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import blocks_of
@@ -147,7 +146,6 @@ def _load(options: Options, state: StateDict, folder: Path) -> dict[str, float |
     def ours() -> None:
         with gc_paused(), NativeReader(folder / "native") as reader:
             requests = [ReadRequest(fqn, b.chunk, b.data) for fqn, tensor in state.items() for b in blocks_of(tensor)]
-            check_together([(reader, requests)], coordinator)
             reader.read(requests)
 
     def safetensors_load() -> None:

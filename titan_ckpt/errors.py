@@ -5,6 +5,7 @@ CheckpointError
 ├── CheckpointNotFoundError (FileNotFoundError)  the named folder or step does not exist
 ├── NotACheckpointError (ValueError)     the folder exists and holds no checkpoint of a known format
 ├── CorruptCheckpointError (ValueError)  bytes, sizes, digests or structure differ from what was committed
+├── HalfLoadedError (RuntimeError)       a load that failed has overwritten the run; nothing is kept until one succeeds
 ├── LoadMismatchError (ValueError)       names, shapes or dtypes do not fit the model; carries the LoadReport
 ├── BaseMismatchError (ValueError)       an adapter was trained on a different base
 ├── ConverterError (ValueError)          a converter, or a set of converters, that cannot work
@@ -64,6 +65,15 @@ class CorruptCheckpointError(CheckpointError, ValueError):
 
     def __init__(self, message: str, path: str = "", overwritten: Sequence[str] = ()) -> None:
         self.path = path
+        self.overwritten = tuple(overwritten)
+        super().__init__(message)
+
+
+class HalfLoadedError(CheckpointError, RuntimeError):
+    """A load that did not succeed has overwritten the run. Carries its `source` and the tensors `overwritten` here."""
+
+    def __init__(self, message: str, source: str, overwritten: Sequence[str]) -> None:
+        self.source = source
         self.overwritten = tuple(overwritten)
         super().__init__(message)
 

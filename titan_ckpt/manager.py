@@ -28,6 +28,7 @@ from titan_ckpt.exporting import Exporter
 from titan_ckpt.failures import Failures
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.loading.external import ExternalWeights
+from titan_ckpt.loading.half_loaded import HalfLoaded
 from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.saving import SaveHandle, Saver, SaveRequest
 from titan_ckpt.types import ModelHooks, Stateful
@@ -107,7 +108,10 @@ class CheckpointManager:
         )
         storage_line = coordinator.background()
         self._directory = CheckpointDirectory(self.base_folder / config.folder, storage_line)
-        self._restorer = Restorer(config, self._directory, self._run, self._transforms, external_weights, coordinator)
+        self._half_loaded = HalfLoaded()
+        self._restorer = Restorer(
+            config, self._directory, self._run, self._transforms, external_weights, coordinator, self._half_loaded
+        )
         self._saver = Saver(self._directory, storage_line, config.save) if config.save else None
         self._exporter = Exporter(
             self.base_folder, self._model, self._transforms, coordinator, storage_line, config.initial_load
@@ -138,6 +142,8 @@ class CheckpointManager:
         `step` (or config.resume.step) names one step and never falls back; -1 takes the newest valid one, then older
         ones, and logs why each was skipped. Call it before the first step, and again to roll back. Tensors that
         `materialise` left without values and no source provides are initialised once everything is read.
+        If it raises after it has begun to overwrite the run, saves and exports raise HalfLoadedError until a load
+        succeeds.
         Raises: CheckpointNotFoundError; LoadMismatchError; CorruptCheckpointError when no candidate can be read;
         BaseMismatchError; ConverterError for a different set of converters; ExportError for weights that do not fit
         the config.json or the base of an export.
@@ -176,9 +182,10 @@ class CheckpointManager:
         left out.
         With checkpoint.save.on_failure = "warn", a save that fails because of the disk is logged, and this function
         returns False if it has failed by then. `last_step` says that this save is the last: it always raises.
-        Raises: the error of an earlier background save, once; SaveError; ExportError.
+        Raises: the error of an earlier background save, once; SaveError; ExportError; HalfLoadedError.
         """
         self._check_open()
+        self._half_loaded.refuse(f"step {step} is not saved")
         saved = False
         if self._saver is not None and not self._knows_state:
             self._coordinator.together("first step", self._run.check_stepped)
@@ -198,7 +205,7 @@ class CheckpointManager:
     def save_seed(self) -> None:
         """Save the model alone as step 0, and wait for it: runs of any layout start from the folder. Collective.
 
-        Raises: CheckpointError for a run that saves nothing; SaveError.
+        Raises: CheckpointError for a run that saves nothing; SaveError; HalfLoadedError.
         """
         self._check_open()
         if self._saver is None or self.config.external:
@@ -206,6 +213,7 @@ class CheckpointManager:
                 f"{self._directory.root}: a seed is a save of the model: give the config checkpoint.save, and leave no "
                 "model out of checkpoint.components"
             )
+        self._half_loaded.refuse("a seed is not saved")
         self._save(0, {}, skippable=False, last=True, model_only="own")
         self.wait()
 
@@ -214,9 +222,10 @@ class CheckpointManager:
 
         A save of the last step is waited for first, so that a failed export costs no training. At earlier steps, if the
         step was saved asynchronously, its staged copy is exported in the background; the next `wait` raises its errors.
-        Raises: ExportError; on the last step also the error of the save.
+        Raises: ExportError; on the last step also the error of the save; HalfLoadedError.
         """
         self._check_open()
+        self._half_loaded.refuse(f"step {step} is not exported")
         self._note_last(step, last_step)
         due = policy.due_exports(step, self.config.export, last_step)
         is_repeated = bool(due) and step == self._exported_step
@@ -365,7 +374,7 @@ class CheckpointManager:
 
         Call it after the optimizer, schedulers and counters of the step. Not collective, and cheap.
         """
-        if self._saver is not None:
+        if self._saver is not None and not self._half_loaded:
             self._mark = self._run.mark(step)
             self._stepping = False
 
@@ -382,8 +391,9 @@ class CheckpointManager:
     def save_marked(self) -> None:
         """Save the marked step as it was at its end, and wait for it; no older step expires. Collective.
 
-        Raises: SaveError.
+        Raises: SaveError; HalfLoadedError.
         """
+        self._half_loaded.refuse("the last completed step is not saved")
         assert self._mark is not None and self.marked_step is not None
         if self._mark.step != self._saved_step:
             self._save(self._mark.step, {}, skippable=False, last=True, mark=self._mark)

@@ -354,6 +354,11 @@ class RunState:
                 out |= {key: _room_for(available[key], live.get(key)) for key in wanted}
         return out, strangers
 
+    def may_be_live(self, destinations: Collection[str]) -> set[str]:
+        """Return the names of destinations that may be tensors which an optimizer holds now."""
+        holds = any(optimizer.state for optimizer in self.optimizers)
+        return {name for name in destinations if holds and name.startswith(OPTIMIZER)}
+
     @gc_paused()
     def apply(self, run: dict[str, Any], rank: RankState, tensors: StateDict, exclude: frozenset[str]) -> None:
         """Give all state that was read to its owners, after `check`; random generators last."""

@@ -7,9 +7,9 @@ buffered writes, which also fill the page cache with bytes that nobody reads aga
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
-import functools
 import os
 import stat
 import threading
@@ -21,12 +21,18 @@ from typing import Self, TypeVar
 import torch
 
 from titan_ckpt.disk import posix
+from titan_ckpt.disk.kernel import libc
 from titan_ckpt.disk.memory import ALIGNMENT, Buffer, round_up
-from titan_ckpt.disk.page_cache import Witness, cached_bytes
 from titan_ckpt.errors import CorruptCheckpointError
 
 IO_BYTES = 4 << 20
 """Bytes of one read or write; also of each worker's bounce buffer."""
+
+CACHED_BYTES = 256 << 10
+"""Bytes that are read and then hashed or cast at a time, so that they still are in the processor's own cache."""
+
+_CACHESTAT = 451
+"""Number of the system call, which the C library does not name."""
 
 _MAX_VIEWS = 1024
 """Buffers of one preadv; Linux accepts no more (IOV_MAX)."""
@@ -51,36 +57,48 @@ _Item = TypeVar("_Item")
 def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_workers: int = NUM_WORKERS) -> None:
     """Call the function with every item, in order, on several threads; the caller's thread is one of them.
 
-    The first error stops all threads at their next item and is raised to the caller. If no thread can be started, as at
-    the exit of Python 3.12 and later while it waits for a save, the caller's thread does all the work.
+    The first error, or an interrupt of the caller's thread, stops all threads at their next item, and is raised when
+    all have stopped. If no thread can be started, as at the exit of Python 3.12 and later while it waits for a save,
+    the caller's thread does all the work.
     """
-    todo = iter(items)
-    end = object()
-    lock = threading.Lock()
+    todo, end = iter(items), object()
     errors: list[BaseException] = []
+    busy: set[int] = set()
+    changed = threading.Condition()
 
     def work() -> None:
+        thread = threading.get_ident()
         try:
-            while not errors:
-                with lock:
-                    item = next(todo, end)
-                if item is end:
-                    return
+            while True:
+                with changed:
+                    item = end if errors else next(todo, end)
+                    if item is end:
+                        return
+                    busy.add(thread)
                 function(item)  # type: ignore[arg-type]
         except BaseException as error:
             errors.append(error)
+        finally:
+            with changed:
+                busy.discard(thread)
+                changed.notify_all()
 
-    threads = []
-    for _ in range(num_workers - 1):
-        thread = threading.Thread(target=work, name="titan_ckpt-io", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            break
-        threads.append(thread)
-    work()
-    for thread in threads:
-        thread.join()
+    threads: list[threading.Thread] = []
+    try:
+        for _ in range(num_workers - 1):
+            thread = threading.Thread(target=work, name="titan_ckpt-io", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                break
+            threads.append(thread)
+        work()
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # an interrupt, after which `join` takes threads for ended that still run
+        errors.append(error)
+        with changed:
+            changed.wait_for(lambda: busy <= {threading.get_ident()})
     if errors:
         raise errors[0]
 
@@ -260,22 +278,18 @@ class FileReader:
         return self._direct_fd
 
     def cached_bytes(self, offset: int, num_bytes: int) -> int:
-        """Return how many of these bytes are in the page cache, in whole pages; 0 where the kernel cannot tell."""
-        return cached_bytes(self._fd, offset, num_bytes)
+        """Return how many of these bytes are in the page cache, in whole pages; 0 where the kernel cannot tell.
+
+        Source: cachestat(2), Linux 6.5.
+        """
+        area = (ctypes.c_uint64 * 2)(offset, num_bytes)
+        counts = (ctypes.c_uint64 * 5)()
+        failed = libc().syscall(_CACHESTAT, self._fd, ctypes.byref(area), ctypes.byref(counts), 0)
+        return 0 if failed else int(counts[0]) * ALIGNMENT
 
     def is_cached(self, offset: int, num_bytes: int) -> bool:
         """Return whether at least 95 % of these bytes are in the page cache."""
         return self.cached_bytes(offset, num_bytes) >= 0.95 * num_bytes
-
-    def witness(self) -> Witness | None:
-        """Watch the file's cached pages for changes; None where that is impossible."""
-        return Witness.of(self._fd)
-
-    @functools.cached_property
-    def identity(self) -> str:
-        """Return text that tells this file, in its current state, from all others of this host."""
-        status = os.fstat(self._fd)
-        return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
 
     def close(self) -> None:
         """Close the file; idempotent."""

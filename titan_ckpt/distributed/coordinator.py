@@ -23,7 +23,6 @@ import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _get_default_store
 
-from titan_ckpt.disk import kernel
 from titan_ckpt.distributed.peer_groups import PeerGroups
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import PeerError, listed
@@ -65,9 +64,7 @@ class Coordinator:
         self._clones = itertools.count()
         self._stale: list[str] = []
         self._stuck: PeerError | None = None
-        self._host: Coordinator | None = None
         self.peers = PeerGroups(prefix)
-        self._ranks: Sequence[int] = range(world_size)
 
     @staticmethod
     def current(timeout_seconds: float | None = None) -> Coordinator:
@@ -89,43 +86,6 @@ class Coordinator:
         store = None if self._store is None else self._store.clone()
         prefix = f"{self._prefix}/line-{next(self._clones)}"
         return Coordinator(self.rank, self.world_size, store, prefix, self.timeout_seconds)
-
-    def on_host(self) -> Coordinator:
-        """Return a line between the ranks that share a kernel with this rank, numbered from 0. Collective; cached.
-
-        It serves the same thread as this line.
-        """
-        if self._host is None:
-            hosts = self.gather("hosts", kernel.boot_id() or f"rank {self.rank}")
-            ranks = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
-            store = self._store if len(ranks) > 1 else None
-            prefix = f"{self._prefix}/host-of-{ranks[0]}"
-            self._host = Coordinator(ranks.index(self.rank), len(ranks), store, prefix, self.timeout_seconds)
-            self._host._ranks = ranks  # noqa: SLF001 - how its messages name them
-        return self._host
-
-    def gloo_group(self, ranks: Sequence[int], name: str, most_seconds: float) -> Any:
-        """Return a gloo group of these ranks, which is not registered with torch.distributed. All of them call it.
-
-        `name`: one that no group had before. `most_seconds`: limit of the wait for the others, if it is less than half
-        the timeout, so that the others still wait for this rank when it gives up.
-        Raises: RuntimeError; PeerError if the store does not answer.
-        """
-        assert self._store is not None, "one rank alone is no group"
-        seconds = min(most_seconds, self.timeout_seconds / 2)
-        store = dist.PrefixStore(name, self._store.clone())
-        made: list[Any] = []
-
-        def connect() -> _Verdict:
-            try:
-                group = dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timedelta(seconds=seconds))
-            except (AttributeError, dist.DistStoreError) as error:  # torch without gloo; a rank that does not come
-                raise RuntimeError(str(error)) from error
-            made.append(group)
-            return _Verdict([], [])
-
-        self._run(connect, name, seconds)
-        return made[0]
 
     def close(self) -> None:
         """Keep rank 0, which may serve the store, until all have read its last verdict. Collective; never raises."""
@@ -235,9 +195,9 @@ class Coordinator:
         if verdict.failures:
             by_cause: dict[str, list[int]] = {}
             for rank, cause in verdict.failures:
-                by_cause.setdefault(cause, []).append(self._ranks[rank])
+                by_cause.setdefault(cause, []).append(rank)
             lines = "".join(f"\n  {_ranks_text(ranks)} {cause}" for cause, ranks in by_cause.items())
-            failed = [self._ranks[rank] for rank, _ in verdict.failures]
+            failed = [rank for rank, _ in verdict.failures]
             raise PeerError(f"{tag}: stopped on all ranks because{lines}", failed)
         return verdict.values
 

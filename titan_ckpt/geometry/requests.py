@@ -6,7 +6,8 @@ Owns no format. A third party's format implements `TensorReader`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -28,6 +29,10 @@ class ReadRequest(NamedTuple):
     into: torch.Tensor
 
 
+Fill = Callable[[], None]
+"""Fills the memory of requests that are planned already."""
+
+
 class TensorReader(ABC):
     """An open checkpoint folder of one format. A context manager; close() is idempotent."""
 
@@ -46,19 +51,12 @@ class TensorReader(ABC):
         Raises: CorruptCheckpointError naming the file; OSError. The memory is undefined then.
         """
 
-    def check(self, requests: Sequence[ReadRequest]) -> None:
-        """Verify the cached blocks that `read` of the same requests would use, without writing to any tensor.
+    def plan(self, requests: Sequence[ReadRequest]) -> Fill:
+        """Check all that can be checked without reading a tensor; return the function that fills every request.
 
-        A format without digests does nothing. Raises: as `read`.
+        Raises: as `read`, and the function too.
         """
-        return
-
-    def plan(self, requests: Sequence[ReadRequest]) -> Sequence[object]:
-        """Prepare a `read` of these requests; return the files that ranks of one host may verify for each other.
-
-        Only the native reader returns such files; for any other reader, every rank calls `check`. Raises: as `read`.
-        """
-        return ()
+        return partial(self.read, requests)
 
     def metadata(self) -> dict[str, Any]:
         """Return the format's metadata beside the tensors (hf: config.json, peft: adapter_config.json)."""

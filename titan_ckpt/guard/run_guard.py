@@ -256,7 +256,7 @@ class RunGuard:
         whole = None not in marked and len(set(map(str, marked))) == 1
         if not whole:
             logger.warning(
-                "nothing newer to save: since %s no step was completed, or one is partly applied",
+                "nothing newer to save: since %s no step was completed, or one is partly applied, or a load failed",
                 "the start" if self._manager.saved_step is None else f"step {self._manager.saved_step}",
             )
         return whole

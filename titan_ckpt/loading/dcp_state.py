@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -65,25 +64,19 @@ def open_dcp_state(
     error: BaseException | None = None
     made: ResumeState | None = None
     strangers: list[Json] = []
-    with ExitStack() as stack:  # closes the reader unless all ranks succeed
-        try:
-            reader = DcpReader(path)
-            stack.callback(reader.close)
-            run, tensors, keys = _run_state(reader, run_state, exclude, step)
-            rank = RankState(None, _positions(reader) if "dataloader" not in exclude else ())
-            run["model"] = {
-                n: reader.item(n) for n in (*run_state.model.extra_state_names(), *values) if n in reader.items
-            }
-            run_state.check(run, rank, exclude, values)
-            requests = [ReadRequest(keys[key], b.chunk, b.data) for key, t in tensors.items() for b in blocks_of(t)]
-            strangers += _strangers(reader, run, exclude)
-            made = ResumeState(run, rank, tensors, reader, requests)
-        except Exception as e:
-            error = e
-        nowhere = trained_nowhere("dcp-plan", run_state, strangers, coordinator, error)
-        if nowhere:
-            raise misfit([f"{OPTIMIZER}{fqn}.state" for fqn in nowhere])
-        stack.pop_all()
+    try:
+        reader = DcpReader(path)
+        run, tensors, keys = _run_state(reader, run_state, exclude, step)
+        rank = RankState(None, _positions(reader) if "dataloader" not in exclude else ())
+        run["model"] = {n: reader.item(n) for n in (*run_state.model.extra_state_names(), *values) if n in reader.items}
+        run_state.check(run, rank, exclude, values)
+        requests = [ReadRequest(keys[key], b.chunk, b.data) for key, t in tensors.items() for b in blocks_of(t)]
+        strangers += _strangers(reader, run, exclude)
+        made = ResumeState(run, rank, tensors, reader.plan(requests))
+    except Exception as e:
+        error = e
+    if nowhere := trained_nowhere("dcp-plan", run_state, strangers, coordinator, error):
+        raise misfit([f"{OPTIMIZER}{fqn}.state" for fqn in nowhere])
     assert made is not None
     return made
 

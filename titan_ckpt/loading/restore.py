@@ -7,7 +7,7 @@ are, sources.py and training_state.py read them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -28,12 +28,13 @@ from titan_ckpt.errors import (
     listed,
 )
 from titan_ckpt.formats.dcp.dcp import DcpReader
-from titan_ckpt.formats.native.shared_check import check_together
 from titan_ckpt.formats.open import detect_format
+from titan_ckpt.geometry.requests import Fill
 from titan_ckpt.loading import plan
 from titan_ckpt.loading.adapters import is_adapter
 from titan_ckpt.loading.dcp_state import has_training_state, open_dcp_state, step_of_folder
 from titan_ckpt.loading.external import ExternalLoad, ExternalWeights
+from titan_ckpt.loading.half_loaded import HalfLoaded
 from titan_ckpt.loading.plan import LoadPlan, LoadSource, ResumeStep
 from titan_ckpt.loading.sources import PreparedLoad, prepare_load
 from titan_ckpt.loading.training_state import ResumeState
@@ -76,17 +77,20 @@ class Restorer:
     _external_weights: ExternalWeights | None
     """The handler that fills the model; given if `config.components` leaves the model out."""
     _coordinator: Coordinator
+    _half_loaded: HalfLoaded
 
     def restore(self, step: int | None) -> Restored:
         """Resume `step`, or the newest valid one if it is None; without any, load the initial sources or start from 0.
 
-        Raises: as CheckpointManager.load.
+        Raises: as CheckpointManager.load. The run is marked as half loaded then, unless nothing live has changed.
         """
         resumed = self._resume_newest() if step is None else self._resume_by_number(step)
         if resumed is None and self._config.initial_load and self._config.initial_load[0].training_state:
             source = self._config.initial_load[0]
             resumed = self._resume_dcp(Path(source.path), None, cast=source.cast)
-        return resumed or self._load_initial()
+        restored = resumed or self._load_initial()
+        self._half_loaded.end()
+        return restored
 
     def _resume_by_number(self, step: int) -> Restored | None:
         try:
@@ -113,8 +117,9 @@ class Restorer:
                 break
             try:
                 result = self._resume(candidate, by_number=False)
-            except FAILURES as error:  # every rank has raised something, and all decide together
-                is_corrupt = any(self._coordinator.gather("ladder", isinstance(error, CorruptCheckpointError)))
+            except BaseException as error:  # every rank has raised something, and all decide together
+                stop = None if isinstance(error, FAILURES) else error
+                is_corrupt = any(self._coordinator.gather("ladder", isinstance(error, CorruptCheckpointError), stop))
                 if not self._directory.has(candidate) and (steps := self._candidates()):
                     logger.info("step %d was deleted while it was loaded; going on to step %d", candidate, steps[-1])
                     candidates, failure = steps, None
@@ -145,11 +150,12 @@ class Restorer:
     def _load_initial(self) -> Restored:
         load_plan = self._resolve(None)
         with self._prepare(load_plan, resuming=False) as prepared:
-            self._read(prepared)
+            self._read(load_plan, prepared)
             report = self._complete(load_plan, prepared)
             if self._config.save is not None and not self._config.external:
                 self._prove(prepared)
             base = self._identify_base(load_plan, prepared, None)
+        self._coordinator.together("load-end", self._half_loaded.check_replaced)
         return Restored(LoadResult(0, load_plan, report), base, None)
 
     def _resume(self, step: int, *, by_number: bool) -> Restored | None:
@@ -171,14 +177,20 @@ class Restorer:
         hooks = self._run.model.hooks
         check_converters(manifest.converters, hooks.describe() if hooks else [], manifest.step)
         with self._prepare(load_plan, resuming=True) as prepared:
-            opened = prepared.reader_of(path)
-            with ResumeState.open(
-                path, manifest, self._run, load_plan.exclude, self._coordinator, opened, prepared.state.values
-            ) as state:
-                self._read(prepared, state)
+            files = [file for file in manifest.files if file.name.endswith(".safetensors")]
+            state = ResumeState.open(
+                path,
+                manifest,
+                self._run,
+                load_plan.exclude,
+                self._coordinator,
+                lambda: prepared.reader_of(path, files),
+                prepared.state.values,
+            )
+            self._read(load_plan, prepared, state)
             report = self._complete(load_plan, prepared)
             base = self._identify_base(load_plan, prepared, manifest)
-        self._together("load-apply", lambda: state.apply(self._run, load_plan.exclude))
+        self._apply(state, load_plan.exclude)
         self._directory.resume_from(step)
         return Restored(LoadResult(step, load_plan, report), base, {"step": step, "attempt": manifest.attempt})
 
@@ -223,7 +235,7 @@ class Restorer:
             reader = DcpReader(path)
             found.append((step_of_folder(reader, path), has_training_state(reader)))
 
-        self._together("dcp-look", look)
+        self._coordinator.together("dcp-look", look)
         stored, complete = found[0]
         number = stored if step is None else step
         if stored and not complete:
@@ -238,36 +250,52 @@ class Restorer:
         logger.info("%s", load_plan)
         with self._prepare(load_plan, resuming=True) as prepared:
             values = [*prepared.state.values]
-            with open_dcp_state(path, number, self._run, exclude, self._coordinator, values) as state:
-                self._read(prepared, state)
+            state = open_dcp_state(path, number, self._run, exclude, self._coordinator, values)
+            self._read(load_plan, prepared, state)
             report = self._complete(load_plan, prepared)
             base = self._identify_base(load_plan, prepared, None, in_place=step is not None)
-        self._together("load-apply", lambda: state.apply(self._run, exclude))
+        self._apply(state, exclude)
         if step is not None:
             self._directory.resume_from(step)
         return Restored(LoadResult(number, load_plan, report), base, {"step": number, "path": str(path)})
 
+    def _apply(self, state: ResumeState, exclude: frozenset[str]) -> None:
+        """Give the state to its owners, when every tensor is right. Collective."""
+
+        def act() -> None:
+            self._half_loaded.check_replaced()
+            state.apply(self._run, exclude)
+
+        self._coordinator.together("load-apply", act)
+
     def _resolve(self, step: ResumeStep | None) -> LoadPlan:
-        plans: list[LoadPlan] = []
-        self._together("load-sources", lambda: plans.append(plan.resolve(self._config, step, self._describe)))
-        logger.info("%s", plans[0])
-        return plans[0]
+        made = self._coordinator.together("load-sources", lambda: plan.resolve(self._config, step, self._describe))
+        logger.info("%s", made)
+        return made
 
     def _prepare(self, load_plan: LoadPlan, *, resuming: bool) -> PreparedLoad:
         return prepare_load(
             load_plan.sources, self._run.model, self._transforms, self._coordinator, require_owned=resuming
         )
 
-    def _read(self, prepared: PreparedLoad, state: ResumeState | None = None) -> None:
+    def _read(self, load_plan: LoadPlan, prepared: PreparedLoad, state: ResumeState | None = None) -> None:
         """Fill the live tensors. Collective.
 
-        1 The ranks verify the cached blocks of their files. 2 When all have, they fill the live tensors. 3 The model's
-        own code takes what is no live memory. 4 Adapters to be merged are added to the base in order, if it is the base
-        that they record.
+        1 All ranks mark the run as half loaded. 2 When all have, they fill the live tensors. 3 The model's own code
+        takes what is no live memory. 4 Adapters to be merged are added to the base in order, if it is the base that
+        they record.
         """
-        loads: list[PreparedLoad | ResumeState] = [prepared] if state is None else [prepared, state]
-        check_together([part for load in loads for part in load.parts], self._coordinator)
-        self._together("load-read", lambda: [load.read() for load in loads])
+        model = self._run.model
+        fills = [*prepared.fills]
+        overwritten = {*prepared.report.loaded, *filter(model.owns, prepared.report.initialised)}
+        if load_plan.external:
+            overwritten.update(prepared.state.tensors)
+        if state is not None:
+            fills.append((list(state.tensors), state.fill))
+            overwritten |= self._run.may_be_live(state.tensors)
+        self._half_loaded.begin(str(load_plan).partition("\n")[0], overwritten)
+        self._coordinator.barrier("load-begin")
+        self._coordinator.together("load-read", lambda: fill_in_order(fills))
         values = {} if state is None else state.run.get("model", {})
         self._give_back(prepared, values)
         self._merge(prepared, values)
@@ -284,29 +312,29 @@ class Restorer:
             if recorded and recorded["digest"] != loaded["digest"]:
                 current = loaded if merge is merges[0] else identify_base(self._run.model, None, self._coordinator)
                 check_base(current, recorded, str(merge.reader.path))
-            self._together("load-merge", merge.apply)
+            self._coordinator.together("load-merge", merge.apply)
             self._give_back(prepared, values)
 
     def _give_back(self, prepared: PreparedLoad, values: Mapping[str, Any]) -> None:
         """Let the model's own code load what is no live memory. Collective."""
         if prepared.gives_back:
             empty = empty_tensors(self._run.model.parts)
-            self._together("load-own", lambda: prepared.state.check_whole(prepared.report.loaded, empty))
-            self._together("load-own", lambda: mark_filled(self._run.model, prepared.give_back(values)))
+            self._coordinator.together("load-own", lambda: prepared.state.check_whole(prepared.report.loaded, empty))
+            self._coordinator.together("load-own", lambda: mark_filled(self._run.model, prepared.give_back(values)))
 
     def _prove(self, prepared: PreparedLoad) -> None:
         """Check that the state that the model's own code returns can be stored and loaded again. Collective."""
         model = self._run.model
-        self._together("own-values", lambda: typed_json.encode(model.extra_state() | prepared.state.values, "model"))
+        self._coordinator.together("own-values", lambda: typed_json.encode(model.extra_state() | prepared.state.values, "model"))
         if prepared.made and not prepared.gives_back:  # a load has proved it just now
-            self._together("own-proof", lambda: model.state("full", room=True).prove(prepared.made))
+            self._coordinator.together("own-proof", lambda: model.state("full", room=True).prove(prepared.made))
 
     def _complete(self, load_plan: LoadPlan, prepared: PreparedLoad) -> LoadReport:
         """Take weights from outside if the plan says so; then initialise the tensors that still have no values."""
         report = self._take_from_outside(load_plan) if load_plan.external else prepared.report
         mark_filled(self._run.model, report.loaded)
-        self._together("load-initialise", lambda: initialise(self._run.model, report.initialised))
-        self._together("load-grown", prepared.read_grown)
+        self._coordinator.together("load-initialise", lambda: initialise(self._run.model, report.initialised))
+        self._coordinator.together("load-grown", prepared.read_grown)
         return report
 
     def _take_from_outside(self, load_plan: LoadPlan) -> LoadReport:
@@ -322,18 +350,9 @@ class Restorer:
             handler(event)
             event.verify(may_lack)
 
-        self._together("load-external", fill)
-        self._together("load-own", lambda: mark_filled(self._run.model, state.give_back(event.filled, {})))
+        self._coordinator.together("load-external", fill)
+        self._coordinator.together("load-own", lambda: mark_filled(self._run.model, state.give_back(event.filled, {})))
         return LoadReport(tuple(event.filled), initialised=tuple(may_lack - event.filled))
-
-    def _together(self, tag: str, act: Callable[[], object]) -> None:
-        """Call `act` on every rank; if it fails on one, all raise. Collective."""
-        error: BaseException | None = None
-        try:
-            act()
-        except FAILURES as e:
-            error = e
-        self._coordinator.barrier(tag, error)
 
     def _identify_base(
         self, load_plan: LoadPlan, prepared: PreparedLoad, manifest: Manifest | None, *, in_place: bool = False
@@ -365,3 +384,20 @@ class Restorer:
             )
         format_ = source.format or detect_format(path)
         return format_, is_adapter(path, format_, self._run.model)
+
+
+def fill_in_order(fills: Sequence[tuple[Sequence[str], Fill]]) -> None:
+    """Fill live tensors. Raises: CorruptCheckpointError naming all that was overwritten, also by the fills before."""
+    filled: list[str] = []
+    for names, fill in fills:
+        try:
+            fill()
+        except CorruptCheckpointError as error:
+            if not filled:
+                raise
+            raise CorruptCheckpointError(
+                f"{error}. Before it, {len(filled)} tensors were overwritten: {listed(filled, ', ', ' ')}",
+                error.path,
+                [*filled, *error.overwritten],
+            ) from error
+        filled += names

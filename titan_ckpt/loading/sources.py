@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from titan_ckpt.components.files import model_tensors
+from titan_ckpt.directory.manifest import FileRecord
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import ConverterError, LoadMismatchError, listed
@@ -24,7 +25,7 @@ from titan_ckpt.formats.open import open_reader
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import selected
-from titan_ckpt.geometry.requests import ReadRequest, TensorReader
+from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
 from titan_ckpt.loading.adapters import check_fits, check_mergeable, check_settings
 from titan_ckpt.loading.bases import check_named_base
 from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
@@ -69,32 +70,26 @@ class PreparedLoad:
     """Names of the values that are no live memory on some rank, and that the model's own code must load."""
     _gives_back: bool
     """Whether the model's own code loads anything on any rank."""
+    fills: Sequence[tuple[Sequence[str], Fill]]
+    """In order, the names of live tensors, and the function that fills them with this rank's slices. Raises:
+    CorruptCheckpointError; OSError."""
     _opened: Sequence[_Opened]
     _stack: ExitStack
 
-    @property
-    def parts(self) -> list[tuple[TensorReader, Sequence[ReadRequest]]]:
-        """Return the readers and requests of `read`, to be verified first."""
-        return [(opened.reader, opened.plan.requests) for opened in self._opened]
-
-    def reader_of(self, path: Path) -> NativeReader | None:
-        """Return the reader of a step of this package's own format, if the step is among the sources."""
+    def reader_of(self, path: Path, files: Sequence[FileRecord]) -> NativeReader:
+        """Return the reader of a step of this package's own format; open it if the step is not among the sources."""
         readers = (opened.reader for opened in self._opened if opened.source.path == path)
-        return next((reader for reader in readers if isinstance(reader, NativeReader)), None)
+        reader = next((reader for reader in readers if isinstance(reader, NativeReader)), None)
+        return reader or self._stack.enter_context(NativeReader(path, files))
 
     def read_grown(self) -> None:
         """Fill the rows of grown tables again, after all of their rows were initialised."""
         for opened in self._opened:
             opened.reader.read(opened.partial.requests)
 
-    def read(self) -> None:
-        """Fill the model's live tensors with this rank's slices. Raises: CorruptCheckpointError; OSError."""
-        for reader, requests in self.parts:
-            reader.read(requests)
-
     @property
     def gives_back(self) -> bool:
-        """Return whether `give_back` follows `read`; the same on all ranks."""
+        """Return whether `give_back` follows; the same on all ranks."""
         return self._gives_back and bool(self._opened)
 
     def give_back(self, values: Mapping[str, Any]) -> list[str]:
@@ -186,8 +181,10 @@ def prepare_load(
         unexpected = coordinator.gather("load-plan", [list(o.plan.report.unexpected) for o in opened], error)
         unknown = [set.intersection(*map(set, of_ranks)) for of_ranks in zip(*unexpected, strict=True)]
         report = LoadReport()
+        fills: list[tuple[Sequence[str], Fill]] = []
         try:
             report = _verdict(opened, unknown, wanted, wrapper, require_owned=require_owned)
+            fills = [(o.plan.report.loaded, o.reader.plan(o.plan.requests)) for o in opened]
         except Exception as e:
             error = e
         coordinator.barrier("load-verdict", error)
@@ -198,7 +195,7 @@ def prepare_load(
         logger.info("load: %s: %d tensors", o.source, len(o.plan.report.loaded))
         for line in o.partial.lines():
             logger.info("load: %s: %s", o.source.path, line)
-    return PreparedLoad(report, state, frozenset(made), gives_back, opened, stack)
+    return PreparedLoad(report, state, frozenset(made), gives_back, fills, opened, stack)
 
 
 def _plan_merge(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import xxhash
@@ -24,7 +22,7 @@ from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import blocks_of
-from titan_ckpt.geometry.requests import ReadRequest, TensorReader
+from titan_ckpt.geometry.requests import Fill, ReadRequest
 from titan_ckpt.types import StateDict
 
 _TYPES: dict[str, type] = {
@@ -44,8 +42,8 @@ class ResumeState:
     run: dict[str, Any]
     rank: RankState
     tensors: StateDict
-    _reader: TensorReader
-    _requests: list[ReadRequest]
+    fill: Fill
+    """Fills `tensors`. Raises: CorruptCheckpointError; OSError."""
 
     @classmethod
     @gc_paused()
@@ -56,13 +54,13 @@ class ResumeState:
         run_state: RunState,
         exclude: frozenset[str],
         coordinator: Coordinator,
-        opened: NativeReader | None = None,
+        open_reader: Callable[[], NativeReader],
         values: Collection[str] = (),
     ) -> Self:
         """Read the JSON and plan the tensors; all ranks succeed or all raise. Collective.
 
-        `opened`: a reader of the same step, which outlives the result; its headers are not read again. `values`: names
-        of the values beside tensors that the model's own state_dict() returns.
+        `open_reader` returns a reader of the step, which the caller closes after the tensors are filled. `values`:
+        names of the values beside tensors that the model's own state_dict() returns.
         Raises: CorruptCheckpointError naming the file; LoadMismatchError for state that the checkpoint lacks, and for
         an optimizer that does not fit.
         """
@@ -70,43 +68,24 @@ class ResumeState:
         error: BaseException | None = None
         made: Self | None = None
         strangers: list[Json] = []
-        with ExitStack() as stack:  # closes the reader unless all ranks succeed
-            try:
-                run_state.check(run, rank, exclude, values)
-                files = [f for f in manifest.files if f.name.endswith(".safetensors")]
-                reader = NativeReader(path, files=files) if opened is None else opened.another()
-                stack.enter_context(reader)
-                available = {key: info for key, info in reader.tensors.items() if not key.startswith(MODEL)}
-                tensors, unknown = run_state.destinations(available, run, exclude)
-                strangers += unknown
-                requests = [ReadRequest(key, b.chunk, b.data) for key, t in tensors.items() for b in blocks_of(t)]
-                made = cls(run, rank, tensors, reader, requests)
-            except Exception as e:
-                error = e
-            if nowhere := trained_nowhere("resume-plan", run_state, strangers, coordinator, error):
-                raise misfit(nowhere)
-            stack.pop_all()
+        try:
+            run_state.check(run, rank, exclude, values)
+            reader = open_reader()
+            available = {key: info for key, info in reader.tensors.items() if not key.startswith(MODEL)}
+            tensors, unknown = run_state.destinations(available, run, exclude)
+            strangers += unknown
+            requests = [ReadRequest(key, b.chunk, b.data) for key, t in tensors.items() for b in blocks_of(t)]
+            made = cls(run, rank, tensors, reader.plan(requests))
+        except Exception as e:
+            error = e
+        if nowhere := trained_nowhere("resume-plan", run_state, strangers, coordinator, error):
+            raise misfit(nowhere)
         assert made is not None
         return made
-
-    @property
-    def parts(self) -> list[tuple[TensorReader, Sequence[ReadRequest]]]:
-        """Return the readers and requests of `read`, to be verified first."""
-        return [(self._reader, self._requests)]
-
-    def read(self) -> None:
-        """Fill the destinations. Raises: CorruptCheckpointError; OSError."""
-        self._reader.read(self._requests)
 
     def apply(self, run_state: RunState, exclude: frozenset[str]) -> None:
         """Give all state to its owners. Raises: what an owner raises."""
         run_state.apply(self.run, self.rank, self.tensors, exclude)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self._reader.close()
 
 
 def trained_nowhere(

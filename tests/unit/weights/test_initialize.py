@@ -24,7 +24,7 @@ from converters import LoRAConfig, LoRAConverter, ModelConverters
 from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, SaveConfig
 from titan_ckpt.errors import CheckpointNotFoundError, LoadMismatchError
 from titan_ckpt.geometry.chunks import blocks_of
-from titan_ckpt.loading.sources import PreparedLoad
+from titan_ckpt.loading import restore
 from titan_ckpt.models import hf
 from titan_ckpt.models.decoder import Decoder
 from titan_ckpt.models.language_model import LanguageModel
@@ -307,7 +307,7 @@ def test_b3_everything_is_read_before_anything_is_initialised(tmp_path: Path, mo
     save(on_one_device("llama3"), tmp_path / "old")
     source = InitialLoadConfig(path=str(tmp_path / "old" / "checkpoints" / "step-1"))
     order: list[str] = []
-    read = PreparedLoad.read
+    read = restore.fill_in_order
     reset = Decoder.reset_buffers
 
     def noted(what: str, act: Callable[..., None]) -> Callable[..., None]:
@@ -317,7 +317,7 @@ def test_b3_everything_is_read_before_anything_is_initialised(tmp_path: Path, mo
 
         return run
 
-    monkeypatch.setattr(PreparedLoad, "read", noted("read", read))
+    monkeypatch.setattr(restore, "fill_in_order", noted("read", read))
     monkeypatch.setattr(Decoder, "reset_buffers", noted("initialise", reset))
     for folder, options in (("old", {}), ("new", {"initial_load": (source,)})):
         model = on_meta("llama3")

@@ -12,6 +12,7 @@ import os
 import pickle
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
@@ -36,7 +37,7 @@ from titan_ckpt.formats.dcp.metadata import METADATA, read_metadata, saved_paths
 from titan_ckpt.formats.publish.run import published
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, LazyTensor, TensorInfo, blocks_of, dtype_name, info_of, layout_of
-from titan_ckpt.geometry.requests import ReadRequest, TensorReader
+from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.write_view import FileGroup
 
@@ -100,6 +101,14 @@ class DcpReader(TensorReader):
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Fill every request, one stored chunk at a time; extra memory is one chunk. Raises: CorruptCheckpointError."""
+        self.plan(requests)()
+
+    def plan(self, requests: Sequence[ReadRequest]) -> Fill:
+        """Find the stored chunks of every request, and look at the sizes of their files.
+
+        Raises: CorruptCheckpointError for chunks that overlap, leave a hole or are cut off. The function that fills
+        the requests raises it for values that are not what the metadata says.
+        """
         for key in {request.key for request in requests} - self._checked:
             self._require_disjoint(key)
         by_chunk: dict[tuple[str, int], list[ReadRequest]] = {}
@@ -116,6 +125,10 @@ class DcpReader(TensorReader):
                     f"{request.chunk.offsets} are stored: was a rank's file left out?",
                     str(self.path),
                 )
+        self._require_whole(by_chunk)
+        return partial(self._fill, by_chunk)
+
+    def _fill(self, by_chunk: Mapping[tuple[str, int], Sequence[ReadRequest]]) -> None:
         for (key, i), wanting in by_chunk.items():
             stored = self._chunks[key][i]
             if self._unread is None or self._unread[0] is not stored:
@@ -204,6 +217,19 @@ class DcpReader(TensorReader):
             raise self._corrupt(stored, name, f"cannot be read as plain data: {reason}") from error
         finally:
             file.close()
+
+    def _require_whole(self, chunks: Collection[tuple[str, int]]) -> None:
+        """Refuse chunks whose files are missing or too short, before any of them is read."""
+        sizes: dict[str, int] = {}
+        for key, i in chunks:
+            stored = self._chunks[key][i]
+            if stored.file not in sizes:
+                try:
+                    sizes[stored.file] = (self.path / stored.file).stat().st_size
+                except FileNotFoundError as error:
+                    raise self._corrupt(stored, key, "is missing") from error
+            if sizes[stored.file] < stored.offset + stored.num_bytes:
+                raise self._corrupt(stored, key, "is cut off")
 
     def _corrupt(self, stored: _Stored, name: str, what: str) -> CorruptCheckpointError:
         path = self.path / stored.file

@@ -32,7 +32,7 @@ from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
 from titan_ckpt.formats.safetensors.regions import boxes
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.keymap import selected
-from titan_ckpt.geometry.requests import ReadRequest, TensorReader
+from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +103,10 @@ class HuggingFaceReader(TensorReader):
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Fill every request. Raises: CorruptCheckpointError if a file was cut short since it was opened; OSError."""
         self._files.read(requests)
+
+    def plan(self, requests: Sequence[ReadRequest]) -> Fill:
+        """Open the files of every request. Raises: CorruptCheckpointError if one has changed since; OSError."""
+        return self._files.plan(requests)
 
     def metadata(self) -> dict[str, Any]:
         """Return config.json; empty if there is none."""

@@ -5,11 +5,9 @@ Owns the index over the files of one folder. Knows neither how a folder became a
 
 from __future__ import annotations
 
-import copy
 import errno
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import sub
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +26,7 @@ from titan_ckpt.formats.native.transfers import BlockReader, execute
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
-from titan_ckpt.geometry.requests import ReadRequest, TensorReader
+from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
 from titan_ckpt.weights.identity import BASE_RECORD
 
 _AGAIN = "Load another step, or copy the folder again from where it is whole"
@@ -39,18 +37,6 @@ class _Source(NamedTuple):
 
     file: FileReader
     header: RankFile
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """Requests, and the reader of each file that they need.
-
-    `arranged`: (target, memory that is filled in its place and copied into it afterwards).
-    """
-
-    requests: Sequence[ReadRequest]
-    readers: list[BlockReader]
-    arranged: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class NativeReader(TensorReader):
@@ -67,8 +53,6 @@ class NativeReader(TensorReader):
         """
         self.path = Path(path)
         self._sources: dict[int, _Source] = {}
-        self._planned: _Planned | None = None
-        self._borrows = False
         if not self.path.is_dir():
             raise CheckpointNotFoundError(f"{self.path}: no such folder")
         self.manifest = _manifest(self.path) if files is None else None
@@ -84,12 +68,6 @@ class NativeReader(TensorReader):
         self._world_size = self._own.header.world_size
         position = rank * self._world_size / world_size
         self._by_distance = sorted(range(self._world_size), key=lambda r: abs(r - position))
-
-    def another(self) -> NativeReader:
-        """Return a second reader of the same open files, with requests of its own. This reader closes the files."""
-        other = copy.copy(self)
-        other._planned, other._borrows = None, True  # noqa: SLF001
-        return other
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -157,42 +135,33 @@ class NativeReader(TensorReader):
                 header.path,
             )
 
-    def plan(self, requests: Sequence[ReadRequest]) -> Sequence[BlockReader]:
-        """Find the blocks of every request, and watch cached files until `read` is done. Raises: OSError."""
-        with gc_paused():
-            self._drop_plan()
-            self._planned = self._plan(requests)
-            for reader in self._planned.readers:
-                reader.prepare()
-        return self._planned.readers
-
-    def check(self, requests: Sequence[ReadRequest]) -> None:
-        """Verify the blocks of cached files that `read` would use, without writing to any tensor.
-
-        Blocks of other files are verified while they are read, or the disk would be read twice. Raises: as `read`.
-        """
-        cached = [reader for reader in self.plan(requests) if reader.to_check]
-        with gc_paused():
-            execute(cached, check_only=True)
-        for reader in cached:
-            reader.trust()
-
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Fill the memory of every request from verified blocks. Calls `check` unless these requests are planned.
+        """Fill the memory of every request, in one pass that verifies each block as it is read.
 
-        Raises: CorruptCheckpointError naming the file, the damaged tensors and those overwritten in memory so far, or
-        a tensor whose stored chunks do not cover it exactly once; KeyError for a name that is not in `tensors`.
+        Raises: as `plan`, and as the function that it returns.
         """
-        if self._planned is None or self._planned.requests is not requests:
-            self.check(requests)
-        assert self._planned is not None
-        with gc_paused(), torch.no_grad():
-            try:
-                execute(self._planned.readers)
-                for target, values in self._planned.arranged:
-                    target.copy_(values.view(target.shape))
-            finally:
-                self._drop_plan()
+        self.plan(requests)()
+
+    def plan(self, requests: Sequence[ReadRequest]) -> Fill:
+        """Find the blocks of every request; return the function that fills them.
+
+        Raises: CorruptCheckpointError for a file whose header is damaged, and for a tensor whose stored chunks do not
+        cover it exactly once; KeyError for a name that is not in `tensors`; OSError. The function raises
+        CorruptCheckpointError naming the file, the damaged tensors and those overwritten in memory so far.
+        """
+        arranged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with gc_paused():
+            transfers = self._transfers(requests, arranged)
+            files = [BlockReader(*self._sources[rank], of_file) for rank, of_file in sorted(transfers.items())]
+
+        @torch.no_grad()
+        def fill() -> None:
+            with gc_paused():
+                execute(files)
+            for target, values in arranged:
+                target.copy_(values.view(target.shape))
+
+        return fill
 
     def verify(self) -> None:
         """Check every byte of every rank's file, and that the stored chunks of each tensor cover it exactly once.
@@ -232,15 +201,15 @@ class NativeReader(TensorReader):
                 chunks.setdefault(entry.fqn, []).append(entry.chunk)
         return chunks
 
-    def _drop_plan(self) -> None:
-        planned, self._planned = self._planned, None
-        for reader in planned.readers if planned is not None else ():
-            reader.close()
+    def _transfers(
+        self, requests: Sequence[ReadRequest], arranged: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> dict[int, list[Transfer]]:
+        """Return the transfers from each rank's file.
 
-    def _plan(self, requests: Sequence[ReadRequest]) -> _Planned:
+        `arranged` gets (target, memory that is filled in its place and copied into it afterwards) where that is needed.
+        """
         own: list[Transfer] = []
         transfers = {self._own.header.rank: own}
-        arranged: list[tuple[torch.Tensor, torch.Tensor]] = []
         for request in requests:
             chunk, into = request.chunk, request.into
             if into.shape != chunk.sizes:
@@ -252,11 +221,7 @@ class NativeReader(TensorReader):
             for source, entry, part in self._locate(request.key, chunk):
                 target = into if part is chunk else into[part.within(chunk)]
                 transfers.setdefault(source.header.rank, []).append(_transfer(entry, part, target))
-        return _Planned(
-            requests,
-            [BlockReader(*self._sources[rank], of_file) for rank, of_file in sorted(transfers.items())],
-            arranged,
-        )
+        return transfers
 
     def _locate(self, fqn: str, chunk: Chunk) -> list[tuple[_Source, Entry, Chunk]]:
         """Find the stored parts that make up a chunk, first in this rank's file, then in those of neighbouring ranks.
@@ -284,9 +249,6 @@ class NativeReader(TensorReader):
         return parts
 
     def close(self) -> None:
-        self._drop_plan()
-        if self._borrows:
-            return
         sources, self._sources = self._sources, {}
         for source in sources.values():
             source.file.close()
@@ -315,8 +277,7 @@ def _check_blocks(source: _Source, entries: Sequence[Entry]) -> None:
     """Check the digests of all blocks of a file. Raises: CorruptCheckpointError."""
     scratch = torch.empty(0)
     reader = BlockReader(*source, [_transfer(entry, entry.chunk, scratch) for entry in entries if entry.nbytes])
-    reader.to_check = reader.windows
-    execute([reader], check_only=True)
+    execute([reader], fill=False)
 
 
 def _transfer(entry: Entry, part: Chunk, into: torch.Tensor) -> Transfer:

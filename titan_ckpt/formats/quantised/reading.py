@@ -19,7 +19,7 @@ from titan_ckpt.formats.safetensors.regions import boxes, windows
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import boxes_of_range
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
-from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.geometry.requests import Fill, ReadRequest
 
 _FETCHED_ELEMENTS = 4 << 20
 """Elements of a request that are read at a time: 2 or 4 MiB in the file."""
@@ -62,13 +62,24 @@ class DequantisedFiles:
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Fill every request; dequantised values are computed in float32, then cast to the dtype of the memory.
 
-        Raises: CorruptCheckpointError if a file ends early; OSError.
+        Raises: as `plan`, and as the function that it returns.
         """
-        self._files.read([request for request in requests if request.key not in self._values])
-        pieces = (piece for request in requests if request.key in self._values for piece in self._pieces(request))
-        with gc_paused():
-            # one thread fetches while another computes: items are made under the workers' lock
-            run_workers(map(self._fetch, _batches(pieces)), _compute)
+        self.plan(requests)()
+
+    def plan(self, requests: Sequence[ReadRequest]) -> Fill:
+        """Open the files of all requests; return the function that fills them. Raises: as SafetensorsFiles.plan."""
+        fill_plain = self._files.plan([request for request in requests if request.key not in self._values])
+        computed = [request for request in requests if request.key in self._values]
+        self._files.open({leaf.key for request in computed for leaf in self._values[request.key].leaves()})
+
+        def fill() -> None:
+            fill_plain()
+            pieces = (piece for request in computed for piece in self._pieces(request))
+            with gc_paused():
+                # one thread fetches while another computes: items are made under the workers' lock
+                run_workers(map(self._fetch, _batches(pieces)), _compute)
+
+        return fill
 
     def close(self) -> None:
         """Close all files; idempotent."""

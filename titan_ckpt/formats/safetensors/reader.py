@@ -13,14 +13,23 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from titan_ckpt import progress
-from titan_ckpt.disk.direct import IO_BYTES, NUM_WORKERS, FileReader, bounce_buffer, run_workers
+from titan_ckpt.disk.direct import (
+    CACHED_BYTES,
+    IO_BYTES,
+    NUM_WORKERS,
+    FileReader,
+    bounce_buffer,
+    num_copy_workers,
+    run_workers,
+)
 from titan_ckpt.disk.memory import ALIGNMENT, Buffer, bytes_at, is_plain_memory
 from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.formats.safetensors.container import Entry, SafetensorsHeader
@@ -28,7 +37,7 @@ from titan_ckpt.formats.safetensors.regions import mapped_boxes, windows
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import element_span, is_run
 from titan_ckpt.geometry.chunks import Chunk
-from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.geometry.requests import Fill, ReadRequest
 
 RUN_BYTES = IO_BYTES - 2 * ALIGNMENT
 """Bytes of one read. Extended to whole blocks, as a direct read must be, it still fits a bounce buffer."""
@@ -84,11 +93,16 @@ class SafetensorsFiles:
     def entries(self) -> Mapping[str, Entry]:
         return {key: entry for key, (_, entry) in self._places.items()}
 
-    @gc_paused()
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Fill every request. Several threads may call it.
+        """Fill every request. Several threads may call it. Raises: as `plan`, and as the function that it returns."""
+        self.plan(requests)()
 
-        Raises: CorruptCheckpointError if a file ends early or has changed since its header was read; OSError.
+    @gc_paused()
+    def plan(self, requests: Sequence[ReadRequest]) -> Fill:
+        """Open the files of all requests; return the function that fills them.
+
+        Raises: CorruptCheckpointError if a file has changed since its header was read; OSError. The function raises
+        CorruptCheckpointError if a file ends early; OSError.
         """
         jobs: list[_Run | _Region] = []
         for request in requests:
@@ -97,14 +111,23 @@ class SafetensorsFiles:
                 jobs += _jobs(self._open(header), entry, request)
         order = {file: i for i, file in enumerate(list(self._files.values()))}
         jobs.sort(key=lambda job: (order[job.file], job.offset if isinstance(job, _Run) else job.entry.start))
-        jobs = _joined(jobs)
+        return partial(self._fill, _joined(jobs))
+
+    @gc_paused()
+    def _fill(self, jobs: Sequence[_Run | _Region]) -> None:
         cold = _cold_files(jobs)
+        num_workers = NUM_WORKERS if cold else num_copy_workers()
         total = sum(job.num_bytes for job in jobs)
         try:
             with progress.shown(f"loading {self._headers[0].path.parent.name}", total):
-                run_workers(jobs, lambda job: _fill(job, cold), min(NUM_WORKERS, len(jobs)))
+                run_workers(jobs, lambda job: _fill(job, cold), min(num_workers, len(jobs)))
         except EOFError as error:
             raise CorruptCheckpointError(f"{error}: it was cut short while it was open") from error
+
+    def open(self, keys: Iterable[str]) -> None:
+        """Open the files of these tensors. Raises: CorruptCheckpointError if one has changed since; OSError."""
+        for key in keys:
+            self._open(self._places[key][0])
 
     def _open(self, header: SafetensorsHeader) -> FileReader:
         with self._lock:
@@ -188,19 +211,26 @@ def _fill(job: _Run | _Region, cold: set[FileReader]) -> None:
             job.file.read_blocks(bytes_at(address, job.num_bytes), job.offset)
             return
     with bounce_buffer() as buffer:
-        job.into.copy_(_bounced(job, buffer, direct).view(job.into.shape))
+        _cast(job, buffer, direct)
 
 
-def _bounced(job: _Run, buffer: Buffer, direct: bool) -> torch.Tensor:
-    """Read a run into the buffer and return its elements, which may be a view of the buffer."""
+def _cast(job: _Run, buffer: Buffer, direct: bool) -> None:
+    """Copy a run to memory of any dtype and strides, in pieces that stay in the processor's own cache."""
+    itemsize = job.dtype.itemsize
     first = job.offset % ALIGNMENT if direct else 0
     if direct:
         job.file.read_aligned(buffer.view, job.offset - first, first + job.num_bytes)
-    else:
-        job.file.read_into([buffer.view[: job.num_bytes]], job.offset)
-    values = buffer.tensor[first : first + job.num_bytes]
-    # other programs write tensors at odd offsets, and a view of a wider dtype must be aligned
-    return (values if first % job.dtype.itemsize == 0 else values.clone()).view(job.dtype)
+    done = 0
+    for window in windows(job.into, CACHED_BYTES // itemsize):
+        num_bytes = window.numel() * itemsize
+        start = first + done if direct else 0
+        if not direct:
+            job.file.read_into([buffer.view[:num_bytes]], job.offset + done)
+        values = buffer.tensor[start : start + num_bytes]
+        if start % itemsize:  # other programs write tensors at odd offsets, and a view of a wider dtype must be aligned
+            values = values.clone()
+        window.copy_(values.view(job.dtype).view(window.shape))
+        done += num_bytes
 
 
 def _copy_region(job: _Region) -> None:

@@ -1,0 +1,344 @@
+"""A load that fails in the middle: the ladder ends on a step with every tensor right, or nothing is kept."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.unit.formats.native.test_native import drop_from_page_cache
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, RunGuard, SaveConfig
+from titan_ckpt.components.run_state import RunState
+from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, HalfLoadedError, LoadMismatchError, PeerError
+from titan_ckpt.formats.native.transfers import BlockReader
+from titan_ckpt.geometry.chunks import local_tensor
+from titan_ckpt.testing import distributed
+
+Values = dict[str, torch.Tensor]
+
+
+class Run:
+    """Some MiB of weights and moments, on all ranks of the job, and a manager that saves every step."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(512, 1024, bias=False), nn.Linear(1024, 64))
+        if dist.is_initialized():
+            fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.folder = folder
+
+    def manager(self, *, saves: bool = True) -> CheckpointManager:
+        save = SaveConfig(interval=1, async_mode="disabled", timeout_seconds=20.0) if saves else None
+        config = CheckpointConfig(save=save, export=(ExportConfig("dcp"),))
+        return CheckpointManager(config, model_parts=[self.model], optimizers=[self.optimizer], base_folder=self.folder)
+
+    def step(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = torch.sin(parameter.detach() * 1e3)
+        self.optimizer.step()
+
+    def values(self) -> Values:
+        """Return copies of all weights and moments of this rank."""
+        live = {name: value.detach() for name, value in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            live |= {f"{name}.{key}": value for key, value in self.optimizer.state.get(parameter, {}).items()}
+        return {name: local_tensor(value).clone() for name, value in live.items()}
+
+    def save(self, steps: int) -> list[Values]:
+        """Save some steps; return the values of each, and of a last one that is not saved."""
+        history = []
+        with self.manager() as manager:
+            for step in range(1, steps + 1):
+                self.step()
+                history.append(self.values())
+                manager.save(step)
+        self.step()
+        return [*history, self.values()]
+
+
+def same(a: Values, b: Values) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def file_of(folder: Path, step: int, rank: int = 0) -> Path:
+    return folder / "checkpoints" / f"step-{step}" / f"rank-{rank:05d}.safetensors"
+
+
+def flip(path: Path, share: float, *, cold: bool) -> None:
+    """Flip a bit in the values, at some share of the file, on the disk and in the page cache or only on the disk."""
+    at = int(path.stat().st_size * share)
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
+    path.read_bytes()
+    if cold:
+        drop_from_page_cache(path.parent)
+
+
+def refused(manager: CheckpointManager) -> bool:
+    """Return whether everything that would keep the present state refuses it."""
+    for act in (
+        lambda: manager.save(9),
+        lambda: manager.save(9, force=True),
+        lambda: manager.save(9, last_step=True),
+        lambda: manager.export(9, last_step=True),
+        manager.save_seed,
+        manager.save_marked,
+    ):
+        with pytest.raises(HalfLoadedError, match="a mixture") as caught:
+            act()
+        assert caught.value.overwritten and caught.value.source
+    manager.mark_step(9)
+    return manager.marked_step is None
+
+
+def keeps(manager: CheckpointManager, step: int) -> bool:
+    """Return whether the state can be saved and exported again."""
+    return manager.save(step, last_step=True)
+
+
+def after_a_step(guard: RunGuard) -> None:
+    """Complete a step of which nothing is due to be saved, and fail."""
+    guard._manager.mark_step(3)
+    raise RuntimeError("of the loop")
+
+
+@contextmanager
+def failing_after(blocks: int, error: BaseException) -> Iterator[None]:
+    """Let reads of the newest step's values fail from some number of blocks on."""
+    real, count = BlockReader._read_verified, [0]
+
+    def read_verified(self: BlockReader, views: list[memoryview], block: tuple[int, int]) -> bool:
+        count[0] += "step-2" in self.path
+        if count[0] > blocks and "step-2" in self.path:
+            raise error
+        return real(self, views, block)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockReader, "_read_verified", read_verified)
+        yield
+
+
+@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
+@pytest.mark.parametrize("fresh", [False, True], ids=["rolled back", "resumed"])
+@pytest.mark.parametrize("share", [0.4, 0.9], ids=["weights", "moments"])
+def test_after_a_flipped_bit_the_ladder_ends_on_a_step_with_every_tensor_right(
+    tmp_path: Path, cold: bool, fresh: bool, share: float
+) -> None:
+    """The step before is loaded over all that was overwritten, and can be saved."""
+    run = Run(tmp_path)
+    history = run.save(2)
+    flip(file_of(tmp_path, 2), share, cold=cold)
+    run = Run(tmp_path) if fresh else run
+    with run.manager() as manager:
+        assert manager.load().step == 1
+        assert same(run.values(), history[0])
+        assert keeps(manager, 3)
+
+
+@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
+def test_a_wrong_block_names_what_was_overwritten_and_nothing_is_kept(tmp_path: Path, cold: bool) -> None:
+    """Of weights and of moments, each in its own read; until another load succeeds save and export refuse."""
+    run = Run(tmp_path)
+    history = run.save(2)
+    flip(file_of(tmp_path, 2), 0.9, cold=cold)
+    before = run.values()
+    with run.manager() as manager:
+        with pytest.raises(CorruptCheckpointError, match="do not have the digest") as caught:
+            manager.load(2)
+        after = run.values()
+        changed = {name for name in after if not torch.equal(after[name], before[name])}
+        named = {name.removeprefix("model.").removeprefix("optimizer.") for name in caught.value.overwritten}
+        assert {"0.weight", "1.weight", "1.bias"} <= changed <= named
+        assert refused(manager)
+        assert manager.load(1).step == 1
+        assert same(run.values(), history[0])
+        assert keeps(manager, 3)
+
+
+def test_what_no_tensor_has_to_be_read_for_is_checked_before_the_first_byte_changes(tmp_path: Path) -> None:
+    """A cut file and a damaged header leave the run as it was, and it can be saved."""
+    run = Run(tmp_path)
+    run.save(2)
+    path = file_of(tmp_path, 2)
+    content = path.read_bytes()
+    with run.manager() as manager:
+        manager.load()
+        run.step()
+        before = run.values()
+        for damaged in (content[:-1], content[:100] + b"#" + content[101:]):
+            path.write_bytes(damaged)
+            with pytest.raises(CorruptCheckpointError):
+                manager.load(2)
+            assert same(run.values(), before)
+        assert keeps(manager, 3)
+
+
+@pytest.mark.parametrize("blocks", [1, 4], ids=["weights", "moments"])
+def test_after_an_io_error_the_ladder_ends_on_a_step_with_every_tensor_right(tmp_path: Path, blocks: int) -> None:
+    """The disk fails in the middle of the newest step, and not for the one before."""
+    run = Run(tmp_path)
+    history = run.save(2)
+    for step in (1, 2):
+        file_of(tmp_path, step).read_bytes()
+    with run.manager() as manager, failing_after(blocks, OSError(errno.EIO, "Input/output error")):
+        with pytest.raises(CorruptCheckpointError, match="Input/output error"):
+            manager.load(2)
+        assert not same(run.values(), history[-1])
+        assert refused(manager)
+        assert manager.load().step == 1
+        assert same(run.values(), history[0])
+        assert keeps(manager, 3)
+
+
+def test_an_interrupt_leaves_no_thread_that_writes_and_nothing_is_kept(tmp_path: Path) -> None:
+    """Ctrl-C while tensors are filled: it is raised once all threads have stopped; the guard saves nothing either."""
+    run = Run(tmp_path)
+    history = run.save(2)
+    file_of(tmp_path, 2).read_bytes()
+    with run.manager() as manager:
+        with pytest.raises(KeyboardInterrupt), RunGuard(manager), failing_after(3, KeyboardInterrupt()):
+            manager.load()
+        assert not [thread for thread in threading.enumerate() if "titan_ckpt-io" in thread.name]
+        assert refused(manager)
+        with pytest.raises(RuntimeError, match="of the loop"), RunGuard(manager) as guard:
+            after_a_step(guard)
+        assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-1", "step-2"]
+        assert manager.load().step == 2
+        assert same(run.values(), history[1])
+        assert keeps(manager, 3)
+
+
+def test_an_owner_that_fails_to_take_its_state_leaves_the_mark(tmp_path: Path) -> None:
+    """Weights and moments are those of the step, and a counter is not."""
+    run = Run(tmp_path)
+    run.save(2)
+    with run.manager() as manager, pytest.MonkeyPatch.context() as patch:
+
+        def fails(*_: Any) -> None:
+            raise RuntimeError("the scheduler is gone")
+
+        patch.setattr(RunState, "apply", fails)
+        with pytest.raises(RuntimeError, match="scheduler is gone"):
+            manager.load()
+        assert refused(manager)
+
+
+def test_a_step_that_leaves_overwritten_moments_as_they_are_is_refused(tmp_path: Path) -> None:
+    """Below the damaged step lies a seed, which holds no moments: those of the run are a mixture."""
+    run = Run(tmp_path)
+    with run.manager() as manager:
+        manager.save_seed()
+        run.step()
+        manager.save(1)
+    run.step()
+    flip(file_of(tmp_path, 1), 0.9, cold=False)
+    with run.manager() as manager:
+        with pytest.raises(LoadMismatchError, match=r"does not hold 6 tensors that a load .*exp_avg"):
+            manager.load()
+        assert refused(manager)
+    fresh = Run(tmp_path)
+    with fresh.manager() as manager:
+        assert manager.load().step == 0
+        assert keeps(manager, 3)
+
+
+@distributed(nproc=2)
+def two_ranks(root: Path) -> None:
+    rank = dist.get_rank()
+    run = Run(root)
+    history = run.save(2)
+    with run.manager() as manager:
+        for cold in (False, True):
+            for damaged in (0, 1):
+                path = file_of(root, 2, damaged)
+                dist.barrier()
+                if rank == 0:
+                    flip(path, 0.5, cold=cold)
+                dist.barrier()
+                with pytest.raises((CorruptCheckpointError, PeerError), match=path.name) as caught:
+                    manager.load(2)
+                assert isinstance(caught.value, CorruptCheckpointError) == (rank == damaged)
+                assert refused(manager)
+                assert manager.load().step == 1
+                assert same(run.values(), history[0])
+                fresh = Run(root)
+                with fresh.manager(saves=False) as other:
+                    assert other.load().step == 1
+                    assert same(fresh.values(), history[0])
+                dist.barrier()
+                if rank == 0:
+                    flip(path, 0.5, cold=False)
+                dist.barrier()
+                assert manager.load().step == 2
+                assert same(run.values(), history[1])
+        with pytest.MonkeyPatch.context() as patch:  # an interrupt of one rank ends the load of both
+            if rank == 1:
+                patch.setattr(BlockReader, "fill_window", interrupted)
+            with pytest.raises(KeyboardInterrupt if rank == 1 else PeerError):
+                manager.load()
+        assert refused(manager)
+        assert manager.load().step == 2
+        assert same(run.values(), history[1])
+        assert keeps(manager, 3)
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@distributed(nproc=2, timeout_seconds=90)
+def a_peer_that_stops(root: Path) -> None:
+    rank = dist.get_rank()
+    run = Run(root)
+    history = run.save(1)
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    with run.manager() as manager:
+        manager.load()
+        line = manager._coordinator
+        line.timeout_seconds = 3.0
+        with pytest.MonkeyPatch.context() as patch:
+            real = BlockReader.fill_window
+
+            def stops(self: BlockReader, window: Any) -> None:
+                patch.undo()
+                os.kill(os.getpid(), signal.SIGSTOP)
+                real(self, window)
+
+            if rank == 1:
+                patch.setattr(BlockReader, "fill_window", stops)
+            with pytest.raises(CheckpointError, match="rank 1"):
+                manager.load(1)
+        assert refused(manager)
+        if rank == 0:
+            os.kill(pids[1], signal.SIGCONT)
+        line.timeout_seconds = 20.0
+        assert manager.load(1).step == 1
+        assert same(run.values(), history[0])
+        assert keeps(manager, 3)
+
+
+def test_damage_in_either_ranks_file_and_an_interrupt_of_one_rank_stop_both(tmp_path: Path) -> None:
+    """Warm and cold: one names the file, both refuse to keep what is in memory, and both go on from the step before."""
+    two_ranks(tmp_path)
+
+
+def test_a_rank_that_dies_in_the_middle_leaves_the_mark_on_the_others(tmp_path: Path) -> None:
+    """They do not wait longer than the timeout, and keep nothing."""
+    a_peer_that_stops(tmp_path)

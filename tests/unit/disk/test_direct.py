@@ -1,0 +1,33 @@
+"""Worker threads: what stops them."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+import time
+
+import pytest
+
+from titan_ckpt.disk.direct import run_workers
+
+
+def test_an_interrupt_waits_for_all_threads() -> None:
+    """Once it has been raised, no thread goes on to the next item, and none still writes to memory."""
+    written: list[int] = []
+    caller = threading.get_ident()
+
+    def work(item: int) -> None:
+        if threading.get_ident() == caller:
+            while not written:  # let the other thread begin
+                time.sleep(0.001)
+            return
+        written.append(item)
+        _thread.interrupt_main()
+        time.sleep(0.2)
+        written.append(-item)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_workers(range(1, 100), work, 2)
+    after = list(written)
+    time.sleep(0.3)
+    assert written == after and after[-1] == -after[0] and len(after) <= 4

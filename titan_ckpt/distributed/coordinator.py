@@ -87,6 +87,29 @@ class Coordinator:
         prefix = f"{self._prefix}/line-{next(self._clones)}"
         return Coordinator(self.rank, self.world_size, store, prefix, self.timeout_seconds)
 
+    def gloo_group(self, ranks: Sequence[int], name: str, most_seconds: float) -> Any:
+        """Return a gloo group of these ranks, which is not registered with torch.distributed. All of them call it.
+
+        `name`: one that no group had before. `most_seconds`: limit of the wait for the others, if it is less than half
+        the timeout, so that the others still wait for this rank when it gives up.
+        Raises: RuntimeError; PeerError if the store does not answer.
+        """
+        assert self._store is not None, "one rank alone is no group"
+        seconds = min(most_seconds, self.timeout_seconds / 2)
+        store = dist.PrefixStore(name, self._store.clone())
+        made: list[Any] = []
+
+        def connect() -> _Verdict:
+            try:
+                group = dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timedelta(seconds=seconds))
+            except (AttributeError, dist.DistStoreError) as error:  # torch without gloo; a rank that does not come
+                raise RuntimeError(str(error)) from error
+            made.append(group)
+            return _Verdict([], [])
+
+        self._run(connect, name, seconds)
+        return made[0]
+
     def close(self) -> None:
         """Keep rank 0, which may serve the store, until all have read its last verdict. Collective; never raises."""
         self.peers.discard()

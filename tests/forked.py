@@ -20,7 +20,7 @@ from titan_ckpt.testing import ranks
 
 
 class Program:
-    """A call of an importable function as a process, with the methods of subprocess.Popen; output goes to a file."""
+    """sys.exit(main(*arguments)) as a process, with the methods of subprocess.Popen; its output goes to a file."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ def _run(
     os.environ.update(environment)
     os.chdir(folder)
     try:
-        main(*arguments)
+        sys.exit(main(*arguments))
     except Exception:
         sys.excepthook(*sys.exc_info())
         sys.exit(1)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import train
 from docs.examples import demo
 from tests.forked import Program
+from titan_ckpt.training import command
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def _logging_as_before() -> Iterator[None]:
 
 
 def forked(run: demo.Run) -> Program:
-    return Program(train.main, run.arguments, output=run.folder.with_suffix(".log"))
+    return Program(command.main, run.arguments, output=run.folder.with_suffix(".log"))
 
 
 def test_a_short_demo_proves_everything_but_learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

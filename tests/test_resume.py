@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-import train
 from tests.forked import Program
+from titan_ckpt.training import command
 
 STEPS, HALF = 100, 50
 
@@ -99,7 +99,7 @@ def start(config: Path, num_ranks: int) -> Run:
         shared |= {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return Run([
         Program(
-            train.main,
+            command.main,
             [str(config)],
             output=config.parent / f"rank-{rank}.log",
             environment=shared | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}),

@@ -36,7 +36,11 @@ MOMENTS: tuple[Moment, ...] = ("before", "half", "after")
 
 
 def violations(writer: Writer, scenario: Scenario, every: int = 1) -> Iterator[str]:
-    """Kill at every operation of the scenario, from a fresh copy each time, and yield what went wrong."""
+    """Kill at every operation of the scenario, from a fresh copy each time, and yield what went wrong.
+
+    After one operation the file system is as it is before the next, where no fewer saves are acknowledged: so where
+    every operation is killed at, a kill after one tells something new only of the last. A soak kills there too.
+    """
     with quick_folder() as folder:
         scenario.prepare(writer, folder / "count")
         names = count_operations(lambda: writer.run(folder / "count", scenario.saves, lambda _: None, scenario.resume))
@@ -44,6 +48,8 @@ def violations(writer: Writer, scenario: Scenario, every: int = 1) -> Iterator[s
     for ordinal in range(0, len(names), every):
         for moment in MOMENTS:
             if moment == "half" and names[ordinal] != "pwrite_all":
+                continue
+            if moment == "after" and every == 1 and ordinal + 1 < len(names) and not SOAK:
                 continue
             with quick_folder() as folder:
                 root = folder / "checkpoints"

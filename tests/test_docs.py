@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forked import Program
 from titan_ckpt.training.run_file import read_run
 
 ROOT = Path(__file__).parent.parent
@@ -23,16 +25,48 @@ TOML_PAGES = [
 ]
 
 
+FOUND_BY_IMPORT_TORCH = {
+    "torch.cuda", "torch.distributed", "torch.nn", "torch.nn.functional", "torch.optim", "torch.optim.lr_scheduler",
+}  # fmt: skip
+
+
+def program(page: Path) -> str:
+    """Return a page's blocks as one program."""
+    return "\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL))
+
+
+def run(path: Path) -> None:
+    runpy.run_path(str(path), run_name="__main__")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_code_on_a_page_runs(page: Path, tmp_path: Path) -> None:
+def test_the_code_on_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader who copies the page's blocks in order gets no error."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    program = tmp_path / "page.py"
-    program.write_text("\n".join(blocks))
-    done = subprocess.run(
-        [sys.executable, str(program)], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    (tmp_path / "page.py").write_text(program(page))
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    process = Program(run, tmp_path / "page.py", output=tmp_path / "page.log")
+    try:
+        assert process.wait(300) == 0, process.text()
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_on_a_page_imports_the_modules_it_names(page: Path) -> None:
+    """Pages run where much is imported already; a reader's `torch.a.b` would fail if nothing imports `torch.a`."""
+    tree = ast.parse(program(page))
+    imported, roots = set(FOUND_BY_IMPORT_TORCH), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+            roots |= {alias.name.partition(".")[0] for alias in node.names if alias.asname is None}
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    named = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    modules = {name for name in named if name.partition(".")[0] in roots and name in sys.modules}
+    unknown = {name for name in modules if not any(f"{known}.".startswith(f"{name}.") for known in imported)}
+    assert unknown == set()
 
 
 @pytest.mark.parametrize("page", TOML_PAGES, ids=lambda page: page.name)

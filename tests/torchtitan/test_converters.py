@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.torchtitan.runs import FLAVOURS, config, distributed, logits_of, same, train
-from tests.torchtitan.test_lora import BOTH, LAST, TOKENS, base_of, kind_of, opened
+from tests.torchtitan.test_lora import BOTH, LAST, TOKENS, base_of, flavour, kind_of, opened
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.integrations.torchtitan import Converters
 
@@ -23,21 +23,9 @@ QAT, FLOAT8 = QATConfig("int8_weight_only"), Float8Config(emulate=True)
 LORA = LoRAConfig(("wqkv", "wo", "w2"), rank=4, alpha=6.0)
 
 
-def flavour(name: str, *converters: ConverterConfig) -> str:
-    """Register the debug model with these converters, and return its name."""
-
-    def made() -> Any:
-        made = FLAVOURS["llama3_debugmodel"]()
-        made.model_spec = model_registry("debugmodel", converters=[Converters.Config(converters=[*converters])])
-        return made
-
-    FLAVOURS[name] = made
-    return name
-
-
 @distributed(1)
 def _resumed(assets: Path, folder: Path, *converters: ConverterConfig) -> None:
-    name = flavour("converted", *converters)
+    name = flavour("converted", Converters.Config(converters=[*converters]))
     has_lora = any(isinstance(c, LoRAConfig) for c in converters)
     base = base_of(assets, folder)
     logits: list[torch.Tensor] = []
@@ -61,7 +49,9 @@ def _resumed(assets: Path, folder: Path, *converters: ConverterConfig) -> None:
         torch.testing.assert_close(on_base, exported, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("converters", [(FLOAT8,), (QAT, LORA)], ids=["float8", "qat-lora"])
+@pytest.mark.parametrize(
+    "converters", [pytest.param((FLOAT8,), marks=pytest.mark.long), (QAT, LORA)], ids=["float8", "qat-lora"]
+)
 def test_converters_of_ours_train_and_resume(
     assets: Path, tmp_path: Path, converters: tuple[ConverterConfig, ...]
 ) -> None:
@@ -71,7 +61,7 @@ def test_converters_of_ours_train_and_resume(
 
 def test_wrong_orders_and_two_kinds_of_lora_are_refused() -> None:
     """Nothing is built whose adapters one converter would drop, or that has two owners of one name."""
-    flavour("wrong", LORA, QAT)
+    flavour("wrong", Converters.Config(converters=[LORA, QAT]))
     with pytest.raises(ConverterError, match="Write them in this order: qat, lora"):
         FLAVOURS["wrong"]()
     ours = Converters.Config(converters=[LORA])

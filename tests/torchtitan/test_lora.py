@@ -13,11 +13,14 @@ import torch
 
 from tests.torchtitan.runs import FLAVOURS, config, distributed, logits_of, same, same_tensors, steps_in, train
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.integrations.torchtitan import Converters
 from titan_ckpt.testing.ranks import RankError
 
 # isort: split
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.models.llama3 import model_registry
+
+from converters import LoRAConfig
 
 FSDP, TP = {"data_parallel_shard": 2}, {"tensor_parallel": 2, "data_parallel_shard": 1}
 FLAVOUR = "llama3_debugmodel_float8_emulate_lora"
@@ -26,14 +29,25 @@ BOTH: dict[str, Any] = {**LAST, "last_save_adapter": "both"}
 TOKENS = torch.randint(3, 2000, (2, 16), generator=torch.Generator().manual_seed(3))
 
 
-def everywhere() -> Any:
-    """Return the debug model with torchtitan's LoRA on every linear module, fused q, k and v and the head included."""
-    made = FLAVOURS["llama3_debugmodel"]()
-    made.model_spec = model_registry("debugmodel", converters=[LoRAConverter.Config(rank=4, alpha=6.0)])
-    return made
+MODULES = ("wqkv", "wo", "w1", "w2", "w3", "lm_head")
 
 
-FLAVOURS["lora_everywhere"] = everywhere
+def flavour(name: str, *converters: Any) -> str:
+    """Register the debug model with these converters, and return its name."""
+
+    def made() -> Any:
+        made = FLAVOURS["llama3_debugmodel"]()
+        made.model_spec = model_registry("debugmodel", converters=[*converters])
+        return made
+
+    FLAVOURS[name] = made
+    return name
+
+
+THEIRS = flavour("theirs", LoRAConverter.Config(rank=4, alpha=6.0))
+"""torchtitan's LoRA on every linear module, fused q, k and v and the head included."""
+OURS = flavour("ours", Converters.Config(converters=[LoRAConfig(MODULES, rank=4, alpha=6.0)]))
+"""This package's LoRA on the same modules."""
 
 
 def base_of(assets: Path, folder: Path) -> dict[str, Any]:
@@ -102,17 +116,17 @@ def test_torchtitans_float8_and_lora_lose_nothing(assets: Path, tmp_path: Path) 
 
 
 @distributed(2)
-def _killed_at_4(assets: Path, folder: Path, degrees: dict[str, int]) -> None:
+def _killed_at_4(assets: Path, folder: Path, name: str, degrees: dict[str, int]) -> None:
     def die(trainer: Any) -> None:
         trainer.checkpointer.maybe_wait_for_saving()
         os.kill(os.getpid(), signal.SIGKILL)
 
     settings: dict[str, Any] = {"async_mode": "async", "degrees": degrees, "exact": True, **base_of(assets, folder)}
-    train(config(assets, folder, "lora_everywhere", **settings), until=5, then=die)
+    train(config(assets, folder, name, **settings), until=5, then=die)
 
 
 @distributed(2)
-def _resumed(assets: Path, folder: Path, degrees: dict[str, int]) -> None:
+def _resumed(assets: Path, folder: Path, name: str, degrees: dict[str, int]) -> None:
     base: dict[str, Any] = {"initial_load_in_hf": True, "initial_load_path": str(folder / "base/exports/step-1")}
     logits: list[torch.Tensor] = []
 
@@ -121,7 +135,7 @@ def _resumed(assets: Path, folder: Path, degrees: dict[str, int]) -> None:
 
     def run(folder: Path, **settings: Any) -> Any:
         settings = {"async_mode": "async", "degrees": degrees, "exact": True, **base, **settings}
-        return config(assets, folder, "lora_everywhere", **settings)
+        return config(assets, folder, name, **settings)
 
     whole = train(run(folder / "whole"))
     resumed = train(run(folder, **BOTH), then=look)
@@ -135,13 +149,22 @@ def _resumed(assets: Path, folder: Path, degrees: dict[str, int]) -> None:
     same_tensors(again.model, resumed.model)
 
 
-@pytest.mark.parametrize("degrees", [FSDP, TP], ids=["fsdp", "tp"])
-def test_a_killed_lora_run_goes_on(assets: Path, tmp_path: Path, degrees: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "degrees"),
+    [
+        (THEIRS, TP),
+        (OURS, FSDP),
+        pytest.param(THEIRS, FSDP, marks=pytest.mark.long),
+        pytest.param(OURS, TP, marks=pytest.mark.long),
+    ],
+    ids=["theirs-tp", "ours-fsdp", "theirs-fsdp", "ours-tp"],
+)
+def test_a_killed_lora_run_goes_on(assets: Path, tmp_path: Path, name: str, degrees: dict[str, int]) -> None:
     """Adapters on every linear module, fused ones too, resume bit for bit on 2 ranks; both exports have the logits."""
     with pytest.raises(RankError):
-        _killed_at_4(assets, tmp_path, degrees)
+        _killed_at_4(assets, tmp_path, name, degrees)
     assert [kind_of(tmp_path, step) for step in steps_in(tmp_path)] == ["adapter", "adapter"]
-    _resumed(assets, tmp_path, degrees)
+    _resumed(assets, tmp_path, name, degrees)
 
 
 def test_wrong_combinations_are_one_error(assets: Path, tmp_path: Path) -> None:
@@ -165,7 +188,7 @@ def _refused(assets: Path, folder: Path) -> None:
     of_paths = ["checkpoint.additional_load_path"] * 3
     expected = ["checkpoint.last_save_adapter", "checkpoint.include_base", *of_paths]
     assert faults("llama3_debugmodel", **plain) == expected
-    assert faults("lora_everywhere", last_save_adapter="peft") == ["checkpoint.last_save_adapter"]
-    assert faults("lora_everywhere", last_save_adapter="adapter") == ["checkpoint.last_save_adapter"]
+    assert faults(THEIRS, last_save_adapter="peft") == ["checkpoint.last_save_adapter"]
+    assert faults(THEIRS, last_save_adapter="adapter") == ["checkpoint.last_save_adapter"]
     path = {"additional_load_path": str(folder), "initial_load_path": str(folder), "initial_load_model_only": False}
-    assert faults("lora_everywhere", **path) == ["checkpoint.additional_load_path"]
+    assert faults(THEIRS, **path) == ["checkpoint.additional_load_path"]

@@ -20,9 +20,10 @@ from titan_ckpt.integrations.torchtitan.settings import SETTINGS, translated
 
 
 def test_every_setting_of_torchtitan_has_a_meaning_here() -> None:
-    """The table names exactly the settings of torchtitan's manager, and the config has no others."""
+    """The table names exactly the settings of torchtitan's manager and three of adapters, as the config does."""
     theirs = {field.name for field in dataclasses.fields(CheckpointManager.Config)}
-    assert set(SETTINGS) == theirs == {field.name for field in dataclasses.fields(TitanCheckpointer.Config)}
+    ours = {field.name for field in dataclasses.fields(TitanCheckpointer.Config)}
+    assert set(SETTINGS) == ours == theirs | {"additional_load_path", "include_base", "last_save_adapter"}
 
 
 def test_settings_change_what_the_manager_is_told(tmp_path: Path) -> None:
@@ -31,17 +32,24 @@ def test_settings_change_what_the_manager_is_told(tmp_path: Path) -> None:
         "folder": "other", "interval": 3, "async_mode": "async", "keep_latest_k": 5, "load_only": True,
         "exclude_from_loading": ["optimizer"], "enable_first_step_checkpoint": True, "last_save_model_only": False,
         "last_save_in_hf": True, "export_dtype": "bfloat16", "initial_load_path": str(tmp_path),
+        "additional_load_path": str(tmp_path), "include_base": True,
     }  # fmt: skip
     plain = translated(TitanCheckpointer.Config(), None)
     for name, value in changes.items():
         assert translated(TitanCheckpointer.Config(**{name: value}), None) != plain, name
+    hf: dict[str, Any] = {"last_save_in_hf": True}
     from_hf = translated(TitanCheckpointer.Config(initial_load_in_hf=True), str(tmp_path))
     assert [(source.path, source.format) for source in from_hf.initial_load] == [(str(tmp_path), "hf")]
     whole = TitanCheckpointer.Config(initial_load_path=str(tmp_path), initial_load_model_only=False)
     assert translated(whole, None).initial_load[0].training_state
+    formats = {
+        form: [export.format for export in translated(TitanCheckpointer.Config(last_save_adapter=form, **hf)).export]
+        for form in ("merged", "peft", "both")
+    }
+    assert formats == {"merged": ["hf"], "peft": ["peft"], "both": ["hf", "peft"]}
     by_calls = {"enable", "load_step", "create_seed_checkpoint", "initial_load_in_hf", "initial_load_model_only"}
     by_content = {"initial_load_in_hf_quantized"}
-    assert {*changes, *by_calls, *by_content} == set(SETTINGS)
+    assert {*changes, *by_calls, *by_content, "last_save_adapter"} == set(SETTINGS)
 
 
 def _built(made: TitanCheckpointer.Config, folder: str = "", **more: Any) -> TitanCheckpointer:

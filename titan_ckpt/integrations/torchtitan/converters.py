@@ -73,7 +73,7 @@ def _convert(model: Any, converters: ModelConverters) -> None:
         raise ConverterError(
             "the model has torchtitan's LoRA already: name LoRAConfig in Converters instead, after QAT or Float8"
         )
-    before = dict(model.named_modules())
+    before: dict[str, nn.Module] = dict(model.named_modules())
     plain = [module for module in before.values() if type(module) is Linear]
     for module in plain:  # its computation is that of nn.Linear, which QAT and Float8 replace
         module.__class__ = nn.Linear
@@ -83,13 +83,15 @@ def _convert(model: Any, converters: ModelConverters) -> None:
             module.__class__ = Linear
     for name, module in model.named_modules():
         if not isinstance(module, Module):
-            module.__class__ = _joined(type(module))
+            kind: Any = type(module)
+            module.__class__ = _joined(kind)
         origin: Any = before.get(name)
         if origin is not None and origin is not module:
             vars(module).update(_param_init=origin._param_init, _sharding_config=origin._sharding_config)  # noqa: SLF001
         if isinstance(module, LoRALinear):
             _place(module)
-    model.__class__ = _initialised(type(model))
+    root: Any = type(model)
+    model.__class__ = _initialised(root)
     setattr(model, CONVERTERS, converters)
 
 

@@ -30,15 +30,18 @@ def find_lora(model_parts: Sequence[nn.Module]) -> TorchtitanLoRA | None:
     Raises: ConfigError if the ranks disagree on the adapter of a module.
     """
     line = Coordinator.current()
-    of_ranks: list[Any] = line.gather("torchtitan-lora", _adapted(model_parts))
+    of_ranks = line.gather_distinct("torchtitan-lora", lambda: {"adapted": _adapted(model_parts)})["adapted"].values()
     adapted = {fqn: values for of_rank in of_ranks for fqn, values in of_rank.items()}
     if not adapted:
         return None
     if differing := [f for f, values in adapted.items() if any(r.get(f, values) != values for r in of_ranks)]:
         raise ConfigError([f"LoRA: the ranks disagree on the adapter of {fqn}" for fqn in differing])
-    names: Any = [clean_fqn(name) for part in model_parts for name in part.state_dict()]
-    names_of_ranks: list[Any] = line.gather("torchtitan-names", names)
-    return TorchtitanLoRA(adapted, [*dict.fromkeys(name for of_rank in names_of_ranks for name in of_rank)])
+    names = line.gather_distinct("torchtitan-names", lambda: {"names": _names(model_parts)})["names"].values()
+    return TorchtitanLoRA(adapted, [*dict.fromkeys(name for of_rank in names for name in of_rank)])
+
+
+def _names(model_parts: Sequence[nn.Module]) -> list[str]:
+    return [clean_fqn(name) for part in model_parts for name in part.state_dict()]
 
 
 def is_adapted(module: nn.Module) -> bool:

@@ -6,11 +6,12 @@ Owns the promises of every converter to checkpoints, in one process and on FSDP2
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -87,6 +88,21 @@ class _Specimen:
         return {clean_fqn(name): value for name, value in self.model.state_dict().items()}
 
 
+def _law(test: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Add to an error of a law's test which law it is, and of which converters."""
+
+    @functools.wraps(test)
+    def told(self: ConverterTests) -> None:
+        try:
+            test(self)
+        except Exception as error:
+            kinds = [converter["kind"] for converter in self.make_converter().describe()]
+            error.add_note(f"law of {', '.join(map(str, kinds))}: {test.__doc__} ({test.__name__})")
+            raise
+
+    return told
+
+
 class ConverterTests(ABC):
     """Tests of every law. Inherit from it, name the subclass Test..., and define `make_converter`.
 
@@ -123,38 +139,43 @@ class ConverterTests(ABC):
 
     # the laws
 
+    @_law
     def test_full_is_base_and_what_was_added(self) -> None:
         """Every base key keeps name, shape and dtype; base mode has exactly these; the filter claims all other keys."""
         specimen = self._specimen()
         wrapper = ModelWrapper([specimen.model], specimen.converter)
         full, base = wrapper.state_dict("full"), wrapper.state_dict("base")
-        assert {fqn: info_of(base[fqn]) for fqn in base} == specimen.base
-        added = set(full) - set(base)
-        assert {fqn for fqn in full if specimen.converter.key_filter(fqn)} == added
-        assert set(full) == set(base) | added
+        _agree("base mode's keys, shapes and dtypes", {fqn: info_of(base[fqn]) for fqn in base}, specimen.base)
+        claimed = {fqn for fqn in full if specimen.converter.key_filter(fqn)}
+        _agree("keys that key_filter claims, beside those that convert added", claimed, set(full) - set(base))
 
+    @_law
     def test_filter_is_a_function_of_the_whole_name(self) -> None:
         """A key that only resembles an added key, or has a different prefix, belongs to the base."""
         specimen = self._specimen()
         claims = specimen.converter.key_filter
-        assert not any(map(self.make_converter().key_filter, specimen.state_dict())), "nothing was added yet"
+        early = self.make_converter().key_filter
+        _agree("keys claimed before convert added any", {f for f in specimen.state_dict() if early(f)}, set())
         for fqn in [f for f in specimen.state_dict() if claims(f)]:
-            assert claims(fqn), "the same question has one answer"
+            _agree(f"the second answer of key_filter to {fqn}", claims(fqn), True)
             others = {f"x{fqn}", f"outer.{fqn}", f"{fqn}.x", f"{fqn}_x", fqn.upper(), fqn.partition(".")[2]} - {fqn}
-            assert not any(claims(other) for other in others), others
+            _agree(f"names like {fqn} that key_filter claims", {other for other in others if claims(other)}, set())
 
+    @_law
     def test_export_is_the_base_in_plain_tensors(self) -> None:
         """The export has the base's keys, shapes and dtypes, and all values are plain tensors."""
         specimen = self._specimen()
         export = specimen.state_dict(last_step=True)
-        assert {fqn: info_of(value) for fqn, value in export.items()} == specimen.base
+        found = {fqn: info_of(value) for fqn, value in export.items()}
+        _agree("the export's keys, shapes and dtypes", found, specimen.base)
         for fqn, value in export.items():
-            blocks = list(blocks_of(value))
-            assert {type(block.data) for block in blocks} <= {torch.Tensor}, fqn
-            assert {block.data.dtype for block in blocks} <= {specimen.base[fqn].dtype}, fqn
-            assert all(tuple(block.data.shape) == block.chunk.sizes for block in blocks), fqn
-            assert isinstance(value, LazyTensor) or _is_plain(value), fqn
+            for block in blocks_of(value):
+                _agree(f"type of a block of {fqn}", type(block.data), torch.Tensor)
+                _agree(f"dtype of a block of {fqn}", block.data.dtype, specimen.base[fqn].dtype)
+                _agree(f"shape of a block of {fqn}", tuple(block.data.shape), tuple(block.chunk.sizes))
+            _agree(f"{fqn} is plain or lazy", isinstance(value, LazyTensor) or _is_plain(value), True)
 
+    @_law
     def test_export_does_not_depend_on_sharding(self) -> None:
         """Every chunk equals that of the unsharded model's export, up to the order of summation."""
         specimen, whole = self._specimen(), self._specimen(sharded=False)
@@ -162,8 +183,9 @@ class ConverterTests(ABC):
         for fqn, value in specimen.state_dict(last_step=True).items():
             for block in blocks_of(value):
                 unsharded = expected[fqn][block.chunk.within(Chunk.whole(expected[fqn].shape))]
-                assert torch.allclose(block.data, unsharded, rtol=1e-5, atol=1e-6), fqn
+                _close(f"{fqn} at {block.chunk.offsets}, sharded and whole", block.data, unsharded, tolerance=1e-5)
 
+    @_law
     def test_a_frozen_export_is_that_of_its_time(self) -> None:
         """A tensor frozen for a background export keeps its values when the model changes, and is not collective."""
         specimen = self._specimen()
@@ -174,27 +196,33 @@ class ConverterTests(ABC):
             for block in blocks_of(value):
                 block.data.fill_(0.5)
         for fqn, value in kept.items():
-            assert not (isinstance(value, LazyTensor) and value.collective), fqn
-            assert all(torch.equal(b.data, then) for b, then in zip(blocks_of(value), before[fqn], strict=True)), fqn
+            collective = isinstance(value, LazyTensor) and value.collective
+            _agree(f"the frozen {fqn} is collective", collective, False)
+            for block, then in zip(blocks_of(value), before[fqn], strict=True):
+                _close(f"the frozen {fqn} after the model changed", block.data, then)
 
+    @_law
     def test_saved_tensors_are_plain_and_alias_the_model(self) -> None:
         """An interval save gets all keys as plain tensors that alias live memory: writing to them changes the model."""
         specimen = self._specimen()
         tensors = specimen.state_dict()
-        assert list(tensors) == list(specimen.raw)
-        assert all(_is_plain(value) for value in tensors.values())
+        _agree("an interval save's keys, in their order", list(tensors), list(specimen.raw))
+        _agree("keys that are no plain tensors", {f for f, value in tensors.items() if not _is_plain(value)}, set())
         for value in tensors.values():
             for block in blocks_of(value):
                 block.data.fill_(0.5)
-        for value in specimen.state_dict().values():
-            assert all(bool((block.data == 0.5).all()) for block in blocks_of(value))
+        for fqn, value in specimen.state_dict().items():
+            for block in blocks_of(value):
+                _close(f"the live {fqn} after a write to the saved one", block.data, torch.full_like(block.data, 0.5))
 
+    @_law
     def test_saved_tensors_fill_another_model(self) -> None:
         """The saved tensors, copied into a newly converted model, give the same output bit for bit."""
         specimen, other = self._specimen(), self._specimen(fill=False)
         _copy(other.state_dict(), specimen.state_dict())
-        assert torch.equal(self._output(other), self._output(specimen))
+        _close("the output of both models", self._output(other), self._output(specimen))
 
+    @_law
     def test_transforms_change_neither_their_input_nor_the_model(self) -> None:
         """A transform, and reading its lazy results, changes neither the given dict, nor its tensors, nor the model."""
         specimen = self._specimen()
@@ -205,19 +233,25 @@ class ConverterTests(ABC):
             transformed = specimen.converter.state_dict_transform(given, last_step)
             for value in transformed.values():
                 list(blocks_of(value))
-            assert transformed is not given
-            assert list(given) == names and all(a is b for a, b in zip(given.values(), values, strict=True))
-            for fqn, value in specimen.raw.items():
-                assert _same(value, before[fqn]), fqn
-            assert list(specimen.raw) == names
+            _agree("the transform returned the dict that it was given", transformed is given, False)
+            _agree("keys of the given dict after the transform", list(given), names)
+            replaced = {f for f, a, b in zip(names, given.values(), values, strict=True) if a is not b}
+            _agree("tensors that the transform replaced in the given dict", replaced, set())
+            changed = {fqn for fqn, value in specimen.raw.items() if not _same(value, before[fqn])}
+            _agree("live tensors that the transform changed", changed, set())
+            _agree("keys of the model after the transform", list(specimen.raw), names)
 
+    @_law
     def test_description_is_stable_json(self) -> None:
         """The description for a manifest survives JSON, names the kinds, and never changes."""
         specimen = self._specimen()
         described = specimen.converter.describe()
-        assert described == json.loads(json.dumps(described)) == self.make_converter().describe()
-        assert described and all(isinstance(converter["kind"], str) for converter in described)
+        _agree("describe() after JSON", json.loads(json.dumps(described)), described)
+        _agree("describe() of another converter with the same settings", self.make_converter().describe(), described)
+        kinds = [converter.get("kind") for converter in described]
+        _agree(f"describe() names kinds ({kinds})", bool(kinds) and all(isinstance(k, str) for k in kinds), True)
 
+    @_law
     def test_adapter_names_are_reversible(self) -> None:
         """If there is an adapter, every added key has its own names in files, and they lead back to the key."""
         specimen = self._specimen()
@@ -229,20 +263,24 @@ class ConverterTests(ABC):
         table = adapter.key_map(base)
         groups = [table.group_of_fqn(fqn) for fqn in owned]
         keys = [key for group in dict.fromkeys(groups) for key in group.keys]
-        assert len(set(keys)) == len(keys)
-        assert all(table.group_of_key(key) == group for group in groups for key in group.keys)
+        _agree("file keys that two groups of added keys share", {key for key in keys if keys.count(key) > 1}, set())
+        for group in groups:
+            for key in group.keys:
+                _agree(f"what the file key {key} leads back to", table.group_of_key(key), group)
         json.dumps(adapter.file_config(base))
 
+    @_law
     def test_model_trains(self) -> None:
         """At least one parameter is trainable, and all gradients are finite."""
         specimen = self._specimen()
         self._output(specimen).float().square().mean().backward()
-        gradients = [p.grad for p in specimen.model.parameters() if p.requires_grad and p.grad is not None]
-        assert gradients
-        for gradient in gradients:
+        gradients = {n: p.grad for n, p in specimen.model.named_parameters() if p.requires_grad and p.grad is not None}
+        _agree("some parameter has a gradient", bool(gradients), True)
+        for name, gradient in gradients.items():
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            assert bool(torch.isfinite(local).all())
+            _agree(f"the gradient of {name} is finite", bool(torch.isfinite(local).all()), True)
 
+    @_law
     def test_conversion_on_meta_is_the_same(self) -> None:
         """A model that was converted on meta, materialised and loaded has the same values as one built with values."""
         specimen = self._specimen(fill=False)
@@ -254,12 +292,14 @@ class ConverterTests(ABC):
             self.shard(model)
         other = _Specimen(model.to_empty(device="cpu"), converter, specimen.base)
         expected, tensors = specimen.state_dict(), other.state_dict()
-        assert {f: info_of(v) for f, v in tensors.items()} == {f: info_of(v) for f, v in expected.items()}
+        found = {f: info_of(v) for f, v in tensors.items()}
+        _agree("keys, shapes and dtypes on meta", found, {f: info_of(v) for f, v in expected.items()})
         _copy({fqn: value for fqn, value in tensors.items() if fqn in specimen.base}, expected)
         _copy(dict(model.named_buffers()), dict(specimen.model.named_buffers()))
         converter.initialize([model])
-        assert [fqn for fqn, value in tensors.items() if not _same(value, expected[fqn])] == []
-        assert torch.equal(self._output(other), self._output(specimen))
+        differ = {fqn for fqn, value in tensors.items() if not _same(value, expected[fqn])}
+        _agree("tensors with other values than without meta", differ, set())
+        _close("the output of both models", self._output(other), self._output(specimen))
 
     @distributed(nproc=2)
     def test_all_laws_hold_on_shards(self) -> None:
@@ -269,14 +309,10 @@ class ConverterTests(ABC):
     def check_laws(self) -> None:
         """Check every law except `test_all_laws_hold_on_shards`; for several converters in one launch of ranks.
 
-        Raises: the error of the broken law, with a note that names the law.
+        Raises: AssertionError, or the converter's own error, with a note that says the broken law.
         """
         for name in (n for n in vars(ConverterTests) if n.startswith("test_") and n != "test_all_laws_hold_on_shards"):
-            try:
-                getattr(self, name)()
-            except Exception as error:
-                error.add_note(f"{name} of {[converter['kind'] for converter in self.make_converter().describe()]}")
-                raise
+            getattr(self, name)()
             if dist.is_initialized():
                 dist.barrier()
 
@@ -298,6 +334,31 @@ class ConverterTests(ABC):
         specimen.model.eval()
         out: torch.Tensor = specimen.model(self.make_input())
         return out
+
+
+def _agree(what: str, found: Any, expected: Any) -> None:
+    """Raises: AssertionError that says what differs, entry by entry for sets and dicts."""
+    if found == expected:
+        return
+    lines = [f"expected {expected!r}", f"found    {found!r}"]
+    if isinstance(found, set):
+        lines = [f"too many: {sorted(found - expected)}", f"missing: {sorted(expected - found)}"]
+    elif isinstance(found, dict):
+        keys = [key for key in {**expected, **found} if found.get(key) != expected.get(key)]
+        lines = [f"{key}: expected {expected.get(key, 'no such key')}, found {found.get(key, 'none')}" for key in keys]
+    raise AssertionError(f"{what}:\n  " + "\n  ".join(lines))
+
+
+def _close(what: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float = 0.0) -> None:
+    """Raises: AssertionError with the largest difference."""
+    if found.shape == expected.shape and torch.allclose(found, expected, rtol=tolerance, atol=tolerance / 10):
+        return
+    if found.shape != expected.shape:
+        raise AssertionError(f"{what}: expected shape {list(expected.shape)}, found {list(found.shape)}")
+    far = (found.double() - expected.double()).abs()
+    place = int(far.argmax())
+    values = f"expected {expected.flatten()[place].item():g}, found {found.flatten()[place].item():g}"
+    raise AssertionError(f"{what}: {int((far > 0).sum())} of {far.numel()} values differ; {values} at {place}")
 
 
 def _fill(tensors: StateDict) -> None:

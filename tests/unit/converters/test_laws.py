@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from converters import LoRAConfig, LoRAConverter, from_tables
 from tests.converter_sets import FLOAT8, LORA
 from titan_ckpt.models import qwen3
 from titan_ckpt.testing import ConverterTests, distributed
-from titan_ckpt.testing.converters import Converter
+from titan_ckpt.testing.converters import Converter, _close
 
 DA4W: dict[str, Any] = {"kind": "qat", "scheme": "int8_dynamic_act_int4_weight"}
 SETS: dict[str, list[dict[str, Any]]] = {
@@ -84,3 +85,61 @@ def test_laws_hold_on_shards() -> None:
         except Exception as error:
             error.add_note(name)
             raise
+
+
+class Doubling(LoRAConverter):
+    """Claims a key of the base, and doubles what it exports, in place."""
+
+    def key_filter(self, fqn: str) -> bool:
+        return super().key_filter(fqn) or fqn == "norm.weight"
+
+    def state_dict_transform(self, state_dict: dict[str, Any], last_step: bool) -> dict[str, Any]:
+        state_dict["norm.weight"].mul_(2)
+        return super().state_dict_transform(state_dict, last_step)
+
+
+class BrokenLaws(ConverterTests):
+    """Not collected."""
+
+    def make_converter(self) -> Converter:
+        return Doubling(LoRAConfig(("wq",), rank=4))
+
+
+@pytest.mark.parametrize(
+    ("law", "value"),
+    [
+        ("test_full_is_base_and_what_was_added", "too many: \\['norm.weight'\\]"),
+        ("test_transforms_change_neither_their_input_nor_the_model", "the transform changed:\n  too many: \\['norm"),
+    ],
+)
+def test_a_broken_law_is_named_with_values(law: str, value: str) -> None:
+    """The error says what differs; its note says the law in a sentence, and the converter."""
+    with pytest.raises(AssertionError, match=value) as raised:
+        getattr(BrokenLaws(), law)()
+    (note,) = raised.value.__notes__
+    assert note.startswith("law of lora: ")
+    assert str(getattr(ConverterTests, law).__doc__) in note
+    assert law in note
+
+
+class Adrift(LoRAConverter):
+    """Starts from other values whenever it is asked."""
+
+    def initialize(self, model_parts: Any, fqns: Any = None) -> None:
+        for part in model_parts:
+            for name, parameter in part.named_parameters():
+                if self.key_filter(name):
+                    nn.init.normal_(parameter)
+
+
+def test_a_value_that_differs_is_shown() -> None:
+    """Tensors are named; outputs have the number of values that differ, and one of them."""
+
+    class Laws(ConverterTests):
+        def make_converter(self) -> Converter:
+            return Adrift(LoRAConfig(("wq",), rank=4))
+
+    with pytest.raises(AssertionError, match=r"other values than without meta:\n  too many: .*lora_a"):
+        Laws().test_conversion_on_meta_is_the_same()
+    with pytest.raises(AssertionError, match=r"what: 1 of 3 values differ; expected 2, found 5 at 1"):
+        _close("what", torch.tensor([1.0, 5.0, 3.0]), torch.tensor([1.0, 2.0, 3.0]))

@@ -83,6 +83,8 @@ class BuildSteps:
     ranks: Ranks
     model: LanguageModel
     """The whole model until it is distributed over the ranks, then the first of `model_parts`."""
+    num_parameters: tuple[int, int]
+    """Elements of the whole model's parameters, and how many of them are trained."""
     tokenizer: TextTokenizer | None
     encode: Callable[[str], list[int]] | None
     dataset: IterableDataset[Batch] | None

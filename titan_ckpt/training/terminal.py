@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from datetime import datetime
 from logging import LogRecord
 
@@ -15,9 +16,23 @@ from rich.text import Text
 
 from titan_ckpt.progress import CONSOLE
 
+FOREIGN = {
+    # torchao's wheel has kernels for other Pythons and GPUs; a converter that needs one says so itself
+    "torchao": "Failed to load ",
+    # torchao.kernel.intmm logs to the root logger; nothing here uses its integer kernels
+    "root": "Detected no triton",
+    # torchao registers its enums in a way that torch 2.13 calls deprecated
+    "torch.utils._pytree": "natively supported by torch.compile",
+}
+"""Logger of another library -> part of a warning that a user cannot act on. Nothing else of these loggers is hidden."""
+
 
 def configure_logging() -> None:
     """Log to standard error, with the time of day in front; a console gets colours, and bars below the lines."""
+    for name, text in FOREIGN.items():
+        logging.getLogger(None if name == "root" else name).addFilter(
+            lambda record, t=text: t not in record.getMessage()
+        )
     rank = int(os.environ.get("RANK", "0"))
     handler: logging.Handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s" if rank == 0 else f"rank {rank}: %(message)s"))
@@ -25,6 +40,14 @@ def configure_logging() -> None:
         handler = ConsoleHandler(CONSOLE)
         handler.setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, handlers=[handler])
+
+
+def say(message: str) -> None:
+    """Print the last word of the process on standard error: in red on a console, cut between words."""
+    if CONSOLE.is_terminal:
+        CONSOLE.print(Text(message, style="red"))
+    else:
+        print(message, file=sys.stderr)  # noqa: T201 - the process says why it ends, whatever its log is
 
 
 class ConsoleHandler(logging.Handler):
@@ -40,7 +63,7 @@ class ConsoleHandler(logging.Handler):
         try:
             time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")  # noqa: DTZ006 - the reader's clock
             lines = Text(self.format(record), style=style).wrap(self._console, max(20, self._console.width - 9))
-            for i, line in enumerate(lines):
-                self._console.print(Text.assemble((f"{time} " if i == 0 else " " * 9, "dim"), line), soft_wrap=True)
+            each = [Text.assemble((" " * 9 if i else f"{time} ", "dim"), line) for i, line in enumerate(lines)]
+            self._console.print(Text("\n").join(each), soft_wrap=True)
         except Exception:
             self.handleError(record)

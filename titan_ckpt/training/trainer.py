@@ -16,6 +16,7 @@ from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.training.build_steps import BuildSteps
 from titan_ckpt.training.callbacks import StepMetrics
 from titan_ckpt.training.data.loader import Batch
+from titan_ckpt.training.header import count_parameters, header, position
 from titan_ckpt.training.loss import num_predicted, summed_cross_entropy
 from titan_ckpt.training.model_folder import other_choices
 from titan_ckpt.training.outcome import STOPPED, Outcome, forget_stop, record_stop
@@ -74,6 +75,7 @@ class Trainer(BuildSteps):
         """Call the other twelve steps (`setup` is the first)."""
         self.model = self.build_model()
         self.freeze_model()
+        self.num_parameters = count_parameters(self.model.parameters())
         self.tokenizer = self.build_assets()
         self.encode = self.build_data_transform()
         self.dataset = self.build_dataset()
@@ -85,6 +87,9 @@ class Trainer(BuildSteps):
         self.lr_scheduler = self.build_lr_scheduler()
         self.training_context = self.build_training_context()
         self.callbacks = self.build_callbacks()
+        if self.ranks.rank == 0:
+            for line in header(self):
+                logger.info("%s", line)
         self.callbacks.on_init_end(self)
 
     def load(self) -> None:
@@ -97,7 +102,8 @@ class Trainer(BuildSteps):
         self.callbacks.on_load(self, result)
 
     def _log_choices(self, *, resumed: bool) -> None:
-        """Log settings that differ from the pretrained model's defaults, and from those of the run that is resumed."""
+        """Log where the run begins, and settings that differ from the pretrained model's and the resumed run's."""
+        logger.info("%s", position(self))
         tokenizer = self.tokenizer.folder if self.tokenizer is not None else None
         for line in other_choices(self.config, tokenizer, resumed=resumed):
             logger.warning("%s", line)

@@ -458,7 +458,7 @@ def test_d2_an_evaluation_is_on_the_console(tmp_path: Path, caplog: pytest.LogCa
     )
     with caplog.at_level(logging.INFO):
         Trainer(config).run()
-    lines = [r.message for r in caplog.records if "tokens/s" in r.message]
+    lines = [r.message for r in caplog.records if "tok/s" in r.message]
     assert ["eval/loss" in line for line in lines] == [False, True, True]
 
 

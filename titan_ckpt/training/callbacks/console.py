@@ -52,7 +52,7 @@ class Logging(Callback):
         metrics = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         measured = "".join(f"  {name} {value:.4g}" for name, value in metrics.items() if "/" in name)
         logger.info(
-            "step %d/%d  loss %.4f  grad %.3f  lr %.2e  %s tokens/s%s",
+            "step %d/%d  loss %.4f  grad %.3f  lr %.2e  %s tok/s%s",
             step,
             trainer.config.training.steps,
             metrics["loss"],
@@ -91,14 +91,14 @@ class ProgressBar(Callback):
         if trainer.ranks.rank or not CONSOLE.is_terminal:
             return
         columns = (TextColumn("training"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, TextColumn("loss {task.fields[loss]:.4f}"), console=CONSOLE, transient=True)
+        self._progress = Progress(*columns, TextColumn("{task.fields[loss]}"), console=CONSOLE, transient=True)
         self._progress.start()
         done = trainer.state.step
-        self._task = self._progress.add_task("", total=trainer.config.training.steps, completed=done, loss=float("nan"))
+        self._task = self._progress.add_task("", total=trainer.config.training.steps, completed=done, loss="")
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         if self._progress is not None:
-            self._progress.update(self._task, completed=metrics.step, loss=metrics.loss)
+            self._progress.update(self._task, completed=metrics.step, loss=f"loss {metrics.loss:.4f}")
 
     def on_train_end(self, trainer: Trainer) -> None:
         if self._progress is not None:

@@ -1,0 +1,62 @@
+"""The first lines of a run's log: what is trained, on what, where, and from which step on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from titan_ckpt.training.data.loader import PackedDataset
+
+if TYPE_CHECKING:
+    from titan_ckpt.training.trainer import Trainer
+
+
+def count_parameters(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
+    """Return how many elements the parameters of a whole model have, and how many of them are trained."""
+    each = {id(p): p for p in parameters}.values()
+    return sum(p.numel() for p in each), sum(p.numel() for p in each if p.requires_grad)
+
+
+def header(trainer: Trainer) -> Iterator[str]:
+    """Yield a line for model, data and device each, when everything is built."""
+    config, ranks = trainer.config, trainer.ranks
+    whole, trained = trainer.num_parameters
+    name = config.model.name if config.model.flavor is None else f"{config.model.name} {config.model.flavor}"
+    share = "all trained" if trained == whole else f"{short(trained)} of them trained"
+    kinds = [str(c["kind"]) for c in trainer.converters.describe()] if trainer.converters is not None else []
+    source = "" if config.model.folder is None else f" of {config.model.folder}"
+    yield f"model   {', '.join([f'{name}{source}', f'{short(whole)} parameters', share, *kinds])}"
+    yield f"data    {_data(trainer)}"
+    degrees = [f"{f.name} {d}" for f in fields(ranks.degrees) if (d := getattr(ranks.degrees, f.name)) > 1]
+    many = "1 rank" if ranks.size == 1 else f"{ranks.size} ranks ({', '.join(degrees)})"
+    yield f"device  {_device(ranks.device)}, {many}, {config.training.compute_dtype}"
+
+
+def position(trainer: Trainer) -> str:
+    """Return the line that says where the run begins, after the load."""
+    step, steps = trainer.state.step, trainer.config.training.steps
+    begins = f"goes on after step {step}" if step else "starts at step 1"
+    return f"run     {trainer.config.output_folder}, {begins} of {steps}"
+
+
+def short(number: int) -> str:
+    """Return a large number in three digits."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
+def _device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _data(trainer: Trainer) -> str:
+    data, training = trainer.config.data, trainer.config.training
+    per_step = training.batch_size * training.accumulation * trainer.ranks.data_size
+    count = f"{trainer.dataset.num_sequences:,} " if isinstance(trainer.dataset, PackedDataset) else ""
+    return f"{data.dataset or data.corpus}, {count}sequences of {data.sequence_length} tokens, {per_step} a step"

@@ -133,10 +133,10 @@ def test_float8_runs() -> None:
 
 
 def test_fsdp2_runs_under_torchrun() -> None:
-    """Two ranks train in bfloat16, save a file each, and export one folder."""
+    """Two ranks train in bfloat16, save a file each, and export one folder; `-m titan_ckpt train` is what they run."""
     overrides = {**TINY, "data.tokenizer.vocab_size": 1024}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, str(ROOT / "train.py"), str(CONFIGS / "fsdp2.toml"), *words(overrides)]
+    command = [*launcher, "-m", "titan_ckpt", "train", str(CONFIGS / "fsdp2.toml"), *words(overrides)]
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     output = Path("outputs/fsdp2")

@@ -18,6 +18,7 @@ CheckpointError
 │   ├── ReplicaMismatchError             ranks hold different values of a replicated tensor; names both
 │   └── PeerError                        another rank failed or did not answer in time; names the ranks
 └── ExportError (RuntimeError)           an export failed or its check failed; nothing was published
+    └── ExportSettingError (ValueError)  found before step 1: an export that this run cannot make
 """
 
 from __future__ import annotations
@@ -115,12 +116,6 @@ class StateEncodingError(CheckpointError, TypeError):
         super().__init__(message)
 
 
-def says_setting_is_wrong(error: CheckpointError) -> bool:
-    """Return whether the settings and the folders that they name do not fit: starting again gives the same error."""
-    wrong = (ConfigError, CheckpointNotFoundError, NotACheckpointError, LoadMismatchError, BaseMismatchError)
-    return isinstance(error, (*wrong, ConverterError, KeyMapError))
-
-
 class GradientError(CheckpointError, FloatingPointError):
     """A gradient is not finite and reached no weight. Carries `step`, the step that was not made."""
 
@@ -159,3 +154,13 @@ class PeerError(SaveError):
 
 class ExportError(CheckpointError, RuntimeError):
     """An export failed, or its check failed; nothing was published."""
+
+
+class ExportSettingError(ExportError, ValueError):
+    """An export that is asked for cannot be made by this run; raised before the first step."""
+
+
+def says_setting_is_wrong(error: CheckpointError) -> bool:
+    """Return whether the settings and the folders that they name do not fit: starting again gives the same error."""
+    wrong = (ConfigError, CheckpointNotFoundError, NotACheckpointError, LoadMismatchError, BaseMismatchError)
+    return isinstance(error, (*wrong, ConverterError, KeyMapError, ExportSettingError))

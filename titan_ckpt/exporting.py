@@ -18,7 +18,7 @@ import torch
 from titan_ckpt.components.files import MODEL
 from titan_ckpt.config import ExportConfig, InitialLoadConfig
 from titan_ckpt.distributed.coordinator import Coordinator, bounded
-from titan_ckpt.errors import CheckpointError, ConverterError, ExportError, listed
+from titan_ckpt.errors import CheckpointError, ConverterError, ExportError, ExportSettingError, listed
 from titan_ckpt.formats.dcp.dcp import DcpExport
 from titan_ckpt.formats.huggingface.export import OUTPUTS, Base, HuggingFaceExport
 from titan_ckpt.formats.huggingface.peft import PeftExport
@@ -102,7 +102,7 @@ class Exporter:
     def check(self, configs: Sequence[ExportConfig]) -> None:
         """Check before training that every export can be made. Collective.
 
-        Raises: ExportError listing every export that cannot be made; KeyMapError for names without a file key.
+        Raises: ExportSettingError listing every export that cannot be made; KeyMapError for names without a file key.
         """
         if not configs:
             return
@@ -174,7 +174,7 @@ class Exporter:
             elif config.quantised:
                 problems += self._quantising_problems(config)
         if problems:
-            raise ExportError("checkpoint.export cannot be made: " + "; ".join(problems))
+            raise ExportSettingError("checkpoint.export cannot be made: " + "; ".join(problems))
         if any(config.format == "hf" for config in configs):
             self._transforms.to_file(self._model.state_dict("base"), None, None)
         if any(config.format == "peft" for config in configs):

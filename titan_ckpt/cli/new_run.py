@@ -27,11 +27,11 @@ def write_run_file(command: Init) -> str:
         problems.append(f"{command.data} is no file; expected a .txt or .jsonl file")
     if problems:
         raise ConfigError(problems, "titan-ckpt init")
-    model = None if command.model is None else str(command.model)
-    text = (TEMPLATES / f"{command.kind}.toml").read_text(encoding="utf-8")
-    text = text.replace('"MODEL"', json.dumps(model or "models/base")).replace(
-        '"DATA"', json.dumps(str(command.data or "builtin"))
-    )
+    template = (TEMPLATES / f"{command.kind}.toml").read_text(encoding="utf-8")
+    if command.model is not None and '"MODEL"' not in template:
+        raise ConfigError([f"{command.kind} starts from random values; --model has no place in it"], "titan-ckpt init")
+    text = template.replace('"DATA"', json.dumps(str(command.data or "builtin")))
+    text = text.replace('"MODEL"', json.dumps(str(command.model or "models/base")))
     command.file.write_text(text, encoding="utf-8")
-    needs = "" if model is not None or '"models/base"' not in text else "put your model's folder into it, then "
-    return f"{command.file}: {needs}titan-ckpt train {command.file}"
+    edit = "set model.folder, then " if '"MODEL"' in template and command.model is None else ""
+    return f"{command.file} is written. Next: {edit}titan-ckpt train {command.file}"

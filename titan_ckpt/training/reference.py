@@ -109,7 +109,9 @@ def _kind(annotation: Any) -> str:
     if get_origin(inner) is tuple:
         values = get_args(inner)
         each = describe(values[0])
-        return f"an array of any length, each {each}" if Ellipsis in values else f"an array of {len(values)}, each {each}"
+        return (
+            f"an array of any length, each {each}" if Ellipsis in values else f"an array of {len(values)}, each {each}"
+        )
     if get_origin(inner) in (dict, Mapping):
         value = get_args(inner)[1]
         return "a table" if value is Any else f"a table, each value {describe(value)}"

@@ -95,7 +95,7 @@ def test_with_warn_the_run_goes_on_and_the_next_interval_saves(
             disk.error = errno.ENOSPC if step in (2, 3) else 0
             manager.save(step)
             manager.wait()
-            assert manager.saved_step == (None if step in (2, 3) else step)
+            assert manager.last_step.saved == (None if step in (2, 3) else step)
     assert content(tmp_path) == ["step-1", "step-4", "step-5"]
     lines = [record.getMessage() for record in caplog.records if "is not saved" in record.getMessage()]
     assert [line.partition(":")[0] for line in lines] == [
@@ -259,7 +259,7 @@ def test_all_ranks_go_on_after_a_failure_of_one(tmp_path: Path) -> None:
             disk.error = errno.ENOSPC if full == dist.get_rank() else 0
             if step < 7:
                 save(manager, step)
-                assert manager.saved_step == (step if full is None else None)
+                assert manager.last_step.saved == (step if full is None else None)
             else:
                 with pytest.raises(SaveError, match="No space left"):
                     save(manager, step)
@@ -300,7 +300,7 @@ def test_a_requested_save_that_fails_is_answered_and_the_run_goes_on(tmp_path: P
         disk.error = errno.ENOSPC
         name = outside_request.ask(tmp_path)
         for step in range(2, 1000):
-            manager.mark_step(step)
+            manager.last_step.complete(step)
             guard.step_ended(step)
             if (tmp_path / outside_request.ANSWER).exists():
                 break

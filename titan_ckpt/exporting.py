@@ -283,6 +283,10 @@ class Exporter:
                 self.export(config, step, base)
         return made
 
+    def close(self) -> None:
+        """Close the connections of exports in the background."""
+        self._background.peers.discard()
+
     def _stage_of(self, live: StateDict, staged: Mapping[str, LazyTensor]) -> Stage:
         """Return the Stage (geometry/chunks.py) that maps a live tensor to its staged copy, to itself or to a clone.
 

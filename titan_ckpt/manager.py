@@ -30,7 +30,7 @@ from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.loading.external import ExternalWeights
 from titan_ckpt.loading.half_loaded import HalfLoaded
 from titan_ckpt.loading.restore import LoadResult, Restorer
-from titan_ckpt.saving import SaveHandle, Saver, SaveRequest
+from titan_ckpt.saving import LastStep, SaveHandle, Saver, SaveRequest
 from titan_ckpt.types import ModelHooks, Stateful
 from titan_ckpt.weights.own_state import ModelState
 from titan_ckpt.weights.transforms import StateDictTransforms
@@ -121,15 +121,22 @@ class CheckpointManager:
         self._step_hooks = [  # so that a loop without maybe_wait_for_staging() saves no mixture of two steps
             optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()) for optimizer in hooked
         ]
+        self.last_step = LastStep(
+            self._run,
+            self._saver,
+            coordinator,
+            save_mark=self._save_mark,
+            expected_bytes=self._expected_bytes,
+            is_half_loaded=lambda: bool(self._half_loaded),
+            is_watched=bool(self._step_hooks),
+        )
+        """What RunGuard and the Trainer use."""
         self._base: dict[str, Any] | None = None
         self._resumed_from: dict[str, Any] | None = None
-        self._saved_step: int | None = None
         self._is_last_save = False
         """Whether no later save can make up for the one in flight."""
         self._failures = Failures(config.save, coordinator)
         self._exported_step: int | None = None
-        self._mark: Mark | None = None
-        self._stepping = False
         self._knows_folder = False
         self._knows_state = False
         self._closed = False
@@ -150,12 +157,12 @@ class CheckpointManager:
         """
         self._check_open()
         self.wait()
-        self._mark, self._is_last_save = None, False
+        self.last_step.mark, self._is_last_save = None, False
         if self._saver is not None:
             self._coordinator.together("rehearse", self._run.rehearse)
         restored = self._restorer.restore(step if step >= 0 else self.config.resume.step)
         self._base, self._resumed_from = restored.base, restored.resumed_from
-        self._saved_step = restored.result.step if restored.resumed_from else None
+        self.last_step.saved = restored.result.step if restored.resumed_from else None
         if self._saver is not None:  # before step 1: lease, permissions and space for the saves to come
             self._directory.preflight(self._expected_bytes())
         self._exporter.check_folders(self.config.export)
@@ -192,7 +199,7 @@ class CheckpointManager:
             self._knows_state = True
         due = force or policy.is_due(step, self.config.save, last_step)
         self._note_last(step, last_step)
-        if self._saver is not None and due and step != self._saved_step:
+        if self._saver is not None and due and step != self.last_step.saved:
             finite = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
             done = last_step and not force  # with both, the run is stopped, and is to be resumed from this step
             model_only = self.config.save.model_only_last if self.config.save and done else None
@@ -259,7 +266,7 @@ class CheckpointManager:
 
     def _note_last(self, step: int, last_step: bool) -> None:
         """Note that the save in flight is the last one, which was not known when it began."""
-        if last_step and step == self._saved_step:
+        if last_step and step == self.last_step.saved:
             self._is_last_save = True
 
     def _export_now(self, export: ExportConfig, step: int, last_step: bool) -> None:
@@ -307,14 +314,14 @@ class CheckpointManager:
         with gc_paused():
             snapshot = self._coordinator.together("snapshot", lambda: self._snapshot(step, mark, model_only))
             self._saver.save(request, snapshot)
-        self._saved_step, self._is_last_save = step, last
+        self.last_step.saved, self._is_last_save = step, last
         if self.config.save.async_mode == "disabled":
             self.wait()
         elif not self._step_hooks:  # no hook will say when the weights are about to change
             self._saver.wait_staged()
         if failed is not None:
             raise failed
-        return self._saved_step == step
+        return self.last_step.saved == step
 
     def _snapshot(self, step: int, mark: Mark | None, model_only: str | None) -> Snapshot:
         if model_only is not None:
@@ -365,49 +372,13 @@ class CheckpointManager:
 
     def _before_optimizer_step(self) -> None:
         self.maybe_wait_for_staging()
-        self._stepping = True
+        self.last_step.is_changing = True
 
-    # the marked end of a step, which can still be saved during the next one
-
-    def mark_step(self, step: int) -> None:
-        """Mark the run's state as that of the completed `step`, so that it can still be saved during the next step.
-
-        Call it after the optimizer, schedulers and counters of the step. Not collective, and cheap.
-        """
-        if self._saver is not None and not self._half_loaded:
-            self._mark = self._run.mark(step)
-            self._stepping = False
-
-    @property
-    def marked_step(self) -> int | None:
-        """Return the step that `save_marked` would save; None if none is, or an optimizer may have changed it."""
-        return None if self._mark is None or self._stepping or not self._step_hooks else self._mark.step
-
-    @property
-    def saved_step(self) -> int | None:
-        """Return the step that was saved or resumed last, or is being saved."""
-        return self._saved_step
-
-    def save_marked(self) -> None:
-        """Save the marked step as it was at its end, and wait for it; no older step expires. Collective.
-
-        Raises: SaveError; HalfLoadedError.
-        """
+    def _save_mark(self, mark: Mark) -> None:
         self._half_loaded.refuse("the last completed step is not saved")
-        assert self._mark is not None and self.marked_step is not None
-        if self._mark.step != self._saved_step:
-            self._save(self._mark.step, {}, skippable=False, last=True, mark=self._mark)
+        if mark.step != self.last_step.saved:
+            self._save(mark.step, {}, skippable=False, last=True, mark=mark)
         self.wait()
-
-    def run_line(self) -> Coordinator:
-        """Return a Coordinator of its own for the caller. Collective."""
-        return self._coordinator.background()
-
-    def save_seconds(self) -> float:
-        """Estimate the seconds from copy to commit: the longest of the last saves, or 5 s plus 100 MB/s before any."""
-        if self._saver is None:
-            return 0.0
-        return self._saver.longest_seconds or 5.0 + self._expected_bytes() / 1e8
 
     def _expected_bytes(self) -> int:
         """Estimate this rank's bytes in a save."""
@@ -445,7 +416,7 @@ class CheckpointManager:
         except ExportError as error:  # the step itself is committed
             of_exports = error
         except BaseException as error:
-            self._saved_step = None  # the step may be saved again
+            self.last_step.saved = None  # the step may be saved again
             if not isinstance(error, Exception):
                 raise
             of_save = error
@@ -466,6 +437,7 @@ class CheckpointManager:
                 hook.remove()
             if self._saver is not None:
                 self._saver.close()
+            self._exporter.close()
             self._directory.close()
             self._coordinator.close()
 

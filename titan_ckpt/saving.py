@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from titan_ckpt.components.files import RUN_STATE, divide, rank_state_name, run_parts
-from titan_ckpt.components.run_state import Snapshot
+from titan_ckpt.components.run_state import Mark, RunState, Snapshot
 from titan_ckpt.config import SaveConfig
 from titan_ckpt.directory.directory import CheckpointDirectory, os_errors_as
 from titan_ckpt.directory.manifest import FileRecord, Kind, Manifest
@@ -306,6 +306,59 @@ class Saver:
             self._directory.expire(self._config.keep)
         self._seconds.append(time.perf_counter() - started)
         logger.info("step %d saved in %.2f s", request.step, self._seconds[-1])
+
+
+@dataclass(slots=True)
+class LastStep:
+    """The last completed step of a run, for RunGuard, which saves it when the next one is interrupted."""
+
+    run: RunState
+    saver: Saver | None
+    coordinator: Coordinator
+    save_mark: Callable[[Mark], None]
+    """Saves a marked step, unless it is saved already, and waits for it."""
+    expected_bytes: Callable[[], int]
+    """Estimates this rank's bytes in a save."""
+    is_half_loaded: Callable[[], bool]
+    """Whether a load has overwritten a part of the run and failed; no step of such a run is marked."""
+    is_watched: bool
+    """Whether the optimizers say when they are about to step."""
+    saved: int | None = None
+    """The step that was saved or resumed last, or is being saved."""
+    mark: Mark | None = None
+    is_changing: bool = False
+    """Whether an optimizer may have changed the marked step."""
+
+    def complete(self, step: int) -> None:
+        """Mark the run's state as that of the completed `step`, so that it can still be saved during the next step.
+
+        Call it after the optimizer, schedulers and counters of the step. Not collective, and cheap.
+        """
+        if self.saver is not None and not self.is_half_loaded():
+            self.mark, self.is_changing = self.run.mark(step), False
+
+    @property
+    def marked(self) -> int | None:
+        """Return the step that `save` would save; None if none is, or an optimizer may have changed it."""
+        return None if self.mark is None or self.is_changing or not self.is_watched else self.mark.step
+
+    def save(self) -> None:
+        """Save the marked step as it was at its end, and wait for it; no older step expires. Collective.
+
+        Raises: SaveError; HalfLoadedError.
+        """
+        assert self.mark is not None and self.marked is not None
+        self.save_mark(self.mark)
+
+    def line(self) -> Coordinator:
+        """Return a Coordinator of its own for the caller. Collective."""
+        return self.coordinator.background()
+
+    def save_seconds(self) -> float:
+        """Estimate the seconds from copy to commit: the longest of the last saves, or 5 s plus 100 MB/s before any."""
+        if self.saver is None:
+            return 0.0
+        return self.saver.longest_seconds or 5.0 + self.expected_bytes() / 1e8
 
 
 def _make_all(exports: Sequence[Callable[[Coordinator], None]], coordinator: Coordinator) -> None:

@@ -53,10 +53,11 @@ class RunGuard:
     def __init__(self, manager: CheckpointManager) -> None:
         """Take [checkpoint.stop] from the manager's config. The guard has no effect before the `with`."""
         self._manager = manager
+        self._last = manager.last_step
         self._config: StopConfig = manager.config.stop
-        self._line = manager.run_line()
+        self._line = self._last.line()
         self._board = NoticeBoard(
-            manager.run_line(),
+            self._last.line(),
             answer_seconds=min(ANSWER_SECONDS, self._line.timeout_seconds),
             hang_seconds=self._config.hang_seconds,
             on_signal=self._signalled,
@@ -84,8 +85,8 @@ class RunGuard:
         The step has been saved then, if there was time.
         Raises: SaveError for a requested save; PeerError for ranks that no longer answer.
         """
-        if self._manager.marked_step != step:
-            self._manager.mark_step(step)
+        if self._last.marked != step:
+            self._last.complete(step)
         now = time.monotonic()
         self._step_seconds.append(now - self._step_began)
         self._step_began = now
@@ -98,7 +99,7 @@ class RunGuard:
             self._save_pending = False
             self._manager.save(step, force=True, metrics=metrics, export=False)
             if self._line.rank == 0 and self._asked is not None:
-                if self._manager.saved_step == step:
+                if self._last.saved == step:
                     self._answering = self._asked, step, self._manager.in_flight
                 else:  # it has failed, and on_failure is "warn"
                     self._answer(save_request.Answer(self._asked, step, "the save has failed: see the log of the run"))
@@ -133,11 +134,11 @@ class RunGuard:
             self._manager.wait()
         except CheckpointError as error:
             logger.warning("the save in flight has failed: %s", error)  # the last save may still succeed
-        need, left = self._manager.save_seconds(), self._seconds_left()
+        need, left = self._last.save_seconds(), self._seconds_left()
         if self._line.broadcast("last save", need <= left):
             save()
             self._manager.wait()
-        elif (last := self._manager.saved_step) != self._manager.marked_step:
+        elif (last := self._last.saved) != self._last.marked:
             logger.warning("no last save: %.0f s are left and one takes %.0f s; the last is step %s", left, need, last)
 
     def _seconds_left(self) -> float:
@@ -178,7 +179,7 @@ class RunGuard:
         """
         if self._limit is None or self._line.rank != 0 or self._posted:
             return
-        if time.time() + 1.5 * (step_seconds + self._manager.save_seconds()) + 1.0 >= self._limit:
+        if time.time() + 1.5 * (step_seconds + self._last.save_seconds()) + 1.0 >= self._limit:
             self._posted = True
             self._board.post("stop", "the time of [checkpoint.stop] is up")
 
@@ -233,9 +234,9 @@ class RunGuard:
         try:
             if isinstance(value, StopRun):
                 if self._manager.config.save is not None:
-                    marked = self._line.gather("stopped within a step", self._manager.marked_step)
+                    marked = self._line.gather("stopped within a step", self._last.marked)
                     if self._is_whole(marked):
-                        self._finish(self._manager.save_marked)
+                        self._finish(self._last.save)
                 return True
             wanted = isinstance(value, (Exception, KeyboardInterrupt)) and not isinstance(value, CheckpointError)
             if wanted and self._config.save_on_exception and self._manager.config.save is not None:
@@ -257,7 +258,7 @@ class RunGuard:
         if not whole:
             logger.warning(
                 "nothing newer to save: since %s no step was completed, or one is partly applied, or a load failed",
-                "the start" if self._manager.saved_step is None else f"step {self._manager.saved_step}",
+                "the start" if self._last.saved is None else f"step {self._last.saved}",
             )
         return whole
 
@@ -272,13 +273,13 @@ class RunGuard:
                 bound,
             )
         try:
-            marked = self._line.gather("exception", self._manager.marked_step, timeout_seconds=bound)
+            marked = self._line.gather("exception", self._last.marked, timeout_seconds=bound)
             if not self._is_whole(marked):
                 return
             # a rank that raised long before the others has posted its mark, and may be gone
             self._line.barrier("exception, on all ranks", timeout_seconds=bound)
             logger.warning("%s: saving step %s, the last that was completed", type(value).__name__, marked[0])
-            self._manager.save_marked()
+            self._last.save()
         except Exception as error:  # the run's own error must reach the user
             logger.warning("%s: the last completed step is not saved: %s", type(value).__name__, error)
 

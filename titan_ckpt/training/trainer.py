@@ -167,7 +167,7 @@ class Trainer(BuildSteps):
         seconds = time.perf_counter() - started
         total, of_ranks = self.ranks.sum(torch.stack([loss, torch.full_like(loss, seconds)])).tolist()
         self.state.seconds += of_ranks / self.ranks.size
-        self.manager.mark_step(step)
+        self.manager.last_step.complete(step)
         return StepMetrics(step, total / num_tokens, grad_norm, lr, num_tokens, seconds)
 
     def accumulate_gradients(self, micro_batches: Sequence[Batch], num_tokens: int) -> torch.Tensor:

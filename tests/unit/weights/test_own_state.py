@@ -269,11 +269,11 @@ def test_a_marked_step_is_saved_with_the_values_of_its_end(tmp_path: Path) -> No
     with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path) as m:
         m.load()
         model(torch.randn(4, 3))
-        m.mark_step(1)
+        m.last_step.complete(1)
         expected = copy.deepcopy(model.state_dict())
         model(torch.randn(4, 3))
         now = copy.deepcopy(model.state_dict())
-        m.save_marked()
+        m.last_step.save()
         assert_equal(dict(model.state_dict()), dict(now))
     other, optimizer = build()
     with CheckpointManager(config, model_parts=[other], optimizers=[optimizer], base_folder=tmp_path) as m:
@@ -288,10 +288,10 @@ def test_a_marked_step_whose_values_are_gone_is_not_saved(tmp_path: Path) -> Non
     config = CheckpointConfig(save=SaveConfig(interval=10))
     with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path) as m:
         m.load()
-        m.mark_step(1)
+        m.last_step.complete(1)
         model(torch.randn(2, DIM))
         with pytest.raises(SaveError, match=re.escape("step 1 can no longer be saved: 0.seen changed")):
-            m.save_marked()
+            m.last_step.save()
 
 
 @pytest.mark.parametrize("history", [[], {"of": ()}, {"nested": [{"mean": torch.zeros(2)}]}])

@@ -24,7 +24,7 @@ class Program:
 
     def __init__(
         self,
-        main: Callable[..., object],
+        main: Callable[..., int | None],
         *arguments: Any,
         output: Path,
         environment: Mapping[str, str] = os.environ,
@@ -67,7 +67,7 @@ class Program:
 
 
 def _run(
-    main: Callable[..., object], arguments: tuple[Any, ...], output: str, folder: str, environment: dict[str, str]
+    main: Callable[..., int | None], arguments: tuple[Any, ...], output: str, folder: str, environment: dict[str, str]
 ) -> None:
     gc.freeze()
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start its own

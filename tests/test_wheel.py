@@ -80,7 +80,9 @@ def base_model(folder: Path) -> Path:
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
         bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id,
     )  # fmt: skip
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    torch.nn.Module.to(model, torch.bfloat16)
+    model.save_pretrained(folder)
     for file in tokenizer.folder.iterdir():
         shutil.copy(file, folder)
     return folder

@@ -98,13 +98,13 @@ def refused(manager: CheckpointManager) -> bool:
         lambda: manager.save(9, last_step=True),
         lambda: manager.export(9, last_step=True),
         manager.save_seed,
-        manager.save_marked,
+        manager.last_step.save,
     ):
         with pytest.raises(HalfLoadedError, match="a mixture") as caught:
             act()
         assert caught.value.overwritten and caught.value.source
-    manager.mark_step(9)
-    return manager.marked_step is None
+    manager.last_step.complete(9)
+    return manager.last_step.marked is None
 
 
 def keeps(manager: CheckpointManager, step: int) -> bool:
@@ -114,7 +114,7 @@ def keeps(manager: CheckpointManager, step: int) -> bool:
 
 def after_a_step(guard: RunGuard) -> None:
     """Complete a step of which nothing is due to be saved, and fail."""
-    guard._manager.mark_step(3)
+    guard._manager.last_step.complete(3)
     raise RuntimeError("of the loop")
 
 
@@ -249,7 +249,7 @@ def test_a_step_that_leaves_overwritten_moments_as_they_are_is_refused(tmp_path:
     run.step()
     flip(file_of(tmp_path, 1), 0.9, cold=False)
     with run.manager() as manager:
-        with pytest.raises(LoadMismatchError, match=r"does not hold 6 tensors that a load .*exp_avg"):
+        with pytest.raises(LoadMismatchError, match=r"load of step 0 replaced all but 6 of .*exp_avg"):
             manager.load()
         assert refused(manager)
     fresh = Run(tmp_path)

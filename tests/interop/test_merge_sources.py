@@ -27,9 +27,10 @@ from titan_ckpt import (
     SaveConfig,
     StateDictTransforms,
 )
-from titan_ckpt.errors import BaseMismatchError, CorruptCheckpointError, LoadMismatchError
+from titan_ckpt.errors import BaseMismatchError, CorruptCheckpointError, HalfLoadedError, LoadMismatchError
 from titan_ckpt.formats.huggingface.peft import PeftReader
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, Transpose
+from titan_ckpt.loading import merge
 from titan_ckpt.loading.merge import prepare_merge
 from titan_ckpt.models import hf
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
@@ -162,6 +163,34 @@ def test_a_run_trains_an_adapter_over_a_merged_base(tmp_path: Path) -> None:
             pytest.raises(LoadMismatchError, match=fault),
         ):
             manager.load()
+
+
+def test_a_merge_that_fails_in_the_middle_leaves_nothing_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some matrices have the product added and others not: until a load succeeds nothing is kept."""
+    base = write_base(tmp_path / "base")
+    adapter = write_adapter(base, tmp_path / "adapter")
+    model, expected = Llama3(SHAPE), load(base, tmp_path / "whole", adapter).state_dict()
+    real = merge._add
+    added: list[Any] = []
+
+    def fails(view: torch.Tensor, *rest: Any) -> None:
+        if len(added) == 2:
+            raise MemoryError("no room for the product")
+        added.append(view)
+        real(view, *rest)
+
+    with manager_of(model, tmp_path / "run", [base, adapter], 1) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(merge, "_add", fails)
+            with pytest.raises(MemoryError):
+                manager.load()
+        with pytest.raises(HalfLoadedError, match="the load of the initial sources began to overwrite this run"):
+            manager.save(1)
+        manager.load()
+        assert manager.save(1)
+    assert all(torch.equal(value, expected[fqn]) for fqn, value in model.state_dict().items())
 
 
 def test_what_cannot_be_merged_is_refused_with_the_base_untouched(tmp_path: Path) -> None:

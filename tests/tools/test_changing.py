@@ -202,7 +202,12 @@ def test_a_stored_chunk_that_is_read_in_parts_is_loaded_once(root: Path, monkeyp
     """dcp.save stores a shard as one pickle: reading it block by block must not load it for each block."""
     loads: list[str] = []
     load = DcpReader._load
-    monkeypatch.setattr(DcpReader, "_load", lambda self, name, stored: loads.append(name) or load(self, name, stored))
+
+    def counted(self: DcpReader, name: str, stored: Any) -> Any:
+        loads.append(name)
+        return load(self, name, stored)
+
+    monkeypatch.setattr(DcpReader, "_load", counted)
     monkeypatch.setattr("titan_ckpt.converting._BLOCK_BYTES", 1024)
     with DcpReader(root / "dcp") as reader:
         assert len([*stored_tensor(reader, "model.tok_embeddings.weight").blocks()]) == 24

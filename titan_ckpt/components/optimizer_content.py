@@ -110,9 +110,9 @@ def read(optimizer: Optimizer) -> OptimizerContent:
         own = optimizer.state_dict()
     except Exception as error:
         raise StateEncodingError(
-            f"{type(optimizer).__qualname__}.state_dict() fails, so it cannot be saved: {type(error).__name__}: {error} "
-            "Take an optimizer that returns its state on every rank, such as one over parameters that fully_shard() has "
-            "sharded"
+            f"{type(optimizer).__qualname__}.state_dict() fails, so it cannot be saved: {type(error).__name__}: "
+            f"{error} Take an optimizer that returns its state on every rank, such as one over parameters that "
+            "fully_shard() has sharded"
         ) from error
     order = _order(optimizer)
     groups: Any = own.get("param_groups") if type(own) in _DICTS else None

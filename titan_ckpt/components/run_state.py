@@ -364,8 +364,9 @@ class RunState:
         """Give all state that was read to its owners, after `check`; random generators last."""
         if "model" not in exclude:
             self.model.load_extra_state(run.get("model", {}))
-        if "optimizer" not in exclude and (optimizer := self.optimizer) is not None and self.rank == 0:
-            if replaced := optimizer.replaced_settings(run["optimizer"], _scheduled(run.get("lr_scheduler", []))):
+        if "optimizer" not in exclude and self.optimizer is not None and self.rank == 0:
+            replaced = self.optimizer.replaced_settings(run["optimizer"], _scheduled(run.get("lr_scheduler", [])))
+            if replaced:
                 logger.warning("the optimizer goes on with the checkpoint's %s", listed(replaced))
         for name, restore in self._restorers(self.optimizer, run, rank, tensors, exclude).items():
             if name not in exclude:

@@ -36,8 +36,8 @@ class HalfLoaded:
         """
         if left := sorted(self._overwritten - self._filled):
             raise LoadMismatchError(
-                f"{self._source} was loaded, and it does not hold {len(left)} tensors that a load which failed before "
-                f"it has overwritten: {listed(left, ', ', ' ')}. Start the process again, and load it first"
+                f"the load of {self._source} replaced all but {len(left)} of the tensors that a failed load before it "
+                f"had overwritten: {listed(left, ', ', ' ')}. Start the process again, and load {self._source} first"
             )
 
     def end(self) -> None:
@@ -49,7 +49,7 @@ class HalfLoaded:
         """Raise HalfLoadedError while the mark is set. `what`: the sentence that the error begins with."""
         if self._source is not None:
             raise HalfLoadedError(
-                f"{what}: a load of {self._source} began to overwrite this run and did not succeed on all ranks, so "
+                f"{what}: the load of {self._source} began to overwrite this run and did not succeed on all ranks, so "
                 f"the state in memory is a mixture ({len(self._overwritten)} tensors on this rank). Call load() again "
                 "until it succeeds, or start the process again",
                 self._source,

@@ -58,6 +58,13 @@ class LoadPlan:
     external: bool = False
     """Weights come from outside."""
 
+    @property
+    def title(self) -> str:
+        """Return what is loaded, in a few words."""
+        if self.resume:
+            return f"step {self.resume.step}"
+        return "the initial sources" if self.sources or self.external else "initial values"
+
     def __str__(self) -> str:
         afresh = "start from step 0: no checkpoint, no initial source"
         starts = "initial load" if self.sources or self.external else afresh

@@ -7,7 +7,7 @@ are, sources.py and training_state.py read them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -224,19 +224,17 @@ class Restorer:
         `step`: the number in its name, if it is in this run's folder. Such a step without training state gives None.
         Raises: as CheckpointManager.load.
         """
-        found: list[tuple[int, bool]] = []
 
-        def look() -> None:
+        def look() -> tuple[int, bool]:
             if detect_format(path) != "dcp":
                 raise NotACheckpointError(
                     f"{path} is no DCP folder, and only those of torchtitan give a run their training state: to go on "
                     "with a run of this package, name its folder in checkpoint.folder"
                 )
             reader = DcpReader(path)
-            found.append((step_of_folder(reader, path), has_training_state(reader)))
+            return step_of_folder(reader, path), has_training_state(reader)
 
-        self._coordinator.together("dcp-look", look)
-        stored, complete = found[0]
+        stored, complete = self._coordinator.together("dcp-look", look)
         number = stored if step is None else step
         if stored and not complete:
             if step is not None:
@@ -293,7 +291,7 @@ class Restorer:
         if state is not None:
             fills.append((list(state.tensors), state.fill))
             overwritten |= self._run.may_be_live(state.tensors)
-        self._half_loaded.begin(str(load_plan).partition("\n")[0], overwritten)
+        self._half_loaded.begin(load_plan.title, overwritten)
         self._coordinator.barrier("load-begin")
         self._coordinator.together("load-read", lambda: fill_in_order(fills))
         values = {} if state is None else state.run.get("model", {})
@@ -325,7 +323,8 @@ class Restorer:
     def _prove(self, prepared: PreparedLoad) -> None:
         """Check that the state that the model's own code returns can be stored and loaded again. Collective."""
         model = self._run.model
-        self._coordinator.together("own-values", lambda: typed_json.encode(model.extra_state() | prepared.state.values, "model"))
+        values = prepared.state.values
+        self._coordinator.together("own-values", lambda: typed_json.encode(model.extra_state() | values, "model"))
         if prepared.made and not prepared.gives_back:  # a load has proved it just now
             self._coordinator.together("own-proof", lambda: model.state("full", room=True).prove(prepared.made))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from datetime import datetime
 from logging import LogRecord
 
@@ -27,12 +28,14 @@ FOREIGN = {
 """Logger of another library -> part of a warning that a user cannot act on. Nothing else of these loggers is hidden."""
 
 
+def _without(text: str) -> Callable[[LogRecord], bool]:
+    return lambda record: text not in record.getMessage()
+
+
 def configure_logging() -> None:
     """Log to standard error, with the time of day in front; a console gets colours, and bars below the lines."""
     for name, text in FOREIGN.items():
-        logging.getLogger(None if name == "root" else name).addFilter(
-            lambda record, t=text: t not in record.getMessage()
-        )
+        logging.getLogger(None if name == "root" else name).addFilter(_without(text))
     rank = int(os.environ.get("RANK", "0"))
     handler: logging.Handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s" if rank == 0 else f"rank {rank}: %(message)s"))

@@ -58,7 +58,7 @@ class Trainer(BuildSteps):
         """Return how the run ended; rank 0 logs it, and writes stopped.json if the run is to be started again."""
         step, steps = self.state.step, self.config.training.steps
         stopped = self.guard.stopped if step < steps else None
-        outcome = Outcome(step, steps, self.manager.saved_step, stopped)
+        outcome = Outcome(step, steps, self.manager.last_step.saved, stopped)
         if stopped is None or self.ranks.rank:
             return outcome
         if outcome.lost:

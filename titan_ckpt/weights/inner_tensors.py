@@ -57,8 +57,8 @@ def _sharded(key: str, inner: torch.Tensor, value: DTensor) -> DTensor:
     elif inner.shape[:1] != local.shape[:1] or any(getattr(placement, "dim", 0) for placement in placements):
         raise StateEncodingError(
             f"{key}: {list(inner.shape)} values belong to a shard {list(local.shape)} of {list(value.shape)}, and not "
-            "to its rows, so they cannot be saved. Shard rows of weights with a scale for each row, or leave the weight "
-            "whole on every rank (ignored_params of fully_shard)",
+            "to its rows, so they cannot be saved. Shard rows of weights with a scale for each row, or leave the "
+            "weight whole on every rank (ignored_params of fully_shard)",
             key,
         )
     stride = torch.empty(shape, device="meta").stride()

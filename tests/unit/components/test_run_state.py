@@ -144,9 +144,7 @@ SCHEDULERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_every_scheduler_goes_on_where_it_was(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_every_scheduler_goes_on_where_it_was(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Four more learning rates are those of the run that was not stopped, and nothing is said about settings."""
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer, Any]:

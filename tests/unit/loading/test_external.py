@@ -25,6 +25,7 @@ from titan_ckpt.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
+    HalfLoadedError,
     LoadMismatchError,
     StateEncodingError,
 )
@@ -238,7 +239,7 @@ def fails(event: ExternalLoad) -> None:
 def test_c3_a_source_that_does_not_deliver_is_never_masked(
     tmp_path: Path, handler: Callable[[ExternalLoad], None], error: type[Exception], message: str
 ) -> None:
-    """One error, nothing initialised in its place, no training state attached."""
+    """One error, nothing initialised in its place, no training state attached, and what is there is not saved."""
     Run(tmp_path, WITHOUT_MODEL, everything).save()
 
     class Model(nn.Sequential):
@@ -255,8 +256,13 @@ def test_c3_a_source_that_does_not_deliver_is_never_masked(
     materialise(run.model, "cpu")
     run.optimizer = torch.optim.AdamW(run.model.parameters())
     run.schedule = torch.optim.lr_scheduler.StepLR(run.optimizer, 1)
-    with pytest.raises(error, match=message):
-        run.load()
+    with run.manager() as manager:
+        with pytest.raises(error, match=message):
+            manager.load()
+        with pytest.raises(HalfLoadedError, match="the load of step 2 began to overwrite this run"):
+            manager.save(3)
+        with pytest.raises(HalfLoadedError):
+            manager.export(3)
     assert Model.calls == 0 and run.counter.value == 0 and run.optimizer.state == {}
     assert len(empty_tensors([run.model])) == 7, "still without values"
 

@@ -124,12 +124,15 @@ class Bigram(LanguageModel):
         self.output = nn.Linear(width, vocab_size)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.output(self.layers[0](self.embedding(tokens)))
-        return out
+        out: torch.Tensor = self.embedding(tokens)
+        for layer in self.layers.children():
+            out = layer(out)
+        return torch.as_tensor(self.output(out))
 
     def init_weights(self) -> None:
-        for module in (self.embedding, self.layers[0], self.output):
-            module.reset_parameters()  # type: ignore[operator]
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.reset_parameters()
 
     def reset_buffers(self) -> None:
         """There are none."""

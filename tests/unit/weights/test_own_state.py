@@ -322,12 +322,12 @@ def test_a_marked_step_whose_containers_have_changed_is_not_saved(tmp_path: Path
     config = CheckpointConfig(save=SaveConfig(interval=10))
     with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path) as m:
         m.load()
-        m.mark_step(1)
-        m.save_marked()
-        m.mark_step(2)
+        m.last_step.complete(1)
+        m.last_step.save()
+        m.last_step.complete(2)
         model(torch.randn(2, DIM))
         with pytest.raises(SaveError, match=re.escape("step 2 can no longer be saved: history changed")):
-            m.save_marked()
+            m.last_step.save()
 
 
 def test_fused_weights_of_a_model_on_meta_are_initialised_and_loaded(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,13 +25,14 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, ExportError, listed
-from titan_ckpt.exporting import Exporter
+from titan_ckpt.exporting import Exporter, ExportJob
 from titan_ckpt.failures import Failures
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.loading.external import ExternalWeights
 from titan_ckpt.loading.half_loaded import HalfLoaded
 from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.saving import LastStep, SaveHandle, Saver, SaveRequest
+from titan_ckpt.telemetry.events import Event, Telemetry, folder_bytes
 from titan_ckpt.types import ModelHooks, Stateful
 from titan_ckpt.weights.own_state import ModelState
 from titan_ckpt.weights.transforms import StateDictTransforms
@@ -106,13 +108,15 @@ class CheckpointManager:
             rank=coordinator.rank,
             world_size=coordinator.world_size,
         )
+        self.telemetry = Telemetry(self.base_folder, coordinator.rank, coordinator.world_size, config)
+        """Add a sink of your own, or the settings of the whole run, before the load."""
         storage_line = coordinator.background()
         self._directory = CheckpointDirectory(self.base_folder / config.folder, storage_line)
         self._half_loaded = HalfLoaded()
         self._restorer = Restorer(
             config, self._directory, self._run, self._transforms, external_weights, coordinator, self._half_loaded
         )
-        self._saver = Saver(self._directory, storage_line, config.save) if config.save else None
+        self._saver = Saver(self._directory, storage_line, config.save, self.telemetry) if config.save else None
         self._exporter = Exporter(
             self.base_folder, self._model, self._transforms, coordinator, storage_line, config.initial_load
         )
@@ -157,14 +161,24 @@ class CheckpointManager:
         """
         self._check_open()
         self.wait()
+        self.telemetry.start()
+        with self.telemetry.event("load") as event:
+            result = self._load(step, event)
+            event.note(step=result.step, sources=[str(source) for source in result.plan.sources])
+        return result
+
+    def _load(self, step: int, event: Event) -> LoadResult:
         self.last_step.mark, self._is_last_save = None, False
         if self._saver is not None:
             self._coordinator.together("rehearse", self._run.rehearse)
-        restored = self._restorer.restore(step if step >= 0 else self.config.resume.step)
+        with event.phase("restore"):
+            restored = self._restorer.restore(step if step >= 0 else self.config.resume.step)
+        event.note(resumed_from=restored.resumed_from, num_tensors=len(restored.result.report.loaded))
         self._base, self._resumed_from = restored.base, restored.resumed_from
         self.last_step.saved = restored.result.step if restored.resumed_from else None
         if self._saver is not None:  # before step 1: lease, permissions and space for the saves to come
-            self._directory.preflight(self._expected_bytes())
+            with event.phase("preflight"):
+                self._directory.preflight(self._expected_bytes())
         self._exporter.check_folders(self.config.export)
         self._knows_folder = True
         return restored.result
@@ -257,12 +271,18 @@ class CheckpointManager:
         if way == "background":
             assert saver is not None
             jobs = self._exporter.stage(exports, step, self._base, *saver.staged())
-            saver.export(step, [job.run for job in jobs])
+            saver.export(step, [partial(self._timed_export, job) for job in jobs])
         elif way == "left out":
             logger.warning("step %d is due for export and left out: what came before it is still being written", step)
         else:
             for export in exports:
                 self._export_now(export, step, last_step)
+
+    def _timed_export(self, job: ExportJob, coordinator: Coordinator) -> None:
+        about = {"step": job.step, "format": job.config.format, "folder": str(job.folder), "background": True}
+        with self.telemetry.event("export", **about) as event:
+            job.run(coordinator)
+            event.note(num_bytes=folder_bytes(job.folder))
 
     def _note_last(self, step: int, last_step: bool) -> None:
         """Note that the save in flight is the last one, which was not known when it began."""
@@ -271,8 +291,12 @@ class CheckpointManager:
 
     def _export_now(self, export: ExportConfig, step: int, last_step: bool) -> None:
         error: Exception | None = None
+        folder = self.base_folder / export.lands_in(step)
+        about = {"step": step, "format": export.format, "folder": str(folder), "background": False}
         try:
-            self._exporter.export(export, step, self._base)
+            with self.telemetry.event("export", **about) as event:
+                self._exporter.export(export, step, self._base)
+                event.note(num_bytes=folder_bytes(folder))
         except Exception as e:
             error = e
         self._failures.settle("exported", step, error, is_last=last_step)
@@ -296,8 +320,10 @@ class CheckpointManager:
         if busy and skippable:
             logger.warning("step %d is due and training waits: the save before it is still being written", step)
         failed: ExportError | None = None
+        event = Event("save", step=step, kind=self._kind(model_only), async_mode=self.config.save.async_mode)
         try:
-            self.wait()
+            with event.phase("queued"):
+                self.wait()
         except ExportError as error:  # raised below: this step is saved all the same
             failed = error
         self._look_before_saving(step)
@@ -311,9 +337,9 @@ class CheckpointManager:
             expire=mark is None,
         )
 
-        with gc_paused():
+        with self.telemetry.failing(event), event.phase("blocking"), gc_paused():
             snapshot = self._coordinator.together("snapshot", lambda: self._snapshot(step, mark, model_only))
-            self._saver.save(request, snapshot)
+            self._saver.save(request, snapshot, event)
         self.last_step.saved, self._is_last_save = step, last
         if self.config.save.async_mode == "disabled":
             self.wait()
@@ -440,6 +466,7 @@ class CheckpointManager:
             self._exporter.close()
             self._directory.close()
             self._coordinator.close()
+            self.telemetry.finish()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -33,6 +33,7 @@ from titan_ckpt.formats.native.arena import StagingHandle
 from titan_ckpt.formats.native.writer import NativeWriter
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import LazyTensor
+from titan_ckpt.telemetry.events import Event, Telemetry
 from titan_ckpt.types import StateDict
 
 logger = logging.getLogger(__name__)
@@ -110,11 +111,16 @@ atexit.register(_report_unheard)
 class Saver:
     """Runs saves for a manager, at most one at a time; every rank calls the same methods in the same order."""
 
-    def __init__(self, directory: CheckpointDirectory, coordinator: Coordinator, config: SaveConfig) -> None:
+    def __init__(
+        self, directory: CheckpointDirectory, coordinator: Coordinator, config: SaveConfig, telemetry: Telemetry
+    ) -> None:
         """Bind to a directory. `coordinator` must be the directory's own; nothing else may use it while a save runs."""
         self._directory = directory
         self._coordinator = coordinator
         self._config = config
+        self._telemetry = telemetry
+        self._event: Event | None = None
+        """The save in flight, or the last one."""
         self._writer = NativeWriter(in_process=config.async_mode == "process")
         self._handle: SaveHandle | None = None
         self._exports: SaveHandle | None = None
@@ -145,8 +151,10 @@ class Saver:
         return self._staged is not None and self._staged[0] == step
 
     @gc_paused()
-    def save(self, request: SaveRequest, snapshot: Snapshot) -> SaveHandle:
+    def save(self, request: SaveRequest, snapshot: Snapshot, event: Event) -> SaveHandle:
         """Start a save and return its handle; with async_mode "disabled" it has ended. Collective.
+
+        `event` times it; the save ends it, unless this function raises.
 
         The previous save must have been waited for. Live tensors may change again once `wait_staged` has returned.
         Raises: StateEncodingError and SaveError, before anything is written.
@@ -159,7 +167,8 @@ class Saver:
         if mode != "off" and self._coordinator.world_size > 1:
             replicas = self._writer.replicas
             check_replicas(snapshot.tensors, replicas, snapshot.volatile, self._coordinator, mode, request.step)
-        commit = partial(self._commit, request, snapshot, state)
+        self._event = event
+        commit = partial(self._timed_commit, event, request, snapshot, state)
         if self._config.async_mode == "disabled":
             handle = self._handle = SaveHandle(request.step)
             handle.run(lambda: commit(lambda folder: self._writer.write(folder, snapshot.tensors)))
@@ -178,7 +187,8 @@ class Saver:
             if error is not None:
                 raise error
             assert staging is not None
-            staging.finish()
+            with event.phase("staging"):
+                staging.finish()
             return self._writer.write_staged(folder)
 
         handle = self._handle = SaveHandle(request.step)
@@ -237,7 +247,9 @@ class Saver:
         """Wait until the save in flight has copied the live tensors; they may change then. Raises: the copy's error."""
         staging, self._staging = self._staging, None
         if staging is not None:
-            staging.wait()
+            assert self._event is not None
+            with self._event.phase("stall"):
+                staging.wait()
 
     def wait(self) -> None:
         """Wait for the save in flight and its exports. Raises: the error of either, once; the save's if both failed."""
@@ -263,8 +275,13 @@ class Saver:
         self._staged = None
         self._writer.close()
 
+    def _timed_commit(self, event: Event, *args: Any) -> None:
+        with self._telemetry.ending(event):
+            self._commit(event, *args)
+
     def _commit(
         self,
+        event: Event,
         request: SaveRequest,
         snapshot: Snapshot,
         state: dict[str, bytes],
@@ -284,7 +301,8 @@ class Saver:
             return [asdict(record) for record in records]
 
         try:
-            gathered = self._coordinator.gather_results("written", write)
+            with event.phase("write"):
+                gathered = self._coordinator.gather_results("written", write)
         except BaseException:
             self._directory.abandon(attempt)
             raise
@@ -301,9 +319,12 @@ class Saver:
             files=tuple(FileRecord(**record) for rank in gathered for record in rank),
             metrics=request.metrics,
         )
-        self._directory.commit(attempt, manifest)
+        event.note(num_bytes=sum(file.num_bytes for file in manifest.files), world_size=manifest.world_size)
+        with event.phase("commit"):
+            self._directory.commit(attempt, manifest)
         if request.expire:
-            self._directory.expire(self._config.keep)
+            with event.phase("expire"):
+                event.note(expired=self._directory.expire(self._config.keep))
         self._seconds.append(time.perf_counter() - started)
         logger.info("step %d saved in %.2f s", request.step, self._seconds[-1])
 

@@ -17,6 +17,7 @@ from titan_ckpt.directory.names import PIN_NAME, STAGING, CommittedStep, inspect
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
 from titan_ckpt.formats.publish.record import recorded_folders, why_foreign
+from titan_ckpt.telemetry.events import folder_bytes
 
 METADATA = ".metadata"
 _EXPORTS = "exports"
@@ -192,7 +193,7 @@ def _dcp(path: Path, step: int) -> StepFacts | None:
         created = (path / METADATA).stat().st_mtime
     except FileNotFoundError:
         return None
-    return StepFacts(step, str(path), "dcp", _num_bytes(path), created)
+    return StepFacts(step, str(path), "dcp", folder_bytes(path), created)
 
 
 def _has_steps(folder: Path) -> bool:
@@ -211,7 +212,7 @@ def _exports(run: Path) -> Iterator[ExportFacts]:
         path = run / name
         if path.is_dir():
             changed = why_foreign(run, name) if name in recorded else "there is no record that a run made it"
-            yield ExportFacts(str(path), _format(path), _num_bytes(path), path.stat().st_mtime, changed)
+            yield ExportFacts(str(path), _format(path), folder_bytes(path), path.stat().st_mtime, changed)
 
 
 def _by_step(name: str) -> tuple[str, int, str]:
@@ -231,12 +232,3 @@ def _format(path: Path) -> str:
         if isinstance(config, dict) and "quantization_config" in config:
             return "hf, quantised"
     return "hf"
-
-
-def _num_bytes(folder: Path) -> int:
-    total = 0
-    for parent, _, files in os.walk(folder):
-        for name in files:
-            with contextlib.suppress(OSError):
-                total += Path(parent, name).lstat().st_size
-    return total

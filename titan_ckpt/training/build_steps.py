@@ -10,6 +10,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -358,7 +359,7 @@ class BuildSteps:
         """Return the checkpoint manager of everything that was built."""
         tokenizer = self.tokenizer
         special = tokenizer.special_ids if tokenizer is not None else {}
-        return CheckpointManager(
+        manager = CheckpointManager(
             checkpoint_settings(self.config),
             model_parts=self.model_parts,
             optimizers=[self.optimizer],
@@ -374,3 +375,6 @@ class BuildSteps:
             external_weights=self.external_weights,
             base_folder=self.config.output_folder,
         )
+        converters = self.converters.describe() if self.converters is not None else []
+        manager.telemetry.settings = {**asdict(self.config), "converters": converters}
+        return manager

@@ -142,4 +142,4 @@ def test_d1_steps_that_are_left_out_leave_a_run_that_saves_and_resumes(tmp_path:
     resumed = Bare(settings(tmp_path / "cut", training={"steps": 4}))
     assert resumed.run().step == 4
     assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
-    assert [p.name for p in (tmp_path / "cut" / "run").iterdir()] == ["checkpoints"]
+    assert {p.name for p in (tmp_path / "cut" / "run").iterdir()} == {"checkpoints", "telemetry.jsonl"}

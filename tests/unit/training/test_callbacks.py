@@ -117,7 +117,12 @@ def test_d2_logging_reports_at_the_interval_and_where_something_rare_was_measure
     found = rows(folder)
     assert [row["step"] for row in found] == [1, 2, 3, 4]
     assert [row["step"] for row in found if "eval/loss" in row] == watch.evaluated == [2, 4]
-    assert [(row["step"], row) for row in found] == watch.logged
+    of_the_file = ("unix_seconds", "total_tokens", "tokens_per_second")
+    logged = [{name: value for name, value in row.items() if name not in of_the_file} for row in found]
+    assert [(row["step"], row) for row in logged] == watch.logged
+    assert [row["total_tokens"] for row in found] == [row["step"] * row["num_tokens"] for row in found]
+    assert all(row["tokens_per_second"] == row["num_tokens"] / row["seconds"] for row in found)
+    assert sorted(found, key=lambda row: row["unix_seconds"]) == found
     assert "memory/rss" not in found[1], "an evaluated step has no monitors by itself"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -48,7 +49,9 @@ class Logging(Callback):
     def on_log(self, trainer: Trainer, step: int, values: Mapping[str, LogValue]) -> None:
         if trainer.ranks.rank:
             return
-        self._write(values)
+        speed = values["num_tokens"] / values["seconds"]  # type: ignore[operator]
+        times = {"unix_seconds": time.time(), "total_tokens": trainer.state.num_tokens, "tokens_per_second": speed}
+        self._write({**values, **times})
         metrics = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         measured = "".join(f"  {name} {value:.4g}" for name, value in metrics.items() if "/" in name)
         logger.info(

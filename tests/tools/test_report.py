@@ -1,0 +1,155 @@
+"""The report of a run: every figure in the page is the one in the run's files, and nothing comes from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_run import settings
+from titan_ckpt.cli.main import main
+from titan_ckpt.telemetry.events import TELEMETRY, read_events
+from titan_ckpt.tools.listing import list_run, size
+from titan_ckpt.training.callbacks import Callback, StepMetrics
+from titan_ckpt.training.trainer import Trainer
+
+
+class KillAfter(Callback):
+    """Ends the process without a word after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        if metrics.step == self.step:
+            trainer.manager.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed after step 5, resumed from step 4 and finished, with an export."""
+    folder = tmp_path_factory.mktemp("report")
+    checkpoint = {"save": {"interval": 2, "keep": {"latest": 2}}, "export": [{"format": "hf"}]}
+    config = settings(folder, training={"steps": 8, "log_interval": 1}, checkpoint=checkpoint)
+    pid = os.fork()
+    if pid == 0:
+        Trainer(config, callbacks=[KillAfter(5)]).run()
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+    Trainer(config).run()
+    return folder / "run"
+
+
+class Page(HTMLParser):
+    """The sections of a page: id -> rows of its tables, as text; and every tag with its attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tables: dict[str, list[list[str]]] = {}
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self._section = ""
+        self._cell: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "rect", "line", "polyline", "br"):
+            self.open.append(tag)
+        if tag == "section":
+            self._section = dict(attrs)["id"]
+        if tag == "tr":
+            self.tables.setdefault(self._section, []).append([])
+        if tag in ("td", "th"):
+            self._cell = ""
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self.open:
+            assert self.open.pop() == tag, f"{tag} closes another element"
+        if tag in ("td", "th") and self._cell is not None:
+            self.tables[self._section][-1].append(self._cell)
+            self._cell = None
+
+    def handle_data(self, data: str) -> None:
+        if self._cell is not None:
+            self._cell += data
+
+
+def test_the_page_has_the_figures_of_the_files(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Loss, steps, sizes, saves with their phases, the kill and the resume, retention, export, versions, settings."""
+    assert main(["report", str(run), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    text = (run / "report.html").read_text()
+    page = Page(text)
+    assert page.open == []
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    events = [*read_events(run / TELEMETRY)]
+    assert (told["last step"], told["loss"]) == ("8", f"{rows[-1]['loss']:.4f}")
+    assert told["starts"] == "2"
+    listing = list_run(run)
+    head, *steps = page.tables["steps"]
+    assert head == ["step", "kind", "saved", "loss", "size", "ranks", "remarks"]
+    assert [[r[0], r[3], r[4]] for r in steps] == [
+        [str(s.step), f"{s.metrics['loss']:.4f}", size(s.num_bytes)] for s in listing.steps
+    ]
+    head, *saves = page.tables["saves"]
+    expected = [event for event in events if event["event"] == "save"]
+    assert [row[0] for row in saves] == [str(event["step"]) for event in expected] == ["2", "4", "6", "8"]
+    for row, event in zip(saves, expected, strict=True):
+        found = dict(zip(head, row, strict=True))
+        assert found["size"] == size(event["num_bytes"])
+        assert found["write s"] == f"{event['phases']['write']:.3f}"
+        assert found["blocking s"] == f"{event['phases']['blocking']:.3f}"
+    _, first, second = page.tables["starts"]
+    assert (first[2:4], first[5]) == (["start", "4"], "killed")
+    assert (second[2:4], re.fullmatch(r"[\d: -]+", second[5]) is not None) == (["4", "8"], True)
+    assert page.tables["exports"][1][:2] == ["exports/step-8", "hf"]
+    deleted = sorted({2, 4, 6, 8} - {step.step for step in listing.steps})
+    assert f"Retention has deleted {len(deleted)} steps: {', '.join(map(str, deleted))}." in text
+    versions = dict(page.tables["settings"])  # type: ignore[arg-type]
+    start = [event for event in events if event["event"] == "start"][-1]
+    assert start["versions"].items() <= versions.items()
+    assert "&quot;sequence_length&quot;: 16" in text
+
+
+def test_the_page_needs_nothing_from_elsewhere(run: Path) -> None:
+    """No script, no address, no file of its own; it says its width, so that a phone shows it readable."""
+    assert main(["report", str(run), "-o", str(run / "page.html")]) == 0
+    text = (run / "page.html").read_text()
+    page = Page(text)
+    assert not [tag for tag, _ in page.tags if tag in ("script", "link", "img", "iframe", "object")]
+    assert not [a for _, attributes in page.tags for a in attributes if a in ("src", "href", "xlink:href", "action")]
+    assert "http" not in text.replace("&quot;", "").split("<section")[0]
+    assert "@import" not in text
+    assert "url(" not in text
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
+    assert "@media print" in text
+
+
+def test_a_run_with_hostile_names_cannot_inject_html(tmp_path: Path) -> None:
+    """What a file says is text in the page."""
+    (tmp_path / "run").mkdir()
+    bad = "<script>alert(1)</script>"
+    (tmp_path / "run/metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2.0, "lr": NaN}\n{"step": 2, "loss": Infinity}\ncut'
+    )
+    lines = [{"event": "start", "host": bad, "config": {"a": bad}}, {"event": "save", "step": 1, "error": bad}]
+    (tmp_path / "run" / TELEMETRY).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["report", str(tmp_path / "run")]) == 0
+    text = (tmp_path / "run/report.html").read_text()
+    assert "<script" not in text
+    assert "&lt;script&gt;alert(1)" in text
+
+
+def test_a_folder_without_a_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, and no page."""
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "report.html").exists()

@@ -1,0 +1,142 @@
+"""Telemetry: a line for each load, save and export, with its phases; a failing sink or disk ends no run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, KeepConfig, SaveConfig
+from titan_ckpt.errors import SaveError
+from titan_ckpt.telemetry.events import TELEMETRY, append_line, read_events
+from titan_ckpt.telemetry.start import git_revision
+
+
+def run(folder: Path, async_mode: Any = "thread", sinks: Any = (), steps: int = 3, **changes: Any) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    save = SaveConfig(interval=1, async_mode=async_mode, keep=KeepConfig(latest=1), **changes)
+    config = CheckpointConfig(save=save, export=(ExportConfig("dcp", interval=2),))
+    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=folder) as manager:
+        for sink in sinks:
+            manager.telemetry.add_sink(sink)
+        start = manager.load().step
+        for step in range(start + 1, start + steps + 1):
+            model(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+            manager.save(step, last_step=step == start + steps)
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "thread"])
+def test_every_load_save_and_export_is_one_line(tmp_path: Path, async_mode: str) -> None:
+    """Steps, bytes, seconds and phases agree with the folder and with each other; a sink gets the same objects."""
+    seen: list[Mapping[str, Any]] = []
+    run(tmp_path, async_mode, [seen.append])
+    run(tmp_path, async_mode)
+    events = [*read_events(tmp_path / TELEMETRY)]
+    assert json.loads(json.dumps(seen, default=str)) == events[: len(seen)]
+    kinds = [event["event"] for event in events]
+    assert [kinds.count(kind) for kind in ("start", "load", "save", "export", "end")] == [2, 2, 6, 4, 2]
+    assert [event["step"] for event in events if event["event"] == "load"] == [0, 3]
+    assert [event["step"] for event in events if event["event"] == "save"] == [1, 2, 3, 4, 5, 6]
+    last = [event for event in events if event["event"] == "save"][-1]
+    step = tmp_path / "checkpoints" / "step-6"
+    assert last["num_bytes"] == sum(p.stat().st_size for p in step.iterdir() if p.name != "MANIFEST.json")
+    assert last["expired"] == [5]
+    for event in events:
+        if event["event"] in ("start", "end"):
+            continue
+        assert event["error"] is None
+        phases = event["phases"]
+        assert set(phases) >= {
+            "save": {"queued", "blocking", "write", "commit", "expire"},
+            "load": {"restore", "preflight"},
+            "export": set(),
+        }.get(event["event"], set())
+        assert all(0 <= seconds <= event["seconds"] for seconds in phases.values())
+        if event["event"] == "save":
+            assert phases["write"] + phases["commit"] <= event["seconds"]
+            assert ("staging" in phases) is (async_mode == "thread")
+    exports = [event for event in events if event["event"] == "export"]
+    assert [(e["step"], e["format"], e["background"]) for e in exports][:1] == [(2, "dcp", async_mode == "thread")]
+    folder = Path(exports[-1]["folder"])
+    assert exports[-1]["num_bytes"] == sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_a_run_records_what_it_was_started_with(tmp_path: Path) -> None:
+    """Command line, versions, world size and every setting as resolved."""
+    run(tmp_path)
+    start = next(read_events(tmp_path / TELEMETRY))
+    assert start["event"] == "start"
+    assert start["versions"]["torch"] == torch.__version__.partition("+")[0] or start["versions"]["torch"]
+    assert start["command"][1:]
+    assert start["world_size"] == 1
+    assert start["config"]["save"]["keep"] == {"latest": 1, **dict.fromkeys(("every", "every_hours", "best"))} | {
+        "metric": "loss",
+        "mode": "min",
+    }
+
+
+def test_the_git_revision_is_what_git_says(tmp_path: Path) -> None:
+    """A branch, packed refs, a worktree and a detached head; no revision outside of a repository."""
+
+    def git(*words: str, at: Path = tmp_path / "repo") -> str:
+        at.mkdir(exist_ok=True)
+        options = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        return subprocess.run(["git", *options, *words], cwd=at, check=True, capture_output=True, text=True).stdout
+
+    assert git_revision(tmp_path) is None or git_revision(Path("/")) is None
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "one")
+    expected = git("rev-parse", "HEAD").strip()
+    assert git_revision(tmp_path / "repo") == expected
+    git("pack-refs", "--all")
+    git("worktree", "add", "-q", str(tmp_path / "tree"), "-b", "other")
+    assert git_revision(tmp_path / "tree") == git_revision(tmp_path / "repo") == expected
+    git("checkout", "-q", "--detach")
+    assert git_revision(tmp_path / "repo") == expected
+
+
+def test_a_failed_save_is_a_line_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is in the event, and is raised as before."""
+    monkeypatch.setattr("titan_ckpt.saving._write_file", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(SaveError):
+        run(tmp_path, steps=1)
+    saves = [event for event in read_events(tmp_path / TELEMETRY) if event["event"] == "save"]
+    assert [event["step"] for event in saves] == [1]
+    assert saves[0]["error"].startswith("SaveError: ")
+    assert "full" in saves[0]["error"]
+
+
+def test_a_sink_or_a_disk_that_fails_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each is named once in the log; the saves are made, and the other sinks get every event."""
+    (tmp_path / TELEMETRY).mkdir()
+
+    def broken(values: Mapping[str, Any]) -> None:
+        raise ValueError("no such server")
+
+    seen: list[Mapping[str, Any]] = []
+    with caplog.at_level(logging.WARNING):
+        run(tmp_path, sinks=[broken, seen.append])
+    assert (tmp_path / "checkpoints/step-3").is_dir()
+    assert [event["event"] for event in seen].count("save") == 3
+    assert sum("no such server" in record.getMessage() for record in caplog.records) == 1
+    assert sum(TELEMETRY in record.getMessage() for record in caplog.records) == 2
+
+
+def test_a_line_that_a_kill_has_cut_costs_no_other(tmp_path: Path) -> None:
+    """The next event begins a line of its own; the half one is passed over."""
+    path = tmp_path / TELEMETRY
+    append_line(path, {"event": "save", "step": 1})
+    with path.open("ab") as file:
+        file.write(b'{"event": "save", "st')
+    append_line(path, {"event": "save", "step": 3})
+    assert [event["step"] for event in read_events(path)] == [1, 3]
+    assert json.loads(path.read_text().splitlines()[0])["step"] == 1

@@ -1,0 +1,1 @@
+"""One line for every load, save and export of a run, and what each process was started with. Stays on the machine."""

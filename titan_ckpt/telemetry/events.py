@@ -1,0 +1,178 @@
+"""Events of a run: one JSON object in a line for every load, save and export, in telemetry.jsonl and to your own sinks.
+
+Owns how an event is timed and written. A sink or a disk that fails is logged once and never ends a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from titan_ckpt.telemetry.start import describe_start
+
+TELEMETRY = "telemetry.jsonl"
+Kind = Literal["load", "save", "export"]
+Sink = Callable[[Mapping[str, Any]], None]
+"""Gets every event of rank 0, in the thread that made it, after the event has ended."""
+
+logger = logging.getLogger(__name__)
+
+
+class Event:
+    """An event that is under way. Its phases may be timed by any thread, one thread for each phase."""
+
+    def __init__(self, kind: Kind, /, **values: Any) -> None:
+        self._values: dict[str, Any] = {"event": kind, **values}
+        self._phases: dict[str, float] = {}
+        self._running: dict[str, float] = {}
+        self._unix_seconds = time.time()
+        self._started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the duration of the block to a phase; a phase that is running when the event ends counts until then."""
+        started = self._running[name] = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._running.pop(name, None)
+            self._phases[name] = self._phases.get(name, 0.0) + time.perf_counter() - started
+
+    def note(self, **values: Any) -> None:
+        """Add values to the event."""
+        self._values |= values
+
+    def ended(self, error: BaseException | None) -> dict[str, Any]:
+        """Return the event's object."""
+        now = time.perf_counter()
+        running = {name: self._phases.get(name, 0.0) + now - started for name, started in self._running.copy().items()}
+        values = {name: value for name, value in self._values.items() if name != "event"}
+        return {
+            "event": self._values["event"],
+            "unix_seconds": round(self._unix_seconds, 6),
+            "seconds": round(now - self._started, 6),
+            **values,
+            "phases": {name: round(seconds, 6) for name, seconds in (self._phases | running).items()},
+            "error": None if error is None else f"{type(error).__name__}: {error}",
+        }
+
+
+class Telemetry:
+    """Writes the events of one run; only rank 0 writes and calls sinks, all ranks may time."""
+
+    def __init__(self, folder: Path, rank: int, world_size: int, settings: object) -> None:
+        """Bind to a run's folder; nothing is written before the first event."""
+        self.settings = settings
+        """What the run is configured with, for the event "start": a dataclass, or a dict of plain values."""
+        self._path = folder / TELEMETRY
+        self._rank = rank
+        self._world_size = world_size
+        self._sinks: list[Sink] = []
+        self._guard = threading.Lock()
+        self._failed: set[str] = set()
+
+    def add_sink(self, sink: Sink) -> None:
+        """Call `sink` with every later event."""
+        self._sinks.append(sink)
+
+    def start(self) -> None:
+        """Write what this process was started with: versions, command line, git revision and settings."""
+        if self._rank == 0:
+            self._emit(describe_start(self._world_size, self.settings))
+
+    def finish(self) -> None:
+        """Write that this process ended the run's saves in order; a killed one leaves no such line."""
+        if self._rank == 0:
+            self._emit({"event": "end", "unix_seconds": round(time.time(), 6)})
+
+    @contextlib.contextmanager
+    def event(self, kind: Kind, /, **values: Any) -> Iterator[Event]:
+        """Time the block as an event. An error of the block is noted in the event, and raised."""
+        event = Event(kind, **values)
+        with self.ending(event):
+            yield event
+
+    @contextlib.contextmanager
+    def ending(self, event: Event) -> Iterator[None]:
+        """Write the event when the block ends, with the block's error if there is one."""
+        with self.failing(event):
+            yield
+        self._end(event, None)
+
+    @contextlib.contextmanager
+    def failing(self, event: Event) -> Iterator[None]:
+        """Write the event if the block fails."""
+        try:
+            yield
+        except BaseException as error:
+            self._end(event, error)
+            raise
+
+    def _end(self, event: Event, error: BaseException | None) -> None:
+        if self._rank == 0:
+            self._emit(event.ended(error))
+
+    def _emit(self, values: Mapping[str, Any]) -> None:
+        with self._guard:
+            self._try("telemetry", lambda: append_line(self._path, values))
+            for sink in self._sinks:
+                self._try(f"the sink {sink!r}", lambda sink=sink: sink(values))  # type: ignore[misc]
+
+    def _try(self, what: str, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:
+            if what not in self._failed:
+                logger.warning("%s: %s takes no event; the run goes on: %s", self._path, what, error)
+            self._failed.add(what)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of all files in a folder; those that are gone meanwhile do not count."""
+    total = 0
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += Path(parent, name).lstat().st_size
+    return total
+
+
+def append_line(path: Path, values: Mapping[str, Any]) -> None:
+    """Append one JSON object in a line, in one write; a line that a kill has cut stays alone. Raises: OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        line = json.dumps(values, default=str) + "\n"
+        if _is_cut(path):
+            line = "\n" + line
+        os.write(fd, line.encode())
+    finally:
+        os.close(fd)
+
+
+def _is_cut(path: Path) -> bool:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if not size:
+            return False
+        file.seek(size - 1)
+        return file.read(1) != b"\n"
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a telemetry.jsonl; a line that a kill or a full disk has cut is passed over."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                value = json.loads(line)
+                if isinstance(value, dict):
+                    yield value

@@ -1,0 +1,119 @@
+"""The figures of a run's report, read from the files that the run left. Decides nothing about their looks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
+from titan_ckpt.telemetry.events import TELEMETRY, read_events
+from titan_ckpt.tools.listing import Listing, list_run
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One process of the run, from its start to its end or to the kill that left no end."""
+
+    started: float
+    host: str
+    world_size: int
+    resumed_step: int | None
+    """The step that it went on from; None if it did not finish loading."""
+    last_step: int | None
+    """The last step that it saved."""
+    ended: float | None
+    """None: it was killed, or is still running."""
+    failures: int
+    """Number of loads, saves and exports that failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Everything that a report shows."""
+
+    folder: str
+    metrics: tuple[Mapping[str, Any], ...]
+    saves: tuple[Mapping[str, Any], ...]
+    exports: tuple[Mapping[str, Any], ...]
+    loads: tuple[Mapping[str, Any], ...]
+    sessions: tuple[Session, ...]
+    listing: Listing | None
+    """None if the run has saved nothing yet."""
+    start: Mapping[str, Any]
+    """The last event "start": versions, command and settings."""
+
+    @property
+    def waited_seconds(self) -> float:
+        """Return the time for which training waited for saves: queueing, the part before the copy, and stalls."""
+        return sum(waited(save) for save in self.saves)
+
+
+def waited(save: Mapping[str, Any]) -> float:
+    """Return the time for which training waited for one save."""
+    return sum(phase(save, name) for name in ("queued", "blocking", "stall"))
+
+
+def phase(event: Mapping[str, Any], name: str) -> float:
+    """Return the seconds of one phase; 0 if the event has none of this name."""
+    phases = event.get("phases")
+    value = phases.get(name, 0.0) if isinstance(phases, Mapping) else 0.0
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def read_figures(run: Path) -> Figures:
+    """Read a run's folder. Raises: CheckpointNotFoundError; NotACheckpointError if no run has written there."""
+    if not run.is_dir():
+        raise CheckpointNotFoundError(f"{run} is no folder; name a run's folder")
+    metrics = [*_rows(run / METRICS)]
+    events = [*read_events(run / TELEMETRY)]
+    listing = None
+    with contextlib.suppress(NotACheckpointError):
+        listing = list_run(run)
+    if not (metrics or events or listing):
+        raise NotACheckpointError(f"{run} holds no {METRICS}, no {TELEMETRY} and no checkpoints; name a run's folder")
+    of_kind = {kind: tuple(e for e in events if e.get("event") == kind) for kind in ("save", "export", "load", "start")}
+    return Figures(
+        str(run),
+        tuple(metrics),
+        of_kind["save"],
+        of_kind["export"],
+        of_kind["load"],
+        tuple(_sessions(events)),
+        listing,
+        of_kind["start"][-1] if of_kind["start"] else {},
+    )
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of metrics.jsonl; a line that a kill has cut is passed over."""
+    if not path.is_file():
+        return
+    for line in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                yield row
+
+
+def _sessions(events: Sequence[Mapping[str, Any]]) -> Iterator[Session]:
+    starts = [i for i, event in enumerate(events) if event.get("event") == "start"]
+    for first, after in zip(starts, [*starts[1:], len(events)], strict=True):
+        own = events[first:after]
+        saved = [e.get("step") for e in own if e.get("event") == "save" and e.get("error") is None]
+        loaded = [e.get("step") for e in own if e.get("event") == "load" and e.get("error") is None]
+        ended = [e.get("unix_seconds") for e in own if e.get("event") == "end"]
+        yield Session(
+            own[0].get("unix_seconds", 0.0),
+            str(own[0].get("host", "")),
+            int(own[0].get("world_size", 1)),
+            loaded[-1] if loaded else None,
+            saved[-1] if saved else None,
+            ended[-1] if ended else None,
+            sum(event.get("error") is not None for event in own if event.get("event") != "end"),
+        )

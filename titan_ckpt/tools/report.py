@@ -1,0 +1,269 @@
+"""One self-contained HTML page about a run: no script, no network, readable on a phone, in the dark and in print."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from titan_ckpt.tools.charts import Bar, bars, lines
+from titan_ckpt.tools.figures import Figures, Session, phase, read_figures, waited
+from titan_ckpt.tools.listing import Listing, size
+
+_MAX_ROWS = 60
+"""Rows of a table; the newest are shown, and a sentence says how many there are."""
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1d2430; --soft: #5d6778; --line: #d9dee6; --page: #fff; --card: #f6f8fa;
+  --a: #2563c9; --b: #c2571a; --c: #2e8b57; --d: #8b5cb5; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #9aa5b5; --line: #333c4a; --page: #14181f;
+  --card: #1b212a; --a: #6ea8ff; --b: #f0955a; --c: #5fc98d; --d: #bf95e8; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1rem; max-width: 60rem; background: var(--page); color: var(--ink);
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.4rem; margin: .2rem 0; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+p { margin: .3rem 0; } .soft, figcaption { color: var(--soft); font-size: .85rem; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .6rem; margin: 1rem 0; }
+.cards div { background: var(--card); border-radius: .5rem; padding: .6rem .8rem; }
+.cards b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .85rem; }
+th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } td.w { white-space: normal; min-width: 10rem; }
+figure { margin: 0; }
+svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft); font-size: 12px; }
+.bad { color: var(--b); } pre { background: var(--card); padding: .8rem; overflow-x: auto; font-size: .8rem; }
+@media (max-width: 40rem) { svg text { font-size: 17px; } }
+@media print { body { max-width: none; font-size: 11pt; } details > pre { white-space: pre-wrap; }
+  h2 { break-after: avoid; } tr, figure { break-inside: avoid; } }
+"""
+
+
+def write_report(run: Path, output: Path) -> dict[str, Any]:
+    """Write the page of a run, whole or not at all, and return its main figures. Raises: as read_figures; OSError."""
+    figures = read_figures(run)
+    draft = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        draft.write_text(page(figures), encoding="utf-8")
+        os.replace(draft, output)
+    finally:
+        draft.unlink(missing_ok=True)
+    return dict(_headline(figures))
+
+
+def page(figures: Figures) -> str:
+    """Return the page."""
+    name = Path(figures.folder).resolve().name
+    parts = [
+        f"<h1>{_text(name)}</h1>",
+        f'<p class="soft">{_text(Path(figures.folder).resolve())}</p>',
+        _cards(_headline(figures)),
+        *_section("Loss and learning rate", _training(figures)),
+        *_section("Saves", _saves(figures)),
+        *_section("Starts, kills and resumes", _sessions(figures.sessions)),
+        *_section("Steps on disk", _steps(figures)),
+        *_section("Exports", _exports(figures)),
+        *_section("Settings and versions", _start(figures.start)),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{_text(name)}: titan-ckpt report</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        + "\n".join(parts)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def _headline(figures: Figures) -> Iterator[tuple[str, str]]:
+    if figures.metrics:
+        last = figures.metrics[-1]
+        yield "last step", str(last["step"])
+        if isinstance(last.get("loss"), (int, float)):
+            yield "loss", f"{last['loss']:.4f}"
+        if isinstance(last.get("tokens_per_second"), (int, float)):
+            yield "tokens per second", f"{last['tokens_per_second']:,.0f}"
+    if figures.listing is not None:
+        yield "steps on disk", str(len(figures.listing.steps))
+        yield "size of all steps", size(sum(step.num_bytes for step in figures.listing.steps))
+    done = [save for save in figures.saves if save.get("error") is None]
+    if figures.saves:
+        yield "saves", str(len(done))
+        yield "training waited", f"{figures.waited_seconds:.2f} s"
+    failed = sum(event.get("error") is not None for event in (*figures.saves, *figures.exports, *figures.loads))
+    if failed:
+        yield "failed", str(failed)
+    if figures.sessions:
+        yield "starts", str(len(figures.sessions))
+
+
+def _cards(values: Iterable[tuple[str, str]]) -> str:
+    cells = "".join(f"<div><b>{_text(value)}</b>{_text(name)}</div>" for name, value in values)
+    return f'<div class="cards">{cells}</div>'
+
+
+def _section(title: str, parts: Iterable[str]) -> list[str]:
+    """Return a section, or nothing if it has no content."""
+    content = [*parts]
+    return [
+        f'<section id="{title.split()[0].lower().strip(",")}">',
+        f"<h2>{title}</h2>",
+        *content,
+        "</section>",
+    ] * bool(content)
+
+
+def _training(figures: Figures) -> Iterator[str]:
+    series = {
+        name: [(row["step"], float(row[name])) for row in figures.metrics if isinstance(row.get(name), (int, float))]
+        for name in ("loss", "lr")
+    }
+    resumed = [s.resumed_step for s in figures.sessions[1:] if s.resumed_step]
+    for name, title, color in (("loss", "loss", "--a"), ("lr", "learning rate", "--c")):
+        if len(series[name]) > 1:
+            caption = f"{title} by step" + ("; dashed: a resume" if resumed else "")
+            yield _figure(lines(series[name], color, marks=resumed, height=220 if name == "loss" else 120), caption)
+
+
+def _saves(figures: Figures) -> Iterator[str]:
+    shown = figures.saves[-_MAX_ROWS:]
+    if not shown:
+        return
+    rows = [
+        Bar(
+            f"step {save.get('step')}",
+            (
+                ("training waits", waited(save), "--b"),
+                ("copy", phase(save, "staging"), "--d"),
+                ("write", phase(save, "write"), "--a"),
+                ("commit", phase(save, "commit") + phase(save, "expire"), "--c"),
+            ),
+        )
+        for save in shown[-20:]
+    ]
+    yield _figure(bars(rows, "s"), "seconds of the last saves; all but the first part run beside training")
+    columns = ("step", "kind", "begun", "size", "waited s", "queued s", "blocking s", "stall s", "copy s", "write s")
+    yield _table(
+        (*columns, "commit s", "result"),
+        [
+            (
+                save.get("step"),
+                save.get("kind"),
+                _time(save.get("unix_seconds")),
+                size(save.get("num_bytes", 0)),
+                f"{waited(save):.3f}",
+                *(f"{phase(save, name):.3f}" for name in ("queued", "blocking", "stall", "staging", "write", "commit")),
+                save.get("error") or "saved",
+            )
+            for save in shown
+        ],
+        len(figures.saves),
+    )
+
+
+def _sessions(sessions: Sequence[Session]) -> Iterator[str]:
+    rows = []
+    for number, session in enumerate(sessions, 1):
+        last = number == len(sessions)
+        end = _time(session.ended) if session.ended else "running, or killed" if last else "killed"
+        resumed = "not loaded" if session.resumed_step is None else session.resumed_step or "start"
+        saved = "" if session.last_step is None else session.last_step
+        where = f"{session.host}, {session.world_size} rank{'s' * (session.world_size > 1)}"
+        rows.append((number, _time(session.started), resumed, saved, session.failures, end, where))
+    if rows:
+        columns = ("start", "time", "went on from step", "last saved", "failures", "ended", "where")
+        yield _table(columns, rows[-_MAX_ROWS:], len(rows))
+
+
+def _steps(figures: Figures) -> Iterator[str]:
+    listing = figures.listing
+    if listing is None:
+        return
+    yield _table(
+        ("step", "kind", "saved", "loss", "size", "ranks", "remarks"), [*_step_rows(listing)], len(listing.steps)
+    )
+    deleted = [step for save in figures.saves for step in save.get("expired", []) or []]
+    if deleted:
+        newest = ", ".join(map(str, deleted[-20:]))
+        yield f"<p>Retention has deleted {len(deleted)} steps: {'..., ' if len(deleted) > 20 else ''}{newest}.</p>"
+    for name, reason in listing.rejected:
+        yield f'<p class="bad">{_text(name)} cannot be loaded: {_text(reason)}</p>'
+
+
+def _step_rows(listing: Listing) -> Iterator[tuple[object, ...]]:
+    for step in listing.steps[-_MAX_ROWS:]:
+        flags = {"pinned": step.pinned, "best": step.best, "resumed from": step.resumed_from}
+        remarks = [name for name, holds in flags.items() if holds] + list(step.converters)
+        loss = step.metrics.get("loss")
+        yield (
+            step.step,
+            step.kind,
+            _time(step.created_unix_seconds),
+            "" if loss is None else f"{loss:.4f}",
+            size(step.num_bytes),
+            "" if step.world_size is None else step.world_size,
+            ", ".join(remarks),
+        )
+
+
+def _exports(figures: Figures) -> Iterator[str]:
+    if figures.listing is None or not figures.listing.exports:
+        return
+    seconds = {Path(str(e.get("folder"))).name + str(e.get("format")): e.get("seconds") for e in figures.exports}
+    rows = []
+    for export in figures.listing.exports:
+        path = Path(export.path)
+        took = seconds.get(path.name + export.format.partition(",")[0])
+        proof = "read back and compared when it was published" if export.changed is None else export.changed
+        name = os.path.relpath(path, figures.folder)
+        rows.append((name, export.format, size(export.num_bytes), "" if took is None else f"{took:.2f}", proof))
+    yield _table(("export", "format", "size", "seconds", "proof"), rows[-_MAX_ROWS:], len(rows))
+
+
+def _start(start: Mapping[str, Any]) -> Iterator[str]:
+    if not start:
+        return
+    versions = start.get("versions")
+    rows = [*(versions.items() if isinstance(versions, Mapping) else ()), ("git", start.get("git") or "no repository")]
+    rows.append(("command", " ".join(map(str, start.get("command") or ()))))
+    yield _table(("what", "value"), rows, len(rows))
+    config = json.dumps(start.get("config"), indent=1, default=str)
+    yield f"<details><summary>Settings as resolved</summary><pre>{_text(config)}</pre></details>"
+
+
+def _figure(svg: str, caption: str) -> str:
+    return f"<figure>{svg}<figcaption>{_text(caption)}</figcaption></figure>"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[object]], total: int) -> str:
+    numeric = [all(_is_number(row[i]) for row in rows) for i in range(len(columns))]
+    head = "".join(f"<th{_class(is_n)}>{_text(c)}</th>" for c, is_n in zip(columns, numeric, strict=True))
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td{_class(is_n, str(cell))}>{_text(cell)}</td>" for cell, is_n in zip(row, numeric, strict=True))
+        + "</tr>\n"
+        for row in rows
+    )
+    more = f'<p class="soft">The newest {len(rows)} of {total}.</p>' if total > len(rows) else ""
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}'
+
+
+def _class(is_number: bool, cell: str = "") -> str:
+    return ' class="n"' if is_number else ' class="w"' if len(cell) > 40 else ""
+
+
+def _is_number(cell: object) -> bool:
+    text = str(cell)
+    return text == "" or text.split()[0].replace(".", "", 1).replace(",", "").lstrip("-").isdigit()
+
+
+def _time(unix_seconds: object) -> str:
+    if not isinstance(unix_seconds, (int, float)):
+        return ""
+    return datetime.fromtimestamp(unix_seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _text(value: object) -> str:
+    return html.escape("" if value is None else str(value))

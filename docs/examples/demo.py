@@ -102,7 +102,7 @@ class Stage:
 
     def __init__(self) -> None:
         columns = (TextColumn("  {task.description:<34}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}"), console=CONSOLE)
+        self._progress = Progress(*columns, TextColumn("{task.fields[loss]}"), console=CONSOLE)
         self._running: list[tuple[Attempt, subprocess.Popen[bytes], TaskID]] = []
 
     def __enter__(self) -> Stage:
@@ -117,7 +117,7 @@ class Stage:
 
     def start(self, attempt: Attempt) -> None:
         """Start a run without waiting for it."""
-        task = self._progress.add_task(attempt.title, total=attempt.run.num_steps, loss=float("nan"))
+        task = self._progress.add_task(attempt.title, total=attempt.run.num_steps, loss="")
         self._running.append((attempt, attempt.run.start(), task))
 
     def train(self, attempt: Attempt) -> None:
@@ -138,7 +138,7 @@ class Stage:
             ended = process.poll() is not None
             course = attempt.run.course()
             if course:
-                self._progress.update(task, completed=course[-1][0], loss=course[-1][1])
+                self._progress.update(task, completed=course[-1][0], loss=f"loss {course[-1][1]:.3f}")
             if not ended and attempt.kill_at is not None and course and course[-1][0] >= attempt.kill_at:
                 process.send_signal(signal.SIGKILL)
             if ended:

@@ -1,7 +1,8 @@
-"""Run the whole zoo and write its verdicts to docs/compatibility.md: `make zoo`.
+"""Run the zoo and write its verdicts to docs/compatibility.md: `make zoo`, or `python -m tests.zoo optimizers modules`.
 
 A module `tests/zoo/test_*.py` takes part if it has `rows()`: (configuration, verdict, note) of every case. The
-first line of its docstring is the heading. The exit status is 1 if any case is silently different.
+first line of its docstring is the heading. Given names of such modules, the sections of the others stay as they are.
+The exit status is 1 if any case is silently different.
 """
 
 from __future__ import annotations
@@ -24,40 +25,50 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-Row = tuple[str, str, str]
+from tests.zoo.worlds import Row
+
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 MARK = "<!-- The rest is written by `make zoo`. -->\n"
+_SECTION = "\n## "
+_VERDICTS = ("exact", "refused", "different")
 _LIBRARIES = ("torch", "transformers", "peft", "torchao")
 
 
-def main() -> int:
-    """Collect all rows, rewrite the page below its mark, and return the exit status."""
-    text, different = [], 0
-    for module in map(importlib.import_module, sorted(_modules())):
+def main(wanted: Sequence[str]) -> int:
+    """Collect rows, rewrite their sections below the page's mark, and return the exit status."""
+    known = sorted(path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py"))
+    if unknown := set(wanted) - set(known):
+        sys.exit(f"no part of the zoo: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    failed = False
+    for name in wanted or known:
+        module = importlib.import_module(f"tests.zoo.test_{name}")
         if hasattr(module, "rows"):
             heading = (module.__doc__ or module.__name__).splitlines()[0].rstrip(".")
             rows: list[Row] = module.rows()
-            different += sum(verdict == "different" for _, verdict, _ in rows)
-            text.append("\n".join(_section(heading, rows)))
+            failed |= any(verdict == "different" for _, verdict, _ in rows)
+            PAGE.write_text(with_section(PAGE.read_text(), heading, rows))
             sys.stdout.write(f"{heading}: {_counts(rows)}\n")
+    return int(failed)
+
+
+def with_section(page: str, heading: str, rows: Sequence[Row]) -> str:
+    """Return the page with the section of this heading replaced or added, and the versions of the libraries."""
+    head, _, rest = page.partition(MARK)
+    sections = {text.partition("\n")[0]: text.strip() for text in rest.split(_SECTION)[1:]}
+    sections[heading] = "\n".join(_section(heading, rows)).strip()
     written = ", ".join(f"{name} {version(name)}" for name in _LIBRARIES)
-    head = PAGE.read_text().split(MARK)[0]
-    PAGE.write_text(f"{head}{MARK}\nVerdicts with {written}.\n\n" + "\n".join(text))
-    return int(different > 0)
-
-
-def _modules() -> Iterator[str]:
-    return (f"tests.zoo.{path.stem}" for path in Path(__file__).parent.glob("test_*.py"))
+    body = "".join(f"{_SECTION}{sections[name]}\n" for name in sorted(sections))
+    return f"{head}{MARK}\nVerdicts with {written}.\n{body}"
 
 
 def _counts(rows: Sequence[Row]) -> str:
     verdicts = [verdict for _, verdict, _ in rows]
-    return ", ".join(f"{verdicts.count(name)} {name}" for name in ("exact", "refused", "different"))
+    return ", ".join(f"{verdicts.count(name)} {name}" for name in _VERDICTS)
 
 
 def _section(heading: str, rows: Sequence[Row]) -> Iterator[str]:
     """Yield the lines of a section: the counts, a table of what is not exact, and the names of what is."""
-    yield f"## {heading}\n\n{_counts(rows)}.\n"
+    yield f"{heading}\n\n{_counts(rows)}.\n"
     if others := [row for row in rows if row[1] != "exact"]:
         yield "| configuration | verdict | reason |\n|---|---|---|"
         yield from (f"| {name} | {verdict} | {note.replace('|', '/')} |" for name, verdict, note in others)
@@ -66,4 +77,4 @@ def _section(heading: str, rows: Sequence[Row]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ import pytest
 from tests.zoo.model_runs import Outcome, full_run, judge, lora_run, quiet
 from tests.zoo.sample import chosen
 from tests.zoo.tiny_models import NotTiedError, Species, species, tiny_config
+from tests.zoo.worlds import Row, judged
 
 RUNS = {"all weights": full_run, "LoRA": lora_run}
 
@@ -39,13 +37,13 @@ def verdicts(kind: Species, folder: Path) -> dict[str, Outcome]:
         return {name: judge(run, config, folder / name) for name, run in runs.items()}
 
 
-def rows() -> list[tuple[str, str, str]]:
-    """Return (configuration, verdict, note) of every run of every model, made in two processes."""
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), max_tasks_per_child=20) as pool:
-        return [row for found in pool.map(_rows_of, species()) for row in found]
+def rows() -> list[Row]:
+    """Return the rows of every run of every model."""
+    return judged(rows_of, [str(kind) for kind in species()])
 
 
-def _rows_of(kind: Species) -> list[tuple[str, str, str]]:
-    with tempfile.TemporaryDirectory() as folder:
-        outcomes = verdicts(kind, Path(folder))
-    return [(f"{kind}: {name}", outcome.verdict, outcome.note) for name, outcome in outcomes.items()]
+def rows_of(name: str, folder: Path) -> list[Row]:
+    """Return a row for each run of a model."""
+    (kind,) = (kind for kind in species() if str(kind) == name)
+    outcomes = verdicts(kind, folder)
+    return [(f"{kind}: {run}", outcome.verdict, outcome.note) for run, outcome in outcomes.items()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from tests.zoo.optimizer_runs import comparable, difference
 from tests.zoo.sample import chosen
+from tests.zoo.worlds import Row, judged
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
 from titan_ckpt.errors import CheckpointError
 
@@ -216,12 +216,12 @@ def test_a_module_resumes_exactly(name: str, tmp_path: Path) -> None:
     assert verdict == "exact", note
 
 
-def rows() -> list[tuple[str, str, str]]:
-    """Return (module, verdict, note) of every module."""
-    out = []
-    for name, build in builders().items():
-        with tempfile.TemporaryDirectory() as folder:
-            verdict, note = judge(name, build, Path(folder))
-        if verdict != "unbuilt":
-            out.append((f"torch.nn.{name}", verdict, note))
-    return out
+def rows() -> list[Row]:
+    """Return the row of every module."""
+    return judged(rows_of, list(builders()))
+
+
+def rows_of(name: str, folder: Path) -> list[Row]:
+    """Return the row of a module; none if simple arguments and inputs do not run it."""
+    verdict, note = judge(name, builders()[name], folder)
+    return [] if verdict == "unbuilt" else [(f"torch.nn.{name}", verdict, note)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 from tests.interop.test_optimizer_content import EXACT
 from tests.zoo.optimizer_runs import Case, Kind, judge
 from tests.zoo.sample import chosen
+from tests.zoo.worlds import Row, judged
 from titan_ckpt.testing.ranks import distributed
 
 LIBRARIES = (torch.optim, torchao.optim, transformers.optimization, schedulefree)
@@ -155,12 +155,13 @@ def sharded_cases() -> list[Case]:
     return chosen(known, 4)
 
 
-def rows() -> list[tuple[str, str, str]]:
-    """Return (configuration, verdict, note) of every optimizer that works on this machine."""
-    out = []
-    for case in cases():
-        with tempfile.TemporaryDirectory() as folder:
-            verdict, note = judge(case, Path(folder))
-        if verdict != "unbuilt":
-            out.append((str(case), verdict, note))
-    return out
+def rows() -> list[Row]:
+    """Return the row of every optimizer that works on this machine."""
+    return judged(rows_of, [str(case) for case in cases()])
+
+
+def rows_of(name: str, folder: Path) -> list[Row]:
+    """Return the row of an optimizer; none if it does not work on this machine."""
+    (case,) = (case for case in cases() if str(case) == name)
+    verdict, note = judge(case, folder)
+    return [] if verdict == "unbuilt" else [(name, verdict, note)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Con
 
 from converters import from_tables
 from tests.zoo.sample import chosen
+from tests.zoo.worlds import Row, judged
 from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers, PeftReader
@@ -274,13 +274,17 @@ def test_every_field_of_the_installed_peft_is_in_one_table_and_in_a_case() -> No
     assert {case.refused for case in CASES} >= REFUSED.keys()
 
 
-def rows() -> list[tuple[str, str, str]]:
-    """Return (configuration, verdict, note) of every case and way in."""
+def rows() -> list[Row]:
+    """Return the rows of every case."""
+    return judged(rows_of, [str(case) for case in CASES])
+
+
+def rows_of(name: str, folder: Path) -> list[Row]:
+    """Return a row for each way in."""
+    (case,) = (case for case in CASES if str(case) == name)
     out = []
-    for case in CASES:
-        with tempfile.TemporaryDirectory() as folder:
-            for way, (verdict, error) in verdicts(case, Path(folder)).items():
-                reasons = [line.strip() for line in error.splitlines() if case.refused and f"{case.refused} = " in line]
-                note = (reasons or [case.no_converter if error else ""])[0].partition(". ")[0]
-                out.append((f"{case}, {way}", verdict, note))
+    for way, (verdict, error) in verdicts(case, folder).items():
+        reasons = [line.strip() for line in error.splitlines() if case.refused and f"{case.refused} = " in line]
+        note = (reasons or [case.no_converter if error else ""])[0].partition(". ")[0]
+        out.append((f"{case}, {way}", verdict, note))
     return out

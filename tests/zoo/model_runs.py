@@ -1,6 +1,7 @@
 """One model of the zoo through its life: load, train, save, resume, export, reload; and as a base of LoRA.
 
-Owns the steps and the verdicts about them. tiny_models.py finds the models.
+Owns the steps and the verdicts about them. tiny_models.py finds the models. In a process group a model is sharded over
+its ranks by FSDP2: every rank calls the same functions, and rank 0 compares what transformers and PEFT make of exports.
 """
 
 from __future__ import annotations
@@ -8,17 +9,21 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from peft import PeftModel
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
@@ -41,6 +46,8 @@ from titan_ckpt.weights.initialize import construct, materialise
 STEPS = 3
 _SAVED = 2
 _RANK = 2
+_LORA, _LORA_REST = "LoRA", "LoRA without what is refused"
+_ATTEMPTS = 4
 _TOLERANCE = 1e-4
 """Of the largest logit: a merged product is rounded once more than the products of the trained model."""
 
@@ -52,22 +59,33 @@ class Outcome:
     verdict: Literal["exact", "refused", "different"]
     note: str = ""
 
+    @property
+    def line(self) -> str:
+        """Return the reason on one line."""
+        return " ".join(self.note.split())[:300]
+
 
 class Run:
     """A training run of a model that a folder holds."""
 
-    def __init__(self, base: Path, folder: Path, lora: bool = False) -> None:
+    def __init__(self, base: Path, folder: Path, adapted: Callable[[Any], list[str]] | None = None) -> None:
         self.base = base
         self.folder = folder
         self.steps = 0
         torch.manual_seed(1)
         self.model: Any = construct(lambda: build_model("hf", folder=base))
-        self.hooks = converters.from_tables([_lora_table(self.model)]) if lora else None
-        if self.hooks is not None:
+        self.hooks = None
+        if adapted is not None:
+            table = {"kind": "lora", "rank": _RANK, "alpha": 8.0, "target_modules": adapted(self.model)}
+            self.hooks = converters.from_tables([table])
             self.hooks.convert(self.model)
+        if dist.is_initialized():
+            for layer in self.model.layers.children():
+                fully_shard(layer)
+            fully_shard(self.model)
         materialise(self.model, "cpu")
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-2 if lora else 1e-3)
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-3 if adapted is None else 1e-2)
 
     def manager(self, **settings: Any) -> CheckpointManager:
         """Return a manager that starts from the base."""
@@ -107,25 +125,77 @@ class Run:
                 self.step(number)
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Return every parameter and buffer."""
-        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        """Return every parameter and buffer, those of FSDP2 as this rank's shards."""
+        live = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        return {name: v.to_local() if isinstance(v, DTensor) else v for name, v in live.items()}
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Return the model's state dict with whole tensors."""
+        state = self.model.state_dict()
+        return {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in state.items()}
 
     def logits(self) -> torch.Tensor:
         """Return the logits of a fixed input."""
         return logits_of(self.model)
 
 
-def judge(kind: Callable[[Path, Path], None], config: PretrainedConfig, folder: Path) -> Outcome:
-    """Return the verdict of a whole run: `full_run` or `lora_run`."""
+def full_outcome(base: Path, folder: Path) -> Outcome:
+    """Return the verdict about training all weights of a base."""
+    return _judged(lambda: full_run(base, folder), folder.parent)
+
+
+def lora_outcomes(base: Path, folder: Path) -> dict[str, Outcome]:
+    """Return the verdict about LoRA on all linear modules, and, if some are refused by name, about LoRA without them."""
+    left_out: set[str] = set()
+    outcomes: dict[str, Outcome] = {}
+    for attempt in range(_ATTEMPTS):
+        targets = _Targets(left_out)
+        run = folder / str(attempt)
+        outcome = _judged(lambda targets=targets, run=run: lora_run(base, run, targets), folder.parent)  # type: ignore[misc]
+        outcomes[_LORA_REST if left_out else _LORA] = outcome
+        more = targets.named_in(outcome.note) if outcome.verdict == "refused" else set()
+        if not more:
+            break
+        left_out |= more
+    return outcomes
+
+
+def _judged(run: Callable[[], None], folder: Path) -> Outcome:
     try:
         with quiet():
-            write_base(config, folder / "base")
-            kind(folder / "base", folder / "run")
+            run()
     except RefusedError as error:
-        return Outcome("refused", _line(error, folder))
+        return Outcome("refused", str(error).replace(f"{folder}/", ""))
     except Exception as error:  # whatever a model, transformers or this package raises is a result
-        return Outcome("different", f"{type(error).__name__}: {_line(error, folder)}")
+        return Outcome("different", f"{type(error).__name__}: {error}".replace(f"{folder}/", ""))
     return Outcome("exact")
+
+
+class _Targets:
+    """All linear modules of a model but the output, as PEFT's "all-linear" has them, without some kinds of them."""
+
+    def __init__(self, left_out: Collection[str]) -> None:
+        self._left_out = frozenset(left_out)
+        self._chosen: list[str] = []
+
+    def __call__(self, model: Any) -> list[str]:
+        """Return the names of the modules to adapt."""
+        output = model.get_output_embeddings()
+        named = [(fqn, m) for fqn, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not output]
+        linear = [fqn for fqn, module in named if min(module.weight.shape) >= _RANK]
+        self._chosen = [fqn for fqn in linear if _kind(fqn) not in self._left_out]
+        return self._chosen
+
+    def named_in(self, message: str) -> set[str]:
+        """Return the kinds of modules that a message names, by their paths or between quotes."""
+        words = re.findall(r"'(\w+)'|((?:\w+\.)+\w+)", message)
+        names = [re.sub(r"\.(lora_[AB]\.)?weight$", "", quoted or path) for quoted, path in words]
+        return {_kind(fqn) for fqn in self._chosen if any(f".{fqn}".endswith(f".{name}") for name in names)}
+
+
+def _kind(fqn: str) -> str:
+    """Return the name of a module without the numbers of its layers."""
+    return re.sub(r"\d+", "N", fqn)
 
 
 class RefusedError(Exception):
@@ -149,27 +219,40 @@ def full_run(base: Path, folder: Path) -> None:
     again = Run(base, folder)
     again.resume()
     _same_values("after a resume", whole.values(), again.values())
-    theirs = _reloaded(folder / "exports" / f"step-{STEPS}")
-    _same_values("of the export", dict(whole.model.state_dict()), dict(theirs.state_dict()))
-    _same("the exported logits", whole.logits(), logits_of(theirs))
+    trained, logits = whole.whole(), whole.logits()
+    if is_first():
+        theirs = _reloaded(folder / "exports" / f"step-{STEPS}")
+        _same_values("of the export", trained, dict(theirs.state_dict()))
+        _same("the exported logits", logits, logits_of(theirs))
 
 
-def lora_run(base: Path, folder: Path) -> None:
-    """Train adapters of all linear modules: merged and through PEFT the logits are those of the trained model."""
+def lora_run(base: Path, folder: Path, adapted: Callable[[Any], list[str]]) -> None:
+    """Train adapters: they are resumed bit for bit; merged and through PEFT the logits are those of the model."""
     with _refusals() as runs:
-        runs.append(run := Run(base, folder, lora=True))
+        runs.append(run := Run(base, folder, adapted))
         run.train((ExportConfig("hf"), ExportConfig("peft")))
-    trained, plain = run.logits(), logits_of(opened(base).eval())
+    again = Run(base, folder, adapted)
+    again.resume()
+    _same_values("after a resume", run.values(), again.values())
+    trained = run.logits()
+    if not is_first():
+        return
+    plain = logits_of(opened(base).eval())
     tolerance = _TOLERANCE * float(trained.abs().max())
     if (trained - plain).abs().max() <= 10 * tolerance:
         raise DifferentError("training changed nothing")
     exports = folder / "exports"
     merged = _reloaded(exports / f"step-{STEPS}")
-    adapted = PeftModel.from_pretrained(opened(base), str(exports / f"step-{STEPS}-peft")).eval()
-    for name, model in (("merged", merged), ("PEFT's", adapted)):
+    adapter = PeftModel.from_pretrained(opened(base), str(exports / f"step-{STEPS}-peft")).eval()
+    for name, model in (("merged", merged), ("PEFT's", adapter)):
         difference = float((logits_of(model) - trained).abs().max())
         if not difference <= tolerance:
             raise DifferentError(f"{name} logits differ by {difference:.1e}")
+
+
+def is_first() -> bool:
+    """Return whether this is rank 0, or the only process."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def write_base(config: PretrainedConfig, folder: Path) -> None:
@@ -220,14 +303,6 @@ def _refusals() -> Iterator[list[Run]]:
         raise RefusedError(str(error)) from error
 
 
-def _lora_table(model: nn.Module) -> dict[str, Any]:
-    """Return the settings of LoRA on all linear modules but the output, as PEFT's "all-linear" has it."""
-    output = model.get_output_embeddings()  # type: ignore[operator]
-    named = [(fqn, m) for fqn, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not output]
-    linear = [fqn for fqn, module in named if min(module.weight.shape) >= _RANK]
-    return {"kind": "lora", "rank": _RANK, "alpha": 8.0, "target_modules": linear}
-
-
 def opened(folder: Path, **options: Any) -> Any:
     """Open a folder with the class of transformers that its config.json names."""
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
@@ -253,7 +328,3 @@ def _same_values(where: str, expected: dict[str, torch.Tensor], actual: dict[str
     wrong = [name for name, value in expected.items() if not torch.equal(value, actual[name])]
     if wrong:
         raise DifferentError(f"{where}: {len(wrong)} values differ, such as {wrong[0]}")
-
-
-def _line(error: BaseException, folder: Path) -> str:
-    return " ".join(str(error).replace(f"{folder}/", "").split())[:300]

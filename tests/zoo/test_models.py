@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from tests.zoo.model_runs import Outcome, full_run, judge, lora_run, quiet
+from tests.zoo.model_runs import Outcome, full_outcome, is_first, lora_outcomes, quiet, write_base
 from tests.zoo.sample import chosen
 from tests.zoo.tiny_models import NotTiedError, Species, species, tiny_config
 from tests.zoo.worlds import Row, judged
-
-RUNS = {"all weights": full_run, "LoRA": lora_run}
 
 
 @pytest.mark.parametrize("kind", chosen(species(), 5), ids=str)
@@ -20,21 +19,36 @@ def test_a_model_of_transformers_is_exact_or_refused(kind: Species, tmp_path: Pa
     outcomes = verdicts(kind, tmp_path)
     if not outcomes:
         pytest.skip("transformers cannot build it tiny, or its ties have no other setting")
-    different = {name: outcome.note for name, outcome in outcomes.items() if outcome.verdict == "different"}
+    different = {name: outcome.line for name, outcome in outcomes.items() if outcome.verdict == "different"}
     assert not different
 
 
 def verdicts(kind: Species, folder: Path) -> dict[str, Outcome]:
-    """Return the verdict of each run of a model; empty if it cannot be built. Other ties leave LoRA as it is."""
-    with quiet():
-        try:
-            config = tiny_config(kind)
-        except NotTiedError:
-            return {}
-        except Exception:  # any error: a model that transformers cannot build is no case of the zoo
-            return {}
-        runs = {name: run for name, run in RUNS.items() if name == "all weights" or not kind.other_ties}
-        return {name: judge(run, config, folder / name) for name, run in runs.items()}
+    """Return the verdict of each run of a model; empty if it cannot be built. Other ties leave LoRA as it is.
+
+    Collective in a process group.
+    """
+    if not _is_built(kind, folder / "base"):
+        return {}
+    outcomes = {"all weights": full_outcome(folder / "base", folder / "all weights")}
+    return outcomes if kind.other_ties else outcomes | lora_outcomes(folder / "base", folder / "LoRA")
+
+
+def _is_built(kind: Species, folder: Path) -> bool:
+    """Let rank 0 write the model's folder and return whether it could."""
+    built = [False]
+    if is_first():
+        with quiet():
+            try:
+                write_base(tiny_config(kind), folder)
+                built = [True]
+            except NotTiedError:
+                pass
+            except Exception:  # noqa: S110 - any error: a model that transformers cannot build is no case of the zoo
+                pass
+    if dist.is_initialized():
+        dist.broadcast_object_list(built)
+    return built[0]
 
 
 def rows() -> list[Row]:
@@ -45,5 +59,4 @@ def rows() -> list[Row]:
 def rows_of(name: str, folder: Path) -> list[Row]:
     """Return a row for each run of a model."""
     (kind,) = (kind for kind in species() if str(kind) == name)
-    outcomes = verdicts(kind, folder)
-    return [(f"{kind}: {run}", outcome.verdict, outcome.note) for run, outcome in outcomes.items()]
+    return [(f"{kind}: {run}", outcome.verdict, outcome.line) for run, outcome in verdicts(kind, folder).items()]

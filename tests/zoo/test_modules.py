@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, prune
 from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel
@@ -53,13 +55,15 @@ class Case:
 
 
 class Trained(nn.Module):
-    """A module whose output, whatever it is, is scaled by a parameter."""
+    """A module whose output, whatever it is, is scaled by a parameter; in a process group FSDP2 shards it."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.inner = case.build()
-        self.scale = nn.Parameter(torch.ones(()))
+        self.scale = nn.Parameter(torch.ones(1) if dist.is_initialized() else torch.ones(()))
         self(*case.inputs())  # gives lazy modules their parameters
+        if dist.is_initialized():
+            fully_shard(self)
 
     def forward(self, *inputs: Any) -> torch.Tensor:
         loss = self.scale * 0

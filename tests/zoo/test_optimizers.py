@@ -19,6 +19,8 @@ from tests.zoo.optimizer_runs import Case, Kind, judge
 from tests.zoo.sample import chosen
 from tests.zoo.worlds import Row, judged
 
+FLOORS = {"": 130}
+"""Optimizers with their settings that are exact at the least."""
 LIBRARIES = (torch.optim, torchao.optim, transformers.optimization, schedulefree)
 _SETTINGS: dict[str, tuple[Any, ...]] = {
     "momentum": (0.9,),

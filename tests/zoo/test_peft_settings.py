@@ -26,6 +26,9 @@ from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers, PeftReade
 from titan_ckpt.formats.huggingface.peft_fields import HONOURED, REFUSED, WITHOUT_EFFECT
 from titan_ckpt.models import hf
 
+FLOORS = {"": 64}
+"""Settings and ways in that are exact at the least."""
+
 TOKENS = torch.arange(24).reshape(2, 12)
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

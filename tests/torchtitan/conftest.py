@@ -15,7 +15,8 @@ import pytest
 from titan_ckpt.testing import ranks
 
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="torchtitan-")  # datasets keeps what it has read there
-ranks._PRELOADED.append("tests.torchtitan.runs")  # importing torchtitan takes longer than most of these tests
+# importing these takes longer than most of these tests
+ranks._PRELOADED += ["tests.torchtitan.runs", "peft", "transformers.models.llama.modeling_llama"]
 
 
 @pytest.fixture(scope="session")

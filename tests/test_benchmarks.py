@@ -36,3 +36,11 @@ def test_each_benchmark_reports_its_measures(
             measure = measure[key]
         assert measure.keys() >= KEYS
         assert measure["pairs"] == 1 and measure["ratio_vs_dcp"] > 0
+
+
+def test_the_modules_that_a_tensor_passes_are_counted(tmp_path: Path) -> None:
+    """Those that are given it, by value or by name, in each of the three ways."""
+    ways = importlib.import_module("benchmarks.modules").count(tmp_path)
+    assert "titan_ckpt.formats.native.segments" in ways["save"]
+    assert "titan_ckpt.formats.native.transfers" in ways["load"] - ways["save"]
+    assert "converters.lora.merge" in ways["merged LoRA export"] - ways["load"]

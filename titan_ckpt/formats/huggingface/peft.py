@@ -32,7 +32,7 @@ from titan_ckpt.formats.publish.run import ExportSummary, FolderFormat, export_f
 from titan_ckpt.formats.safetensors.container import read_header
 from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
-from titan_ckpt.geometry.requests import ReadRequest, TensorReader
+from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
 from titan_ckpt.weights.write_view import CASTABLE, FileGroup
 
 WEIGHTS = "adapter_model.safetensors"
@@ -118,16 +118,26 @@ class PeftReader(TensorReader):
         return infos[0] == infos[1] and torch.equal(*values)
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Fill every request.
+        """Fill every request. Raises: as `plan`, and as the function that it returns."""
+        self.plan(requests)()
 
-        Raises: CorruptCheckpointError for values that are not finite; OSError; as `require_supported`.
+    def plan(self, requests: Sequence[ReadRequest]) -> Fill:
+        """Open the files of all requests; return the function that fills them.
+
+        Raises: CorruptCheckpointError; OSError; as `require_supported`. The function raises CorruptCheckpointError for
+        values that are not finite.
         """
         self.require_supported()
-        self._files.read(requests)
-        bad = {r.key for r in requests if r.into.dtype in CASTABLE and not bool(torch.isfinite(r.into).all())}
-        if bad:
-            file = self.path / WEIGHTS
-            raise CorruptCheckpointError(f"{file}: not finite: {listed(sorted(bad))}. {_AGAIN}", str(self.path))
+        fill_values = self._files.plan(requests)
+
+        def fill() -> None:
+            fill_values()
+            bad = {r.key for r in requests if r.into.dtype in CASTABLE and not bool(torch.isfinite(r.into).all())}
+            if bad:
+                file = self.path / WEIGHTS
+                raise CorruptCheckpointError(f"{file}: not finite: {listed(sorted(bad))}. {_AGAIN}", str(self.path))
+
+        return fill
 
     def require_supported(self) -> None:
         """Check that every setting can be honoured. Raises: NotACheckpointError listing those that cannot."""

@@ -113,7 +113,7 @@ def test_the_page_has_the_figures_of_the_files(run: Path, capsys: pytest.Capture
     assert page.tables["exports"][1][:2] == ["exports/step-8", "hf"]
     deleted = sorted({2, 4, 6, 8} - {step.step for step in listing.steps})
     assert f"Retention has deleted {len(deleted)} steps: {', '.join(map(str, deleted))}." in text
-    versions = dict(page.tables["settings"])  # type: ignore[arg-type]
+    versions: dict[str, str] = dict(page.tables["settings"])
     start = [event for event in events if event["event"] == "start"][-1]
     assert start["versions"].items() <= versions.items()
     assert "&quot;sequence_length&quot;: 16" in text

@@ -29,13 +29,17 @@ FOREIGN = {
 
 
 def _without(text: str) -> Callable[[LogRecord], bool]:
+    """Return a filter that drops records with this text."""
     return lambda record: text not in record.getMessage()
+
+
+_FILTERS = {name: _without(text) for name, text in FOREIGN.items()}
 
 
 def configure_logging() -> None:
     """Log to standard error, with the time of day in front; a console gets colours, and bars below the lines."""
-    for name, text in FOREIGN.items():
-        logging.getLogger(None if name == "root" else name).addFilter(_without(text))
+    for name, is_wanted in _FILTERS.items():
+        logging.getLogger(None if name == "root" else name).addFilter(is_wanted)  # once, however often this is called
     rank = int(os.environ.get("RANK", "0"))
     handler: logging.Handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s" if rank == 0 else f"rank {rank}: %(message)s"))

@@ -21,9 +21,9 @@ test: $(READY) test-torchtitan
 	$(BIN)/python -m pytest -n 3 --dist loadfile $(CORE:%=--ignore=%)
 
 # torchtitan needs other versions of some packages than the extras do, so it has an environment of its own.
-# ARGS='-m ""' runs its longer tests too.
+# FULL=1 runs every flavour in every layout.
 test-torchtitan: $(TITAN)/.ready
-	$(TITAN)/bin/python -m pytest -c tests/torchtitan/pytest.ini tests/torchtitan $(ARGS)
+	$(TITAN)/bin/python -m pytest -c tests/torchtitan/pytest.ini $(if $(FULL),-m "") tests/torchtitan
 
 check: lint test
 

@@ -145,7 +145,11 @@ class InitialLoadConfig(Checked):
     revision: NonEmpty | None = None
     """Version of `path`; an adapter's checkpoint records it as part of the base's identity."""
     training_state: bool = False
-    """Load the training state too, from a DCP folder of torchtitan: the run goes on after its step."""
+    """Load the training state too, from a step of this package or a DCP folder of torchtitan: the run goes on after its
+    step."""
+    prefix: str | None = None
+    """Prefix of the model's names in a DCP folder that nests it, such as "state.model."; absent: found from the names.
+    """
     merge: bool = False
     """Add this adapter to the weights of the sources before it, instead of loading it into a converter."""
     initialise: tuple[NonEmpty, ...] = ()
@@ -157,6 +161,10 @@ class InitialLoadConfig(Checked):
     def problems(self) -> Iterator[str]:
         if self.merge and (self.initialise or self.ignore):
             yield "merge: an adapter is merged as a whole; leave initialise and ignore out"
+        if self.prefix and not self.prefix.endswith("."):
+            yield f'prefix: {self.prefix!r} ends without a dot; write "{self.prefix}."'
+        if self.prefix is not None and self.format not in (None, "dcp"):
+            yield f"prefix: only a DCP folder nests the model; leave it out of a source in the format {self.format}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +183,11 @@ class ExportConfig(Checked):
     quantised: bool = False
     """Quantise weights as the converters trained them (QAT: its scheme; Float8: blocks of float8), in step-N-quantised.
     `dtype` applies to tensors that are not quantised, and to weights before they are quantised."""
+    names: Literal["own", "torchtitan"] = "own"
+    """Names of the weights in a dcp export; torchtitan: those of torchtitan's model, which then loads the folder."""
+    training_state: bool = False
+    """A dcp export holds the training state too, by torchtitan's names: its own checkpointer resumes the folder, and so
+    does initial_load with training_state."""
     max_shard_bytes: PositiveInt = 5_000_000_000
     """Maximum size of one safetensors file, unless a single tensor is larger."""
     file_layout: Literal["size", "base"] = "size"
@@ -195,6 +208,12 @@ class ExportConfig(Checked):
             yield f"{'dtype' if self.dtype == 'original' else 'file_layout'}: only hf exports can look like their base"
         if self.quantised and self.format != "hf":
             yield f'quantised: a {self.format} export holds plain weights; format = "hf", or leave quantised out'
+        if self.training_state and self.format != "dcp":
+            yield f'training_state: a {self.format} export holds weights; format = "dcp", or leave training_state out'
+        if self.names == "torchtitan" and (self.format != "dcp" or self.training_state):
+            yield "names: torchtitan's are for the weights of a dcp export without training_state; leave them out"
+        if self.training_state and self.dtype is not None:
+            yield "dtype: a run that resumes needs each tensor's own; leave it out, or training_state"
         if self.quantised and self.file_layout == "base":
             yield "file_layout: the base's files have no place for codes and scales; leave it out of a quantised export"
         if self.keep is not None and self.interval is None:
@@ -218,8 +237,7 @@ _TORCHTITAN_KEYS = {
     "initial_load_path": '[[checkpoint.initial_load]] with path = "..."',
     "initial_load_in_hf": 'checkpoint.initial_load.format = "hf", or left out to find it from the content',
     "initial_load_in_hf_quantized": "the format of checkpoint.initial_load.path is found from its content",
-    "initial_load_model_only": "checkpoint.initial_load only takes model weights; to take over a run, name its folder "
-    "in checkpoint.folder",
+    "initial_load_model_only": "checkpoint.initial_load.training_state = true for its False",
     "last_save_in_hf": '[checkpoint.export] with format = "hf"',
     "last_save_model_only": "checkpoint.save.model_only_last, left out for a last step that can be resumed from",
     "export_dtype": "checkpoint.export.dtype",
@@ -278,8 +296,8 @@ class CheckpointConfig(Checked):
                 yield f"export.{i}.folder: {export.folder!r} is inside checkpoint folder {self.folder!r}; name another"
         if self.initial_load and self.initial_load[0].merge:
             yield "initial_load.0.merge: nothing is loaded yet that it could be merged into; name the base before it"
-        if len(self.initial_load) > 1 and any(source.training_state for source in self.initial_load):
-            yield "initial_load: a source with training_state is a whole run; name it alone"
+        if any(source.training_state for source in self.initial_load[:-1]):
+            yield "initial_load: a source with training_state comes last; before it only the base of its adapter"
         paths = [os.path.normpath(source.path) for source in self.initial_load]
         for i, path in enumerate(paths):
             if path in paths[:i]:

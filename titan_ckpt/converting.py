@@ -21,7 +21,7 @@ from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import ExportError, KeyMapError, NotACheckpointError
-from titan_ckpt.formats.dcp.dcp import DcpExport
+from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.formats.native.rank_file import write_stream

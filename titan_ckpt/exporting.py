@@ -16,10 +16,13 @@ from typing import Any, Literal, Protocol
 import torch
 
 from titan_ckpt.components.files import MODEL
+from titan_ckpt.components.flat_state import flat_tensors, flat_values
+from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
+from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import ExportConfig, InitialLoadConfig
 from titan_ckpt.distributed.coordinator import Coordinator, bounded
 from titan_ckpt.errors import CheckpointError, ConverterError, ExportError, ExportSettingError, listed
-from titan_ckpt.formats.dcp.dcp import DcpExport
+from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.huggingface.export import OUTPUTS, Base, HuggingFaceExport
 from titan_ckpt.formats.huggingface.peft import PeftExport
 from titan_ckpt.formats.huggingface.reader import TIED
@@ -85,12 +88,14 @@ class Exporter:
         coordinator: Coordinator,
         background: Coordinator,
         initial_load: Sequence[InitialLoadConfig],
+        run: RunState,
     ) -> None:
         """Bind to a run.
 
         `background`: the line that exports of staged copies are given. `initial_load`: sources of the base, whose
-        dtypes and file layout exports may take over.
+        dtypes and file layout exports may take over. `run`: its training state.
         """
+        self._run = run
         self._base_folder = base_folder
         self._model = model
         self._transforms = transforms
@@ -164,6 +169,11 @@ class Exporter:
                 )
             if config.format == "peft" and not (owned and hooks is not None and hooks.state_dict_adapter() is not None):
                 problems.append('peft: no converter owns adapter weights; add [[converters]] kind = "lora"')
+            if config.names == "torchtitan" and (lacking := self._unknown_to_torchtitan()):
+                problems.append(
+                    f"dcp: there are no names of torchtitan for {listed(lacking)}; the manager takes them from "
+                    "sd_transforms=StateDictTransforms(torchtitan=...)"
+                )
             if config.assets is not None and not Path(config.assets).is_dir():
                 problems.append(f"assets: {config.assets} is no folder")
             if config.follows_base and self._source() is None:
@@ -293,7 +303,8 @@ class Exporter:
         `live`: the tensors that `staged` holds, by the same names. Base parameters without a copy are frozen: a save of
         adapters alone leaves them out. They stand for themselves; any other tensor is cloned.
         """
-        copies = {_memory_of(value): staged[name] for name, value in live.items() if name.startswith(MODEL)}
+        stored = {name: value for name, value in live.items() if name.startswith((MODEL, OPTIMIZER))}
+        copies = {_memory_of(value): staged[name] for name, value in stored.items()}
         parameters = set(self._model.parameter_names().values())
         base = self._model.state_dict("base")
         constant = {_memory_of(value) for fqn, value in base.items() if fqn in parameters}
@@ -311,6 +322,8 @@ class Exporter:
     def _tensors(self, config: ExportConfig) -> StateDict:
         if config.format == "peft":
             return self._model.owned_state_dict()
+        if config.training_state:
+            return self._model.state_dict("full") | flat_tensors(self._run)
         with bounded(self._coordinator.timeout_seconds):  # a converter may ask the other ranks
             return self._model.state_dict("export")
 
@@ -320,7 +333,10 @@ class Exporter:
         if config.format == "hf":
             writer = self._huggingface(config, tensors)
         elif config.format == "dcp":
-            writer = DcpExport(cast_all(tensors, None if config.dtype is None else getattr(torch, config.dtype)))
+            tensors = self._dcp_names(config, tensors)
+            values = flat_values(self._run, self._model.state("full").values) if config.training_state else {}
+            dtype = None if config.dtype is None else getattr(torch, config.dtype)
+            writer = DcpExport(cast_all(tensors, dtype), values)
         else:
             hooks, dtype = self._model.hooks, _dtype(config, None)
             adapter = None if hooks is None else hooks.state_dict_adapter()
@@ -330,6 +346,17 @@ class Exporter:
                 about |= {"base_model_name_or_path": base["path"], "revision": base["revision"], BASE_RECORD: base}
             writer = PeftExport(self._transforms.to_file(tensors, hooks, dtype), about)
         return ExportJob(config, step, self._folder(config, step), writer, self._made)
+
+    def _dcp_names(self, config: ExportConfig, tensors: StateDict) -> StateDict:
+        """Return the tensors by the names in a DCP folder, which has a tied one under each of its names."""
+        if config.names == "torchtitan":
+            names = self._transforms.names_in_torchtitan(tensors)
+            return {name: value for fqn, value in tensors.items() for name in names[fqn]}
+        return tensors | {alias: tensors[fqn] for alias, fqn in self._model.tied.items() if fqn in tensors}
+
+    def _unknown_to_torchtitan(self) -> list[str]:
+        base = self._model.state_dict("base")
+        return sorted(base.keys() - self._transforms.names_in_torchtitan(base).keys())
 
     def _huggingface(self, config: ExportConfig, tensors: StateDict | Literal["base"]) -> HuggingFaceExport:
         """Return the export of these tensors, or of the base, as a Hugging Face folder, under the names of its base."""

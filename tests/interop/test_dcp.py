@@ -14,7 +14,8 @@ import torch.distributed.checkpoint as dcp
 
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
-from titan_ckpt.formats.dcp.dcp import DcpReader, write_dcp
+from titan_ckpt.formats.dcp.dcp import DcpReader
+from titan_ckpt.formats.dcp.writer import write_dcp
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.requests import ReadRequest
 

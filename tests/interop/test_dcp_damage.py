@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError
-from titan_ckpt.formats.dcp.dcp import DcpReader, write_dcp
+from titan_ckpt.formats.dcp.dcp import DcpReader
+from titan_ckpt.formats.dcp.writer import write_dcp
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
 from titan_ckpt.geometry.requests import ReadRequest

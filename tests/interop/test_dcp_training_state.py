@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from titan_ckpt.config import CheckpointConfig, InitialLoadConfig, ResumeConfig, SaveConfig
-from titan_ckpt.errors import CheckpointError, CommitConflictError, LoadMismatchError
+from titan_ckpt.config import CheckpointConfig, ExportConfig, InitialLoadConfig, ResumeConfig, SaveConfig
+from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, ExportError, LoadMismatchError
 from titan_ckpt.manager import CheckpointManager
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -115,6 +116,81 @@ def test_a_run_goes_on_from_a_folder_that_is_named(tmp_path: Path) -> None:
     _same(saved, run)
     with run.manager(tmp_path / "ours") as manager:
         assert manager.load().step == 4
+
+
+@pytest.mark.parametrize("mode", ["disabled", "thread"])
+def test_an_export_with_training_state_holds_what_torchtitan_would_save(
+    tmp_path: Path, mode: Literal["disabled", "thread"]
+) -> None:
+    """Every name and value is what its manager would have handed to dcp.save, also of a step that is staged."""
+    run = _Run(seed=1)
+    export = ExportConfig("dcp", interval=2, training_state=True)
+    save = SaveConfig(interval=2, async_mode=mode)
+    with run.manager(tmp_path / "run", save=save, export=(export,)) as manager:
+        manager.load()
+        run.train(2)
+        manager.save(2)
+        expected = copy.deepcopy(run.flat())
+        run.train(1)
+    loaded = {n: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for n, v in expected.items()}
+    dcp.load(loaded, checkpoint_id=tmp_path / "run/exports/step-2", no_dist=True)
+    for name, value in expected.items():
+        found: Any = loaded[name]
+        assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, name
+    again = _Run(seed=2)
+    source = InitialLoadConfig(str(tmp_path / "run/exports/step-2"), training_state=True)
+    with again.manager(tmp_path / "again", initial_load=(source,)) as manager:
+        assert manager.load().step == 2
+    again.train(1)
+    _same(run, again)
+
+
+def test_an_export_that_cannot_hold_the_training_state_is_refused(tmp_path: Path) -> None:
+    """Settings that contradict it, and state that is no plain data, are named; nothing is published."""
+    with pytest.raises(ConfigError, match="training_state: a hf export holds weights"):
+        ExportConfig("hf", training_state=True)
+    with pytest.raises(ConfigError, match="dtype: a run that resumes needs each tensor's own"):
+        ExportConfig("dcp", dtype="bfloat16", training_state=True)
+    run = _Run(seed=1)
+    run.position = object()  # type: ignore[assignment]
+    with run.manager(tmp_path, save=None, export=(ExportConfig("dcp", training_state=True),)) as manager:
+        manager.load()
+        run.train(1)
+        with pytest.raises(ExportError, match=r"not plain data: dataloader\.dp_rank_0"):
+            manager.export(1, last_step=True)
+    assert not (tmp_path / "exports/step-1").exists()
+
+
+def test_a_run_goes_on_from_a_step_of_another_run(tmp_path: Path) -> None:
+    """Weights, moments, schedule, counters and data position are those of the step that is named."""
+    first, second = _Run(seed=1), _Run(seed=2)
+    with first.manager(tmp_path / "first") as manager:
+        manager.load()
+        first.train(2)
+        manager.save(2)
+        first.train(1)
+    step = tmp_path / "first/checkpoints/step-2"
+    source = InitialLoadConfig(str(step), training_state=True)
+    with second.manager(tmp_path / "second", initial_load=(source,)) as manager:
+        assert manager.load().step == 2
+        second.train(1)
+        manager.save(3)
+    _same(first, second)
+    with _Run(seed=3).manager(tmp_path / "second", initial_load=(source,)) as manager:
+        assert manager.load().step == 3
+    before = InitialLoadConfig(str(tmp_path / "second/checkpoints/step-3"))
+    with (
+        _Run(seed=3).manager(tmp_path / "third", initial_load=(before, source)) as manager,
+        pytest.raises(LoadMismatchError, match="holds a whole model: leave the sources before it out"),
+    ):
+        manager.load()
+    step.rename(tmp_path / "copy")
+    moved = InitialLoadConfig(str(tmp_path / "copy"), training_state=True)
+    with (
+        _Run(seed=3).manager(tmp_path / "third", initial_load=(moved,)) as manager,
+        pytest.raises(CheckpointError, match="is not named step-N"),
+    ):
+        manager.load()
 
 
 def test_a_run_goes_on_in_torchtitans_own_folder(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ class Run:
 
 
 def config(
-    assets: Path, folder: Path, flavour: str = "llama3_debugmodel", *, steps: int = 6, titan: bool = True,
+    assets: Path, folder: Path, flavour: str = "llama3_debugmodel", /, *, steps: int = 6, titan: bool = True,
     degrees: dict[str, int] | None = None, exact: bool = False, **settings: Any,
 ) -> Any:  # fmt: skip
     """Return the config of a small run: the flavour unmodified but for sizes, and the checkpointer.

@@ -8,34 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.torchtitan.runs import config, distributed, same, steps_in, train
+from tests.torchtitan.runs import Run, config, distributed, same, train
 from titan_ckpt import CheckpointError
 
 FSDP, TP = {"data_parallel_shard": 2}, {"tensor_parallel": 2, "data_parallel_shard": 1}
-
-
-@distributed(2)
-def _upgraded(assets: Path, folder: Path, flavour: str, degrees: dict[str, int]) -> None:
-    whole = train(config(assets, folder / "whole", flavour, titan=False, degrees=degrees))
-    train(config(assets, folder / "run", flavour, titan=False, degrees=degrees), until=4)
-    resumed = train(config(assets, folder / "run", flavour, degrees=degrees))
-    assert len(resumed.losses) == 2
-    same(whole, resumed, losses=2)
-    assert steps_in(folder / "run") == [2, 4, 6]
-    other = config(
-        assets, folder / "other", flavour, degrees=degrees, initial_load_model_only=False,
-        initial_load_path=str(folder / "whole/checkpoint/step-4"),
-    )  # fmt: skip
-    same(whole, train(other), losses=2)
-    assert steps_in(folder / "other") == [6]
-
-
-@pytest.mark.parametrize("degrees", [FSDP, TP], ids=["fsdp", "tp"])
-def test_a_run_of_torchtitans_manager_is_upgraded_in_place(
-    assets: Path, tmp_path: Path, degrees: dict[str, int]
-) -> None:
-    """Losses, weights, moments and data position go on as under torchtitan's manager, bit for bit."""
-    _upgraded(assets, tmp_path, "llama3_debugmodel", degrees)
+HSDP = {"data_parallel_replicate": 2, "data_parallel_shard": 2}
+FSDP_4, TP_FSDP = {"data_parallel_shard": 4}, {"tensor_parallel": 2, "data_parallel_shard": 2}
 
 
 @distributed(2)
@@ -55,6 +33,30 @@ def _changed(assets: Path, folder: Path) -> None:
 def test_another_layout_takes_everything_but_the_data_position(assets: Path, tmp_path: Path) -> None:
     """From FSDP2 to TP: weights, moments, schedule and counters are the same; the data is refused or starts afresh."""
     _changed(assets, tmp_path)
+
+
+@distributed(4)
+def _on_four(assets: Path, folder: Path) -> None:
+    def run(dump: str, degrees: dict[str, int], steps: int = 2, **settings: Any) -> Run:
+        return train(config(assets, folder / dump, degrees=degrees, steps=steps, **settings))
+
+    def by_path(dump: str, **settings: Any) -> dict[str, Any]:
+        path = str(folder / dump / "checkpoint/step-2")
+        return {"initial_load_path": path, "initial_load_model_only": False, "load_only": True} | settings
+
+    at_2 = run("hsdp", HSDP, titan=False)
+    theirs = run("hsdp", HSDP, steps=3, titan=False, load_only=True)
+    same(at_2, run("fsdp", FSDP_4, **by_path("hsdp")), losses=0)
+    same(at_2, run("tp", TP_FSDP, **by_path("hsdp", exclude_from_loading=["dataloader"])), losses=0)
+    same(theirs, run("hsdp", HSDP, steps=3), losses=1)  # in place
+
+    sharded = run("fsdp", FSDP_4, titan=False)
+    same(sharded, run("other", HSDP, **by_path("fsdp")), losses=0)
+
+
+def test_hsdp_goes_on_in_place_and_from_and_into_other_layouts(assets: Path, tmp_path: Path) -> None:
+    """At the same data-parallel degree the data position comes along; without it, tensor parallelism may change too."""
+    _on_four(assets, tmp_path)
 
 
 @distributed(1)

@@ -50,7 +50,7 @@ def _resumed(assets: Path, folder: Path, *converters: ConverterConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    "converters", [pytest.param((FLOAT8,), marks=pytest.mark.long), (QAT, LORA)], ids=["float8", "qat-lora"]
+    "converters", [pytest.param((FLOAT8,), marks=pytest.mark.full), (QAT, LORA)], ids=["float8", "qat-lora"]
 )
 def test_converters_of_ours_train_and_resume(
     assets: Path, tmp_path: Path, converters: tuple[ConverterConfig, ...]

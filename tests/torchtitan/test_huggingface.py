@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from tests.torchtitan.runs import FLAVOURS, config, distributed, logits_of, same_tensors, steps_in, train
+from titan_ckpt import CheckpointConfig, ExportConfig, InitialLoadConfig
+from titan_ckpt import CheckpointManager as Manager
 from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.integrations.torchtitan.adapter import find_key_map
 from titan_ckpt.integrations.torchtitan.model_config import config_json
+from titan_ckpt.models.registry import build_model
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 HF: dict[str, Any] = {"last_save_model_only": True, "last_save_in_hf": True}
@@ -29,7 +32,7 @@ def _exported(assets: Path, folder: Path, flavour: str) -> None:
     def look(trainer: Any) -> None:
         logits.append(logits_of(trainer, tokens))
 
-    run = train(config(assets, folder, flavour, steps=3, exact=True, **HF), then=look)
+    run = train(config(assets, folder, flavour, steps=3, exact=True, last_save_in_dcp=True, **HF), then=look)
     assert steps_in(folder) == [2]  # the last step is the export alone
     exported = folder / "exports/step-3"
     opened = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
@@ -41,10 +44,27 @@ def _exported(assets: Path, folder: Path, flavour: str) -> None:
         loaded = config(assets, folder / f"again-{titan}", flavour, steps=0, titan=titan, **initial)
         same_tensors(train(loaded).model, run.model)
 
+    ours = build_model(flavour.partition("_")[0], folder=exported)
+    table = StateDictTransforms(ours.key_map(), torchtitan=ours.torchtitan_key_map())
+    export, initial_load = ExportConfig("dcp", names="torchtitan"), InitialLoadConfig(str(folder / "dcp/step-3"))
+    settings = CheckpointConfig(initial_load=(initial_load,), export=(export,))
+    with Manager(settings, model_parts=[ours], sd_transforms=table, base_folder=folder / "ours") as manager:
+        manager.load()
+        manager.export(3, last_step=True)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), logits[0], rtol=2e-4, atol=2e-5)
+    back = config(
+        assets, folder / "back", flavour, steps=0, titan=False, initial_load_path=str(folder / "ours/exports/step-3")
+    )
+    same_tensors(train(back).model, run.model)
+
 
 @pytest.mark.parametrize("flavour", ["llama3_debugmodel", "qwen3_debugmodel"])
 def test_an_export_has_the_weights_of_the_run(assets: Path, tmp_path: Path, flavour: str) -> None:
-    """transformers computes the logits of torchtitan's model; both checkpointers load the export bit for bit."""
+    """transformers computes the logits of torchtitan's model; both checkpointers load the export bit for bit.
+
+    So does our own model from torchtitan's DCP folder, and torchtitan's own checkpointer from our model's.
+    """
     _exported(assets, tmp_path, flavour)
 
 

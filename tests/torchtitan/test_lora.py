@@ -155,8 +155,8 @@ def _resumed(assets: Path, folder: Path, name: str, degrees: dict[str, int]) -> 
     [
         (THEIRS, TP),
         (OURS, FSDP),
-        pytest.param(THEIRS, FSDP, marks=pytest.mark.long),
-        pytest.param(OURS, TP, marks=pytest.mark.long),
+        pytest.param(THEIRS, FSDP, marks=pytest.mark.full),
+        pytest.param(OURS, TP, marks=pytest.mark.full),
     ],
     ids=["theirs-tp", "ours-fsdp", "theirs-fsdp", "ours-tp"],
 )

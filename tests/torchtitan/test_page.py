@@ -27,6 +27,35 @@ def test_the_page_runs(assets: Path, tmp_path: Path) -> None:
     _page(assets, tmp_path)
 
 
+CASES = re.findall(r"\w+", """
+checkpointer_package_import_path optimizer_and_checkpointer_import_order legacy_import_path
+trainer_uses_checkpoint_interface_with_concrete_default save_load_restores_state
+save_and_purge_keeps_last_k_checkpoints nonzero_rank_does_not_purge_or_save
+load_returns_false_when_no_checkpoint_folder explicit_load_step_raises_when_checkpoint_folder_missing
+load_finds_latest_and_calls_dcp_load initial_load_path_used_when_folder_has_no_valid_checkpoints
+initial_load_path_ignored_when_folder_has_valid_checkpoints explicit_load_step_raises_when_checkpoint_step_missing
+interval_respects_interval last_save_model_only_and_initial_load_model_only
+async_save_with_pinned_mem_assigns_staging_future async_save_calls_maybe_wait_for_saving
+enable_first_step_checkpoint non_persist_buffer_not_saved load_only_prevents_saving verify_prefix
+maybe_wait_for_staging_when_checkpoint_disabled maybe_wait_for_saving_when_checkpoint_disabled
+legacy_config_only_adds_dcp_specific_fields valid_default_config sanity_and_range_checks path_normalization
+dependency_assertions remote_hf_rejected mode_normalization warnings returns_max_valid_step
+missing_folder_returns_negative_one satisfies_the_protocol distinguishes_directories_from_files
+listdir_returns_entry_names remove_deletes_a_populated_directory reaches_remote_uris_through_fsspec
+defined_on_the_base_not_the_dcp_manager rank_zero_with_retention_and_an_existing_folder_purges
+retention_disabled_does_not_purge nonzero_rank_does_not_purge absent_folder_does_not_purge survives_failed_delete
+plain_param_cached_and_reflects_updates hook_tensor_storage_stable_and_refreshed
+""")  # fmt: skip
+"""The cases of torchtitan's tests/unit_tests/test_checkpoint.py, of the release that constraints.txt names."""
+
+
+def test_the_page_answers_every_case_of_torchtitans_own_tests() -> None:
+    """Each is in the table, as the same or as different with its reason."""
+    rows = [line for line in PAGE.partition("torchtitan's own tests")[2].splitlines() if line.startswith("| `")]
+    answers = {name: row.split("|")[2].strip() for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert [name for name in CASES if not answers.get(name, "").startswith(("same", "different:"))] == []
+
+
 def test_the_page_names_every_setting() -> None:
     """No setting is missing from the table on the page."""
     table = PAGE.partition("## What each setting means")[2].partition("\n## ")[0]

@@ -16,14 +16,14 @@ from tests.torchtitan.runs import config, distributed, same_tensors, steps_in, t
 from titan_ckpt import CheckpointError
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.torchtitan import TitanCheckpointer
-from titan_ckpt.integrations.torchtitan.settings import SETTINGS, translated
+from titan_ckpt.integrations.torchtitan.settings import OWN_SETTINGS, SETTINGS, translated
 
 
 def test_every_setting_of_torchtitan_has_a_meaning_here() -> None:
-    """The table names exactly the settings of torchtitan's manager and three of adapters, as the config does."""
+    """The table names exactly the settings of torchtitan's manager and our own, and the config has no others."""
     theirs = {field.name for field in dataclasses.fields(CheckpointManager.Config)}
     ours = {field.name for field in dataclasses.fields(TitanCheckpointer.Config)}
-    assert set(SETTINGS) == ours == theirs | {"additional_load_path", "include_base", "last_save_adapter"}
+    assert set(SETTINGS) == theirs | OWN_SETTINGS == ours
 
 
 def test_settings_change_what_the_manager_is_told(tmp_path: Path) -> None:
@@ -31,8 +31,8 @@ def test_settings_change_what_the_manager_is_told(tmp_path: Path) -> None:
     changes: dict[str, Any] = {
         "folder": "other", "interval": 3, "async_mode": "async", "keep_latest_k": 5, "load_only": True,
         "exclude_from_loading": ["optimizer"], "enable_first_step_checkpoint": True, "last_save_model_only": False,
-        "last_save_in_hf": True, "export_dtype": "bfloat16", "initial_load_path": str(tmp_path),
-        "additional_load_path": str(tmp_path), "include_base": True,
+        "last_save_in_hf": True, "last_save_in_dcp": True, "export_dtype": "bfloat16",
+        "initial_load_path": str(tmp_path), "additional_load_path": str(tmp_path), "include_base": True,
     }  # fmt: skip
     plain = translated(TitanCheckpointer.Config(), None)
     for name, value in changes.items():

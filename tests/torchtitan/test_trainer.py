@@ -1,49 +1,64 @@
-"""torchtitan's Trainer with our checkpointer in place of its own: the same steps, bit for bit."""
+"""torchtitan's Trainer with our checkpointer in place of its own: the same steps, bit for bit, and both ways."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.torchtitan.runs import config, distributed, same, steps_in, train
+from tests.torchtitan.runs import Run, config, distributed, same, steps_in, train
+from titan_ckpt import CheckpointError
 from titan_ckpt.testing.ranks import RankError
 
+ALONE: dict[str, int] = {}
 FSDP, TP = {"data_parallel_shard": 2}, {"tensor_parallel": 2, "data_parallel_shard": 1}
+LLAMA, QWEN = "llama3_debugmodel", "qwen3_debugmodel"
+THEIRS, WHOLE = "theirs", "theirs.pt"
+"""The dump folder of a run with torchtitan's checkpointer, and the file of what it computed."""
 
 
-def _equal(assets: Path, folder: Path, flavour: str, mode: str, degrees: dict[str, int] | None = None) -> None:
-    theirs = train(config(assets, folder / "theirs", flavour, titan=False, degrees=degrees))
-    ours = train(config(assets, folder / "ours", flavour, async_mode=mode, degrees=degrees))
-    same(theirs, ours)
+def _both_ways(assets: Path, folder: Path, flavour: str, mode: str, degrees: dict[str, int]) -> None:
+    def run(dump: str, **settings: Any) -> Run:
+        return train(config(assets, folder / dump, flavour, degrees=degrees, **settings))
+
+    theirs = run(THEIRS, titan=False)
+    if dist.get_rank() == 0:
+        torch.save(vars(theirs), folder / WHOLE)
+        for step in (2, 4):
+            shutil.copytree(folder / THEIRS / f"checkpoint/step-{step}", folder / f"run/checkpoint/step-{step}")
+    dist.barrier()
+
+    same(theirs, run("ours", async_mode=mode))
     assert steps_in(folder / "ours") == [2, 4, 6]
+    upgraded = run("run", async_mode=mode)
+    assert len(upgraded.losses) == 2
+    same(theirs, upgraded, losses=2)
+    assert steps_in(folder / "run") == [2, 4, 6]
+
+    by_path = {"initial_load_path": str(folder / THEIRS / "checkpoint/step-2"), "initial_load_model_only": False}
+    run("path", steps=4, last_save_in_dcp=True, **by_path)
+    back = run("path", titan=False, folder="dcp")
+    assert len(back.losses) == 2
+    same(theirs, back, losses=2)
+    by_path["initial_load_path"] = str(folder / "path/checkpoint/step-4")
+    if degrees == ALONE:
+        same(theirs, run("fork", load_only=True, **by_path), losses=2)
 
 
 @distributed(1)
-def _equal_alone(assets: Path, folder: Path, flavour: str, mode: str) -> None:
-    _equal(assets, folder, flavour, mode)
+def _alone(assets: Path, folder: Path, flavour: str) -> None:
+    _both_ways(assets, folder, flavour, "async", ALONE)
 
 
 @distributed(2)
-def _equal_on_two(assets: Path, folder: Path, flavour: str, mode: str, degrees: dict[str, int]) -> None:
-    _equal(assets, folder, flavour, mode, degrees)
-
-
-@pytest.mark.parametrize("flavour", ["llama3_debugmodel", "qwen3_debugmodel_non_fused_qkv"])
-def test_six_steps_are_torchtitans_own(assets: Path, tmp_path: Path, flavour: str) -> None:
-    """Losses, weights and moments of 6 steps are those with torchtitan's checkpointer."""
-    _equal_alone(assets, tmp_path, flavour, "async")
-
-
-@pytest.mark.parametrize(("degrees", "mode"), [(FSDP, "async_with_pinned_mem"), (TP, "disabled")], ids=["fsdp", "tp"])
-def test_six_steps_on_two_ranks_are_torchtitans_own(
-    assets: Path, tmp_path: Path, degrees: dict[str, int], mode: str
-) -> None:
-    """Losses, weights and moments of 6 steps on 2 ranks are those with torchtitan's checkpointer."""
-    _equal_on_two(assets, tmp_path, "llama3_debugmodel", mode, degrees)
+def _on_two(assets: Path, folder: Path, flavour: str, mode: str, degrees: dict[str, int]) -> None:
+    _both_ways(assets, folder, flavour, mode, degrees)
 
 
 @distributed(2)
@@ -56,17 +71,50 @@ def _killed_at_4(assets: Path, folder: Path, flavour: str, degrees: dict[str, in
 
 
 @distributed(2)
-def _resumed(assets: Path, folder: Path, flavour: str, degrees: dict[str, int]) -> None:
-    whole = train(config(assets, folder / "whole", flavour, degrees=degrees))
+def _resumed(assets: Path, folder: Path, whole: Path, flavour: str, degrees: dict[str, int]) -> None:
     resumed = train(config(assets, folder, flavour, async_mode="async", degrees=degrees))
     assert len(resumed.losses) == 2
-    same(whole, resumed, losses=2)
+    same(Run(**torch.load(whole)), resumed, losses=2)
 
 
-@pytest.mark.parametrize("degrees", [FSDP, TP], ids=["fsdp", "tp"])
-def test_a_killed_run_goes_on_with_the_same_losses(assets: Path, tmp_path: Path, degrees: dict[str, int]) -> None:
-    """A run killed in its fifth step resumes its fourth, and ends with the bits of a run that was not killed."""
+@pytest.mark.parametrize("flavour", [LLAMA, pytest.param(QWEN, marks=pytest.mark.full)])
+def test_one_rank_goes_on_either_way(assets: Path, tmp_path: Path, flavour: str) -> None:
+    """6 steps have torchtitan's losses, weights and moments; so has a run that changes its checkpointer half-way.
+
+    From torchtitan's step in the same folder, and by path; from our export of the step with torchtitan's checkpointer;
+    and from our own step by path.
+    """
+    _alone(assets, tmp_path, flavour)
+
+
+@pytest.mark.parametrize(
+    ("flavour", "degrees", "mode"),
+    [
+        pytest.param(LLAMA, FSDP, "async_with_pinned_mem", id="llama-fsdp"),
+        pytest.param(QWEN, TP, "disabled", id="qwen-tp"),
+        pytest.param(LLAMA, TP, "disabled", id="llama-tp", marks=pytest.mark.full),
+        pytest.param(QWEN, FSDP, "async_with_pinned_mem", id="qwen-fsdp", marks=pytest.mark.full),
+    ],
+)
+def test_two_ranks_go_on_either_way_and_after_a_kill(
+    assets: Path, tmp_path: Path, flavour: str, degrees: dict[str, int], mode: str
+) -> None:
+    """As on one rank; and a run killed in its fifth step resumes its fourth, and ends with the same bits."""
+    _on_two(assets, tmp_path, flavour, mode, degrees)
+    killed = tmp_path / "killed"
     with pytest.raises(RankError):
-        _killed_at_4(assets, tmp_path, "qwen3_debugmodel", degrees)
-    assert steps_in(tmp_path) == [2, 4]
-    _resumed(assets, tmp_path, "qwen3_debugmodel", degrees)
+        _killed_at_4(assets, killed, flavour, degrees)
+    assert steps_in(killed) == [2, 4]
+    _resumed(assets, killed, tmp_path / WHOLE, flavour, degrees)
+    if degrees == FSDP:
+        (tmp_path / THEIRS / "checkpoint/step-6/__1_0.distcp").unlink()
+        _without_a_shard(assets, tmp_path, flavour)
+
+
+@distributed(1)
+def _without_a_shard(assets: Path, folder: Path, flavour: str) -> None:
+    """Refuse a folder of two ranks that lacks the file of one; then the step before it is taken, without its data."""
+    settings: dict[str, Any] = {"load_only": True, "exclude_from_loading": ["dataloader"]}
+    with pytest.raises(CheckpointError, match=r"step-6/__1_0\.distcp, needed for .* is missing"):
+        train(config(assets, folder / THEIRS, flavour, load_step=6, **settings))
+    assert train(config(assets, folder / THEIRS, flavour, steps=4, **settings)).step == 4

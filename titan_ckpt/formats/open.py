@@ -22,7 +22,7 @@ def detect_format(path: Path) -> Format:
     path = _existing(path)
     if (path / "MANIFEST.json").exists():
         return "native"
-    if (path / ".metadata").exists():
+    if (path / ".metadata").exists() or (path / "metadata.pkl").exists():
         return "dcp"
     adapter = (path / "adapter_config.json").exists() or (path / "adapter_model.safetensors").exists()
     weights = huggingface.is_huggingface(path)
@@ -57,7 +57,10 @@ def open_reader(
             return NativeReader(path)
         case "dcp":
             from titan_ckpt.formats.dcp.dcp import DcpReader
+            from titan_ckpt.formats.dcp.torch_checkpointing import TorchCheckpointingReader
 
+            if (path / "metadata.pkl").exists():
+                return TorchCheckpointingReader(path)
             if not (path / ".metadata").exists():
                 raise NotACheckpointError(f"{path}: holds no .metadata, so no checkpoint of this format")
             return DcpReader(path)
@@ -94,6 +97,6 @@ def _what_is_there(path: Path) -> str:
         )
     listed = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") if names else "nothing"
     return (
-        f"it holds {listed}; expected MANIFEST.json (native), .metadata (dcp), model.safetensors or "
-        "model.safetensors.index.json (hf), or adapter_config.json (peft)"
+        f"it holds {listed}; expected MANIFEST.json (native), .metadata or metadata.pkl (dcp), "
+        "model.safetensors or model.safetensors.index.json (hf), or adapter_config.json (peft)"
     )

@@ -111,7 +111,7 @@ class Sharding(NamedTuple):
 
     def chunks_at(self, shape: Shape, coordinate: Shape) -> list[Chunk]:
         """Return the chunks of a tensor of this shape at one coordinate of the mesh."""
-        return [chunk for chunk, _ in _chunks_at(shape, self.placements, self.mesh.shape, coordinate) if chunk.numel]
+        return [chunk for chunk, _ in chunks_at(shape, self.placements, self.mesh.shape, coordinate) if chunk.numel]
 
 
 Stage = Callable[[torch.Tensor], torch.Tensor | LazyTensor]
@@ -198,18 +198,18 @@ def local_chunks(value: DTensor) -> Sequence[tuple[Chunk, tuple[slice, ...]]]:
     coordinate = spec.mesh.get_coordinate()  # not cached: a process may later have a different rank in an equal mesh
     if coordinate is None:
         return ()
-    return _chunks_at(value.shape, spec.placements, spec.mesh.shape, tuple(coordinate))
+    return chunks_at(value.shape, spec.placements, spec.mesh.shape, tuple(coordinate))
 
 
 def shard_sizes(value: DTensor) -> set[int]:
     """Return the numbers of elements that the ranks of the tensor's mesh hold."""
     shape, placements, mesh_shape = value.shape, value.placements, value.device_mesh.shape
     places = itertools.product(*map(range, mesh_shape))
-    return {sum(c.numel for c, _ in _chunks_at(shape, placements, mesh_shape, place)) for place in places}
+    return {sum(c.numel for c, _ in chunks_at(shape, placements, mesh_shape, place)) for place in places}
 
 
 @functools.lru_cache(maxsize=4096)
-def _chunks_at(
+def chunks_at(
     shape: Shape, placements: tuple[Placement, ...], mesh_shape: Shape, coordinate: Shape
 ) -> tuple[tuple[Chunk, tuple[slice, ...]], ...]:
     """Return the chunks at one coordinate of a mesh.

@@ -398,6 +398,13 @@ class KeyMap:
         """Return the group a file key belongs to. Raises: KeyMapError naming the nearest known patterns."""
         return self._group(key, self._file, "file key")
 
+    def fqns_of_key(self, key: str) -> tuple[str, ...]:
+        """Return all native names of a file key, of tied tensors every one. Raises: KeyMapError."""
+        for _, pattern, rule in self._file:
+            if match := pattern.fullmatch(key):
+                return tuple(p.format(**match.groupdict()) for p in rule.native)
+        return self.group_of_key(key).fqns
+
     def ignores(self, key: str) -> bool:
         """Return whether a load skips this file key."""
         return key in self.left_out or any(_compile(pattern).fullmatch(key) for pattern in self.ignored)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -70,3 +71,15 @@ class TensorReader(ABC):
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredValue:
+    """A value that is no tensor, as it is written."""
+
+    path: tuple[str, ...]
+    """The keys by which it is nested; joined by dots they are its name."""
+    data: bytes
+    """What torch.save makes of it."""
+    digest: str | None
+    """Equal for equal values; None if ranks need not have the same one."""

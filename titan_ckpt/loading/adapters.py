@@ -33,7 +33,7 @@ _OF_SITES = ("target_modules", "modules_to_save")
 _NEXT_STEP = "Give the [[converters]] table the settings that the step was trained with, or take another step"
 
 
-def is_adapter(path: Path, format_: Format, model: ModelWrapper) -> bool:
+def is_adapter(path: Path, format_: Format, model: ModelWrapper, prefix: str | None = None) -> bool:
     """Return whether a source holds the tensors of converters and none of the base.
 
     A manifest says it. A DCP folder says nothing, so in a run with converters it is an adapter if a converter owns all
@@ -46,7 +46,7 @@ def is_adapter(path: Path, format_: Format, model: ModelWrapper) -> bool:
     if model.hooks is None:  # the names may be the model's own
         return False
     with open_reader(path, format_) as reader:
-        _, names = model_tensors(reader.tensors, format_)
+        _, names = model_tensors(reader.tensors, format_, prefix=prefix)
     return bool(names) and all(model.owns(name) or lora_tensor(name) for name in names)
 
 

@@ -42,6 +42,8 @@ class LoadSource:
     """Patterns of its tensors that are not used."""
     base_only: bool = False
     """Tensors of converters in the folder are passed by, because an adapter-only step has newer ones."""
+    prefix: str | None = None
+    """Prefix of the model's names in a DCP folder; None: found from the names."""
 
     def __str__(self) -> str:
         what = "adapter" if self.adapter else "adapter to be merged" if self.merge else "weights"
@@ -101,7 +103,7 @@ def resolve(
             initial.append(
                 LoadSource(
                     Path(source.path), format_, source.cast, source.revision, adapter, source.merge,
-                    source.initialise, source.ignore,
+                    source.initialise, source.ignore, prefix=source.prefix,
                 )
             )  # fmt: skip
     if step is None:

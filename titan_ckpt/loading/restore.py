@@ -16,19 +16,21 @@ from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import CheckpointConfig, Component, InitialLoadConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import Manifest
+from titan_ckpt.directory.names import step_of
 from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CommitConflictError,
+    ConfigError,
     CorruptCheckpointError,
     LoadMismatchError,
     NotACheckpointError,
     listed,
 )
 from titan_ckpt.formats.dcp.dcp import DcpReader
-from titan_ckpt.formats.open import detect_format
+from titan_ckpt.formats.open import detect_format, open_reader
 from titan_ckpt.geometry.requests import Fill
 from titan_ckpt.loading import plan
 from titan_ckpt.loading.adapters import is_adapter
@@ -85,9 +87,8 @@ class Restorer:
         Raises: as CheckpointManager.load. The run is marked as half loaded then, unless nothing live has changed.
         """
         resumed = self._resume_newest() if step is None else self._resume_by_number(step)
-        if resumed is None and self._config.initial_load and self._config.initial_load[0].training_state:
-            source = self._config.initial_load[0]
-            resumed = self._resume_dcp(Path(source.path), None, cast=source.cast)
+        if resumed is None and self._config.initial_load and self._config.initial_load[-1].training_state:
+            resumed = self._resume_source(self._config.initial_load[-1])
         restored = resumed or self._load_initial()
         self._half_loaded.end()
         return restored
@@ -159,18 +160,55 @@ class Restorer:
         return Restored(LoadResult(0, load_plan, report), base, None)
 
     def _resume(self, step: int, *, by_number: bool) -> Restored | None:
-        """Resume one step. Return None for a step that holds weights only, from which no run can resume but a seed.
+        """Resume one step. Return None for a step that holds weights only, from which no run can resume but a seed."""
+        if step in self._directory.dcp_steps():
+            return self._resume_in_place(step, by_number=by_number)
+        restored = self._resume_committed(self._directory, step)
+        if restored is None:
+            self._pass_over(step, by_number=by_number)
+        else:
+            self._directory.resume_from(step)
+        return restored
+
+    def _resume_source(self, source: InitialLoadConfig) -> Restored:
+        """Resume the step that an initial source names, another run's or torchtitan's. Collective.
+
+        Raises: as CheckpointManager.load.
+        """
+        path = Path(source.path)
+        format_ = self._coordinator.together("source-format", lambda: source.format or detect_format(path))
+        if format_ != "native":
+            self._require_alone(path, "whole run")
+            restored = self._resume_dcp(path, None, source)
+            assert restored is not None, "only a step in the run's own folder may hold weights alone"
+            return restored
+        step = step_of(path.name)
+        if step is None:
+            raise NotACheckpointError(f"{path} is not named step-N, as a step is: give it its name back to resume it")
+        restored = self._resume_committed(CheckpointDirectory(path.parent, self._coordinator), step)
+        if restored is None:
+            raise LoadMismatchError(f"{path} holds no training state: leave training_state out to load its weights")
+        return restored
+
+    def _require_alone(self, path: Path, what: str) -> None:
+        if len(self._config.initial_load) > 1:
+            raise LoadMismatchError(
+                f"{path} holds a {what}: leave the sources before it out of checkpoint.initial_load; only a step that "
+                "holds an adapter alone needs its base there"
+            )
+
+    def _resume_committed(self, directory: CheckpointDirectory, step: int) -> Restored | None:
+        """Resume a step of this package; None for one that holds weights only and is no seed. Collective.
 
         1 Plan. 2 Open everything and check that it fits. 3 Read. 4 Initialise. 5 Give the owners their other state.
         """
-        if step in self._directory.dcp_steps():
-            return self._resume_in_place(step, by_number=by_number)
-        manifest = self._directory.manifest(step)
+        manifest = directory.manifest(step)
         is_seed = manifest.kind == "model" and step == 0
         if manifest.kind == "model" and not is_seed:
-            self._pass_over(step, by_number=by_number)
             return None
-        path = self._directory.step_path(step)
+        path = directory.step_path(step)
+        if directory is not self._directory and manifest.kind != "adapter":
+            self._require_alone(path, "whole model")
         load_plan = self._resolve(ResumeStep(step, manifest.kind, path))
         if is_seed:
             load_plan = replace(load_plan, exclude=frozenset(get_args(Component)) - {"model"})
@@ -191,7 +229,6 @@ class Restorer:
             report = self._complete(load_plan, prepared)
             base = self._identify_base(load_plan, prepared, manifest)
         self._apply(state, load_plan.exclude)
-        self._directory.resume_from(step)
         return Restored(LoadResult(step, load_plan, report), base, {"step": step, "attempt": manifest.attempt})
 
     def _resume_in_place(self, step: int, *, by_number: bool) -> Restored | None:
@@ -205,7 +242,7 @@ class Restorer:
                 f"{self._directory.root}: the run goes on from torchtitan's step {step}, and "
                 f"{listed(blocked, ', ')} would be in the way of its saves: move it away"
             )
-        restored = self._resume_dcp(path, step, cast=True)
+        restored = self._resume_dcp(path, step, InitialLoadConfig(str(path), cast=True))
         if restored is None:
             self._pass_over(step, by_number=by_number)
         return restored
@@ -218,7 +255,7 @@ class Restorer:
                 "[[checkpoint.initial_load]] of another run instead"
             )
 
-    def _resume_dcp(self, path: Path, step: int | None, *, cast: bool) -> Restored | None:
+    def _resume_dcp(self, path: Path, step: int | None, source: InitialLoadConfig) -> Restored | None:
         """Resume a DCP folder of torchtitan. Step 0 is a seed: its model alone is loaded. Collective.
 
         `step`: the number in its name, if it is in this run's folder. Such a step without training state gives None.
@@ -226,13 +263,13 @@ class Restorer:
         """
 
         def look() -> tuple[int, bool]:
-            if detect_format(path) != "dcp":
-                raise NotACheckpointError(
-                    f"{path} is no DCP folder, and only those of torchtitan give a run their training state: to go on "
-                    "with a run of this package, name its folder in checkpoint.folder"
-                )
-            reader = DcpReader(path)
-            return step_of_folder(reader, path), has_training_state(reader)
+            with open_reader(path, source.format) as reader:
+                if type(reader) is not DcpReader:  # one of torch_checkpointing has weights alone for us
+                    raise NotACheckpointError(
+                        f"{path} holds no training state: only steps of this package and DCP folders of torchtitan do; "
+                        "leave training_state out to load its weights"
+                    )
+                return step_of_folder(reader, path), has_training_state(reader)
 
         stored, complete = self._coordinator.together("dcp-look", look)
         number = stored if step is None else step
@@ -240,11 +277,11 @@ class Restorer:
             if step is not None:
                 return None
             raise LoadMismatchError(f"{path} holds no training state: leave training_state out to load its weights")
-        source = LoadSource(path, "dcp", cast)
+        weights = LoadSource(path, "dcp", source.cast, prefix=source.prefix)
         exclude = (frozenset(self._config.resume.exclude) | self._config.left_out() | {"rng"}) - {"model"}
         if not stored:
             exclude = frozenset(get_args(Component)) - {"model"}
-        load_plan = LoadPlan(ResumeStep(number, "full", path), (source,), exclude)
+        load_plan = LoadPlan(ResumeStep(number, "full", path), (weights,), exclude)
         logger.info("%s", load_plan)
         with self._prepare(load_plan, resuming=True) as prepared:
             values = [*prepared.state.values]
@@ -382,7 +419,9 @@ class Restorer:
                 f"checkpoint.initial_load: {path} is not there; name an existing folder or file"
             )
         format_ = source.format or detect_format(path)
-        return format_, is_adapter(path, format_, self._run.model)
+        if source.prefix is not None and format_ != "dcp":
+            raise ConfigError([f"initial_load.prefix: only a DCP folder nests the model, and {path} is {format_}"])
+        return format_, is_adapter(path, format_, self._run.model, source.prefix)
 
 
 def fill_in_order(fills: Sequence[tuple[Sequence[str], Fill]]) -> None:

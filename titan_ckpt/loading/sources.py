@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from titan_ckpt.components.files import model_tensors
 from titan_ckpt.directory.manifest import FileRecord
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.strict_json import Json
@@ -25,9 +24,10 @@ from titan_ckpt.formats.open import open_reader
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import selected
-from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
+from titan_ckpt.geometry.requests import Fill, TensorReader
 from titan_ckpt.loading.adapters import check_fits, check_mergeable, check_settings
 from titan_ckpt.loading.bases import check_named_base
+from titan_ckpt.loading.dcp_names import StoredNames
 from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
 from titan_ckpt.loading.partial import Partial, partial_of, refuse_unmatched
 from titan_ckpt.loading.plan import LoadSource
@@ -236,13 +236,15 @@ def _plan(
     if source.format not in ("native", "dcp"):
         plan, partial = _plan_partly(source, reader.tensors, wanted, transforms, wrapper.hooks)
         return _Opened(source, reader, plan, partial=partial)
-    prefix, available = model_tensors(reader.tensors, reader.format, wanted)
+    theirs = transforms.names_in_torchtitan(wanted) if source.format == "dcp" else {}
+    names = StoredNames.find(reader, wanted, theirs, wrapper.tied, source.prefix, source.ignore)
+    available = names.available
     if source.base_only:
         available = {fqn: info for fqn, info in available.items() if not wrapper.owns(fqn)}
     check_fits(source, reader, available.keys(), wanted.keys(), wrapper)
     plan, partial = _plan_partly(source, available, wanted, StateDictTransforms(), None)
-    plan = replace(plan, requests=_prefixed(plan.requests, prefix))
-    return _Opened(source, reader, plan, partial=replace(partial, requests=_prefixed(partial.requests, prefix)))
+    plan = replace(plan, requests=names.there(plan.requests))
+    return _Opened(source, reader, plan, partial=replace(partial, requests=names.there(partial.requests)))
 
 
 def _plan_partly(
@@ -259,10 +261,6 @@ def _plan_partly(
     available = {key: info for key, info in available.items() if key not in partial.passed_by}
     plan = transforms.from_file(wanted, available, hooks, cast=source.cast)
     return replace(plan, requests=[*plan.requests, *partial.requests]), partial
-
-
-def _prefixed(requests: Sequence[ReadRequest], prefix: str) -> list[ReadRequest]:
-    return [ReadRequest(prefix + request.key, request.chunk, request.into) for request in requests]
 
 
 def _quantises(wrapper: ModelWrapper) -> bool:

@@ -22,22 +22,27 @@ from titan_ckpt.models.layers import INIT_STD, ExactBuffers, RMSNorm, Transforme
 
 ConfigT = TypeVar("ConfigT", bound=DecoderConfig)
 BLOCK, HF_BLOCK = "layers.{i}", "model.layers.{i}"
+TORCHTITAN = {"output": "lm_head.weight", "qkv": "attention.qkv_linear"}
+"""The names in torchtitan 0.3's models that differ from ours. Source: torchtitan, models/*/state_dict_adapter.py."""
 
 
-def embedding_rules(tied: bool) -> tuple[KeyRule, ...]:
+def embedding_rules(tied: bool, output: str = "output.weight") -> tuple[KeyRule, ...]:
     """Return the rows of a decoder's key table for its embeddings and its output matrix."""
-    embeddings, output = "tok_embeddings.weight", "output.weight"
+    embeddings = "tok_embeddings.weight"
     if tied:
         return (KeyRule.of((embeddings, output), "model.embed_tokens.weight", Tie(2)),)
     return KeyRule.of(embeddings, "model.embed_tokens.weight"), KeyRule.of(output, "lm_head.weight")
 
 
-def block_rules(q: TensorOp = IDENTITY, k: TensorOp = IDENTITY) -> tuple[KeyRule, ...]:
-    """Return the rows of a decoder's key table for dense blocks and the last norm. `q`, `k`: operations on wq, wk."""
+def block_rules(q: TensorOp = IDENTITY, k: TensorOp = IDENTITY, qkv: str = "attention") -> tuple[KeyRule, ...]:
+    """Return the rows of a decoder's key table for dense blocks and the last norm.
+
+    `q`, `k`: operations on wq, wk. `qkv`: the module that holds wq, wk and wv.
+    """
     return (
-        KeyRule.of(f"{BLOCK}.attention.wq.weight",        f"{HF_BLOCK}.self_attn.q_proj.weight", q),
-        KeyRule.of(f"{BLOCK}.attention.wk.weight",        f"{HF_BLOCK}.self_attn.k_proj.weight", k),
-        KeyRule.of(f"{BLOCK}.attention.wv.weight",        f"{HF_BLOCK}.self_attn.v_proj.weight"),
+        KeyRule.of(f"{BLOCK}.{qkv}.wq.weight",             f"{HF_BLOCK}.self_attn.q_proj.weight", q),
+        KeyRule.of(f"{BLOCK}.{qkv}.wk.weight",             f"{HF_BLOCK}.self_attn.k_proj.weight", k),
+        KeyRule.of(f"{BLOCK}.{qkv}.wv.weight",             f"{HF_BLOCK}.self_attn.v_proj.weight"),
         KeyRule.of(f"{BLOCK}.attention.wo.weight",        f"{HF_BLOCK}.self_attn.o_proj.weight"),
         KeyRule.of(f"{BLOCK}.feed_forward.w1.weight",     f"{HF_BLOCK}.mlp.gate_proj.weight"),
         KeyRule.of(f"{BLOCK}.feed_forward.w2.weight",     f"{HF_BLOCK}.mlp.down_proj.weight"),

@@ -34,6 +34,10 @@ class LanguageModel(nn.Module):
         """Return the table between the parameter names and the names in a Hugging Face folder."""
         raise NotImplementedError
 
+    def torchtitan_key_map(self) -> KeyMap | None:
+        """Return the table between torchtitan's names and those in a Hugging Face folder; None if there is none."""
+        return None
+
     def hf_config(self) -> dict[str, Any]:
         """Return the config.json with which transformers reads this model."""
         raise NotImplementedError

@@ -17,7 +17,7 @@ import torch
 
 from titan_ckpt.geometry.keymap import KeyMap, PermuteRotary
 from titan_ckpt.models.config import DecoderConfig, check_config, read_shape, rotary
-from titan_ckpt.models.decoder import HF_BLOCK, Decoder, block_rules, embedding_rules
+from titan_ckpt.models.decoder import HF_BLOCK, TORCHTITAN, Decoder, block_rules, embedding_rules
 from titan_ckpt.models.layers import (
     Attention,
     FeedForward,
@@ -129,6 +129,19 @@ class Llama3(Decoder[Llama3Config]):
 
     def key_map(self) -> KeyMap:
         """Return the table between these names and Hugging Face's names."""
-        q, k = PermuteRotary(self.config.num_heads), PermuteRotary(self.config.num_kv_heads)
-        rules = (*embedding_rules(self.config.tie_embeddings), *block_rules(q, k))
-        return KeyMap(rules, ignored=(f"{HF_BLOCK}.self_attn.rotary_emb.inv_freq",))
+        return _key_map(self.config, "output.weight", "attention")
+
+    def torchtitan_key_map(self) -> KeyMap:
+        """Return the table between torchtitan 0.3's names and Hugging Face's names."""
+        return torchtitan_key_map(self.config)
+
+
+def torchtitan_key_map(config: Llama3Config) -> KeyMap:
+    """Return the table between the names of torchtitan 0.3's Llama 3 of this shape and Hugging Face's names."""
+    return _key_map(config, **TORCHTITAN)
+
+
+def _key_map(config: Llama3Config, output: str, qkv: str) -> KeyMap:
+    q, k = PermuteRotary(config.num_heads), PermuteRotary(config.num_kv_heads)
+    rules = (*embedding_rules(config.tie_embeddings, output), *block_rules(q, k, qkv))
+    return KeyMap(rules, ignored=(f"{HF_BLOCK}.self_attn.rotary_emb.inv_freq",))

@@ -16,7 +16,7 @@ import torch
 
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule
 from titan_ckpt.models.config import DecoderConfig, check_config, read_shape
-from titan_ckpt.models.decoder import BLOCK, HF_BLOCK, Decoder, block_rules, embedding_rules
+from titan_ckpt.models.decoder import BLOCK, HF_BLOCK, TORCHTITAN, Decoder, block_rules, embedding_rules
 from titan_ckpt.models.layers import (
     Attention,
     FeedForward,
@@ -90,11 +90,11 @@ def _block(config: Qwen3Config) -> TransformerBlock:
     return TransformerBlock(config.dim, config.norm_eps, make_attention(config), feed_forward)
 
 
-RULES = (
-    *block_rules(),
+_NORM_RULES = (
     KeyRule.of(f"{BLOCK}.attention.q_norm.weight", f"{HF_BLOCK}.self_attn.q_norm.weight"),
     KeyRule.of(f"{BLOCK}.attention.k_norm.weight", f"{HF_BLOCK}.self_attn.k_norm.weight"),
 )
+RULES = (*block_rules(), *_NORM_RULES)
 """The rows of the key table without those for embeddings and output."""
 
 
@@ -107,3 +107,13 @@ class Qwen3(Decoder[Qwen3Config]):
     def key_map(self) -> KeyMap:
         """Return the table between these names and Hugging Face's names."""
         return KeyMap((*embedding_rules(self.config.tie_embeddings), *RULES))
+
+    def torchtitan_key_map(self) -> KeyMap:
+        """Return the table between torchtitan 0.3's names and Hugging Face's names."""
+        return torchtitan_key_map(self.config)
+
+
+def torchtitan_key_map(config: Qwen3Config) -> KeyMap:
+    """Return the table between the names of torchtitan 0.3's dense Qwen3 of this shape and Hugging Face's names."""
+    embeddings = embedding_rules(config.tie_embeddings, TORCHTITAN["output"])
+    return KeyMap((*embeddings, *block_rules(qkv=TORCHTITAN["qkv"]), *_NORM_RULES))

@@ -370,6 +370,7 @@ class BuildSteps:
                 self.model.key_map(),
                 self.model.hf_config() | special,
                 tokenizer.folder if tokenizer is not None else None,
+                self.model.torchtitan_key_map(),
             ),
             model_converters=self.converters,
             external_weights=self.external_weights,

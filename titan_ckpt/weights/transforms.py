@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,25 @@ class StateDictTransforms:
     key_map: KeyMap = field(default_factory=lambda: KeyMap(identity=True))
     hf_config: Mapping[str, Any] | None = None
     assets: Path | None = None
+    torchtitan: KeyMap | None = None
+    """The table between the names of torchtitan's model and those in a Hugging Face folder."""
+
+    def names_in_torchtitan(self, fqns: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Return native name -> torchtitan's names of the same tensor, several for a tied one.
+
+        Names that either table lacks are left out; so are tensors that the two tables arrange in different ways.
+        """
+        names: dict[str, tuple[str, ...]] = {}
+        if self.torchtitan is None:
+            return names
+        for fqn in fqns:
+            try:
+                (key,) = (group := self.key_map.group_of_fqn(fqn)).keys
+                if self.torchtitan.group_of_key(key).op == group.op:
+                    names[fqn] = self.torchtitan.fqns_of_key(key)
+            except (KeyMapError, ValueError):
+                continue
+        return names
 
     @gc_paused()
     def to_file(self, tensors: StateDict, hooks: ModelHooks | None, dtype: FileDtype) -> list[FileGroup]:

@@ -29,7 +29,7 @@ from titan_ckpt.formats.dcp.unpickle import unpickle
 from titan_ckpt.gc_paused import gc_paused
 
 METADATA = ".metadata"
-_MAX_METADATA_BYTES = 1 << 30
+MAX_METADATA_BYTES = 1 << 30
 
 
 @gc_paused()
@@ -38,7 +38,7 @@ def read_metadata(path: Path) -> Metadata:
 
     Raises: OSError; CorruptCheckpointError for anything that is no valid metadata.
     """
-    data = posix.read_whole(path, _MAX_METADATA_BYTES)
+    data = posix.read_whole(path, MAX_METADATA_BYTES)
     try:
         metadata = unpickle(data)
         if not isinstance(metadata, Metadata):

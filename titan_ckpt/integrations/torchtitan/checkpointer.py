@@ -67,7 +67,7 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
 
     config.checkpoint = TitanCheckpointer.Config(enable=True, interval=500)
 
-    `Config` has every setting of torchtitan's own manager, and those of adapters.
+    `Config` has every setting of torchtitan's own manager, those of adapters, and `last_save_in_dcp`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -80,6 +80,9 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         """Interval saves of adapters hold the frozen base too; else they name its folder."""
         last_save_adapter: settings.LastSave = "merged"
         """With last_save_in_hf: merged weights, the adapter alone as PEFT reads it, or both."""
+        last_save_in_dcp: bool = False
+        """Whether the last step is also written, with all training state, as torchtitan's own manager writes it: in
+        the folder dcp beside the checkpoint folder."""
 
     def __init__(
         self,

@@ -34,17 +34,20 @@ SETTINGS: Mapping[str, str] = {
     "enable_first_step_checkpoint": "checkpoint.save.first_step",
     "create_seed_checkpoint": "step 0 holds the model alone",
     "last_save_model_only": "checkpoint.save.model_only_last",
+    "last_save_in_dcp": "the last step is also a DCP folder with training state, dcp/step-N",
     "last_save_in_hf": "the last step is an export in exports/step-N, and no checkpoint",
     "export_dtype": "the dtype of the last step, if it holds the model alone",
     "initial_load_path": "checkpoint.initial_load.path: a DCP folder, or a step of this package",
-    "initial_load_model_only": "False: a DCP folder's training state is loaded too",
+    "initial_load_model_only": "False: the training state is loaded too",
     "initial_load_in_hf": "the path, or else hf_assets_path, must be a Hugging Face folder",
     "initial_load_in_hf_quantized": "weights stored as codes and scales are found from the content",
     "additional_load_path": "checkpoint.initial_load.path of an adapter, after that of its base",
     "include_base": "checkpoint.save.include_base",
     "last_save_adapter": "with last_save_in_hf: merged weights, a PEFT folder in exports/step-N-peft, or both",
 }
-"""Every setting of TitanCheckpointer.Config, and its meaning here. The last three are not torchtitan's."""
+"""Every setting of TitanCheckpointer.Config, and its meaning here."""
+OWN_SETTINGS = frozenset({"additional_load_path", "include_base", "last_save_adapter", "last_save_in_dcp"})
+"""The settings that torchtitan's manager does not have."""
 LastSave = Literal["merged", "peft", "both"]
 
 
@@ -144,12 +147,15 @@ def translated(config: Any, hf_assets_path: str | None = None) -> CheckpointConf
     initial = [] if path is None else [InitialLoadConfig(path, kind, cast=True, training_state=whole)]
     if config.additional_load_path:
         initial.append(InitialLoadConfig(config.additional_load_path, cast=True))
+    last_exports = [ExportConfig(f, dtype=config.export_dtype) for f in exports(config)]
+    if config.last_save_in_dcp:  # torchtitan resumes the newest step of a folder, so it has one of its own
+        last_exports.append(ExportConfig("dcp", training_state=True, folder="dcp"))
     return CheckpointConfig(
         folder=config.folder,
         save=None if config.load_only else save,
         resume=ResumeConfig(exclude=tuple(excluded)),
         initial_load=tuple(initial),
-        export=() if config.load_only else tuple(ExportConfig(f, dtype=config.export_dtype) for f in exports(config)),
+        export=() if config.load_only else tuple(last_exports),
     )
 
 
@@ -159,6 +165,6 @@ def reads_peft(config: Any) -> bool:
 
 
 def exports(config: Any) -> list[Literal["hf", "peft"]]:
-    """Return the formats of the last step's exports."""
+    """Return the formats of the last step's exports that other programs open."""
     formats: dict[str, list[Literal["hf", "peft"]]] = {"merged": ["hf"], "peft": ["peft"], "both": ["hf", "peft"]}
     return formats[config.last_save_adapter] if config.last_save_in_hf else []

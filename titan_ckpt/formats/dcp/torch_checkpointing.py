@@ -1,0 +1,210 @@
+"""Reading folders of the package torch_checkpointing: metadata.pkl, and a file of each rank for each item.
+
+Owns that format's metadata. metadata.pkl is read as data (unpickle.py), every item with `weights_only`.
+Source: torch_checkpointing 0.1.1, distributed_metadata.py, dtensor_metadata.py and checkpoint_layout.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from titan_ckpt.disk import posix
+from titan_ckpt.disk.direct import FileReader
+from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, NotACheckpointError
+from titan_ckpt.formats.dcp.dcp import DcpReader, Stored
+from titan_ckpt.formats.dcp.metadata import MAX_METADATA_BYTES
+from titan_ckpt.formats.dcp.unpickle import unpickle
+from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, chunks_at
+from titan_ckpt.geometry.requests import ReadRequest
+
+METADATA = "metadata.pkl"
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_Cell = list[tuple[Chunk, tuple[slice, ...]]]
+"""The chunks of a tensor that one rank holds, and where they are in its local tensor."""
+
+
+class TorchCheckpointingReader(DcpReader):
+    """A folder of torch_checkpointing. Its tensors are named by item and path: `model.layers.0.weight`."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the metadata. Raises: CorruptCheckpointError; NotACheckpointError for items in another serialization."""
+        self.path = path
+        self._table = path / METADATA
+        self.paths = {}
+        self._tensors, self._chunks, self._items = {}, {}, {}
+        self._checked = set()
+        self._unread = None
+        self._places: dict[tuple[str, str], tuple[tuple[Any, ...], _Cell]] = {}
+        self._open: dict[str, Any] = {}
+        data = posix.read_whole(self._table, MAX_METADATA_BYTES)
+        try:
+            with gc_paused():
+                self._take(unpickle(data))
+        except CheckpointError:
+            raise
+        except (
+            UnpicklingError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise CorruptCheckpointError(
+                f"{self._table} is not the metadata of torch_checkpointing, and may be hostile: "
+                f"{str(error) or type(error).__name__:.200}. Nothing was executed. Take another checkpoint",
+                str(path),
+            ) from error
+        for file in {stored.file for chunks in self._chunks.values() for stored in chunks}:
+            self._require_contained(file)
+
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Fill every request. A rank's file is mapped, so memory is that of the pages in use."""
+        try:
+            super().read(requests)
+        finally:
+            self._open.clear()
+
+    def _take(self, metadata: Any) -> None:
+        if type(metadata) is not dict or metadata.get("version") != "2.0":
+            found = metadata.get("version") if type(metadata) is dict else type(metadata).__name__
+            raise UnpicklingError(f"its version is {found!r}, expected '2.0'")
+        for item, about in metadata["metadata"].items():
+            layouts = {int(rank): layout for rank, layout in about["rank_to_layout_info"].items()}
+            for text, groups in about["nested_path_to_metadata"].items():
+                self._take_tensor(item, tuple(json.loads(text)), groups, layouts)
+
+    def _take_tensor(self, item: str, path: tuple[Any, ...], groups: Any, layouts: Mapping[int, Any]) -> None:
+        name = ".".join([item, *map(str, path)])
+        chunks: dict[Chunk, Stored] = {}
+        for group in groups:
+            about = group["sharding_metadata"]
+            shape, dtype = _numbers(about["data"]["global_shape"]), _dtype(about["data"]["dtype"])
+            if self._tensors.setdefault(name, TensorInfo(shape, dtype)) != TensorInfo(shape, dtype):
+                raise UnpicklingError(f"{name!r:.200} has several shapes or dtypes")
+            for rank in _numbers(group["ranks"]):
+                file = self._file(item, rank, layouts)
+                held = _held(about, shape, rank)
+                self._places[name, file] = path, held
+                for chunk, _ in held:  # replicas are read from the first rank that holds them
+                    if chunk.numel:
+                        chunks.setdefault(chunk, Stored(chunk, file, 0, 0))
+        self._chunks[name] = [*chunks.values()]
+
+    def _file(self, item: str, rank: int, layouts: Mapping[int, Any]) -> str:
+        if rank not in layouts:
+            raise UnpicklingError(f"rank {rank} has no file of {item!r:.200}")
+        layout = layouts[rank]
+        if layout is None:
+            return f"{item}_{rank}.pt"
+        kind = layout["serialization_format"]["type"]
+        if kind != "TorchSerialization":
+            raise NotACheckpointError(
+                f"{self.path}: item {item} is stored as {kind!r:.80}; only TorchSerialization is read: save it so, or "
+                "convert the folder to safetensors with torch_checkpointing and load that"
+            )
+        return str(PurePosixPath(layout["file_path"]))
+
+    def _load(self, name: str, stored: Stored) -> torch.Tensor:
+        path, held = self._places[name, stored.file]
+        value = self._item(name, stored)
+        with contextlib.suppress(KeyError, IndexError, TypeError):
+            for part in path:
+                value = value[part]
+            local = value._local_tensor if isinstance(value, DTensor) else value  # noqa: SLF001 - no mesh is there
+            if isinstance(local, torch.Tensor):
+                return local[next(index for chunk, index in held if chunk == stored.chunk)]
+        raise self._corrupt(stored, name, "does not hold it")
+
+    def _item(self, name: str, stored: Stored) -> Any:
+        """Return the content of a file, its tensors mapped and not read. Raises: CorruptCheckpointError; OSError."""
+        if stored.file not in self._open:
+            try:
+                FileReader(self.path / stored.file).close()  # refuses what is no file
+                value = torch.load(self.path / stored.file, weights_only=True, mmap=True, map_location="cpu")
+            except FileNotFoundError as error:
+                raise self._corrupt(stored, name, "is missing") from error
+            except OSError:
+                raise
+            except Exception as error:  # a pickle can fail in any way
+                reason = (str(error) or type(error).__name__).splitlines()[0]
+                raise self._corrupt(stored, name, f"cannot be read as plain data: {reason}") from error
+            self._open[stored.file] = value
+        return self._open[stored.file]
+
+
+def _held(about: Any, shape: Shape, rank: int) -> _Cell:
+    """Return the chunks that a rank holds. Raises: UnpicklingError for a description of another kind."""
+    data = about["data"]
+    if about["type"] == "default_tensor_v1":
+        parts = [[_numbers(part) for part in data[key]] for key in ("global_offsets", "local_offsets", "local_sizes")]
+        held = [
+            (Chunk(at, size), tuple(slice(a, a + n) for a, n in zip(local, size, strict=True)))
+            for at, local, size in zip(*parts, strict=True)
+        ]
+    elif about["type"] == "DTensorShardingMetadata":
+        mesh = data["mesh_spec"]
+        sizes, ranks = _numbers(mesh["mesh_shape"]), _numbers(mesh["mesh_data"])
+        if math.prod(sizes) != len(ranks):  # before anything is as large as the file claims
+            raise UnpicklingError("a mesh is malformed")
+        placements = tuple(_placement(placement, len(shape), len(ranks)) for placement in data["placements"])
+        held = [*chunks_at(shape, placements, sizes, _coordinates(sizes, ranks)[rank])]
+    else:
+        raise UnpicklingError(f"it describes a tensor as {about['type']!r:.80}, which this version does not know")
+    for chunk, _ in held:
+        if len(chunk.sizes) != len(shape) or any(map(_outside, chunk.offsets, chunk.sizes, shape)):
+            raise UnpicklingError("a chunk is not inside its tensor")
+    return held
+
+
+@functools.lru_cache(maxsize=64)
+def _coordinates(sizes: tuple[int, ...], ranks: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    """Return the place of each rank in a mesh."""
+    return dict(zip(ranks, itertools.product(*map(range, sizes)), strict=True))
+
+
+def _outside(offset: int, size: int, whole: int) -> bool:
+    return offset + size > whole
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    """Return a tuple of integers that are not negative. Raises: UnpicklingError for anything else."""
+    if type(values) not in (list, tuple) or not all(type(n) is int and 0 <= n < 2**63 for n in values):
+        raise UnpicklingError("a list of numbers is malformed")
+    return tuple(values)
+
+
+def _dtype(name: Any) -> torch.dtype:
+    value = vars(torch).get(str(name).removeprefix("torch."))
+    if not isinstance(value, torch.dtype):
+        raise UnpicklingError(f"{name!r:.80} is no dtype")
+    return value
+
+
+def _placement(placement: Any, num_dims: int, num_ranks: int) -> Placement:
+    kind = placement["type"]
+    if kind == "Replicate":
+        return Replicate()
+    (dim,) = _numbers([placement["dim"]])
+    if dim >= num_dims:
+        raise UnpicklingError("a tensor is sharded along a dim that it does not have")
+    if kind == "Shard":
+        return Shard(dim)
+    (factor,) = _numbers([placement["split_factor"]])
+    if kind != "StridedShard" or not 0 < factor <= num_ranks:
+        raise UnpicklingError(f"a placement {kind!r:.80} is malformed")
+    return _StridedShard(dim, split_factor=factor)

@@ -1,0 +1,224 @@
+"""Writing the torch.distributed.checkpoint format: folders that `dcp.load` and torchtitan read.
+
+Owns which rank writes what. dcp.py reads such folders.
+Source: torch/distributed/checkpoint/{metadata,filesystem,planner_helpers}.py.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from titan_ckpt import progress
+from titan_ckpt.disk import posix
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.encoding.strict_json import Json
+from titan_ckpt.errors import ExportError, listed
+from titan_ckpt.formats.dcp.metadata import METADATA
+from titan_ckpt.formats.publish.run import published
+from titan_ckpt.geometry.chunks import LazyTensor, blocks_of, dtype_name, info_of, layout_of
+from titan_ckpt.geometry.requests import StoredValue
+from titan_ckpt.types import StateDict
+from titan_ckpt.weights.write_view import FileGroup
+
+
+class _Appender(io.RawIOBase):
+    """A stream that appends to a file at once, so that torch.save never keeps a tensor in memory twice."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self._fd = fd
+        self.position = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        posix.pwrite_all(self._fd, view, self.position)
+        self.position += len(view)
+        return len(view)
+
+
+@dataclass(frozen=True, slots=True)
+class DcpExport:
+    """An export into a folder that `dcp.load` reads."""
+
+    tensors: StateDict
+    values: Mapping[str, StoredValue] = field(default_factory=dict)
+    groups: tuple[FileGroup, ...] = ()
+    """Ranks write shards as they are, so none are put together."""
+
+    def write(self, folder: Path, coordinator: Coordinator) -> None:
+        """Write the folder and publish it atomically. Lazy tensors are resolved one by one. Collective.
+
+        Raises: as `write_dcp`; FileExistsError. Nothing has the folder's name then.
+        """
+        total = sum(info_of(value).nbytes for value in self.tensors.values())
+        with (
+            published(folder, coordinator, "dcp-", lambda: None) as (path, _),
+            progress.shown(f"exporting {folder.name}", total // coordinator.world_size),
+        ):
+            write_dcp(path, self.tensors, coordinator, self.values)
+
+
+def write_dcp(
+    folder: Path, tensors: StateDict, coordinator: Coordinator, values: Mapping[str, StoredValue] | None = None
+) -> None:
+    """Write a state dict so that plain `dcp.load` reads it. Lazy tensors are resolved one at a time.
+
+    Collective. 1 Every rank posts the chunks and values that it holds. 2 The lowest rank that holds one writes it, to
+    its own file. 3 Rank 0 writes the metadata. All files are synced; the caller publishes the folder.
+    Raises: ExportError for values that differ between ranks; OSError; PeerError.
+    """
+    values = values or {}
+    alone = coordinator.world_size == 1  # then the layout of lazy tensors is not needed before they are written
+    held: Json = {} if alone else {name: _offsets(value) for name, value in tensors.items()}
+    digests: Json = {name: value.digest for name, value in values.items()}
+    of_ranks: list[Any] = coordinator.gather("dcp-chunks", {"held": held, "values": digests})
+    writers = _writers([of_rank["held"] for of_rank in of_ranks])
+    own = {name: {c for c, rank in chunks.items() if rank == coordinator.rank} for name, chunks in writers.items()}
+    first = _first_holders([of_rank["values"] for of_rank in of_ranks])
+    mine = {name: value for name, value in values.items() if first[name] == coordinator.rank}
+
+    def write() -> dict[str, Any]:
+        file = folder / f"__{coordinator.rank}_0.distcp"
+        infos = {name: info_of(value) for name, value in tensors.items()}
+        return {
+            "places": _write_chunks(file, tensors, None if alone else own, mine),
+            "infos": {name: [list(info.shape), dtype_name(info.dtype)] for name, info in infos.items()},
+            "paths": {name: list(value.path) for name, value in mine.items()},
+        }
+
+    written = coordinator.gather_results("dcp-places", write)
+    coordinator.together("dcp-metadata", lambda: _write_metadata(folder, written) if coordinator.rank == 0 else None)
+
+
+def _first_holders(tables: list[Any]) -> dict[str, int]:
+    """Return value -> the lowest rank that has it. Raises: ExportError listing values that differ between ranks."""
+    first: dict[str, int] = {}
+    differing = set()
+    for rank, table in enumerate(tables):
+        for name, digest in table.items():
+            if digest != tables[first.setdefault(name, rank)][name]:
+                differing.add(name)
+    if differing:
+        raise ExportError(
+            f"{len(differing)} values differ between ranks, and a DCP folder stores each name once: "
+            f"{listed(sorted(differing), ', ', ' ')}. Leave training_state out of the export"
+        )
+    return first
+
+
+def _writers(tables: list[Any]) -> dict[str, dict[tuple[int, ...], int]]:
+    """Return tensor -> offsets of a chunk -> the rank that writes it: the lowest of those that hold it."""
+    writers: dict[str, dict[tuple[int, ...], int]] = {}
+    for rank, table in enumerate(tables):
+        for name, chunks in table.items():
+            for offsets in chunks:
+                writers.setdefault(name, {}).setdefault(tuple(offsets), rank)
+    return writers
+
+
+def _write_chunks(
+    path: Path,
+    tensors: StateDict,
+    own: Mapping[str, Collection[tuple[int, ...]]] | None,
+    values: Mapping[str, StoredValue],
+) -> list[Json]:
+    """Write chunks and values to a new file and sync it; return the place of each.
+
+    `own`: tensor -> offsets of the chunks that this rank writes; None: all chunks. Lazy tensors that are collective are
+    resolved after an error too, because other ranks cannot resolve them alone. Raises: the first error.
+    """
+    places: list[Json] = []
+    error: BaseException | None = None
+    fd = -1
+    try:
+        fd = posix.open_exclusive(path)
+    except Exception as e:
+        error = e
+    file = _Appender(fd)
+    for name, value in tensors.items():
+        if error is not None and not (isinstance(value, LazyTensor) and value.collective):
+            continue
+        try:
+            for block in blocks_of(value):
+                if error is None and (own is None or block.chunk.offsets in own.get(name, ())):
+                    start = file.position
+                    progress.advance(block.data.nbytes)
+                    torch.save(_alone(block.data), cast(IO[bytes], file))
+                    chunk: list[Json] = [[*block.chunk.offsets], [*block.chunk.sizes]]
+                    places.append([name, *chunk, path.name, start, file.position - start])
+        except Exception as e:
+            error = error or e
+    try:
+        if fd >= 0:
+            try:
+                for name, stored in values.items() if error is None else ():
+                    start = file.position
+                    file.write(stored.data)
+                    places.append([name, None, None, path.name, start, len(stored.data)])
+                if error is None:
+                    posix.fsync(fd)
+            finally:
+                posix.close(fd)
+    except Exception as e:
+        error = error or e
+    if error is not None:
+        raise error
+    return places
+
+
+def _offsets(value: torch.Tensor | LazyTensor) -> list[Json]:
+    """Return the offsets of the chunks that this rank holds; a lazy tensor is computed only if it has no layout."""
+    layout = layout_of(value)
+    if isinstance(layout, tuple):
+        return [list(chunk.offsets) for chunk in layout]
+    return [list(block.chunk.offsets) for block in blocks_of(value if layout is None else layout)]
+
+
+def _alone(data: torch.Tensor) -> torch.Tensor:
+    """Return the values in memory that holds nothing else, because torch.save writes the whole storage of a view."""
+    data = data.detach().cpu().contiguous()
+    return data if data.untyped_storage().nbytes() == data.nbytes else data.clone()
+
+
+def _write_metadata(folder: Path, gathered: list[Any]) -> None:
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    paths: dict[str, tuple[str, ...]] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for of_rank in gathered:
+        for name, (shape, dtype) in of_rank["infos"].items():
+            properties = TensorProperties(dtype=getattr(torch, dtype))
+            entries.setdefault(name, TensorStorageMetadata(properties, torch.Size(shape), []))
+        paths |= {name: tuple(path) for name, path in of_rank["paths"].items()}
+        for name, offsets, sizes, file, position, length in of_rank["places"]:
+            if offsets is None:
+                entries[name] = BytesStorageMetadata()
+                storage[MetadataIndex(name)] = _StorageInfo(file, position, length)
+                continue
+            entry = entries[name]
+            assert isinstance(entry, TensorStorageMetadata)
+            chunks = entry.chunks
+            storage[MetadataIndex(name, offsets, len(chunks))] = _StorageInfo(file, position, length)
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+    metadata = Metadata(dict(entries), planner_data={n: paths.get(n, (n,)) for n in entries}, storage_data=storage)
+    metadata.storage_meta = StorageMeta()
+    posix.write_file(folder / METADATA, pickle.dumps(metadata))

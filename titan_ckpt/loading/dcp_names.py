@@ -48,10 +48,16 @@ class StoredNames:
         own = {name: fqn for fqn, names in theirs.items() for name in names[:1]}
         repeats = {name: fqn for fqn, names in theirs.items() for name in names[1:]} | dict(tied)
         repeats = {name: repeats[name] for name in repeats.keys() - selected(repeats, ignore)}
-        found = cls({own.get(k, k): v for k, v in available.items() if k not in repeats or k in wanted}, prefix, theirs)
-        for alias, fqn in repeats.items():
-            if alias in available and alias not in wanted and fqn in wanted:
-                found._require_equal(reader, alias, fqn, wanted[fqn])
+        once = {own.get(k, k): info for k, info in available.items() if k not in repeats or k in wanted}
+        found = cls(once, prefix, theirs)
+        twice = [(alias, fqn) for alias, fqn in repeats.items() if alias in available and alias not in once]
+        differing = [pair for pair in twice if pair[1] in wanted and not found._is_one(reader, *pair, wanted[pair[1]])]
+        if differing and once.keys() >= wanted.keys():
+            raise LoadMismatchError(
+                f"{reader.path}: {' and '.join(differing[0])} are one tensor in this model and differ there: untie them, "
+                "take a checkpoint of a tied model, or name the one that is not used in checkpoint.initial_load.ignore"
+            )
+        once |= {alias: available[alias] for alias, _ in differing}  # of another model: listed with all that differs
         return found
 
     def there(self, requests: Sequence[ReadRequest]) -> list[ReadRequest]:
@@ -61,19 +67,18 @@ class StoredNames:
     def _key(self, name: str) -> str:
         return self._prefix + self._theirs.get(name, (name,))[0]
 
-    def _require_equal(self, reader: TensorReader, alias: str, fqn: str, live: torch.Tensor) -> None:
+    def _is_one(self, reader: TensorReader, alias: str, fqn: str, live: torch.Tensor) -> bool:
+        """Return whether the folder has the same values under both names, as far as this rank holds the live tensor."""
         first, second = reader.tensors.get(self._key(fqn)), reader.tensors[self._prefix + alias]
-        equal = first == second and first is not None and first.shape == tuple(live.shape)
-        for block in blocks_of(live) if equal else ():
+        if first != second or second.shape != tuple(live.shape):
+            return False
+        for block in blocks_of(live):
             parts = [torch.empty(block.chunk.sizes, dtype=second.dtype) for _ in range(2)]
             keys = (self._key(fqn), self._prefix + alias)
             reader.read([ReadRequest(key, block.chunk, part) for key, part in zip(keys, parts, strict=True)])
-            equal = equal and torch.equal(*parts)
-        if not equal:
-            raise LoadMismatchError(
-                f"{reader.path}: {alias} and {fqn} are one tensor in this model and differ there: untie them, or take "
-                "a checkpoint of a tied model"
-            )
+            if not torch.equal(*parts):
+                return False
+        return True
 
 
 def _count(available: Mapping[str, TensorInfo], names: Iterable[str]) -> int:

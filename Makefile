@@ -8,15 +8,20 @@ CORE := tests/test_without_extras.py tests/test_golden_native.py tests/test_mana
 	$(addprefix tests/unit/test_,config.py policy.py progress.py)
 
 # Tests start many processes: what one of them has compiled, the others read, whatever the caller's shell says.
-test test-torchtitan: export PYTHONDONTWRITEBYTECODE :=
+test-here test-torchtitan: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-torchtitan lint check bench soak zoo clean
+.PHONY: demo test test-here test-torchtitan lint check bench soak zoo clean
 
 demo: $(READY)
 	$(BIN)/python -m docs.examples.demo
 
+# torchtitan's tests run beside the others, because most of them keep one core busy; what they print comes last.
+test: $(READY) $(TITAN)/.ready
+	@log=$$(mktemp); $(MAKE) --no-print-directory test-torchtitan > $$log 2>&1 & titan=$$!; \
+	$(MAKE) --no-print-directory test-here; here=$$?; wait $$titan; titan=$$?; cat $$log; rm $$log; exit $$((here | titan))
+
 # The tests of the core come first, in processes that refuse every optional package.
-test: $(READY) test-torchtitan
+test-here: $(READY)
 	PYTHONPATH=tests/without_extras $(BIN)/python -m pytest -n 3 --dist loadfile $(CORE)
 	$(BIN)/python -m pytest -n 3 --dist loadfile $(CORE:%=--ignore=%)
 

@@ -406,8 +406,9 @@ class CheckpointManager:
         self.maybe_wait_for_staging()
         self.last_step.is_changing = True
 
-    def _save_mark(self, mark: Mark) -> None:
+    def _save_mark(self, mark: Mark | None) -> None:
         self._half_loaded.refuse("the last completed step is not saved")
+        assert mark is not None and self.last_step.marked is not None
         if mark.step != self.last_step.saved:
             self._save(mark.step, {}, skippable=False, last=True, mark=mark)
         self.wait()

@@ -336,7 +336,7 @@ class LastStep:
     run: RunState
     saver: Saver | None
     coordinator: Coordinator
-    save_mark: Callable[[Mark], None]
+    save_mark: Callable[[Mark | None], None]
     """Saves a marked step, unless it is saved already, and waits for it."""
     expected_bytes: Callable[[], int]
     """Estimates this rank's bytes in a save."""
@@ -368,7 +368,6 @@ class LastStep:
 
         Raises: SaveError; HalfLoadedError.
         """
-        assert self.mark is not None and self.marked is not None
         self.save_mark(self.mark)
 
     def line(self) -> Coordinator:

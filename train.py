@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from titan_ckpt.training.command import main
+from titan_ckpt.training.launch.command import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], program="train.py"))

@@ -13,7 +13,7 @@ _MODULES = (
     "titan_ckpt.models.qwen3",
     "titan_ckpt.models.qwen3_moe",
     "titan_ckpt.training.trainer",
-    "titan_ckpt.training.command",
+    "titan_ckpt.training.launch.command",
     "converters.float8.converter",
     "converters.lora.converter",
     "converters.qat.converter",

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from tests.tiny_run import losses
 from titan_ckpt.training.callbacks import Callback
-from titan_ckpt.training.command import main
+from titan_ckpt.training.launch.command import main
 
 ROOT = Path(__file__).parents[1]
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from converters import from_tables
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.callbacks.console import read_metrics
-from titan_ckpt.training.command import main
+from titan_ckpt.training.launch.command import main
 from titan_ckpt.training.run_file import read_run
 
 ROOT = Path(__file__).parents[1]

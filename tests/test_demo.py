@@ -13,7 +13,7 @@ from rich.console import Console
 
 from docs.examples import demo
 from tests.forked import Program
-from titan_ckpt.training import command
+from titan_ckpt.training.launch import command
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from tests.forked import Program
-from titan_ckpt.training import command
+from titan_ckpt.training.launch import command
 
 STEPS, HALF = 100, 50
 

@@ -1,8 +1,8 @@
 """Train from a run file, look at checkpoints of any format, compare, convert and merge them, and prune a run's folder.
 
 Exit codes: 0 fine or the same; 1 different, damaged or refused; 2 wrong use, or input that cannot be read. `train` has
-codes of its own (titan_ckpt/training/command.py). Completion of your shell: `titan-ckpt --tyro-print-completion bash`
-(or zsh, tcsh) prints a script to source.
+codes of its own (titan_ckpt/training/launch/command.py). Completion of your shell:
+`titan-ckpt --tyro-print-completion bash` (or zsh, tcsh) prints a script to source.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import tyro
 
 from titan_ckpt.cli.arguments import Command
-from titan_ckpt.training import command as train
+from titan_ckpt.training.launch import command as train
 
 
 def main(args: list[str] | None = None) -> int:

@@ -27,7 +27,7 @@ from tests.tiny_run import losses, rows
 from titan_ckpt import KeyMap
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.training.callbacks import Callback
-from titan_ckpt.training.command import main
+from titan_ckpt.training.launch.command import main
 from titan_ckpt.training.outcome import Outcome
 from titan_ckpt.training.trainer import Trainer
 

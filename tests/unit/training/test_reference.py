@@ -12,9 +12,9 @@ import pytest
 from titan_ckpt.config import from_dict
 from titan_ckpt.encoding.toml import fields_of, tables_in
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.training.command import main
 from titan_ckpt.training.config import RunConfig
-from titan_ckpt.training.reference import as_markdown, tables
+from titan_ckpt.training.launch.command import main
+from titan_ckpt.training.launch.reference import as_markdown, tables
 
 ROOT = Path(__file__).parents[3]
 HEADERS = {table.header.strip("[]") for table in tables()}
@@ -22,7 +22,7 @@ KEYS = {f"{table.header.strip('[]')}.{key.name}".lstrip(".") for table in tables
 
 
 def test_the_page_is_current() -> None:
-    """docs/configuration.md is what `python -m titan_ckpt.training.reference` prints."""
+    """docs/configuration.md is what `python -m titan_ckpt.training.launch.reference` prints."""
     assert (ROOT / "docs" / "configuration.md").read_text() == as_markdown()
 
 

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from tests.test_bad_input import write_config
 from titan_ckpt import progress
-from titan_ckpt.training import terminal
 from titan_ckpt.training.callbacks import console as console_callbacks
-from titan_ckpt.training.command import main
+from titan_ckpt.training.launch import terminal
+from titan_ckpt.training.launch.command import main
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

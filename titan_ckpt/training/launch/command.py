@@ -32,7 +32,7 @@ def main(argv: Sequence[str], program: str = "titan-ckpt train") -> int:
     parser.epilog = EPILOG
     arguments, overrides = parser.parse_known_args(argv)
     if arguments.list:
-        from titan_ckpt.training.reference import as_text
+        from titan_ckpt.training.launch.reference import as_text
 
         print(as_text(), end="")  # noqa: T201 - this is what the command is asked for
         return DONE
@@ -41,7 +41,7 @@ def main(argv: Sequence[str], program: str = "titan-ckpt train") -> int:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last, so that no file here hides a package; for code that the settings name
     from titan_ckpt.errors import CheckpointError
-    from titan_ckpt.training.terminal import configure_logging
+    from titan_ckpt.training.launch.terminal import configure_logging
 
     configure_logging()
     try:
@@ -79,7 +79,7 @@ def build_trainer(path: str, overrides: Sequence[str]) -> Trainer:
 def _report(error: CheckpointError, path: str) -> int:
     """Say what went wrong, once for all ranks of a host if all have the same fault; return the exit code."""
     from titan_ckpt.errors import ConfigError, says_setting_is_wrong
-    from titan_ckpt.training.terminal import say
+    from titan_ckpt.training.launch.terminal import say
 
     if isinstance(error, ConfigError) and error.source not in (path, "command line"):
         error = ConfigError(error.problems, path if error.source == "config" else f"{path}: {error.source}")

@@ -1,0 +1,1 @@
+"""How a run is started from a shell: its command line, its log, and the reference of its settings."""

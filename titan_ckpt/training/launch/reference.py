@@ -71,7 +71,7 @@ def as_markdown() -> str:
     out = [
         "# Configuration",
         "",
-        "Every key of a run file. `python -m titan_ckpt.training.launch.reference` makes this page from the source, and",
+        "Every key of a run file. `python -m titan_ckpt.training.launch.reference` makes this page from the source;",
         "`titan-ckpt train --list` prints the same, with the converters that are installed. A key can be set on the",
         "command line too: `--checkpoint.save.interval 10`. A default of `absent` is described in the last column.",
     ]

@@ -51,11 +51,12 @@ class Failures:
             if failed:
                 raise error or of_peers
             return
+        assert error is not None, "all ranks failed"
         self._in_row[what] += 1
         count, most = self._in_row[what], self._config.max_failures_in_row
         logger.warning("step %d is not %s (%d in a row, %d are accepted): %s", step, what, count, most, error)
         if count > most:
-            raise error or of_peers
+            raise error
 
 
 def outcome_of(error: BaseException | None) -> Outcome:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
-import warnings
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -145,13 +146,13 @@ def full_outcome(base: Path, folder: Path) -> Outcome:
 
 
 def lora_outcomes(base: Path, folder: Path) -> dict[str, Outcome]:
-    """Return the verdict about LoRA on all linear modules, and, if some are refused by name, about LoRA without them."""
+    """Return the verdict about LoRA on all linear modules; if some are refused by name, also without them."""
     left_out: set[str] = set()
     outcomes: dict[str, Outcome] = {}
     for attempt in range(_ATTEMPTS):
         targets = _Targets(left_out)
         run = folder / str(attempt)
-        outcome = _judged(lambda targets=targets, run=run: lora_run(base, run, targets), folder.parent)  # type: ignore[misc]
+        outcome = _judged(partial(lora_run, base, run, targets), folder.parent)
         outcomes[_LORA_REST if left_out else _LORA] = outcome
         more = targets.named_in(outcome.note) if outcome.verdict == "refused" else set()
         if not more:

@@ -76,7 +76,12 @@ class Case:
 
 
 def _shown(value: Any) -> str:
-    return type(value).__name__ if dataclasses.is_dataclass(value) else str(value)
+    if not dataclasses.is_dataclass(value):
+        return str(value)
+    numbers = [
+        f"{f.name}={v}" for f in dataclasses.fields(value) if isinstance(v := getattr(value, f.name), int | float)
+    ]
+    return f"{type(value).__name__}({', '.join(numbers)})"
 
 
 def exact(base: str = "llama", **settings: Any) -> Case:

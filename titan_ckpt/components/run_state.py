@@ -364,14 +364,19 @@ class RunState:
         """Give all state that was read to its owners, after `check`; random generators last."""
         if "model" not in exclude:
             self.model.load_extra_state(run.get("model", {}))
-        if "optimizer" not in exclude and self.optimizer is not None and self.rank == 0:
-            replaced = self.optimizer.replaced_settings(run["optimizer"], _scheduled(run.get("lr_scheduler", [])))
-            if replaced:
-                logger.warning("the optimizer goes on with the checkpoint's %s", listed(replaced))
+        if "optimizer" not in exclude and self.rank == 0:
+            self._log_replaced_settings(run)
         for name, restore in self._restorers(self.optimizer, run, rank, tensors, exclude).items():
             if name not in exclude:
                 assert restore is not None, "check() comes first"
                 restore()
+
+    def _log_replaced_settings(self, run: dict[str, Any]) -> None:
+        """Say which settings of this run's optimizers those of the checkpoint replace."""
+        scheduled = _scheduled(run.get("lr_scheduler", []))
+        replaced = [] if self.optimizer is None else self.optimizer.replaced_settings(run["optimizer"], scheduled)
+        if replaced:
+            logger.warning("the optimizer goes on with the checkpoint's %s", listed(replaced))
 
     def _restorers(
         self,

@@ -51,11 +51,12 @@ class StoredNames:
         once = {own.get(k, k): info for k, info in available.items() if k not in repeats or k in wanted}
         found = cls(once, prefix, theirs)
         twice = [(alias, fqn) for alias, fqn in repeats.items() if alias in available and alias not in once]
-        differing = [pair for pair in twice if pair[1] in wanted and not found._is_one(reader, *pair, wanted[pair[1]])]
+        live = [pair for pair in twice if pair[1] in wanted]
+        differing = [pair for pair in live if not found._is_one(reader, *pair, wanted[pair[1]])]
         if differing and once.keys() >= wanted.keys():
             raise LoadMismatchError(
-                f"{reader.path}: {' and '.join(differing[0])} are one tensor in this model and differ there: untie them, "
-                "take a checkpoint of a tied model, or name the one that is not used in checkpoint.initial_load.ignore"
+                f"{reader.path}: {' and '.join(differing[0])} are one tensor in this model and differ there: untie "
+                "them, take a checkpoint of a tied model, or name the one that is not used in checkpoint.initial_load.ignore"
             )
         once |= {alias: available[alias] for alias, _ in differing}  # of another model: listed with all that differs
         return found

@@ -78,10 +78,9 @@ class Case:
 def _shown(value: Any) -> str:
     if not dataclasses.is_dataclass(value):
         return str(value)
-    numbers = [
-        f"{f.name}={v}" for f in dataclasses.fields(value) if isinstance(v := getattr(value, f.name), int | float)
-    ]
-    return f"{type(value).__name__}({', '.join(numbers)})"
+    fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+    numbers = ", ".join(f"{name}={number}" for name, number in fields if isinstance(number, int | float))
+    return f"{type(value).__name__}({numbers})"
 
 
 def exact(base: str = "llama", **settings: Any) -> Case:

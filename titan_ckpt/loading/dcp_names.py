@@ -56,7 +56,8 @@ class StoredNames:
         if differing and once.keys() >= wanted.keys():
             raise LoadMismatchError(
                 f"{reader.path}: {' and '.join(differing[0])} are one tensor in this model and differ there: untie "
-                "them, take a checkpoint of a tied model, or name the one that is not used in checkpoint.initial_load.ignore"
+                "them, take a checkpoint of a tied model, or name the one that is not used in "
+                "checkpoint.initial_load.ignore"
             )
         once |= {alias: available[alias] for alias, _ in differing}  # of another model: listed with all that differs
         return found

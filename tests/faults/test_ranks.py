@@ -142,20 +142,30 @@ def test_no_operation_is_a_bad_moment_for_a_rank_to_fail() -> None:
             for case, root, results in zip(cases, roots, answers, strict=True):
                 if fault := judge(case, root, results):
                     found.append(f"{case}: {fault}")
-                after = [outcome_of_next_world(root, case.world)]
-                if after != [(30, 3)]:
+            for case, after in zip(cases, outcomes_of_next_worlds(cases, roots), strict=True):
+                if after != (30, 3):
                     found.append(f"{case}: the next world found {after}")
     assert found == []
 
 
-def outcome_of_next_world(root: Path, world: int) -> Any:
-    """Save step 30 with new ranks and load it."""
-    ranks = Ranks(world, lambda line: outcome(lambda: save_together(root, line, 30, 3)), 20.0, False)
+def save_30(root: Path) -> Callable[[Coordinator], Any]:
+    return lambda line: outcome(lambda: save_together(root, line, 30, 3))
+
+
+def outcomes_of_next_worlds(cases: list[Case], roots: list[Path]) -> list[Any]:
+    """Save step 30 in each folder with new ranks, and load it."""
+    worlds = [Ranks(case.world, save_30(root), HEALTHY, False) for case, root in zip(cases, roots, strict=True)]
     try:
-        results = [ranks.result(rank) for rank in range(world)]
+        results = [
+            [world.result(rank) for rank in range(case.world)] for world, case in zip(worlds, cases, strict=True)
+        ]
     finally:
-        ranks.stop()
-    return load(root) if results == [["ok", None]] * world else results
+        for world in worlds:
+            world.stop()
+    return [
+        load(root) if result == [["ok", None]] * case.world else result
+        for case, root, result in zip(cases, roots, results, strict=True)
+    ]
 
 
 def test_the_numbers_of_operations_are_right() -> None:

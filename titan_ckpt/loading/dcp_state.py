@@ -61,24 +61,21 @@ def open_dcp_state(
     `values`: names of the values beside tensors that the model's own state_dict() returns.
     Raises: CorruptCheckpointError; LoadMismatchError for state that the folder lacks, and for what does not fit.
     """
-    error: BaseException | None = None
-    made: ResumeState | None = None
-    strangers: list[Json] = []
-    try:
+    made: list[ResumeState] = []
+
+    def plan() -> list[Json]:
         reader = DcpReader(path)
         run, tensors, keys = _run_state(reader, run_state, exclude, step)
         rank = RankState(None, _positions(reader) if "dataloader" not in exclude else ())
         run["model"] = {n: reader.item(n) for n in (*run_state.model.extra_state_names(), *values) if n in reader.items}
         run_state.check(run, rank, exclude, values)
         requests = [ReadRequest(keys[key], b.chunk, b.data) for key, t in tensors.items() for b in blocks_of(t)]
-        strangers += _strangers(reader, run, exclude)
-        made = ResumeState(run, rank, tensors, reader.plan(requests))
-    except Exception as e:
-        error = e
-    if nowhere := trained_nowhere("dcp-plan", run_state, strangers, coordinator, error):
+        made.append(ResumeState(run, rank, tensors, reader.plan(requests)))
+        return _strangers(reader, run, exclude)
+
+    if nowhere := trained_nowhere("dcp-plan", run_state, coordinator, plan):
         raise misfit([f"{OPTIMIZER}{fqn}.state" for fqn in nowhere])
-    assert made is not None
-    return made
+    return made[0]
 
 
 def _run_state(

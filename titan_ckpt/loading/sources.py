@@ -15,7 +15,6 @@ from typing import Any, Self
 
 from titan_ckpt.directory.manifest import FileRecord
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import ConverterError, LoadMismatchError, listed
 from titan_ckpt.formats.huggingface.peft import PeftReader, unselected
 from titan_ckpt.formats.huggingface.reader import TIED, HuggingFaceReader
@@ -135,28 +134,29 @@ def prepare_load(
     state = ModelState({}, {}, ())
     opened: list[_Opened] = []
     try:
-        error: BaseException | None = None
-        try:
+
+        def facts() -> dict[str, Any]:
+            nonlocal state
             state = wrapper.state("full", room=bool(sources))
             if sources and (names := without_memory(state.tensors)):
                 raise LoadMismatchError(
                     f"{len(names)} tensors of the model have no memory to load into, such as {names[0]}: materialise a "
                     "model that was built on meta (model.to_empty(device=...)), and run a lazy one once, before load()"
                 )
-        except Exception as e:
-            error = e
+            return {
+                "owned": any(map(wrapper.owns, state.tensors)),
+                "made": [*state.made],
+                "loads": any(own.loads for own in state.own),
+            }
+
+        everywhere = coordinator.gather_results("load-wanted", facts)
         wanted = state.tensors
-        facts: Json = {
-            "owned": any(map(wrapper.owns, wanted)),
-            "made": [*state.made],
-            "loads": any(own.loads for own in state.own),
-        }
-        everywhere: list[Any] = coordinator.gather("load-wanted", facts, error)
         owned = any(of_rank["owned"] for of_rank in everywhere)
         # a rank whose shard of a tensor is empty cannot tell whether it is live, and must take part all the same
         made = {fqn for of_rank in everywhere for fqn in of_rank["made"]}
         gives_back = bool(made) or any(of_rank["loads"] for of_rank in everywhere)
-        try:
+
+        def plan() -> list[list[list[str]]]:
             for source in sources:
                 if source.adapter and not owned:
                     raise LoadMismatchError(
@@ -172,22 +172,19 @@ def prepare_load(
             for o in opened:
                 if o.source.format == "peft":
                     check_named_base(o.source.path, o.reader.metadata(), base)
-        except Exception as e:
-            error = e
-        if any(source.initialise for source in sources):
-            of_ranks: Any = coordinator.gather("load-partial", [list(o.partial.unmatched) for o in opened], error)
-            for source, *lists in zip(sources, *of_ranks, strict=True):
-                refuse_unmatched(source, "initialise", lists, wanted)
-        unexpected = coordinator.gather("load-plan", [list(o.plan.report.unexpected) for o in opened], error)
-        unknown = [set.intersection(*map(set, of_ranks)) for of_ranks in zip(*unexpected, strict=True)]
-        report = LoadReport()
-        fills: list[tuple[Sequence[str], Fill]] = []
-        try:
+            return [[[*o.partial.unmatched], [*o.plan.report.unexpected]] for o in opened]
+
+        unknown = []
+        for source, *of_ranks in zip(sources, *coordinator.gather_results("load-plan", plan), strict=True):
+            if source.initialise:
+                refuse_unmatched(source, "initialise", [unmatched for unmatched, _ in of_ranks], wanted)
+            unknown.append(set.intersection(*(set(unexpected) for _, unexpected in of_ranks)))
+
+        def verdict() -> tuple[LoadReport, list[tuple[Sequence[str], Fill]]]:
             report = _verdict(opened, unknown, wanted, wrapper, require_owned=require_owned)
-            fills = [(o.plan.report.loaded, o.reader.plan(o.plan.requests)) for o in opened]
-        except Exception as e:
-            error = e
-        coordinator.barrier("load-verdict", error)
+            return report, [(o.plan.report.loaded, o.reader.plan(o.plan.requests)) for o in opened]
+
+        report, fills = coordinator.together("load-verdict", verdict)
     except BaseException:
         stack.close()
         raise

@@ -17,7 +17,6 @@ from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding import typed_json
-from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.gc_paused import gc_paused
@@ -65,23 +64,20 @@ class ResumeState:
         an optimizer that does not fit.
         """
         run, rank = _read_states(path, manifest, run_state, exclude, coordinator)
-        error: BaseException | None = None
-        made: Self | None = None
-        strangers: list[Json] = []
-        try:
+        made: list[Self] = []
+
+        def plan() -> list[str]:
             run_state.check(run, rank, exclude, values)
             reader = open_reader()
             available = {key: info for key, info in reader.tensors.items() if not key.startswith(MODEL)}
-            tensors, unknown = run_state.destinations(available, run, exclude)
-            strangers += unknown
+            tensors, strangers = run_state.destinations(available, run, exclude)
             requests = [ReadRequest(key, b.chunk, b.data) for key, t in tensors.items() for b in blocks_of(t)]
-            made = cls(run, rank, tensors, reader.plan(requests))
-        except Exception as e:
-            error = e
-        if nowhere := trained_nowhere("resume-plan", run_state, strangers, coordinator, error):
+            made.append(cls(run, rank, tensors, reader.plan(requests)))
+            return [*strangers]
+
+        if nowhere := trained_nowhere("resume-plan", run_state, coordinator, plan):
             raise misfit(nowhere)
-        assert made is not None
-        return made
+        return made[0]
 
     def apply(self, run_state: RunState, exclude: frozenset[str]) -> None:
         """Give all state to its owners. Raises: what an owner raises."""
@@ -89,14 +85,14 @@ class ResumeState:
 
 
 def trained_nowhere(
-    tag: str, run_state: RunState, strangers: list[Json], coordinator: Coordinator, error: BaseException | None
+    tag: str, run_state: RunState, coordinator: Coordinator, plan: Callable[[], list[Any]]
 ) -> list[str]:
-    """Return the names that are strange on every rank; none if no rank trains anything. Collective.
+    """Call `plan` on every rank, which returns names that are strange to it; return those that are so on every rank.
 
-    Raises: `error` on its rank, and what it is there on the others.
+    None are if no rank trains anything. Collective; fails on all ranks if one fails.
     """
-    facts: Json = {"trains": bool(run_state.optimizers), "strangers": strangers}
-    of_ranks: list[Any] = coordinator.gather(tag, facts, error)
+    trains = bool(run_state.optimizers)
+    of_ranks: list[dict[str, Any]] = coordinator.gather_results(tag, lambda: {"trains": trains, "strangers": plan()})
     if not any(of_rank["trains"] for of_rank in of_ranks):  # a run without optimizers needs none of it
         return []
     return sorted(set.intersection(*(set(of_rank["strangers"]) for of_rank in of_ranks)))
@@ -112,22 +108,23 @@ def _read_states(
     """
     if manifest.kind == "model" and all(file.name != RUN_STATE for file in manifest.files):  # a converted folder
         return {"step": manifest.step}, RankState(None)
-    error: BaseException | None = None
     run: dict[str, Any] = {}
     own: dict[str, Any] | None = None
-    try:
+    position: tuple[DataRank, Any] | None = None
+
+    def unchanged() -> dict[str, bool]:
+        nonlocal run, own, position
         run = _read_state(path, RUN_STATE, manifest)
         if manifest.world_size == coordinator.world_size:
             own = _read_state(path, rank_state_name(coordinator.rank), manifest)
         run = with_rank_parts(run, own)
-    except Exception as e:
-        error = e
-    position = stored_position(own) if own else None
-    unchanged: Json = {
-        "layout": own is not None and own.get("layout") == run_state.layout,
-        "data": own is not None and (position is None or position[0] == run_state.data_rank),
-    }
-    of_ranks: list[Any] = coordinator.gather("resume-layout", unchanged, error)
+        position = stored_position(own) if own else None
+        return {
+            "layout": own is not None and own.get("layout") == run_state.layout,
+            "data": own is not None and (position is None or position[0] == run_state.data_rank),
+        }
+
+    of_ranks = coordinator.gather_results("resume-layout", unchanged)
     rng = own.get("rng") if own is not None and all(of_rank["layout"] for of_rank in of_ranks) else None
     if "dataloader" not in manifest.components or "dataloader" in exclude:
         return run, RankState(rng)
@@ -139,16 +136,13 @@ def _read_states(
 
 def _all_positions(path: Path, manifest: Manifest, coordinator: Coordinator) -> list[Any]:
     """Return the data position of every data-parallel rank that saved; each rank reads some of their files."""
-    error: BaseException | None = None
-    positions: list[Json] = []
-    try:
-        for rank in range(coordinator.rank, manifest.world_size, coordinator.world_size):
-            stored = stored_position(_read_state(path, rank_state_name(rank), manifest))
-            if stored is not None:
-                positions.append([stored[0].rank, stored[0].size, typed_json.encode(stored[1])])
-    except Exception as e:
-        error = e
-    gathered: list[Any] = coordinator.gather("data positions", positions, error)
+
+    def positions() -> list[Any]:
+        ranks = range(coordinator.rank, manifest.world_size, coordinator.world_size)
+        stored = (stored_position(_read_state(path, rank_state_name(rank), manifest)) for rank in ranks)
+        return [[at.rank, at.size, typed_json.encode(state)] for at, state in filter(None, stored)]
+
+    gathered = coordinator.gather_results("data positions", positions)
     stored_by = [(DataRank(rank, size), state) for of_rank in gathered for rank, size, state in of_rank]
     return [typed_json.decode(state, str(path)) for state in in_order(stored_by, str(path))]
 

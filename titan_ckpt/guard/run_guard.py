@@ -125,7 +125,8 @@ class RunGuard:
             self._save_pending = True
             return
         self._stop = notice
-        logger.warning("stopping: %s", notice.reason)
+        if self._line.rank == 0:  # all ranks have the same notice
+            logger.warning("stopping: %s", notice.reason)
 
     def _finish(self, save: Any) -> None:
         """Finish the save in flight, and call `save` if there is time for it: rank 0 decides for all. Collective."""

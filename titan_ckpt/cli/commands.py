@@ -205,14 +205,14 @@ def _pin(command: Pin | Unpin, console: Console) -> int:
 def _save(command: Save, console: Console) -> int:
     from titan_ckpt.guard import outside_request
 
-    name = outside_request.ask(command.run_folder)
+    name = outside_request.ask(command.run_folder, pin=command.pin)
     answer = outside_request.await_answer(command.run_folder, name, command.timeout_seconds)
     if answer.error is not None:
         raise SaveError(f"{command.run_folder}: not saved: {answer.error}")
     if command.json:
         _json({"run": str(command.run_folder), "step": answer.step})
     else:
-        tables.say(console, f"{command.run_folder}: step {answer.step} is saved")
+        tables.say(console, f"{command.run_folder}: step {answer.step} is saved{' and pinned' * command.pin}")
     return SAME
 
 

@@ -20,6 +20,8 @@ from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptC
 
 REQUEST = "save-request"
 ANSWER = "save-answer.json"
+PIN = " pin"
+"""End of the text of a request whose step is to be pinned."""
 _MAX_BYTES = 1 << 16
 
 
@@ -32,12 +34,16 @@ class Answer:
     error: str | None = None
 
 
-def ask(run: Path) -> str:
-    """Write a request and return its name. Raises: CheckpointNotFoundError; CheckpointError if one is waiting."""
+def ask(run: Path, *, pin: bool = False) -> str:
+    """Write a request and return its name. `pin`: the run pins the step before it may expire.
+
+    Raises: CheckpointNotFoundError; CheckpointError if one is waiting.
+    """
     if not run.is_dir():
         raise CheckpointNotFoundError(f"{run} is no folder; name the folder that the run writes into (output_folder)")
     name = uuid.uuid4().hex
     draft = run / f".{REQUEST}-{name}"
+    name += PIN if pin else ""
     posix.write_file(draft, name.encode())
     try:
         posix.rename_noreplace(draft, run / REQUEST)

@@ -17,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from titan_ckpt.config import StopConfig
+from titan_ckpt.directory.store import StepStore
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.guard import outside_request as save_request
@@ -99,12 +100,29 @@ class RunGuard:
             self._save_pending = False
             self._manager.save(step, force=True, metrics=metrics, export=False)
             if self._line.rank == 0 and self._asked is not None:
+                handle = self._manager.in_flight
                 if self._last.saved == step:
-                    self._answering = self._asked, step, self._manager.in_flight
+                    why = self._pin(step, handle) if self._asked.endswith(save_request.PIN) else None
+                    if why is None:
+                        self._answering = self._asked, step, handle
+                    else:
+                        self._answer(save_request.Answer(self._asked, step, why))
                 else:  # it has failed, and on_failure is "warn"
                     self._answer(save_request.Answer(self._asked, step, "the save has failed: see the log of the run"))
                 self._asked = None
         return False
+
+    def _pin(self, step: int, save: SaveHandle | None) -> str | None:
+        """Wait until a save is committed and pin its step, before a later save can expire it. Not collective.
+
+        Return why it is not pinned although it is saved, or None.
+        """
+        if save is None or save.succeeded():
+            try:
+                StepStore(self._manager.base_folder / self._manager.config.folder).pin(step)
+            except (CheckpointError, OSError) as error:
+                return f"step {step} is saved, and not pinned: {error}"
+        return None
 
     def check(self) -> None:
         """Raise StopRun if the run must stop. Call it inside long steps, equally often on every rank."""

@@ -59,7 +59,7 @@ def bars(rows: Sequence[Bar], unit: str) -> str:
     for name, color in dict.fromkeys((name, color) for row in rows for name, _, color in row.parts):
         drawn.append(f'<rect x="{across:.0f}" y="4" width="11" height="11" rx="2" fill="var({color})"/>')
         drawn.append(f'<text x="{across + 16:.0f}" y="14">{html.escape(name)}</text>')
-        across += 30 + 7 * len(name)
+        across += 40 + 10 * len(name)
     for index, row in enumerate(rows):
         top, at = 26 + 18 * index, float(_LEFT)
         drawn.append(f'<text x="{_LEFT - 6}" y="{top + 11}" text-anchor="end">{html.escape(row.label)}</text>')

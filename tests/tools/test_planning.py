@@ -1,0 +1,49 @@
+"""`titan-ckpt plan`: what a run would load, from its TOML file and the folders alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_ckpt.cli.main import main
+
+
+def test_a_plan_names_every_source_and_what_would_fail(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing there; base and adapter; a step over its base; a step that is not there; a broken one is passed over."""
+    run = tmp_path / "run"
+    toml = tmp_path / "run.toml"
+    sources = "".join(f'[[checkpoint.initial_load]]\npath = "{root / name}"\n' for name in ("hf", "peft1"))
+    base = f'output_folder = "{run}"\nmodel = {{ flavor = "debug-0.5m" }}\n[checkpoint.save]\ninterval = 2\n'
+
+    def plan(*settings: str) -> tuple[int, dict[str, Any]]:
+        code = main(["plan", str(toml), *settings, "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    toml.write_text(base)
+    code, found = plan()
+    assert (code, found["step"], found["action"]) == (0, 0, "start from step 0 with initial values")
+    toml.write_text(base + sources)
+    code, found = plan()
+    assert (code, found["action"]) == (0, "load initial weights")
+    assert [(s["role"], s["format"], s["num_tensors"]) for s in found["sources"]] == [
+        ("weights", "hf", 21),
+        ("adapter", "peft", 8),
+    ]
+    shutil.copytree(root / "lora/checkpoints", run / "checkpoints")
+    (run / "checkpoints/step-5").mkdir()
+    code, found = plan()
+    assert (code, found["step"], found["action"]) == (0, 1, "resume step 1 (adapter)")
+    assert [(s["role"], s["format"]) for s in found["sources"]] == [("weights", "hf"), ("adapter", "native")]
+    assert any("step-5 cannot be loaded" in line for line in found["notes"])
+    assert any("none in the config, lora in the step" in line for line in found["notes"])
+    code, found = plan("checkpoint.resume.step=7")
+    assert (code, found["action"]) == (1, "the load would fail")
+    assert "step 7 is not in" in found["problems"][0]
+    assert main(["plan", str(toml), "checkpoint.resume.stepp=7"]) == 2
+    assert "stepp" in capsys.readouterr().err

@@ -66,9 +66,9 @@ class Run:
 
     ranks: list[Program]
 
-    def finish(self) -> None:
-        """Wait for the run to end well."""
-        assert [rank.wait(240) for rank in self.ranks] == [0] * len(self.ranks), self.text()
+    def finish(self, code: int = 0) -> None:
+        """Wait for the run to end with this exit code on every rank."""
+        assert [rank.wait(240) for rank in self.ranks] == [code] * len(self.ranks), self.text()
 
     def text(self) -> str:
         return "\n".join(rank.text() for rank in self.ranks)
@@ -221,7 +221,7 @@ def test_sigterm_saves_the_step_under_way_and_the_run_goes_on_from_there(
     asked = json.loads((tmp_path / "save-answer.json").read_text())["step"]
     run.wait_for(metrics, asked + 1)
     run.ranks[-1].terminate()  # one is enough: it tells the others
-    run.finish()
+    run.finish(75)
     stopped = rows(metrics)[-1]["step"]
     assert max(7, asked + 1) <= stopped < HALF
     assert {path.name for path in (tmp_path / "checkpoints").glob("step-*")} == {f"step-{asked}", f"step-{stopped}"}

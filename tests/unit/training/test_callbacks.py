@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-import wandb
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.tensor import DTensor
@@ -256,6 +255,7 @@ def test_d2_a_tracker_that_cannot_begin_is_said_before_any_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W&B without a key is one ConfigError, with the way out."""
+    import wandb  # not above, where every process that collects tests would take seconds for it
 
     def without_key(**asked: Any) -> None:
         assert (asked["project"], asked["mode"], asked["id"]) == ("p", "online", None)

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.direct import IO_BYTES
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = ".staging-"
 _LOCK = ".lock"
+_COPY_BYTES = 4 << 20
 _LOCK_NAME = re.compile(re.escape(_PREFIX) + "[0-9a-f]{32}" + re.escape(_LOCK))
 _live: set[str] = set()
 """Names of the folders that this process holds: a POSIX lock never conflicts with one of the same process."""
@@ -112,7 +112,7 @@ def copy_file(source: Path, path: Path) -> None:
     try:
         offset = 0
         with source.open("rb") as file:
-            while block := file.read(IO_BYTES):
+            while block := file.read(_COPY_BYTES):
                 posix.pwrite_all(fd, block, offset)
                 offset += len(block)
         posix.fsync(fd)

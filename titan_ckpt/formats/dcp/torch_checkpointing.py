@@ -72,12 +72,13 @@ class TorchCheckpointingReader(DcpReader):
         for file in {stored.file for chunks in self._chunks.values() for stored in chunks}:
             self._require_contained(file)
 
-    def read(self, requests: Sequence[ReadRequest]) -> None:
+    def _fill(self, by_chunk: Mapping[tuple[str, int], Sequence[ReadRequest]]) -> None:
         """Fill every request. A rank's file is mapped, so memory is that of the pages in use."""
         try:
-            super().read(requests)
+            super()._fill(by_chunk)
         finally:
             self._open.clear()
+            self._unread = None
 
     def _take(self, metadata: Any) -> None:
         if type(metadata) is not dict or metadata.get("version") != "2.0":

@@ -74,7 +74,7 @@ def _configs(cls: type) -> Iterator[Any]:
 
 
 def verdict(name: str) -> str:
-    """Return "exact", "refused" or "cannot be constructed"; raise if it trains another model than it exports."""
+    """Return "exact", "refused: why" or "cannot be constructed"; raise if it trains another model than it exports."""
     with quiet():
         torch.manual_seed(0)
         module = made(name)
@@ -84,8 +84,8 @@ def verdict(name: str) -> str:
         converters = build([LoRAConfig(("m",), rank=2)])
         try:
             converters.convert(model)
-        except ConverterError:
-            return "refused"
+        except ConverterError as error:
+            return f"refused: {' '.join(str(error).split())}"
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_()
@@ -126,7 +126,8 @@ def rows_of(name: str, folder: Path) -> list[Row]:
         found = verdict(name)
     except AssertionError as error:
         return [(_short(name), "different", " ".join(str(error).split())[:300])]
-    return [] if found == "cannot be constructed" else [(_short(name), found, "")]
+    judgement, _, note = found.partition(": ")
+    return [] if found == "cannot be constructed" else [(_short(name), judgement, note[:300])]
 
 
 def _short(name: str) -> str:

@@ -77,6 +77,7 @@ class Telemetry:
         self._sinks: list[Sink] = []
         self._guard = threading.Lock()
         self._failed: set[str] = set()
+        self._waiting: list[Mapping[str, Any]] = []
 
     def add_sink(self, sink: Sink) -> None:
         """Call `sink` with every later event."""
@@ -121,9 +122,17 @@ class Telemetry:
 
     def _emit(self, values: Mapping[str, Any]) -> None:
         with self._guard:
-            self._try("telemetry", lambda: append_line(self._path, values))
+            self._try("telemetry", lambda: self._write(values))
             for sink in self._sinks:
                 self._try(f"the sink {sink!r}", lambda sink=sink: sink(values))  # type: ignore[misc]
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        """Append an event to the file. A start that comes to nothing makes no folder: its lines wait for the next."""
+        self._waiting.append(values)
+        if self._path.parent.is_dir() or (values["event"] not in ("start", "end") and not values["error"]):
+            for each in self._waiting:
+                append_line(self._path, each)
+            self._waiting.clear()
 
     def _try(self, what: str, act: Callable[[], None]) -> None:
         try:

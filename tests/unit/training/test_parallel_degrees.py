@@ -91,7 +91,12 @@ def test_every_rank_is_at_one_place() -> None:
             r"Interleaved1F1B needs a multiple of pipeline_parallel 4, found 2",
         ),
         (3, DENSE, {"context_parallel": 3}, r"context_parallel: twice 3 does not divide data\.sequence_length 8192"),
-        (2, {"model_type": "gpt2"}, {"tensor_parallel": 2}, r'tensor_parallel: a model with name = "hf" is sharded by'),
+        (
+            2,
+            {"model_type": "gpt2"},
+            {"tensor_parallel": 2},
+            r"tensor_parallel: a model of transformers, or of your own, is sharded by",
+        ),
     ],
 )
 def test_d7_what_does_not_fit_is_named(world_size: int, model: Any, table: dict[str, Any], expected: str) -> None:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from titan_ckpt.telemetry.events import TELEMETRY
+
 Tree = dict[str, bytes | None]
 """Path below the root -> a file's bytes, None for a folder."""
 
@@ -229,10 +231,9 @@ class Disk:
 
 
 def read_tree(root: Path) -> Tree:
-    """Read a folder from the disk."""
-    return {
-        str(path.relative_to(root)): None if path.is_dir() else path.read_bytes() for path in sorted(root.rglob("*"))
-    }
+    """Read a folder from the disk, without the log of events, which nothing reads to resume a run."""
+    paths = [path for path in sorted(root.rglob("*")) if path.name != TELEMETRY]
+    return {str(path.relative_to(root)): None if path.is_dir() else path.read_bytes() for path in paths}
 
 
 def write_tree(root: Path, tree: Tree) -> None:

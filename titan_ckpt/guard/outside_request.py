@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titan_ckpt.disk import posix
-from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SaveError
 
 REQUEST = "save-request"
 ANSWER = "save-answer.json"
@@ -89,7 +89,7 @@ def answer(run: Path, value: Answer) -> None:
 
 
 def await_answer(run: Path, name: str, timeout_seconds: float) -> Answer:
-    """Wait for the answer to a request; withdraw the request after the timeout. Raises: CheckpointError then."""
+    """Wait for the answer to a request; withdraw the request after the timeout. Raises: SaveError then."""
     deadline = time.monotonic() + timeout_seconds
     while time.monotonic() < deadline:
         with suppress(FileNotFoundError):
@@ -98,7 +98,7 @@ def await_answer(run: Path, name: str, timeout_seconds: float) -> Answer:
                 return latest
         time.sleep(0.2)
     withdraw(run)
-    raise CheckpointError(
+    raise SaveError(
         f"{run}: no answer for {timeout_seconds:g} s. Is a run writing there, in a loop with a RunGuard, and are its "
         "steps shorter than that? --timeout-seconds waits longer"
     )

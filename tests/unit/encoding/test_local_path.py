@@ -92,7 +92,7 @@ def test_every_argument_that_names_a_folder_refuses_a_uri(call: str, uri: str, t
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "save --run"])
 def test_every_command_refuses_a_uri(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 1 and a message that says what is supported, also if a folder of that name is there."""
+    """Exit code 2 and a message that says what is supported, also if a folder of that name is there."""
     (tmp_path / "s3:" / "bucket").mkdir(parents=True)
-    assert main([*command.split(), "s3://bucket"]) == 1
+    assert main([*command.split(), "s3://bucket"]) == 2
     assert "mounted file system (no URI such as s3:// is supported)" in capsys.readouterr().err

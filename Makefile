@@ -10,7 +10,7 @@ CORE := tests/test_without_extras.py tests/test_golden_native.py tests/test_mana
 # Tests start many processes: what one of them has compiled, the others read, whatever the caller's shell says.
 test-here test-torchtitan: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-here test-torchtitan lint check bench soak zoo clean
+.PHONY: demo test test-here test-torchtitan lint site check bench soak zoo clean
 
 demo: $(READY)
 	$(BIN)/python -m docs.examples.demo
@@ -30,13 +30,18 @@ test-here: $(READY)
 test-torchtitan: $(TITAN)/.ready
 	$(TITAN)/bin/python -m pytest -c tests/torchtitan/pytest.ini $(if $(FULL),-m "") tests/torchtitan
 
-check: lint test
+check: lint site test
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+# The docs as a site, in build/site. A link, an anchor or a name that leads nowhere is an error.
+site: export NO_MKDOCS_2_WARNING := 1
+site: $(READY)
+	$(BIN)/mkdocs build -f docs/site/mkdocs.yml  # with --quiet no warning would be counted
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.all

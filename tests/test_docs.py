@@ -10,11 +10,16 @@ from pathlib import Path
 
 import pytest
 
+import titan_ckpt
 from tests.forked import Program
+from titan_ckpt import errors
 from titan_ckpt.training.run_file import read_run
 
 ROOT = Path(__file__).parent.parent
-ELSEWHERE = {"use-in-torchtitan.md"}  # tests/torchtitan/test_page.py runs it inside torchtitan
+ELSEWHERE = {
+    "tutorial.md",  # tests/test_wheel.py runs it with the wheel alone
+    "use-in-torchtitan.md",  # tests/torchtitan/test_page.py runs it inside torchtitan
+}
 PAGES = [
     page
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -89,3 +94,24 @@ def test_the_links_between_pages_lead_somewhere() -> None:
         if not (page.parent / target).exists()
     ]
     assert broken == []
+
+
+def test_the_messages_of_the_troubleshooting_page_are_the_products() -> None:
+    """A reader who searches the page for a message finds it: what the first column quotes stands in the source."""
+    sources = [path.read_text() for room in ("titan_ckpt", "converters") for path in (ROOT / room).rglob("*.py")]
+    text = re.sub(r"""["']\s*\n\s*f?["']""", "", "\n".join(sources)).replace(
+        '\\"', '"'
+    )  # a message is of several lines
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^\| `(.+?)`", page, flags=re.MULTILINE)
+    assert len(quoted) > 30
+    assert [part for quote in quoted for part in quote.split(" … ") if part not in text] == []
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    """What `titan_ckpt` exports, and every error, has a line on the page; the site's build finds each of them."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    names = [line.rpartition(".")[2] for line in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)]
+    every_error = {name for name, value in vars(errors).items() if isinstance(value, type) and name.endswith("Error")}
+    assert {*titan_ckpt.__all__, *every_error} - set(names) == set()
+    assert len(names) == len(set(names))

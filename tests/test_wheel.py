@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,11 +13,6 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from titan_ckpt.training.data.corpus import open_corpus
-from titan_ckpt.training.data.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", "-q"]
@@ -71,44 +66,24 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
     assert "[titan_ckpt.tables]\nconverters = converters" in entries
 
 
-def base_model(folder: Path) -> Path:
-    """Write a tiny model of transformers, with a tokenizer."""
-    tokenizer = train_tokenizer(open_corpus("builtin"), 300, Path(os.environ["TITAN_CKPT_TESTS_CACHE"]))
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    torch.nn.Module.to(model, torch.bfloat16)
-    model.save_pretrained(folder)
-    for file in tokenizer.folder.iterdir():
-        shutil.copy(file, folder)
-    return folder
-
-
-def test_from_an_empty_folder_to_an_answer(installed: Path, tmp_path: Path) -> None:
-    """Text of one's own and a Hugging Face model, to a merged model that transformers' pipeline answers from."""
-    base_model(tmp_path / "base")
-    lines = [json.dumps({"text": f"The answer to question {n} is {n * n}."}) for n in range(60)]
-    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+def test_the_tutorial_leads_from_an_empty_folder_to_an_answer(installed: Path, tmp_path: Path) -> None:
+    """All commands and programs of docs/tutorial.md run in order; the page's listings show what `ls` prints."""
     environment = outside()
     environment["PATH"] = f"{installed / 'bin'}:{environment['PATH']}"
-
-    def shell(command: str) -> str:
-        words = ["bash", "-c", command]
-        done = subprocess.run(
-            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    shell("titan-ckpt init lora --model base --data mine.jsonl")
-    small = "--training.steps 4 --training.batch_size 2 --data.sequence_length 16 --training.device cpu"
-    shell(f"titan-ckpt train run.toml {small}")
-    assert "adapter" in shell("titan-ckpt ls outputs/lora/checkpoints")
-    ask = "pipeline('text-generation', 'outputs/lora/exports/step-4')('The answer', max_new_tokens=4, do_sample=False)"
-    answer = shell(f"python -c \"from transformers import pipeline; print({ask}[0]['generated_text'])\"")
-    assert answer.startswith("The answer")
-    assert len(answer.strip()) > len("The answer")
+    page = (ROOT / "docs" / "tutorial.md").read_text()
+    blocks = re.findall(r"^```(sh|python)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    script = "\n".join(text if kind == "sh" else f"python - <<'EOF'\n{text}EOF" for kind, text in blocks)
+    words = ["bash", "-euc", script]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines if line[-2:] == ["resumed", "from"]] == ["20"]
+    assert [line[0] for line in lines if line[-1:] == ["proved"]] == [
+        "exports/step-20", "exports/step-30", "exports/step-20", "exports/step-20-peft",
+    ]  # fmt: skip
+    assert "checkpoints/step-20 is whole" in done.stdout
+    answer = done.stdout.splitlines()[-1]
+    assert answer.startswith("The square of 12")
+    assert len(answer.strip()) > len("The square of 12")

@@ -54,13 +54,15 @@ _HANDLER_UNUSED = (
 class CheckpointManager:
     """Checkpoints of one training run. A context manager; every method is collective over all ranks.
 
-        with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], ...) as manager:
-            start = manager.load().step
-            for step in range(start + 1, steps + 1):
-                loss(...).backward()
-                manager.maybe_wait_for_staging()  # the last save may still be copying the weights
-                optimizer.step()
-                manager.save(step, last_step=step == steps)
+    ```
+    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], ...) as manager:
+        start = manager.load().step
+        for step in range(start + 1, steps + 1):
+            loss(...).backward()
+            manager.maybe_wait_for_staging()  # the last save may still be copying the weights
+            optimizer.step()
+            manager.save(step, last_step=step == steps)
+    ```
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What ranks and programs of the tests need, imported once by the server that they are forked from."""
+"""This module imports what ranks and programs of the tests need, once, in the server that they are forked from."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class CheckpointManager:
             is_half_loaded=lambda: bool(self._half_loaded),
             is_watched=bool(self._step_hooks),
         )
-        """What RunGuard and the Trainer use."""
+        """The last completed step; RunGuard and the Trainer use it."""
         self._base: dict[str, Any] | None = None
         self._resumed_from: dict[str, Any] | None = None
         self._is_last_save = False

@@ -153,7 +153,7 @@ def test_after_a_flipped_bit_the_ladder_ends_on_a_step_with_every_tensor_right(
 
 @pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
 def test_a_wrong_block_names_what_was_overwritten_and_nothing_is_kept(tmp_path: Path, cold: bool) -> None:
-    """Of weights and of moments, each in its own read; until another load succeeds save and export refuse."""
+    """Weights and moments are read one after the other; until another load succeeds, save and export refuse."""
     run = Run(tmp_path)
     history = run.save(2)
     flip(file_of(tmp_path, 2), 0.9, cold=cold)

@@ -73,7 +73,7 @@ def _tied(seed: int) -> nn.Sequential:
 
 
 def test_a_tied_tensor_has_both_names_and_must_be_one(tmp_path: Path) -> None:
-    """What dcp.load and torchtitan expect of a tied model is exported and loaded; two different tensors are refused."""
+    """A tied model is exported and loaded with both names, as torchtitan has it; two different tensors are refused."""
     model = _tied(1)
     config = CheckpointConfig(export=(ExportConfig("dcp"),))
     with CheckpointManager(config, model_parts=[model], base_folder=tmp_path) as manager:

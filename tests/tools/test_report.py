@@ -134,7 +134,7 @@ def test_the_page_needs_nothing_from_elsewhere(run: Path) -> None:
 
 
 def test_a_run_with_hostile_names_cannot_inject_html(tmp_path: Path) -> None:
-    """What a file says is text in the page."""
+    """The page shows the content of a file as text."""
     (tmp_path / "run").mkdir()
     bad = "<script>alert(1)</script>"
     (tmp_path / "run/metrics.jsonl").write_text(

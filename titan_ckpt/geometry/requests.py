@@ -80,6 +80,6 @@ class StoredValue:
     path: tuple[str, ...]
     """The keys by which it is nested; joined by dots they are its name."""
     data: bytes
-    """What torch.save makes of it."""
+    """The bytes that torch.save makes of the value."""
     digest: str | None
     """Equal for equal values; None if ranks need not have the same one."""

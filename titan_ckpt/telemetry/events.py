@@ -70,7 +70,7 @@ class Telemetry:
     def __init__(self, folder: Path, rank: int, world_size: int, settings: object) -> None:
         """Bind to a run's folder; nothing is written before the first event."""
         self.settings = settings
-        """What the run is configured with, for the event "start": a dataclass, or a dict of plain values."""
+        """The configuration of the run, for the event "start": a dataclass, or a dict of plain values."""
         self._path = folder / TELEMETRY
         self._rank = rank
         self._world_size = world_size

@@ -1,4 +1,4 @@
-"""What a process was started with: versions, command line, git revision, settings. Starts no program."""
+"""Describe how a process was started: versions, command line, git revision, settings. Starts no program."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ P = ParamSpec("P")
 _Filter = tuple[Any, str, Any, str, int]
 
 _PRELOADED = ["pytest", "torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", __name__]
-"""What the server imports, so that no rank does: torch imports its compiler at the first step of FSDP2 or DTensor."""
+"""The server imports these, so that no rank does: torch imports its compiler at the first step of FSDP2."""
 _GRACE_SECONDS = 5.0
 """Time that the other ranks may continue after the first failure, so that they can report their errors."""
 _DONE = "titan_ckpt.testing/done"

@@ -80,7 +80,7 @@ class Difference:
     settings: tuple[SettingDifference, ...] = ()
     """Differences of converters and base, or of config.json."""
     not_compared: tuple[str, ...] = field(default=())
-    """What one side has and the other has not, in words."""
+    """The things that one side has and the other has not, in words."""
 
     @property
     def same(self) -> bool:

@@ -61,7 +61,7 @@ class Content:
     format: str
     components: tuple[ComponentContent, ...]
     manifest: Mapping[str, Any] = field(default_factory=dict)
-    """Of a native step: the manifest without its list of files."""
+    """The manifest of a native step, without its list of files."""
     num_files: int | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     """config.json or adapter_config.json."""

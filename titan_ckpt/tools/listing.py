@@ -60,7 +60,7 @@ class ExportFacts:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a run's folder holds."""
+    """The content of a run's folder."""
 
     folder: str
     checkpoints: str

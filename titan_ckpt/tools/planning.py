@@ -1,4 +1,4 @@
-"""What a run would load: the same decision as a load (loading/plan.py), made from the config and the folders alone.
+"""Decide what a run would load, as a load does (loading/plan.py), from the config and the folders alone.
 
 Opens headers and manifests, and reads no tensor. The model is not built: whether the weights fit it shows at the load.
 """
@@ -34,7 +34,7 @@ class PlannedSource:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run with a config would load."""
+    """The sources that a run with a config would load."""
 
     config: str
     action: str

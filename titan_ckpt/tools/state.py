@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside tensors, as plain values under dotted names: run state, manifest, config.json."""
+"""Read the state of a checkpoint beside its tensors, under dotted names: run state, manifest, config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run looks like on a console of 60, 80 and 120 columns, and in a pipe."""
+"""A run prints lines that fit a console of 60, 80 and 120 columns, and plain text into a pipe."""
 
 from __future__ import annotations
 

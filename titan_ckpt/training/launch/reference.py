@@ -27,7 +27,7 @@ class Key:
 
     name: str
     kind: str
-    """What it may hold, in words."""
+    """The values that it may hold, in words."""
     default: str
     """As TOML writes it; "required", or "absent"."""
     text: str

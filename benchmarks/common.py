@@ -1,4 +1,4 @@
-"""What every benchmark shares: the state, ranks, fair repetition, memory and page-cache control, and the report.
+"""Shared parts of every benchmark: the state, ranks, fair repetition, memory and page-cache control, and the report.
 
 Owns how a comparison is made: all cases in turn, A B A B, in one run, because a machine's speed drifts by two; medians
 of at least 5 turns; every rank waits for the others, and the slowest counts. Knows no case.
@@ -40,7 +40,7 @@ StateDict = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says."""
+    """The options of the command line."""
 
     gb: float
     """10^9 bytes of state, over all ranks."""

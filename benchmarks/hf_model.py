@@ -1,4 +1,4 @@
-"""What the Hugging Face benchmarks move: a sharded Llama, its names and files, and the peers' view of it.
+"""The model of the Hugging Face benchmarks: a sharded Llama, its names and files, and the peers' view of it.
 
 A peer gets its tensors under Hugging Face names as they are, so it is spared the turning of rotary rows, which ours
 does on the way: this favours the peers.
@@ -39,7 +39,7 @@ class Subject:
     transforms: StateDictTransforms
     config: dict[str, object]
     num_bytes: int
-    """Of the exported tensors, over all ranks."""
+    """Bytes of the exported tensors, over all ranks."""
 
     def groups(self) -> list[FileGroup]:
         return self.transforms.to_file(self.state, None, DTYPE)

@@ -1,4 +1,4 @@
-"""What the hardware can do: direct writes and reads of aligned blocks, and plain copies: the limits of all else."""
+"""The limits of the hardware: direct writes and reads of aligned blocks, and plain copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comparing replicas adds to a save, where every rank holds all: python -m benchmarks.replicas [--gb N]."""
+"""The time that comparing replicas adds to a save if every rank holds all: python -m benchmarks.replicas [--gb N]."""
 
 from __future__ import annotations
 

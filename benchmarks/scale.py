@@ -1,4 +1,4 @@
-"""What planning, headers and manifests take at 1,024 and 10,000 ranks, by running one rank's part of it for real.
+"""The time of planning, headers and manifests at 1,024 and 10,000 ranks, by running one rank's part of it for real.
 
 python -m benchmarks.scale [--json]
 

@@ -1,4 +1,4 @@
-"""What every test has: one thread, a fixed seed, no network, and effort that grows where a soak asks for it."""
+"""Every test has one thread, a fixed seed and no network; a soak raises the effort."""
 
 from __future__ import annotations
 

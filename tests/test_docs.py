@@ -109,7 +109,7 @@ def test_the_messages_of_the_troubleshooting_page_are_the_products() -> None:
 
 
 def test_the_api_page_has_every_public_name() -> None:
-    """What `titan_ckpt` exports, and every error, has a line on the page; the site's build finds each of them."""
+    """Every public name and every error has a line on the page; the site's build finds each of them."""
     page = (ROOT / "docs" / "api.md").read_text()
     names = [line.rpartition(".")[2] for line in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)]
     every_error = {name for name, value in vars(errors).items() if isinstance(value, type) and name.endswith("Error")}

@@ -156,7 +156,7 @@ def test_retention_keeps_what_it_says(tmp_path: Path) -> None:
 
 
 def test_the_best_step_stays(tmp_path: Path) -> None:
-    """Of losses 3, 1, nan and 2 the one at step 2 is kept beside the newest."""
+    """With the losses 3, 1, nan and 2, step 2 is kept beside the newest."""
     run = Run()
     keep = KeepConfig(latest=1, best=1, metric="loss")
     with run.manager(tmp_path, save=SaveConfig(interval=1, keep=keep)) as manager:

@@ -1,4 +1,4 @@
-"""What a manager goes through besides saving and loading: misuse, interrupts, failures, leaks."""
+"""The life of a manager besides saving and loading: misuse, interrupts, failures, leaks."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_saving_among_the_steps_of_a_run_that_was_not_loaded_is_refused(tmp_path
 
 
 def test_a_state_file_of_another_shape_is_typed_though_its_digest_holds(tmp_path: Path) -> None:
-    """What another program wrote and sealed: the file is named, the step before is taken, nothing is touched."""
+    """A state file that another program sealed is named, the step before is taken, and nothing is touched."""
     model = nn.Linear(2, 2)
     with manager(tmp_path, "disabled", model, optimizers=[torch.optim.SGD(model.parameters(), 0.1)]) as m:
         m.save(1)

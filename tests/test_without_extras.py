@@ -1,4 +1,4 @@
-"""What `pip install titan-ckpt` gives works alone: no optional package is imported, and help imports no torch."""
+"""`pip install titan-ckpt` works alone: no optional package is imported, and help imports no torch."""
 
 from __future__ import annotations
 

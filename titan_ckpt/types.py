@@ -89,7 +89,7 @@ class Mismatch:
     expected: str
     found: str
     kind: Literal["shape", "dtype", "cast"] = "shape"
-    """What differs: the shape; the dtype alone; the dtype alone, and `cast` would convert it."""
+    """The difference: the shape; the dtype alone; the dtype alone, and `cast` would convert it."""
 
 
 @dataclass(frozen=True, slots=True)

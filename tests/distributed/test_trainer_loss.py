@@ -129,7 +129,7 @@ class PerMicroBatch(Callback):
 
 @distributed(nproc=2)
 def test_d3_gradients_are_exchanged_after_the_last_micro_batch_only(tmp_path: Path) -> None:
-    """Of three micro-batches the first two reduce nothing; the last reduces once for every FSDP2 group."""
+    """The first two of three micro-batches reduce nothing; the last reduces once for every FSDP2 group."""
     reductions = PerMicroBatch()
     config = settings(
         tmp_path, training={"steps": 1, "batch_size": 2, "accumulation": 3}, checkpoint={"save": {"interval": 5}}

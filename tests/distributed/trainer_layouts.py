@@ -39,7 +39,7 @@ SHAPES: dict[str, Llama3Config | Qwen3MoeConfig] = {
 """Rows that neither 2 nor 4 ranks share evenly: 301 tokens, 30 columns; 6 experts leave one of 4 ranks with none."""
 
 SEQUENCES, LENGTH, STEPS = 4, 16, 2
-"""Of one optimizer step, over all ranks."""
+"""Sizes of one optimizer step, over all ranks."""
 
 
 def pipelined(schedule: str, **more: Any) -> dict[str, Any]:

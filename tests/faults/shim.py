@@ -90,7 +90,7 @@ class StopAt(Counter):
 
 
 WRITES = frozenset({"mkdir", "open_exclusive", "open_or_create", "pwrite_all", "fallocate", "truncate"})
-"""What a full disk refuses; deleting and syncing still work."""
+"""Operations that a full disk refuses; deleting and syncing still work."""
 
 
 @dataclass

@@ -76,7 +76,7 @@ CASES: list[tuple[Writer, Scenario, Fault]] = [
 
 @pytest.mark.parametrize(("writer", "scenario", "fault"), CASES, ids=lambda value: value.name)
 def test_an_error_anywhere_fails_the_save_and_nothing_else(writer: Writer, scenario: Scenario, fault: Fault) -> None:
-    """What was there stays loadable, an unfinished save raises, and the next one works once the disk does."""
+    """Earlier steps stay loadable, an unfinished save raises, and the next one works once the disk does."""
     assert list(violations(writer, scenario, fault)) == []
 
 

@@ -65,7 +65,7 @@ def in_child(act: Callable[[], Any]) -> int:
 
 @pytest.fixture(scope="module")
 def complete() -> dict[str, bytes]:
-    """What an undisturbed export holds."""
+    """Return the content of an export that nothing disturbed."""
     with quick_folder() as root:
         export(root)
         return contents(root / "exports" / "step-1")

@@ -39,7 +39,7 @@ FOREIGN_NAMES = st.sampled_from(
 
 @dataclass(frozen=True)
 class Layout:
-    """What is in a folder before we come."""
+    """The content of a folder before a save."""
 
     valid: frozenset[int]
     torn: dict[int, str]

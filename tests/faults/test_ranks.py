@@ -26,7 +26,7 @@ BOUND = 6.0
 HEALTHY = 60.0
 """Where no rank is silent."""
 LATEST = 4 * (1.0 + 0.05 * BOUND)
-"""What waiting for a verdict may add to the bound."""
+"""Seconds that waiting for a verdict may add to the bound."""
 
 
 def save_together(root: Path, line: Coordinator, step: int, value: int) -> None:

@@ -92,7 +92,7 @@ def running(folder: Path, num_ranks: int = 1, **job: Any) -> Iterator[Job]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    """What one process prints of its weights when nobody disturbs it."""
+    """Return the weights that one process prints when nothing disturbs it."""
     with running(tmp_path_factory.mktemp("whole"), steps=60, slow=0) as job:
         assert job.codes() == [0]
         return job.weights()

@@ -19,7 +19,7 @@ from titan_ckpt.disk import posix
 
 PACKAGE = Path(titan_ckpt.__file__).parent
 NOT_CHECKPOINTS = {"training", "cli", "testing", "models", "telemetry"}
-"""What writes logs, tokenizer caches and reports, never checkpoints."""
+"""Packages that write logs, tokenizer caches and reports, never checkpoints."""
 
 CHANGES = {
     "os": "mkdir makedirs rename renames replace unlink remove rmdir removedirs link symlink truncate ftruncate write "

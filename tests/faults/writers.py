@@ -1,4 +1,4 @@
-"""What the fault matrix is run against: real writers that must hold, and a naive one that must be caught."""
+"""The writers of the fault matrix: real ones that must hold, and a naive one that must be caught."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class DirectoryWriter:
 
 @dataclass(frozen=True)
 class NaiveWriter:
-    """What a plausible script does: write in place, name the step last, trust what has the name, purge by pattern.
+    """A plausible script: it writes in place, names the step last, trusts what has the name, and purges by pattern.
 
     Source: the behaviour of torch.distributed.checkpoint's FileSystemWriter and of torchtitan's manager.
     """
@@ -137,7 +137,7 @@ class ManagerWriter:
 
     async_mode: Literal["disabled", "thread", "process"]
     num_rows: int = 16
-    """Of the first layer; rows of 16 floats."""
+    """Rows of the first layer, each of 16 floats."""
 
     @property
     def name(self) -> str:

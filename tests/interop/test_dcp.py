@@ -43,7 +43,7 @@ class Evil:
 
 
 def test_ours_opens_with_plain_dcp_load(tmp_path: Path) -> None:
-    """What write_dcp writes, dcp.load reads bit for bit."""
+    """dcp.load reads bit for bit what write_dcp writes."""
     write_dcp(tmp_path, tensors(), Coordinator.current())
     loaded = {name: torch.zeros_like(value) for name, value in tensors().items()}
     dcp.load(loaded, checkpoint_id=tmp_path)

@@ -101,7 +101,7 @@ def siblings(folder: Path) -> list[str]:
 @pytest.mark.parametrize("name", list(CONFIGS))
 @pytest.mark.parametrize("shard", ["50GB", "100KB"])
 def test_a_folder_of_transformers_opens_here(tmp_path: Path, name: str, shard: str) -> None:
-    """What save_pretrained writes, whole or sharded, loads and gives the same logits."""
+    """A folder of save_pretrained, whole or sharded, loads and gives the same logits."""
     model = theirs(name)
     model.save_pretrained(tmp_path / "base", max_shard_size=shard)
     assert detect_format(tmp_path / "base") == "hf"

@@ -349,13 +349,13 @@ def test_ranks_that_hold_different_state_of_a_parameter_are_refused() -> None:
 
 
 def test_an_optimizer_of_accelerate_is_the_one_inside(tmp_path: Path) -> None:
-    """What Accelerator.prepare returns can be given to the manager, whose step hook waits for staging."""
+    """The manager takes the result of Accelerator.prepare, and its step hook waits for staging."""
     case = Case("accelerate", lambda model: Accelerator(cpu=True).prepare(AdamW(model.parameters())), kind="plain")
     assert judge(case, tmp_path) == ("exact", "")
 
 
 def test_an_optimizer_of_fabric_is_the_one_inside(tmp_path: Path) -> None:
-    """What Fabric.setup returns can be given to the manager; its state is stored under the parameters' names."""
+    """The manager takes the result of Fabric.setup, and stores its state under the parameters' names."""
     model = nn.Linear(2, 2)
     _, wrapped = Fabric(accelerator="cpu").setup(model, AdamW(model.parameters(), lr=0.1))
     model(torch.ones(2)).sum().backward()

@@ -389,7 +389,7 @@ def test_overrides_set_keys_at_any_depth() -> None:
 
 @given(st.one_of(st.booleans(), st.integers(), st.floats(allow_nan=False), st.text()))
 def test_an_override_carries_any_value(value: bool | int | float | str) -> None:
-    """What TOML can write arrives as written, and text never becomes several keys or raises."""
+    """Every value that TOML can write arrives as written, and text never becomes several keys or raises."""
     text = str(value).lower() if isinstance(value, (bool, float)) else str(value)
     merged = apply_overrides({}, [f"--a.b={text}"])
     assert list(merged) == ["a"]

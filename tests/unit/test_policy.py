@@ -76,7 +76,7 @@ def test_expired_steps_are_committed_ones_oldest_first(
 
 @given(step_lists, keeps, step_sets)
 def test_never_fewer_than_the_latest_stay(steps: list[int], keep: KeepConfig, protected: frozenset[int]) -> None:
-    """What remains has at least min(k, valid) steps, among them the k newest; without k, the newest one."""
+    """At least min(k, valid) steps remain, among them the k newest; without k, the newest one."""
     valid = sorted(set(steps))
     remaining = sorted(set(valid) - set(expired_steps(steps, keep, protected)))
     k = keep.latest or 1
@@ -150,6 +150,6 @@ def test_a_clock_that_was_put_back_or_forward_does_not_end_the_spans() -> None:
 
 
 def test_a_tie_goes_to_the_newer_step() -> None:
-    """Of two steps with the same loss the newer one is the best."""
+    """The newer one of two steps with the same loss is the best."""
     facts = {step: StepFacts(float(step), {"loss": 1.0}) for step in (1, 2)} | {3: StepFacts(3.0, {"loss": 9.0})}
     assert expired_steps([1, 2, 3], KeepConfig(best=1), frozenset(), facts) == [1]

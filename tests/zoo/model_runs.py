@@ -50,7 +50,7 @@ _RANK = 2
 _LORA, _LORA_REST = "LoRA", "LoRA without what is refused"
 _ATTEMPTS = 4
 _TOLERANCE = 1e-4
-"""Of the largest logit: a merged product is rounded once more than the products of the trained model."""
+"""Share of the largest logit: a merged product is rounded once more than the products of the trained model."""
 
 
 @dataclass(frozen=True, slots=True)

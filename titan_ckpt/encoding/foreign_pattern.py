@@ -20,7 +20,7 @@ _compiler: Any = importlib.import_module("re._compiler")
 MAX_CHARS = 2_000
 """Longest expression, and longest name that is compared with one."""
 MAX_STEPS = 10_000_000
-"""Of all lookups in one table together: some seconds."""
+"""Limit of the steps of all lookups in one table together: some seconds."""
 _LITERAL = re.compile(r"(?:[\w./-]|\\[^\w\s])*")
 """Expressions that are names of modules, as PEFT writes most, escaped or not: their match takes linear time."""
 _UNBOUNDED = {

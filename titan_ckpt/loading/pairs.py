@@ -51,7 +51,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What an adapter folder changes. `copies`: (key, place) of the tensors of modules that were trained in full."""
+    """The changes of an adapter folder. `copies`: (key, place) of the tensors of modules that were trained in full."""
 
     pairs: list[Pair] = field(default_factory=list)
     copies: list[tuple[str, Place]] = field(default_factory=list)

@@ -32,7 +32,7 @@ class LoRATensor:
     role: str
     """A, B, MAGNITUDE or COPY."""
     site: str
-    """What is adapted, as patterns name it: a module, or a parameter of stacked experts."""
+    """The adapted part, as patterns name it: a module, or a parameter of stacked experts."""
     weight: str
     """The tensor of the base that it changes."""
 

@@ -34,7 +34,7 @@ _HARMLESS = (
 )
 """Modules of torch whose hooks and methods make no values and give no names that `clean_fqn` would not give."""
 GATHERED_BYTES = 1 << 20
-"""Of larger tensors that hooks have gathered each rank keeps its part only."""
+"""Each rank keeps only its part of larger tensors that hooks have gathered."""
 _STANDARD = frozenset(nn.Module().__dict__)
 """Attributes that every module has."""
 

@@ -1,4 +1,4 @@
-"""What a run's objects hand over and get back: states of every shape, schedulers, generators, data position."""
+"""The state that a run's objects hand over and get back: of every shape, schedulers, generators, data position."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_nested_state_comes_back_with_its_types(tmp_path: Path, name: str) -> No
 
 
 def test_large_tensors_in_lists_are_written_as_tensors(tmp_path: Path) -> None:
-    """What is larger than JSON takes inline is no error, however deep it is."""
+    """A tensor that is too large for JSON is no error, however deep it is."""
     big = torch.randn(5 << 20)
     back = there_and_back(tmp_path, {"deep": [OrderedDict(weights=big)]})
     assert torch.equal(back["deep"][0]["weights"], big)
@@ -227,7 +227,7 @@ def test_a_component_that_is_lacking_is_named_before_anything_is_touched(tmp_pat
 
 @pytest.mark.parametrize("component", ["model", "optimizer", "lr_scheduler", "dataloader", "rng", "states"])
 def test_each_component_can_be_left_out(tmp_path: Path, component: Any) -> None:
-    """What is excluded stays as this run made it, extra state of modules included; everything else comes back."""
+    """An excluded component stays as this run made it, extra state of modules included; everything else comes back."""
 
     class Counts(nn.Linear):
         count = 0
@@ -319,7 +319,7 @@ def test_a_dataloader_that_draws_when_asked_for_its_state_disturbs_nothing(tmp_p
 
 @pytest.mark.gpu
 def test_a_devices_generator_is_restored_with_the_others(tmp_path: Path) -> None:
-    """What a resumed run draws on a CUDA device is what the run would have drawn there."""
+    """A resumed run draws the numbers on a CUDA device that the run would have drawn there."""
     with manager(tmp_path) as m:
         m.save(1)
     drawn = torch.rand(8, device="cuda")

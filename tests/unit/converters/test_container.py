@@ -155,7 +155,7 @@ def add(m: nn.Module) -> None:
     ],
 )
 def test_a_converter_that_breaks_a_law_is_named(probe: Probe, fault: str) -> None:
-    """What a converter did to the keys is checked when it has done it."""
+    """The keys are checked as soon as a converter has changed them."""
     with pytest.raises(ConverterError, match=fault):
         ModelConverters([probe]).convert(model())
 

@@ -94,7 +94,7 @@ def test_initial_values_depend_on_name_and_seed_alone() -> None:
 
 
 def test_experts_start_alike_and_without_effect() -> None:
-    """What was in memory is overwritten: A of a stack has its initial values, B is zero."""
+    """Earlier content of the memory is overwritten: A of a stack has its initial values, B is zero."""
     model = qwen3_moe.Qwen3Moe(replace(qwen3_moe.FLAVORS["debug-1m"], num_layers=2))
     converters = converted(model, "experts.w2")
     owned = ModelWrapper([model], converters).owned_state_dict()

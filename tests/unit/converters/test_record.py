@@ -16,7 +16,7 @@ LORA = {"kind": "lora", "target_modules": ["wq", "wv"], "rank": 4}
 
 
 def described(*tables: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a manifest gives back."""
+    """Return the records of converters as a manifest gives them back."""
     stored: list[dict[str, Any]] = json.loads(json.dumps(from_tables(list(tables)).describe()))
     return stored
 

@@ -379,7 +379,7 @@ def test_retention_counts_only_valid_steps(tmp_path: Path) -> None:
 
 
 def test_retention_keeps_pinned_foreign_protected_and_weights_apart(tmp_path: Path) -> None:
-    """What somebody pinned, put a file into or asked to protect stays; weights-only steps do not crowd out others."""
+    """A step that somebody pinned, protected or put a file into stays; weights-only steps do not crowd out others."""
     directory = open_directory(tmp_path)
     for step in range(1, 9):
         commit_step(directory, step, kind="model" if step in (7, 8) else "full")

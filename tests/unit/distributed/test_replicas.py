@@ -35,7 +35,7 @@ def read(
 
 
 def test_a_sample_is_small_however_many_tensors_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 5,000 small tensors a bounded number is read, others at other steps; of 3 large ones a bounded part."""
+    """A save reads a bounded number of 5,000 small tensors, others at other steps; of 3 large ones a bounded part."""
     many = {f"t{number}": torch.zeros(64) for number in range(5000)}
     seen: set[str] = set()
     for step in range(100, 4100, 100):

@@ -1,4 +1,4 @@
-"""What makes up a whole tensor."""
+"""The shares of the ranks make up each whole tensor."""
 
 from __future__ import annotations
 

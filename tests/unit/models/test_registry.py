@@ -91,7 +91,7 @@ def test_every_flavor_of_every_architecture_builds_on_meta() -> None:
 
 
 def test_the_settings_know_the_same_names() -> None:
-    """What TOML accepts as model.name is what the list has."""
+    """TOML accepts as model.name exactly the names of the list."""
     for name in ARCHITECTURES:
         assert from_dict(ModelConfig, {"name": name, "folder": "f"}).name == name
     with pytest.raises(ConfigError, match="qwen3_moe"):

@@ -126,6 +126,6 @@ def _never_runs(value: object) -> None:
 
 
 def test_an_argument_that_ranks_cannot_have_is_named() -> None:
-    """What does not pickle is refused before any process starts."""
+    """An argument that does not pickle is refused before any process starts."""
     with pytest.raises(TypeError, match="argument value of a @distributed test"):
         _never_runs(value=lambda: None)

@@ -30,7 +30,7 @@ STEPS = [
 
 
 def test_d1_thirteen_steps_are_called_once_each_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a subclass puts in the place of a step is what runs, at its place."""
+    """A subclass can replace each step, and its own runs in that place."""
     called: list[str] = []
 
     def noting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

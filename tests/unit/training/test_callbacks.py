@@ -491,7 +491,7 @@ class StoppedInEvaluation(Trainer):
 
 
 def test_a_step_that_is_saved_because_its_evaluation_was_stopped_has_its_line(tmp_path: Path) -> None:
-    """What a resume goes on from is in metrics.jsonl, without the loss that was not measured."""
+    """The step that a resume goes on from is in metrics.jsonl, without the loss that was not measured."""
     tables: dict[str, Any] = {
         "data": {"held_out": 0.1}, "evaluation": {"interval": 1, "max_sequences": 4},
         "checkpoint": {"save": {"interval": 100}}, "training": {"steps": 4, "batch_size": 2, "device": "cpu"},

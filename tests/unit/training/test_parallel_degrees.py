@@ -37,7 +37,7 @@ def find(world_size: int, model: Any = DENSE, batch_size: int = 8, length: int =
     ],
 )
 def test_ranks_that_are_left_shard(world_size: int, table: dict[str, Any], expected: Degrees) -> None:
-    """What no other axis takes is data_parallel_shard, unless that is given."""
+    """data_parallel_shard takes the ranks that no other axis has, unless it is given."""
     assert find(world_size, **table) == expected
 
 

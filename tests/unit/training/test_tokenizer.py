@@ -139,7 +139,7 @@ def test_auto_tokenizer_loads_what_was_trained(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_saved_by_transformers_is_read(tmp_path: Path) -> None:
-    """What AutoTokenizer saves again is the same tokenizer here."""
+    """A tokenizer that AutoTokenizer has saved again is the same tokenizer here."""
     tokenizer = train_tokenizer(Corpus.of("texts", TEXTS), 300, tmp_path / "cache")
     AutoTokenizer.from_pretrained(tokenizer.folder).save_pretrained(tmp_path / "saved")
     again = read_tokenizer(tmp_path / "saved")

@@ -77,7 +77,7 @@ def test_training_learns(tmp_path: Path) -> None:
 
 
 def test_frozen_parameters_stay_and_have_no_optimizer_state(tmp_path: Path) -> None:
-    """What a pattern freezes keeps its initial values; the optimizer holds the rest."""
+    """A parameter that a pattern freezes keeps its initial values; the optimizer holds the rest."""
     trainer = Trainer(settings(tmp_path, model={"flavor": "debug-0.5m", "freeze": ["tok_embeddings.*", "*norm*"]}))
     initial = {}
 

@@ -259,7 +259,7 @@ class Plain(nn.Module):
 
 
 def test_b2_a_mark_per_tensor_protects_what_was_loaded(tmp_path: Path) -> None:
-    """Of one module the weight is loaded, the bias is not: only the bias gets a value, whatever the init writes."""
+    """If a module's weight is loaded and its bias is not, only the bias gets a value, whatever the init writes."""
     model = construct(Plain)
     materialise(model, "cpu")
     wrapper = ModelWrapper([model])

@@ -91,7 +91,7 @@ def test_parts_that_share_a_name_are_refused() -> None:
 
 
 def test_extra_state_goes_round() -> None:
-    """What a module keeps beside tensors is given back to it."""
+    """A module gets back the state that it keeps beside tensors."""
 
     class Counts(nn.Module):
         def __init__(self, count: int) -> None:

@@ -159,7 +159,7 @@ def test_the_same_values_make_the_same_file(tmp_path: Path) -> None:
 
 
 def test_a_staged_copy_is_not_the_live_memory(tmp_path: Path) -> None:
-    """What is written is what was staged, whatever happens to the tensors afterwards; and again for the next save."""
+    """The file has what was staged, whatever happens to the tensors afterwards; so has that of the next save."""
     tensors = {"a": torch.arange(3 * MIB), "b": torch.ones(5)}
     writer = NativeWriter()
     writer.plan(tensors, Coordinator.current())

@@ -17,7 +17,7 @@ from titan_ckpt.geometry.chunks import Chunk
 @pytest.mark.parametrize("kind", ["plain", "strided", "cast"])
 @given(st.data())
 def test_any_box_comes_out_of_any_windows(kind: str, data: st.DataObject) -> None:
-    """Of arrays of 0 to 4 dims behind other bytes, into plain, strided and cast memory, nothing beside it."""
+    """A box of an array of 0 to 4 dims fills plain, strided and cast memory, and nothing beside it is written."""
     dtype = data.draw(st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]))
     num_dims, num_cut = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 2))
     sizes = tuple(data.draw(st.integers(1, 7)) for _ in range(num_dims))

@@ -38,7 +38,7 @@ def fp8_folder(folder: Path, rows: int, columns: int, block: tuple[int, int] = B
 
 
 def test_scales_are_not_listed_and_weights_are_float32(tmp_path: Path) -> None:
-    """What is listed is what the model has; plain tensors keep their dtype; config.json stays what it is."""
+    """The tensors of the model are listed; plain ones keep their dtype; config.json stays as it is."""
     fp8_folder(tmp_path, 40, 24)
     with open_reader(tmp_path) as reader:
         assert dict(reader.tensors) == {

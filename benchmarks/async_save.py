@@ -42,7 +42,7 @@ from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import FileRecord, Manifest
 from titan_ckpt.disk.memory import Buffer
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.formats.native.writer import NativeWriter
+from titan_ckpt.formats.native.writer import StagedFile, WritePlan
 
 OURS, DCP = "titan_ckpt", "dcp.async_save (torchtitan's async)"
 LIMIT = "limit: memcpy, then O_DIRECT write"
@@ -91,7 +91,7 @@ def main(options: Options) -> dict[str, Any]:
     with PeakMemory() as peak:
         ours.save()()
     began = statistics.median(ours.began)
-    say(f"  begin_staging returns after {began * 1e3:.2f} ms; the rest may overlap with training")
+    say(f"  staging begins after {began * 1e3:.2f} ms; the rest may overlap with training")
     committing = statistics.median(ours.committing)
     say(f"  the commit, when all ranks have written, takes {committing * 1e3:.1f} ms")
     fixed: dict[str, Any] = {"bytes_written": folder_bytes(folder), "extra_peak_mib": peak.mib}
@@ -110,10 +110,9 @@ class _Ours:
     def __init__(self, state: dict[str, Any], folder: Path) -> None:
         self._state = state
         self._folder = folder
-        self._writer = NativeWriter()
         self._coordinator = Coordinator.current()
-        self._writer.plan(state, self._coordinator)
-        self._writer.allocate(state)
+        self._plan = WritePlan.of(state, self._coordinator)
+        self._file = StagedFile(self._plan, pinned=any(value.is_cuda for value in state.values()))
         self._step = 0
         self.began: list[float] = []
         self.committing: list[float] = []
@@ -121,8 +120,8 @@ class _Ours:
     def save(self) -> Callable[[], object]:
         """Return once the live tensors may change."""
         begin = time.perf_counter()
-        self._writer.plan(self._state, self._coordinator)
-        staging = self._writer.begin_staging(self._state)
+        assert WritePlan.of(self._state, self._coordinator, self._plan) is self._plan
+        staging = self._file.begin(self._state)
         self.began.append(time.perf_counter() - begin)
         staging.wait()
         self._step += 1
@@ -146,8 +145,8 @@ class _Ours:
 
     def _commit(self) -> None:
         directory = CheckpointDirectory(self._folder / "ours", self._coordinator)
-        attempt = directory.begin(self._step, self._writer.num_bytes)
-        records = [asdict(record) for record in self._writer.write_staged(attempt.path)]
+        attempt = directory.begin(self._step, self._plan.num_bytes)
+        records = [asdict(self._file.write(attempt.path))]
         gathered: list[Any] = self._coordinator.gather("written", records)  # type: ignore[arg-type]
         begin = time.perf_counter()
         directory.commit(
@@ -169,7 +168,7 @@ class _Ours:
         directory.close()
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 def _end_of(saving: Any) -> Callable[[], object]:

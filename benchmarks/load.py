@@ -49,7 +49,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.native import transfers
 from titan_ckpt.formats.native.reader import NativeReader
-from titan_ckpt.formats.native.writer import NativeWriter
+from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.geometry.requests import ReadRequest
@@ -126,9 +126,7 @@ def _save(folder: Path, state: StateDict) -> None:
     clean_folder(folder / "dcp")
     dcp.save(dict(state), checkpoint_id=folder / "dcp")
     clean_folder(folder / "native")
-    writer = NativeWriter()
-    writer.plan(state, Coordinator.current())
-    writer.write(folder / "native", state)
+    WritePlan.of(state, Coordinator.current()).write(folder / "native", state)
 
 
 def _save_for_peers(folder: Path, state: StateDict) -> None:

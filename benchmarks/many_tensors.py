@@ -44,7 +44,7 @@ from titan_ckpt.disk import posix
 from titan_ckpt.disk.direct import IO_BYTES
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.native.reader import NativeReader
-from titan_ckpt.formats.native.writer import NativeWriter
+from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.geometry.requests import ReadRequest
@@ -81,15 +81,13 @@ def small_tensors(number: int) -> StateDict:
 def _save(options: Options, state: StateDict, folder: Path) -> tuple[dict[str, float | int], dict[str, float | int]]:
     """Measure a first save, which plans, and a later one, which kept the plan; peers that keep theirs count in both."""
     coordinator = Coordinator.current()
-    kept = NativeWriter()
-    kept.plan(state, coordinator)
+    kept = WritePlan.of(state, coordinator)
     cached = DefaultSavePlanner(enable_plan_caching=True)
     buffers = raw.make_buffers()
     size = max(IO_BYTES, local_bytes(state))
 
-    def ours(writer: NativeWriter) -> None:
-        writer.plan(state, coordinator)
-        writer.write(folder, state)
+    def ours(last: WritePlan | None) -> None:
+        WritePlan.of(state, coordinator, last).write(folder, state)
         coordinator.barrier("written")
         if rank() == 0:
             posix.fsync_folder(folder)
@@ -105,7 +103,7 @@ def _save(options: Options, state: StateDict, folder: Path) -> tuple[dict[str, f
         return case
 
     cases: dict[str, Case] = {
-        FIRST: lambda: ours(NativeWriter()),
+        FIRST: lambda: ours(None),
         AGAIN: lambda: ours(kept),
         DCP: lambda: dcp.save(dict(state), checkpoint_id=folder),
         "dcp, plan cached": lambda: dcp.save(dict(state), checkpoint_id=folder, planner=cached),
@@ -134,9 +132,7 @@ def _load(options: Options, state: StateDict, folder: Path) -> dict[str, float |
     clean_folder(folder / "native")
     clean_folder(folder / "files")
     coordinator = Coordinator.current()
-    writer = NativeWriter()
-    writer.plan(state, coordinator)
-    writer.write(folder / "native", state)
+    WritePlan.of(state, coordinator).write(folder / "native", state)
     path = folder / "files" / f"{rank()}.safetensors"
     safetensors.torch.save_file({fqn: local(tensor) for fqn, tensor in state.items()}, path)
     last = list(state)[-1]

@@ -23,7 +23,7 @@ from benchmarks.common import (
 from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.replicas import check_replicas
-from titan_ckpt.formats.native.writer import NativeWriter
+from titan_ckpt.formats.native.writer import WritePlan
 
 MODES: tuple[Literal["sampled", "full"], ...] = ("sampled", "full")
 
@@ -42,18 +42,17 @@ def main(options: Options) -> dict[str, Any]:
 
 
 def _measure(name: str, state: StateDict, options: Options) -> dict[str, Any]:
-    line, writer, folder = Coordinator.current(), NativeWriter(), Path(options.folder)
+    line, folder = Coordinator.current(), Path(options.folder)
     steps = itertools.count(1)
-    writer.plan(state, line)
+    plan = WritePlan.of(state, line)
 
     def save() -> None:
-        writer.plan(state, line)
-        writer.write(folder, state)
+        WritePlan.of(state, line, plan).write(folder, state)
         line.barrier("written")
         posix.fsync_folder(folder)
 
     def checked(mode: Literal["sampled", "full"]) -> Case:
-        return lambda: check_replicas(state, writer.replicas, (), line, mode, next(steps))
+        return lambda: check_replicas(state, plan.replicas, (), line, mode, next(steps))
 
     cases: dict[str, Case] = {"the save alone": save} | {mode: checked(mode) for mode in MODES}
     times = alternate(cases, options.pairs, lambda _: clean_folder(folder))

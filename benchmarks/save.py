@@ -38,7 +38,7 @@ from benchmarks.common import (
 from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.native import rank_file as rank_file_writer
-from titan_ckpt.formats.native.writer import NativeWriter
+from titan_ckpt.formats.native.writer import WritePlan
 
 OURS, DCP, LIMIT = "titan_ckpt", "dcp.save (torchtitan's settings)", "limit: O_DIRECT write"
 UNHASHED = "titan_ckpt without digests"
@@ -49,14 +49,13 @@ def main(options: Options) -> dict[str, Any]:
     state = training_state(options.gb)
     folder = Path(options.folder)
     coordinator = Coordinator.current()
-    writer = NativeWriter()
+    plan = WritePlan.of(state, coordinator)
     best_planner = DefaultSavePlanner(enable_plan_caching=True)
     buffers = raw.make_buffers()
     here = local_bytes(state)
 
     def ours() -> None:
-        writer.plan(state, coordinator)
-        writer.write(folder, state)
+        WritePlan.of(state, coordinator, plan).write(folder, state)
         coordinator.barrier("written")
         if rank() == 0:
             posix.fsync_folder(folder)

@@ -199,7 +199,7 @@ def test_bad_input_is_one_message_before_any_step(
 def test_folders_that_are_files_are_all_named_before_anything_is_built(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One error names all that is in the way of tokens, steps, exports, events and traces, then of the output folder."""
+    """One error names all that blocks tokens, steps, exports, events and traces; then of the output folder."""
     tables = {
         "data": {"cache_folder": str(tmp_path / "file" / "cache")},
         "checkpoint": {"folder": "steps", "export": {"format": "hf", "folder": "file"}},

@@ -28,6 +28,7 @@ from titan_ckpt.errors import (
     LoadMismatchError,
     StateEncodingError,
 )
+from titan_ckpt.formats.native.writer import StagedFile, WritePlan
 
 MODES = pytest.mark.parametrize("mode", ["disabled", "thread"])
 
@@ -100,10 +101,9 @@ def test_an_interrupt_while_writing_leaves_nothing_behind(
     """Ctrl-C in the middle of a save: raised once, no staging folder stays, the next save works."""
     with manager(tmp_path, mode) as m:
         assert m._saver is not None
-        writer = m._saver._writer
         with monkeypatch.context() as patch:
-            for method in ("write", "write_staged"):
-                patch.setattr(writer, method, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+            for way in (WritePlan, StagedFile):
+                patch.setattr(way, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
             if mode != "disabled":
                 m.save(1)
             with pytest.raises(KeyboardInterrupt):
@@ -221,8 +221,8 @@ def test_a_save_that_is_due_meanwhile_waits_or_is_skipped(
     with manager(tmp_path, "thread", if_busy=if_busy) as m:
         assert m._saver is not None
         go_on = threading.Event()
-        write = m._saver._writer.write_staged
-        monkeypatch.setattr(m._saver._writer, "write_staged", lambda folder: (go_on.wait(20), write(folder))[1])
+        write = StagedFile.write
+        monkeypatch.setattr(StagedFile, "write", lambda file, folder: (go_on.wait(20), write(file, folder))[1])
         assert m.save(1)
         if if_busy == "wait":
             threading.Timer(0.2, go_on.set).start()
@@ -239,13 +239,13 @@ def test_the_last_step_waits_for_the_save_in_flight(tmp_path: Path, monkeypatch:
     """When save(last_step=True) returns, the step is committed."""
     with manager(tmp_path, "thread") as m:
         assert m._saver is not None
-        write = m._saver._writer.write_staged
+        write = StagedFile.write
 
-        def slow(folder: Path) -> Any:
+        def slow(file: StagedFile, folder: Path) -> Any:
             time.sleep(0.3)
-            return write(folder)
+            return write(file, folder)
 
-        monkeypatch.setattr(m._saver._writer, "write_staged", slow)
+        monkeypatch.setattr(StagedFile, "write", slow)
         m.save(1)
         m.save(2, last_step=True)
         assert steps_in(tmp_path) == ["step-1", "step-2"]
@@ -301,17 +301,17 @@ def test_statistics_that_a_forward_changes_are_those_of_the_step(
     with manager(tmp_path, "thread", model, optimizers=[optimizer]) as m:
         assert m._saver is not None
         go_on = threading.Event()
-        begin = m._saver._writer.begin_staging
+        begin = StagedFile.begin
 
-        def late(tensors: dict[str, torch.Tensor]) -> Any:
+        def late(file: StagedFile, tensors: dict[str, torch.Tensor]) -> Any:
             class Staging:
                 def finish(self) -> None:
                     go_on.wait(20)
-                    begin(tensors).finish()
+                    begin(file, tensors).finish()
 
             return Staging()
 
-        monkeypatch.setattr(m._saver._writer, "begin_staging", late)
+        monkeypatch.setattr(StagedFile, "begin", late)
         model(torch.randn(4, 3))
         wanted = {name: value.clone() for name, value in model.state_dict().items()}
         m.save(1)
@@ -396,23 +396,23 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import nn
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
-from titan_ckpt.formats.native.writer import NativeWriter
+from titan_ckpt.formats.native.writer import StagedFile
 
-start, write = threading._start_new_thread, NativeWriter.write_staged
+start, write = threading._start_new_thread, StagedFile.write
 
 def start_before_the_end(*args):
     if not threading.main_thread().is_alive():
         raise RuntimeError("can't create new thread at interpreter shutdown")  # as Python 3.12 and later
     return start(*args)
 
-def write_after_the_end(writer, folder):
+def write_after_the_end(file, folder):
     while threading.main_thread().is_alive():
         time.sleep(0.01)
     if "fails" in str(folder):
         raise OSError(28, "No space left on device")
-    return write(writer, folder)
+    return write(file, folder)
 
-threading._start_new_thread, NativeWriter.write_staged = start_before_the_end, write_after_the_end
+threading._start_new_thread, StagedFile.write = start_before_the_end, write_after_the_end
 for name in ("works", "fails"):
     config = CheckpointConfig(save=SaveConfig(interval=1))
     manager = CheckpointManager(config, model_parts=[nn.Linear(900, 900)], base_folder=Path(sys.argv[1], name))

@@ -30,7 +30,7 @@ from titan_ckpt.distributed.replicas import check_replicas
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import SaveError
 from titan_ckpt.formats.native.arena import StagingHandle
-from titan_ckpt.formats.native.writer import NativeWriter
+from titan_ckpt.formats.native.writer import StagedFile, WritePlan
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import LazyTensor
 from titan_ckpt.telemetry.events import Event, Telemetry
@@ -121,7 +121,9 @@ class Saver:
         self._telemetry = telemetry
         self._event: Event | None = None
         """The save in flight, or the last one."""
-        self._writer = NativeWriter(in_process=config.async_mode == "process")
+        self._plan: WritePlan | None = None
+        """The plan of the last save; every save of the same tensors uses it."""
+        self._file: StagedFile | None = None
         self._handle: SaveHandle | None = None
         self._exports: SaveHandle | None = None
         self._staging: StagingHandle | None = None
@@ -162,20 +164,21 @@ class Saver:
         assert self._handle is None and self._exports is None, "wait() for the save before this one"
         self._staged = None
         state = self._state_files(snapshot)
-        self._writer.plan(snapshot.tensors, self._coordinator)
+        plan = self._plan = WritePlan.of(snapshot.tensors, self._coordinator, self._plan)
         mode = self._config.check_replicas
         if mode != "off" and self._coordinator.world_size > 1:
-            replicas = self._writer.replicas
-            check_replicas(snapshot.tensors, replicas, snapshot.volatile, self._coordinator, mode, request.step)
+            check_replicas(snapshot.tensors, plan.replicas, snapshot.volatile, self._coordinator, mode, request.step)
         self._event = event
-        commit = partial(self._timed_commit, event, request, snapshot, state)
+        commit = partial(self._timed_commit, event, request, snapshot, state, plan)
         if self._config.async_mode == "disabled":
             handle = self._handle = SaveHandle(request.step)
-            handle.run(lambda: commit(lambda folder: self._writer.write(folder, snapshot.tensors)))
+            handle.run(lambda: commit(lambda folder: plan.write(folder, snapshot.tensors)))
             return handle
         error: Exception | None = None
+        file: StagedFile | None = None
         try:
-            self._staging = self._writer.begin_staging(snapshot.frozen_tensors())
+            file = self._file_for(plan, snapshot)
+            self._staging = file.begin(snapshot.frozen_tensors())
             self._staged = request.step, snapshot.tensors
             if snapshot.made:
                 self._staging.wait()
@@ -183,24 +186,32 @@ class Saver:
             error = e
         staging = self._staging
 
-        def write_staged(folder: Path) -> list[FileRecord]:
+        def write_staged(folder: Path) -> FileRecord:
             if error is not None:
                 raise error
-            assert staging is not None
+            assert file is not None and staging is not None
             with event.phase("staging"):
                 staging.finish()
-            return self._writer.write_staged(folder)
+            return file.write(folder)
 
         handle = self._handle = SaveHandle(request.step)
         act = partial(commit, write_staged)
         threading.Thread(target=handle.run, args=(act,), name=f"titan_ckpt save {request.step}").start()
         return handle
 
+    def _file_for(self, plan: WritePlan, snapshot: Snapshot) -> StagedFile:
+        """Return the memory for a copy; that of the last save, if the plan is the same."""
+        if self._file is None or self._file.plan is not plan:
+            self._release()  # the old memory comes back before the new is taken
+            pinned = any(tensor.device.type == "cuda" for tensor in snapshot.tensors.values())
+            self._file = StagedFile(plan, pinned=pinned, in_process=self._config.async_mode == "process")
+        return self._file
+
     def staged(self) -> tuple[StateDict, dict[str, LazyTensor]]:
         """Return the live tensors of the save in flight, and their staged copies, which may not be filled yet."""
-        assert self._staged is not None
+        assert self._staged is not None and self._file is not None
         _, live = self._staged
-        return live, self._writer.staged(live)
+        return live, self._file.tensors(live)
 
     def export(self, step: int, exports: Sequence[Callable[[Coordinator], None]]) -> None:
         """Start exports of the staged copy of `step`, which run when its save is committed. Collective.
@@ -273,7 +284,12 @@ class Saver:
     def close(self) -> None:
         """Release the staging memory; call it after `wait`."""
         self._staged = None
-        self._writer.close()
+        self._release()
+
+    def _release(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _timed_commit(self, event: Event, *args: Any) -> None:
         with self._telemetry.ending(event):
@@ -285,18 +301,19 @@ class Saver:
         request: SaveRequest,
         snapshot: Snapshot,
         state: dict[str, bytes],
-        write_tensors: Callable[[Path], list[FileRecord]],
+        plan: WritePlan,
+        write_tensors: Callable[[Path], FileRecord],
     ) -> None:
         """Write and commit one checkpoint. Collective.
 
         1 Rank 0 begins the attempt. 2 Every rank writes its files. 3 All agree. 4 Rank 0 commits. 5 Old steps expire.
         """
         started = time.perf_counter()
-        attempt = self._directory.begin(request.step, self._writer.num_bytes + sum(map(len, state.values())))
+        attempt = self._directory.begin(request.step, plan.num_bytes + sum(map(len, state.values())))
 
         def write() -> list[dict[str, Any]]:
             with os_errors_as(SaveError, f"{self._directory.root}: step {request.step} was not saved"):
-                records = write_tensors(attempt.path)
+                records = [write_tensors(attempt.path)]
                 records += [_write_file(attempt.path / name, data) for name, data in state.items()]
             return [asdict(record) for record in records]
 

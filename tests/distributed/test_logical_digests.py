@@ -12,7 +12,7 @@ from tests.distributed.layouts import LAYOUTS, zeroed
 from tests.distributed.test_hf_parallel import columns, export, fsdp, model, single
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.native.reader import NativeReader
-from titan_ckpt.formats.native.writer import NativeWriter
+from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.geometry.keymap import KeyMap
@@ -27,9 +27,7 @@ def save_native(folder: Path, state: StateDict) -> None:
     if dist.get_rank() == 0:
         folder.mkdir()
     dist.barrier()
-    writer = NativeWriter()
-    writer.plan(state, Coordinator.current(60.0))
-    writer.write(folder, state)
+    WritePlan.of(state, Coordinator.current(60.0)).write(folder, state)
     dist.barrier()
 
 

@@ -17,20 +17,19 @@ from tests.distributed.layouts import LAYOUTS, assert_true_values, raw, true_val
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import PeerError, StateEncodingError
 from titan_ckpt.formats.native.reader import NativeReader
-from titan_ckpt.formats.native.writer import NativeWriter
+from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.testing import distributed
 
 
-def save(folder: Path, tensors: Mapping[str, torch.Tensor]) -> NativeWriter:
+def save(folder: Path, tensors: Mapping[str, torch.Tensor]) -> WritePlan:
     """Write every rank's file, from live memory."""
     folder.mkdir(parents=True, exist_ok=True)
-    writer = NativeWriter()
-    writer.plan(tensors, Coordinator.current())
-    writer.write(folder, tensors)
+    plan = WritePlan.of(tensors, Coordinator.current())
+    plan.write(folder, tensors)
     dist.barrier()
-    return writer
+    return plan
 
 
 def load(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -103,9 +102,8 @@ def load_all_layouts(root: Path) -> None:
 
 def test_two_ranks_read_what_one_process_wrote(tmp_path: Path) -> None:
     """Into every layout."""
-    writer, tensors = NativeWriter(), true_values()
-    writer.plan(tensors, Coordinator.current())
-    writer.write(tmp_path, tensors)
+    tensors = true_values()
+    WritePlan.of(tensors, Coordinator.current()).write(tmp_path, tensors)
     load_all_layouts(tmp_path)
 
 
@@ -168,15 +166,14 @@ def a_change_on_one_rank(root: Path) -> None:
     coordinator = Coordinator.current()
     rank = dist.get_rank()
     tensors = {f"only.{rank}": torch.full((3,), float(rank)), "a": torch.ones(3)}  # of one kind, and held differently
-    writer = NativeWriter()
-    writer.plan(tensors, coordinator)
-    before = writer.num_bytes
-    writer.plan(tensors, coordinator)
+    plan = WritePlan.of(tensors, coordinator)
+    assert WritePlan.of(tensors, coordinator, plan) is plan
     if rank:
         tensors["new"] = torch.randn(2000)
-    writer.plan(tensors, coordinator)
-    assert (writer.num_bytes != before) == bool(rank)
-    writer.write(root, tensors)
+    again = WritePlan.of(tensors, coordinator, plan)
+    assert again is not plan
+    assert (again.num_bytes != plan.num_bytes) == bool(rank)
+    again.write(root, tensors)
     dist.barrier()
     with NativeReader(root) as reader:
         assert set(reader.tensors) == {"a", "only.0", "only.1", "new"}
@@ -191,20 +188,20 @@ def test_a_change_on_one_rank_makes_all_plan_anew(tmp_path: Path) -> None:
 @distributed(nproc=2)
 def ranks_that_disagree() -> None:
     rank = dist.get_rank()
-    writer, coordinator = NativeWriter(), Coordinator.current()
+    coordinator = Coordinator.current()
     with pytest.raises((StateEncodingError, PeerError), match=r"disagree.*\bw\b"):
-        writer.plan({"w": torch.ones(3 + rank)}, coordinator)
+        WritePlan.of({"w": torch.ones(3 + rank)}, coordinator)
     with pytest.raises((StateEncodingError, PeerError), match="meta"):
-        writer.plan({"w": torch.ones(3, device="meta" if rank else "cpu")}, coordinator)
+        WritePlan.of({"w": torch.ones(3, device="meta" if rank else "cpu")}, coordinator)
     mesh = init_device_mesh("cpu", (2,))
     listed = {} if rank else {"w": on_mesh(mesh, torch.ones(4, 4))}
     with pytest.raises((StateEncodingError, PeerError), match="bytes"):
-        writer.plan(listed, coordinator)
+        WritePlan.of(listed, coordinator)
     shards = {"v": torch.ones(3), "w": DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)}
     both_write_the_same_rows = patch.object(DeviceMesh, "get_coordinate", lambda self: [0])
     with both_write_the_same_rows, pytest.raises((StateEncodingError, PeerError), match="overlap"):
-        writer.plan(shards, coordinator)
-    writer.plan(shards, coordinator)
+        WritePlan.of(shards, coordinator)
+    WritePlan.of(shards, coordinator)
 
 
 def test_ranks_that_disagree_about_a_tensor_fail_together() -> None:

@@ -20,7 +20,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError
 from titan_ckpt.formats.native.header import header_bytes, parse_header
 from titan_ckpt.formats.native.reader import NativeReader
-from titan_ckpt.formats.native.writer import NativeWriter
+from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.requests import ReadRequest
 
@@ -95,9 +95,7 @@ def sample(folder: Path) -> tuple[dict[str, Any], bytes]:
         "c": torch.ones(0, 2),
         "d": torch.tensor(3),
     }
-    writer = NativeWriter()
-    writer.plan(tensors, Coordinator.current())
-    writer.write(folder, tensors)
+    WritePlan.of(tensors, Coordinator.current()).write(folder, tensors)
     content = (folder / FILE).read_bytes()
     start = header_bytes(content[:8], len(content), FILE)
     header = json.loads(content[8:start])

@@ -1,12 +1,11 @@
-"""Writing this rank's file of a checkpoint, from live memory or from the staging arena.
+"""This rank's file of a checkpoint: its plan, which serves every save, and its writing from live memory or from a copy.
 
-Owns the plan (which rank writes what, and where in the file) and keeps it between saves. Names no folders and commits
-nothing.
+Owns which rank writes what, and where in the file. Names no folders and commits nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -31,50 +30,59 @@ from titan_ckpt.formats.native.writer_process import WriterProcess
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Block, LazyTensor, dtype_name, info_of, local_tensor, sharding_of
 
+_Sharding = tuple[Any, Any]
+"""The mesh and placements of a DTensor."""
+
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """The chunks that this rank writes. Entry i of the layout holds `shares[i]`."""
+class WritePlan:
+    """The file that this rank writes in every save of the same tensors. Entry i of the layout holds `shares[i]`."""
 
     shares: tuple[Share, ...]
     layout: Layout
     places: Places
-    names: tuple[str, ...]
-    parts: Mapping[int, tuple[slice, ...]]
-    """Index of a share -> its place in the local tensor, for shares that are parts of one."""
-    sharded: bool
-    """Whether any tensor is a DTensor."""
     replicas: Mapping[tuple[int, ...], tuple[str, ...]]
+    """Group of ranks -> the tensors whose values this rank and the others of the group hold in common."""
+    file_name: str
+    _planned: Sequence[tuple[str, torch.Size, torch.dtype, _Sharding | None]]
+    """The tensors that the plan is for."""
 
-
-class NativeWriter:
-    """Writes this rank's file of every save. One save at a time; `write_staged` may run in a background thread."""
-
-    def __init__(self, in_process: bool = False) -> None:
-        """`in_process`: a process of its own writes staged saves."""
-        self._file_name = ""
-        self._in_process = in_process
-        self._key: list[tuple[str, torch.Size, torch.dtype, tuple[Any, Any] | None]] = []
-        self._plan: _Plan | None = None
-        self._arena: Arena | None = None
-        self._staged: Layout | None = None
-        self._process: WriterProcess | None = None
-
-    def plan(self, tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> None:
-        """Decide what this rank writes. The plan of the last save is kept if no rank's tensors changed. Collective.
+    @classmethod
+    def of(
+        cls, tensors: Mapping[str, torch.Tensor], coordinator: Coordinator, last: WritePlan | None = None
+    ) -> WritePlan:
+        """Decide what this rank writes: as by the plan `last`, if no rank's tensors have changed since. Collective.
 
         Raises: StateEncodingError naming every tensor that cannot be stored; PeerError if another rank has one.
         """
-        stale = self._plan is None or not self._is_as_planned(tensors)
-        if any(coordinator.gather("plan/stale", stale)):
-            with gc_paused():
-                self._make_plan(tensors, coordinator)
+        stale = any(coordinator.gather("plan/stale", last is None or not last.fits(tensors)))
+        return cls._made(tensors, coordinator) if stale or last is None else last
 
-    def _is_as_planned(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+    @classmethod
+    @gc_paused()
+    def _made(cls, tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> WritePlan:
+        coordinator.together("plan/dtypes", lambda: _check(tensors))
+        division = divide(tensors, coordinator)
+        shares = tuple(sorted(division.shares, key=lambda s: -s.info.dtype.itemsize))
+        elsewhere = {}
+        if coordinator.rank == 0:
+            own = {share.fqn for share in shares}
+            elsewhere = {fqn: info for fqn, info in division.tensors.items() if fqn not in own}
+        chunks = [(s.fqn, s.info, s.chunk) for s in shares]
+        return cls(
+            shares,
+            lay_out(chunks, coordinator.rank, coordinator.world_size, elsewhere),
+            Places.of([(s.info.dtype, s.chunk.sizes) for s in shares]),
+            division.replicas,
+            rank_file_name(coordinator.rank),
+            [(fqn, v.shape, v.dtype, _layout(v)) for fqn, v in tensors.items()],
+        )
+
+    def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Return whether these are the planned tensors. Fast, because every save calls it."""
-        if len(tensors) != len(self._key):
+        if len(tensors) != len(self._planned):
             return False
-        for (fqn, value), (name, shape, dtype, layout) in zip(tensors.items(), self._key, strict=True):
+        for (fqn, value), (name, shape, dtype, layout) in zip(tensors.items(), self._planned, strict=True):
             if fqn != name or value.dtype is not dtype or value.shape != shape:
                 return False
             if isinstance(value, DTensor):
@@ -84,50 +92,22 @@ class NativeWriter:
                 return False
         return True
 
-    def _make_plan(self, tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> None:
-        coordinator.together("plan/dtypes", lambda: _check(tensors))
-        division = divide(tensors, coordinator)
-        shares = tuple(sorted(division.shares, key=lambda s: -s.info.dtype.itemsize))
-        elsewhere = {}
-        if coordinator.rank == 0:
-            own = {share.fqn for share in shares}
-            elsewhere = {fqn: info for fqn, info in division.tensors.items() if fqn not in own}
-        chunks = [(s.fqn, s.info, s.chunk) for s in shares]
-        layout = lay_out(chunks, coordinator.rank, coordinator.world_size, elsewhere)
-        self._plan = _Plan(
-            shares,
-            layout,
-            Places.of([(s.info.dtype, s.chunk.sizes) for s in shares]),
-            tuple(share.fqn for share in shares),
-            {i: share.index for i, share in enumerate(shares) if share.index is not None},
-            any(isinstance(value, DTensor) for value in tensors.values()),
-            division.replicas,
-        )
-        self._key = [(fqn, v.shape, v.dtype, _layout(v)) for fqn, v in tensors.items()]
-        self._file_name = rank_file_name(coordinator.rank)
-
-    @property
-    def replicas(self) -> Mapping[tuple[int, ...], tuple[str, ...]]:
-        """Return group of ranks -> the tensors whose values this rank and the others of the group hold in common."""
-        return self._planned.replicas
-
     @property
     def num_bytes(self) -> int:
         """Return the size of this rank's file."""
-        return self._planned.layout.num_bytes
+        return self.layout.num_bytes
 
-    @property
-    def _planned(self) -> _Plan:
-        assert self._plan is not None, "plan() comes first"
-        return self._plan
+    def bind(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the live memory of all shares."""
+        local = [local_tensor(tensors[share.fqn]) for share in self.shares]
+        return [v if s.index is None else v[s.index] for v, s in zip(local, self.shares, strict=True)]
 
-    def write(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> list[FileRecord]:
+    def write(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
         """Write the file from live memory, through one bounce buffer per worker. The file is durable when this returns.
 
         Raises: OSError; the file is then incomplete and the attempt must be abandoned.
         """
-        plan = self._planned
-        segments = Segments(plan.places, _bind(plan, tensors))
+        segments = Segments(self.places, self.bind(tensors))
 
         @contextmanager
         def pieces(start: int, stop: int) -> Iterator[memoryview]:
@@ -135,40 +115,39 @@ class NativeWriter:
                 segments.fill(start, stop, bounce)
                 yield bounce.view[: round_up(stop - start)]
 
-        return [self._record(write_rank_file(folder / self._file_name, plan.layout, pieces))]
+        return self.record(write_rank_file(folder / self.file_name, self.layout, pieces))
 
-    def allocate(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Allocate the arena for these tensors, so that the first staged save is as fast as the later ones."""
-        layout = self._planned.layout
-        if self._arena is None or self._staged is not layout:
-            self.close()  # give the old memory back before taking the new
-            pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
-            beside = layout.template if self._in_process else b""
-            self._arena = Arena(layout.data_bytes, pinned=pinned, beside=beside, shared=self._in_process)
-            self._staged = layout
+    def record(self, digest: str) -> FileRecord:
+        return FileRecord(self.file_name, self.num_bytes, digest)
+
+
+class StagedFile:
+    """Memory for a copy of the planned tensors, from which the file is written. One save uses it at a time."""
+
+    def __init__(self, plan: WritePlan, *, pinned: bool = False, in_process: bool = False) -> None:
+        """Allocate and touch the memory. `pinned`: tensors are on a device. `in_process`: another process writes."""
+        self.plan = plan
+        beside = plan.layout.template if in_process else b""
+        self._arena = Arena(plan.layout.data_bytes, pinned=pinned, beside=beside, shared=in_process)
+        self._process: WriterProcess | None = None
+
+    def begin(self, tensors: Mapping[str, torch.Tensor]) -> StagingHandle:
+        """Start to copy the tensors in the background; they must not change before `wait` of the handle."""
         if self._process is not None and not self._process.alive:
             self._process.close()
             self._process = None
-        if self._in_process and self._process is None:
-            assert self._arena.shared is not None
+        if self._arena.shared is not None and self._process is None:
             self._process = WriterProcess(self._arena.shared)
+        return self._arena.stage(self.plan.places, self.plan.bind(tensors))
 
-    def begin_staging(self, tensors: Mapping[str, torch.Tensor]) -> StagingHandle:
-        """Start to copy the tensors into the arena in the background; they must not change before handle.wait()."""
-        self.allocate(tensors)
-        assert self._arena is not None
-        plan = self._planned
-        return self._arena.stage(plan.places, _bind(plan, tensors))
-
-    def staged(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, LazyTensor]:
-        """Return the planned tensors as the arena holds them: on every rank the chunks that it writes, no replicas.
+    def tensors(self, live: Mapping[str, torch.Tensor]) -> dict[str, LazyTensor]:
+        """Return the copies of the live tensors: on every rank the chunks that it writes, no replicas.
 
         They can be read from the end of staging until the next staging starts.
         """
-        assert self._arena is not None, "begin_staging() comes first"
-        plan, memory = self._planned, self._arena.buffer.tensor
-        blocks: dict[str, list[Block]] = {fqn: [] for fqn in tensors}
-        for share, start in zip(plan.shares, plan.places.starts, strict=True):
+        memory = self._arena.buffer.tensor
+        blocks: dict[str, list[Block]] = {fqn: [] for fqn in live}
+        for share, start in zip(self.plan.shares, self.plan.places.starts, strict=True):
             stored = memory[start : start + share.chunk.numel * share.info.dtype.itemsize]
             data = stored.view(share.info.dtype).view(share.chunk.sizes)
             blocks[share.fqn].append(Block(share.chunk, data))
@@ -180,46 +159,25 @@ class NativeWriter:
                 in_memory=True,
                 sharding=sharding_of(value),
             )
-            for fqn, value in tensors.items()
+            for fqn, value in live.items()
         }
 
-    def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the tensors into the arena."""
-        self.begin_staging(tensors).finish()
-
-    def write_staged(self, folder: Path) -> list[FileRecord]:
-        """Write the file from the arena, after staging has finished; otherwise as `write`."""
-        assert self._arena is not None, "begin_staging() comes first"
-        layout, path = self._planned.layout, folder / self._file_name
+    def write(self, folder: Path) -> FileRecord:
+        """Write the file, after staging has finished; otherwise as `WritePlan.write`."""
+        plan, path, staged = self.plan, folder / self.plan.file_name, self._arena.buffer.view
         if self._process is not None:
-            return [self._record(self._process.write(path, layout, self._arena.beside_at))]
-        staged = self._arena.buffer.view
-        return [self._record(write_rank_file(path, layout, lambda a, b: nullcontext(staged[a : round_up(b)])))]
-
-    def _record(self, digest: str) -> FileRecord:
-        return FileRecord(self._file_name, self.num_bytes, digest)
+            return plan.record(self._process.write(path, plan.layout, self._arena.beside_at))
+        return plan.record(write_rank_file(path, plan.layout, lambda a, b: nullcontext(staged[a : round_up(b)])))
 
     def close(self) -> None:
-        """Release the arena and end the writer process."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.close()
-        arena, self._arena = self._arena, None
-        if arena is not None:
-            arena.close()
+        """End the writer process, and release the memory."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        self._arena.close()
 
 
-def _bind(plan: _Plan, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the live memory of every planned entry."""
-    bound = [tensors[name] for name in plan.names]
-    if plan.sharded:
-        bound = [local_tensor(value) for value in bound]
-    for i, index in plan.parts.items():
-        bound[i] = bound[i][index]
-    return bound
-
-
-def _layout(value: torch.Tensor) -> tuple[Any, Any] | None:
+def _layout(value: torch.Tensor) -> _Sharding | None:
     return (value.device_mesh, value.placements) if isinstance(value, DTensor) else None
 
 

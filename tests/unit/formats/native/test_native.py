@@ -30,7 +30,7 @@ from titan_ckpt.errors import (
 from titan_ckpt.formats.native.header import header_bytes
 from titan_ckpt.formats.native.layout import BLOCK_BYTES, STORED_DTYPES
 from titan_ckpt.formats.native.reader import NativeReader
-from titan_ckpt.formats.native.writer import NativeWriter
+from titan_ckpt.formats.native.writer import StagedFile, WritePlan
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.requests import ReadRequest
 
@@ -52,10 +52,13 @@ def of(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def save(folder: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
-    writer = NativeWriter()
-    writer.plan(tensors, Coordinator.current())
-    (record,) = writer.write(folder, tensors)
-    return record
+    return WritePlan.of(tensors, Coordinator.current()).write(folder, tensors)
+
+
+def stage(plan: WritePlan, tensors: Mapping[str, torch.Tensor]) -> StagedFile:
+    file = StagedFile(plan)
+    file.begin(tensors).finish()
+    return file
 
 
 def load(folder: Path, like: Mapping[str, torch.Tensor]) -> Tensors:
@@ -111,12 +114,9 @@ def every_kind() -> Tensors:
 def test_every_dtype_and_shape_of_memory_comes_back(tmp_path: Path, staged: bool, cached: bool) -> None:
     """Written from live memory or from the arena, read through the page cache or around it."""
     tensors = every_kind()
-    writer = NativeWriter()
-    writer.plan(tensors, Coordinator.current())
-    if staged:
-        writer.stage(tensors)
-    (record,) = writer.write_staged(tmp_path) if staged else writer.write(tmp_path, tensors)
-    assert (tmp_path / record.name).stat().st_size == record.num_bytes == writer.num_bytes
+    plan = WritePlan.of(tensors, Coordinator.current())
+    record = stage(plan, tensors).write(tmp_path) if staged else plan.write(tmp_path, tensors)
+    assert (tmp_path / record.name).stat().st_size == record.num_bytes == plan.num_bytes
     if not cached:
         drop_from_page_cache(tmp_path)
     assert_same(load(tmp_path, tensors), {fqn: value.resolve_conj().resolve_neg() for fqn, value in tensors.items()})
@@ -147,11 +147,9 @@ def test_data_begins_aligned_and_elements_too(tmp_path: Path) -> None:
 def test_the_same_values_make_the_same_file(tmp_path: Path) -> None:
     """Live and staged writes agree byte for byte, and so do their digests."""
     tensors = every_kind()
-    writer = NativeWriter()
-    writer.plan(tensors, Coordinator.current())
-    writer.stage(tensors)
+    plan = WritePlan.of(tensors, Coordinator.current())
     records = []
-    for name, write in (("live", lambda f: writer.write(f, tensors)), ("staged", writer.write_staged)):
+    for name, write in (("live", lambda f: plan.write(f, tensors)), ("staged", stage(plan, tensors).write)):
         (tmp_path / name).mkdir()
         records.append(write(tmp_path / name))
     assert records[0] == records[1]
@@ -161,29 +159,25 @@ def test_the_same_values_make_the_same_file(tmp_path: Path) -> None:
 def test_a_staged_copy_is_not_the_live_memory(tmp_path: Path) -> None:
     """The file has what was staged, whatever happens to the tensors afterwards; so has that of the next save."""
     tensors = {"a": torch.arange(3 * MIB), "b": torch.ones(5)}
-    writer = NativeWriter()
-    writer.plan(tensors, Coordinator.current())
-    writer.allocate(tensors)
+    file = StagedFile(WritePlan.of(tensors, Coordinator.current()))
     for step in range(3):
         expected = {fqn: value.clone() for fqn, value in tensors.items()}
-        handle = writer.begin_staging(tensors)
+        handle = file.begin(tensors)
         handle.wait()
         for value in tensors.values():
             value.add_(1)
         (tmp_path / str(step)).mkdir()
         handle.finish()
-        writer.write_staged(tmp_path / str(step))
+        file.write(tmp_path / str(step))
         assert_same(load(tmp_path / str(step), tensors), expected)
 
 
 def test_the_plan_is_kept_while_names_shapes_and_dtypes_are(tmp_path: Path) -> None:
     """Other values, and other memory, do not change it; another tensor does."""
-    writer, coordinator = NativeWriter(), Coordinator.current()
+    coordinator = Coordinator.current()
     tensors = {"a": torch.zeros(10), "b": torch.zeros(3, 3)}
-    writer.plan(tensors, coordinator)
-    kept = writer._plan
-    writer.plan({fqn: torch.randn(value.shape) for fqn, value in tensors.items()}, coordinator)
-    assert writer._plan is kept
+    plan = WritePlan.of(tensors, coordinator)
+    assert WritePlan.of({fqn: torch.randn(v.shape) for fqn, v in tensors.items()}, coordinator, plan) is plan
     for other in (
         {"a": torch.zeros(10), "c": torch.zeros(3, 3)},
         {"a": torch.zeros(10), "b": torch.zeros(3, 4)},
@@ -191,12 +185,11 @@ def test_the_plan_is_kept_while_names_shapes_and_dtypes_are(tmp_path: Path) -> N
         {"b": torch.zeros(3, 3), "a": torch.zeros(10)},
         {"a": torch.zeros(10)},
     ):
-        before = writer._plan
-        writer.plan(other, coordinator)
-        assert writer._plan is not before
+        before, plan = plan, WritePlan.of(other, coordinator, plan)
+        assert plan is not before
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
-        writer.write(folder, other)
+        plan.write(folder, other)
         assert_same(load(folder, other), other)
 
 
@@ -307,7 +300,7 @@ def test_what_cannot_be_stored_is_named_all_at_once() -> None:
         "fine": torch.ones(2),
     }
     with pytest.raises(StateEncodingError) as caught:
-        NativeWriter().plan(bad, Coordinator.current())
+        WritePlan.of(bad, Coordinator.current())
     for fqn in bad:
         assert (fqn in str(caught.value)) == (fqn != "fine"), caught.value
 
@@ -451,58 +444,48 @@ def test_a_failing_write_fails_the_save(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_process_of_its_own_writes_the_same_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """From shared memory, save after save, also after the tensors' shapes have changed, and without a word."""
+    """From shared memory, save after save, and without a word."""
     tensors = every_kind()
     (tmp_path / "here").mkdir()
     expected = save(tmp_path / "here", tensors)
-    writer = NativeWriter(in_process=True)
+    file = StagedFile(WritePlan.of(tensors, Coordinator.current()), in_process=True)
     try:
         for name in ("first", "second"):
-            writer.plan(tensors, Coordinator.current())
-            writer.stage(tensors)
+            file.begin(tensors).finish()
             (tmp_path / name).mkdir()
-            assert writer.write_staged(tmp_path / name) == [expected]
+            assert file.write(tmp_path / name) == expected
             assert (tmp_path / name / FILE).read_bytes() == (tmp_path / "here" / FILE).read_bytes()
         with pytest.raises(FileExistsError):
-            writer.write_staged(tmp_path / "first")
-        other = {"a": torch.ones(7)}
-        writer.plan(other, Coordinator.current())
-        writer.stage(other)
-        (tmp_path / "other").mkdir()
-        writer.write_staged(tmp_path / "other")
-        assert_same(load(tmp_path / "other", other), other)
+            file.write(tmp_path / "first")
     finally:
-        writer.close()
+        file.close()
     assert capfd.readouterr().err == ""
 
 
 def test_a_killed_writer_process_fails_one_save_only(tmp_path: Path) -> None:
     """The save says how it ended, the next one starts another process."""
     tensors = {"a": torch.randn(1000)}
-    writer = NativeWriter(in_process=True)
+    file = StagedFile(WritePlan.of(tensors, Coordinator.current()), in_process=True)
     try:
-        writer.plan(tensors, Coordinator.current())
-        writer.stage(tensors)
-        assert writer._process is not None
-        writer._process._process.kill()
+        file.begin(tensors).finish()
+        assert file._process is not None
+        file._process._process.kill()
         with pytest.raises(SaveError, match="SIGKILL"):
-            writer.write_staged(tmp_path)
+            file.write(tmp_path)
         (tmp_path / "next").mkdir()
-        writer.stage(tensors)
-        writer.write_staged(tmp_path / "next")
+        file.begin(tensors).finish()
+        file.write(tmp_path / "next")
         assert_same(load(tmp_path / "next", tensors), tensors)
     finally:
-        writer.close()
+        file.close()
 
 
 def test_an_error_while_staging_reaches_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both the training thread and the writing one."""
     tensors = {"a": torch.ones(5)}
-    writer = NativeWriter()
-    writer.plan(tensors, Coordinator.current())
-    writer.allocate(tensors)
+    file = StagedFile(WritePlan.of(tensors, Coordinator.current()))
     monkeypatch.setattr("titan_ckpt.formats.native.arena.Segments.fill", lambda *_: 1 / 0)
-    handle = writer.begin_staging(tensors)
+    handle = file.begin(tensors)
     for wait in (handle.wait, handle.finish):
         with pytest.raises(ZeroDivisionError):
             wait()

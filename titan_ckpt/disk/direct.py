@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import stat
 import threading
@@ -33,6 +34,9 @@ CACHED_BYTES = 256 << 10
 
 _CACHESTAT = 451
 """Number of the system call, which the C library does not name."""
+
+_POPULATE_READ = 22
+"""MADV_POPULATE_READ of Linux 5.14, which Python's mmap does not name yet."""
 
 _MAX_VIEWS = 1024
 """Buffers of one preadv; Linux accepts no more (IOV_MAX)."""
@@ -270,6 +274,26 @@ class FileReader:
         self.read_into([view[:first]], offset)
         self.read_aligned(view[first:stop], offset + first, stop - first)
         self.read_into([view[stop:]], offset + stop)
+
+    def map(self, offset: int, num_bytes: int) -> mmap.mmap:
+        """Map bytes of the file, from a multiple of the allocation granularity on; the page tables are filled at once.
+
+        The mapping is private and writable, because torch wraps only writable memory; nothing writes to it.
+        Raises: EOFError if the file is too short.
+        """
+        cut_short = f"{self.path} ends before byte {offset + num_bytes}"
+        try:
+            mapping = mmap.mmap(self._fd, num_bytes, mmap.MAP_PRIVATE, offset=offset)
+        except ValueError as error:
+            raise EOFError(cut_short) from error
+        try:
+            mapping.madvise(_POPULATE_READ)
+        except OSError as error:
+            if error.errno == errno.EFAULT:
+                raise EOFError(cut_short) from error
+            if error.errno != errno.EINVAL:  # Linux before 5.14 fills the tables when they are used
+                raise
+        return mapping
 
     def _direct(self) -> int:
         if self._direct_fd < 0:

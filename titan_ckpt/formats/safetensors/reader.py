@@ -3,15 +3,14 @@
 Owns the way from a region of a file to a view of memory: the bytes, the kind of read, the cast. Knows no folder and no
 index, and decides nothing about names or dtypes. All formats that store plain safetensors files share it.
 
-A run of bytes goes straight into contiguous memory of the same dtype. It goes through a small bounce buffer if the
-memory is strided, has a different dtype or is on a device; and around the page cache if the file is not cached. A
-strided region (a shard of columns) is copied from a mapping of the file.
+A run of bytes goes straight into contiguous memory of the same dtype. If the memory is strided or
+has a different dtype, it is copied from a mapping of the cached file. It goes through a bounce buffer around the page
+cache if the file is not cached, and also if the memory is on a device. A strided region (a shard of columns) is always copied from a mapping.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ import torch
 
 from titan_ckpt import progress
 from titan_ckpt.disk.direct import (
-    CACHED_BYTES,
     IO_BYTES,
     NUM_WORKERS,
     FileReader,
@@ -210,39 +208,32 @@ def _fill(job: _Run | _Region, cold: set[FileReader]) -> None:
         if (address - job.offset) % ALIGNMENT == 0:
             job.file.read_blocks(bytes_at(address, job.num_bytes), job.offset)
             return
+    if not direct and job.into.is_cpu and job.num_bytes >= _MIN_DIRECT_BYTES:
+        skipped = job.offset % mmap.ALLOCATIONGRANULARITY
+        mapping = job.file.map(job.offset - skipped, skipped + job.num_bytes)
+        job.into.copy_(_values(torch.frombuffer(mapping, dtype=torch.uint8)[skipped:], job))
+        return
     with bounce_buffer() as buffer:
         _cast(job, buffer, direct)
 
 
 def _cast(job: _Run, buffer: Buffer, direct: bool) -> None:
-    """Copy a run to memory of any dtype and strides, in pieces that stay in the processor's own cache."""
-    itemsize = job.dtype.itemsize
+    """Read a run into the buffer, and copy it to memory of any dtype and strides."""
     first = job.offset % ALIGNMENT if direct else 0
     if direct:
         job.file.read_aligned(buffer.view, job.offset - first, first + job.num_bytes)
-    done = 0
-    for window in windows(job.into, CACHED_BYTES // itemsize):
-        num_bytes = window.numel() * itemsize
-        start = first + done if direct else 0
-        if not direct:
-            job.file.read_into([buffer.view[:num_bytes]], job.offset + done)
-        values = buffer.tensor[start : start + num_bytes]
-        if start % itemsize:  # other programs write tensors at odd offsets, and a view of a wider dtype must be aligned
-            values = values.clone()
-        window.copy_(values.view(job.dtype).view(window.shape))
-        done += num_bytes
+    else:
+        job.file.read_into([buffer.view[: job.num_bytes]], job.offset)
+    job.into.copy_(_values(buffer.tensor[first : first + job.num_bytes], job))
+
+
+def _values(data: torch.Tensor, job: _Run) -> torch.Tensor:
+    if data.storage_offset() % job.dtype.itemsize:  # other programs write tensors at odd offsets, and a view is aligned
+        data = data.clone()
+    return data.view(job.dtype).view(job.into.shape)
 
 
 def _copy_region(job: _Region) -> None:
     """Copy a strided box from a mapping of the file, some rows at a time."""
-
-    def map_bytes(offset: int, num_bytes: int) -> mmap.mmap:
-        fd = os.open(job.file.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            # torch wraps only writable memory, which a private mapping is; nothing writes to it
-            return mmap.mmap(fd, num_bytes, mmap.MAP_PRIVATE, offset=offset)
-        finally:
-            os.close(fd)
-
-    for box, into in mapped_boxes(job.entry, job.chunk, job.into, map_bytes):
+    for box, into in mapped_boxes(job.entry, job.chunk, job.into, job.file.map):
         into.copy_(box)

@@ -14,13 +14,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import CheckpointError, CorruptCheckpointError
+from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, ExportError
 from titan_ckpt.formats.dcp.dcp import DcpReader
-from titan_ckpt.formats.dcp.writer import write_dcp
+from titan_ckpt.formats.dcp.writer import DcpExport, write_dcp
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
-from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.geometry.requests import ReadRequest, StoredValue
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp in one process, as meant here
 
@@ -140,13 +141,56 @@ def test_metadata_that_lies_is_one_typed_error(tmp_path: Path, damage: Callable[
 
 
 def test_overlapping_chunks_with_a_hole_of_the_same_size_are_refused(tmp_path: Path) -> None:
-    """As many elements as the tensor has, each chunk as described, and one row that nobody wrote."""
-    blocks = [Block(Chunk((i, 0), (2, 3)), torch.ones(2, 3)) for i in (0, 1)]
-    write_dcp(tmp_path, {"w": LazyTensor(TensorInfo((4, 3), torch.float32), lambda: blocks)}, Coordinator.current())
-    out = torch.full((4, 3), -1.0)
+    """As many elements as the tensor has, and one row that nobody wrote; here no such folder is written either."""
+    metadata = saved(tmp_path)
+    overlapping_with_a_hole(metadata)
     with pytest.raises(CorruptCheckpointError, match=r"w is stored twice at \[0, 0\]\+\[2, 3\] and \[1, 0\]"):
-        DcpReader(tmp_path).read([ReadRequest("w", Chunk.whole((4, 3)), out)])
-    assert (out == -1).all()
+        read(tmp_path, metadata)
+    blocks = [Block(Chunk((i, 0), (2, 3)), torch.ones(2, 3)) for i in (0, 1)]
+    value = LazyTensor(TensorInfo((4, 3), torch.float32), lambda: blocks)
+    (tmp_path / "ours").mkdir()
+    with pytest.raises(ExportError, match="w: 12 elements in 2 parts were written of 12"):
+        write_dcp(tmp_path / "ours", {"w": value}, Coordinator.current())
+
+
+@pytest.mark.parametrize("damage", ["bits", "end", "metadata"])
+def test_nothing_is_published_that_differs_from_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """Flipped bits of each item, a lost byte and a flipped bit of the metadata are found; each item is named."""
+    big = torch.arange(2_100_000.0)  # its bytes lie in three blocks of a file
+    tensors = {"big": big, "empty": torch.ones(0, 3), "half": torch.ones(3, 5).bfloat16(), "one": torch.tensor(1)}
+    values = {"lr": StoredValue(("lr",), b"0.125", "")}
+    folder = tmp_path / "step-1"
+    write_file = posix.write_file
+
+    def damaged(path: Path, data: bytes) -> None:
+        """Damage the folder when its last file is written."""
+        write_file(path, data)
+        [file] = path.parent.glob("*.distcp")
+        if damage == "bits":
+            content = bytearray(file.read_bytes())
+            for info in pickle.loads(data).storage_data.values():
+                content[info.offset + info.length // 2] ^= 1
+            file.write_bytes(content)
+        elif damage == "end":
+            os.truncate(file, file.stat().st_size - 1)
+        else:
+            path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+
+    monkeypatch.setattr(posix, "write_file", damaged)
+    complaint = {
+        "bits": r"5 item\(s\) of __0_0.distcp read back differ .*: big, empty, half, lr, one",
+        "end": r"__0_0.distcp has \d+ bytes, and \d+ were written",
+        "metadata": "metadata read back differs",
+    }
+    with pytest.raises(ExportError, match=f"step-1 failed, nothing was published: .*{complaint[damage]}"):
+        DcpExport(tensors, values).write(folder, Coordinator.current())
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    DcpExport(tensors, values).write(folder, Coordinator.current())
+    with DcpReader(folder) as reader:
+        assert reader.tensors["big"].shape == big.shape
 
 
 def test_a_data_file_that_is_a_pipe_is_refused(tmp_path: Path) -> None:

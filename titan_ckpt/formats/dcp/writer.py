@@ -1,17 +1,18 @@
 """Writing the torch.distributed.checkpoint format: folders that `dcp.load` and torchtitan read.
 
-Owns which rank writes what. dcp.py reads such folders.
+Owns which rank writes what. proof.py reads every byte back before the folder is published; dcp.py reads such folders.
 Source: torch/distributed/checkpoint/{metadata,filesystem,planner_helpers}.py.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -30,30 +31,15 @@ from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import ExportError, listed
+from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.dcp.metadata import METADATA
-from titan_ckpt.formats.publish.run import published
-from titan_ckpt.geometry.chunks import LazyTensor, blocks_of, dtype_name, info_of, layout_of
+from titan_ckpt.formats.dcp.proof import DigestedFile
+from titan_ckpt.formats.publish.plan import coverage_faults
+from titan_ckpt.formats.publish.run import compare_infos, published
+from titan_ckpt.geometry.chunks import LazyTensor, TensorInfo, blocks_of, dtype_name, info_of, layout_of
 from titan_ckpt.geometry.requests import StoredValue
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.write_view import FileGroup
-
-
-class _Appender(io.RawIOBase):
-    """A stream that appends to a file at once, so that torch.save never keeps a tensor in memory twice."""
-
-    def __init__(self, fd: int) -> None:
-        super().__init__()
-        self._fd = fd
-        self.position = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        posix.pwrite_all(self._fd, view, self.position)
-        self.position += len(view)
-        return len(view)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +52,19 @@ class DcpExport:
     """Ranks write shards as they are, so none are put together."""
 
     def write(self, folder: Path, coordinator: Coordinator) -> None:
-        """Write the folder and publish it atomically. Lazy tensors are resolved one by one. Collective.
+        """Write and prove the folder, and publish it atomically. Lazy tensors are resolved one by one. Collective.
 
         Raises: as `write_dcp`; FileExistsError. Nothing has the folder's name then.
         """
-        total = sum(info_of(value).nbytes for value in self.tensors.values())
+        total = 2 * sum(info_of(value).nbytes for value in self.tensors.values())  # written, and read back
         with (
             published(folder, coordinator, "dcp-", lambda: None) as (path, _),
             progress.shown(f"exporting {folder.name}", total // coordinator.world_size),
         ):
-            write_dcp(path, self.tensors, coordinator, self.values)
+            try:
+                write_dcp(path, self.tensors, coordinator, self.values)
+            except ExportError as error:
+                raise ExportError(f"export to {folder} failed, nothing was published: {error}") from error
 
 
 def write_dcp(
@@ -84,8 +73,10 @@ def write_dcp(
     """Write a state dict so that plain `dcp.load` reads it. Lazy tensors are resolved one at a time.
 
     Collective. 1 Every rank posts the chunks and values that it holds. 2 The lowest rank that holds one writes it, to
-    its own file. 3 Rank 0 writes the metadata. All files are synced; the caller publishes the folder.
-    Raises: ExportError for values that differ between ranks; OSError; PeerError.
+    its own file, and syncs the file. 3 Every rank reads its file back and compares it with what it wrote; rank 0 writes
+    the metadata first, and opens the folder as any reader would. The caller publishes the folder.
+    Raises: ExportError for values that differ between ranks, for tensors that are not whole, and for bytes that differ
+    from what was written; OSError; PeerError.
     """
     values = values or {}
     alone = coordinator.world_size == 1  # then the layout of lazy tensors is not needed before they are written
@@ -96,9 +87,9 @@ def write_dcp(
     own = {name: {c for c, rank in chunks.items() if rank == coordinator.rank} for name, chunks in writers.items()}
     first = _first_holders([of_rank["values"] for of_rank in of_ranks])
     mine = {name: value for name, value in values.items() if first[name] == coordinator.rank}
+    file = DigestedFile(folder / f"__{coordinator.rank}_0.distcp")
 
     def write() -> dict[str, Any]:
-        file = folder / f"__{coordinator.rank}_0.distcp"
         infos = {name: info_of(value) for name, value in tensors.items()}
         return {
             "places": _write_chunks(file, tensors, None if alone else own, mine),
@@ -107,7 +98,13 @@ def write_dcp(
         }
 
     written = coordinator.gather_results("dcp-places", write)
-    coordinator.together("dcp-metadata", lambda: _write_metadata(folder, written) if coordinator.rank == 0 else None)
+
+    def prove() -> None:
+        if coordinator.rank == 0:
+            _write_metadata(folder, written)
+        file.prove()
+
+    coordinator.together("dcp-prove", prove)
 
 
 def _first_holders(tables: list[Any]) -> dict[str, int]:
@@ -137,52 +134,39 @@ def _writers(tables: list[Any]) -> dict[str, dict[tuple[int, ...], int]]:
 
 
 def _write_chunks(
-    path: Path,
+    file: DigestedFile,
     tensors: StateDict,
     own: Mapping[str, Collection[tuple[int, ...]]] | None,
     values: Mapping[str, StoredValue],
 ) -> list[Json]:
-    """Write chunks and values to a new file and sync it; return the place of each.
+    """Create the file, write chunks and values to it, sync and close it; return the place of each.
 
     `own`: tensor -> offsets of the chunks that this rank writes; None: all chunks. Lazy tensors that are collective are
     resolved after an error too, because other ranks cannot resolve them alone. Raises: the first error.
     """
     places: list[Json] = []
-    error: BaseException | None = None
-    fd = -1
-    try:
-        fd = posix.open_exclusive(path)
-    except Exception as e:
-        error = e
-    file = _Appender(fd)
-    for name, value in tensors.items():
-        if error is not None and not (isinstance(value, LazyTensor) and value.collective):
-            continue
+    error: Exception | None = None
+    with file:
         try:
-            for block in blocks_of(value):
-                if error is None and (own is None or block.chunk.offsets in own.get(name, ())):
-                    start = file.position
-                    progress.advance(block.data.nbytes)
-                    torch.save(_alone(block.data), cast(IO[bytes], file))
-                    chunk: list[Json] = [[*block.chunk.offsets], [*block.chunk.sizes]]
-                    places.append([name, *chunk, path.name, start, file.position - start])
+            file.open()
         except Exception as e:
-            error = error or e
-    try:
-        if fd >= 0:
+            error = e
+        for name, value in tensors.items():
+            if error is not None and not (isinstance(value, LazyTensor) and value.collective):
+                continue
             try:
-                for name, stored in values.items() if error is None else ():
-                    start = file.position
-                    file.write(stored.data)
-                    places.append([name, None, None, path.name, start, len(stored.data)])
-                if error is None:
-                    posix.fsync(fd)
-            finally:
-                posix.close(fd)
-    except Exception as e:
-        error = error or e
-    if error is not None:
-        raise error
+                for block in blocks_of(value):
+                    if error is None and (own is None or block.chunk.offsets in own.get(name, ())):
+                        progress.advance(block.data.nbytes)
+                        place = file.append(name, partial(torch.save, _alone(block.data)))
+                        places.append([name, [*block.chunk.offsets], [*block.chunk.sizes], *place])
+            except Exception as e:
+                error = error or e
+        if error is not None:
+            raise error
+        for name, stored in values.items():
+            places.append([name, None, None, *file.append(name, methodcaller("write", stored.data))])
+        file.sync()
     return places
 
 
@@ -201,13 +185,18 @@ def _alone(data: torch.Tensor) -> torch.Tensor:
 
 
 def _write_metadata(folder: Path, gathered: list[Any]) -> None:
+    """Write the metadata of all ranks' files, and open the folder as any reader would.
+
+    Raises: ExportError for metadata that is not read back as it was written, and for tensors that are not whole.
+    """
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     paths: dict[str, tuple[str, ...]] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
+    infos: dict[str, TensorInfo] = {}
     for of_rank in gathered:
         for name, (shape, dtype) in of_rank["infos"].items():
-            properties = TensorProperties(dtype=getattr(torch, dtype))
-            entries.setdefault(name, TensorStorageMetadata(properties, torch.Size(shape), []))
+            info = infos.setdefault(name, TensorInfo(tuple(shape), getattr(torch, dtype)))
+            entries.setdefault(name, TensorStorageMetadata(TensorProperties(info.dtype), torch.Size(shape), []))
         paths |= {name: tuple(path) for name, path in of_rank["paths"].items()}
         for name, offsets, sizes, file, position, length in of_rank["places"]:
             if offsets is None:
@@ -221,4 +210,13 @@ def _write_metadata(folder: Path, gathered: list[Any]) -> None:
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
     metadata = Metadata(dict(entries), planner_data={n: paths.get(n, (n,)) for n in entries}, storage_data=storage)
     metadata.storage_meta = StorageMeta()
-    posix.write_file(folder / METADATA, pickle.dumps(metadata))
+    data = pickle.dumps(metadata)
+    posix.write_file(folder / METADATA, data)
+    if posix.read_whole(folder / METADATA, len(data) + 1) != data:
+        raise ExportError(f"{METADATA} read back differs from what was written")
+    with DcpReader(folder) as reader:
+        boxes = {name: [(c.offsets, c.sizes) for c in chunks] for name, chunks in reader.stored_chunks().items()}
+        nothing: dict[str, list[Any]] = {name: [] for name in infos}
+        faults = compare_infos(infos, reader.tensors) or coverage_faults(infos, [nothing, boxes])
+    if faults:
+        raise ExportError(f"the re-opened folder differs in {len(faults)} tensor(s): {listed(faults)}")

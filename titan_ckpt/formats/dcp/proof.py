@@ -1,0 +1,118 @@
+"""The proof of a rank's file in a DCP folder: every byte that was written is read back before the folder is published.
+
+Owns the file while it is written, the digests of its content and the comparison. Knows no tensors and talks to no rank.
+The file is read around the page cache where possible, several blocks at a time, because the disk is the bottleneck.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import xxhash
+
+from titan_ckpt import progress
+from titan_ckpt.disk import posix
+from titan_ckpt.disk.direct import IO_BYTES, NUM_WORKERS, FileReader, bounce_buffer, run_workers
+from titan_ckpt.errors import ExportError, listed
+from titan_ckpt.gc_paused import gc_paused
+
+
+class _Piece(NamedTuple):
+    """The bytes from `first` to `stop` of a file: the part of an item that lies in one block of IO_BYTES."""
+
+    item: str
+    first: int
+    stop: int
+    digest: bytes
+
+
+class DigestedFile(io.RawIOBase):
+    """A new file to which items are appended and which digests each on its way. A context manager that closes it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._fd = -1
+        self._position = 0
+        self._pieces: list[_Piece] = []
+        self._item = ""
+        self._first = 0
+        self._digest = xxhash.xxh3_128()
+
+    def open(self) -> None:
+        """Create the file. Raises: OSError."""
+        self._fd = posix.open_exclusive(self._path)
+
+    def append(self, item: str, write: Callable[[IO[bytes]], object]) -> tuple[str, int, int]:
+        """Let `write` put an item at the end of the file; return the file's name, the first byte and the length."""
+        start = self._position
+        self._item = item
+        write(cast(IO[bytes], self))
+        self._cut()
+        return self._path.name, start, self._position - start
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        """Append bytes at once, so that torch.save never keeps a tensor in memory twice."""
+        view = memoryview(data).cast("B")
+        posix.pwrite_all(self._fd, view, self._position)
+        done = 0
+        while done < len(view):
+            part = view[done : done + IO_BYTES - self._position % IO_BYTES]
+            self._digest.update(part)
+            self._position += len(part)
+            done += len(part)
+            if self._position % IO_BYTES == 0:
+                self._cut()
+        return done
+
+    def _cut(self) -> None:
+        """End the piece that is being digested, if it has any bytes."""
+        if self._first < self._position:
+            self._pieces.append(_Piece(self._item, self._first, self._position, self._digest.digest()))
+            self._first = self._position
+            self._digest.reset()
+
+    def sync(self) -> None:
+        posix.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            posix.close(fd)
+
+    @gc_paused()
+    def prove(self) -> None:
+        """Read the file back and compare it with what was written. Raises: ExportError naming items that differ."""
+        wrong: set[str] = set()
+        file = FileReader(self._path)
+
+        def compare(pieces: Sequence[_Piece]) -> None:
+            start, stop = pieces[0].first, pieces[-1].stop
+            progress.advance(stop - start)
+            with bounce_buffer() as buffer:
+                file.read_blocks(buffer.view[: stop - start], start)
+                for piece in pieces:
+                    data = buffer.view[piece.first - start : piece.stop - start]
+                    if xxhash.xxh3_128_digest(data) != piece.digest:
+                        wrong.add(piece.item)
+
+        try:
+            if file.num_bytes != self._position:
+                raise ExportError(f"{self._path.name} has {file.num_bytes} bytes, and {self._position} were written")
+            blocks = (list(block) for _, block in groupby(self._pieces, lambda piece: piece.first // IO_BYTES))
+            run_workers(blocks, compare, NUM_WORKERS)
+        finally:
+            file.close()
+        if wrong:
+            raise ExportError(
+                f"{len(wrong)} item(s) of {self._path.name} read back differ from what was written: "
+                f"{listed(sorted(wrong), ', ', ' ')}"
+            )

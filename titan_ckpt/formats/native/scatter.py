@@ -36,7 +36,7 @@ class Transfer:
     target's rows if the box takes a run of each row of the array, as a shard of columns does; else None.
     """
 
-    __slots__ = ("address", "box", "dtype", "first", "fqn", "into", "rows", "sizes", "start", "stop")
+    __slots__ = ("_memory", "address", "box", "dtype", "first", "fqn", "into", "rows", "sizes", "start", "stop")
 
     def __init__(
         self, fqn: str, start: int, sizes: Shape, dtype: torch.dtype, box: Chunk | None, into: torch.Tensor
@@ -57,6 +57,13 @@ class Transfer:
         if address and not is_run and box is not None and box.sizes[2:] == tuple(sizes[2:]):
             pitch = prod(sizes[1:]) * itemsize
             self.rows = Rows(address, pitch, pitch // sizes[1] * box.sizes[1])
+        self._memory: memoryview | None = None
+
+    def memory(self, start: int, stop: int) -> memoryview:
+        """Return the target's memory for bytes [start, stop) of the data section. The target has an `address`."""
+        if self._memory is None:  # made once, because a view of raw memory costs more than a slice of one
+            self._memory = bytes_at(self.address, self.stop - self.first)
+        return self._memory[start - self.first : stop - self.first]
 
 
 def scatter(transfers: Sequence[Transfer], window: Window, bounce: Buffer) -> None:

@@ -22,7 +22,6 @@ from titan_ckpt.disk.direct import (
     num_copy_workers,
     run_workers,
 )
-from titan_ckpt.disk.memory import bytes_at
 from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.formats.native.header import RankFile
 from titan_ckpt.formats.native.scatter import Transfer, Window, scatter
@@ -217,9 +216,8 @@ class BlockReader:
         for t in transfers:
             if not t.address or max(t.first, start) != position:
                 return None
+            views.append(t.memory(position, min(t.stop, stop)))
             position = min(t.stop, stop)
-            begin = max(t.first, start)
-            views.append(bytes_at(t.address + begin - t.first, position - begin))
         return views if position == stop else None
 
     def damage(self) -> str:

@@ -165,6 +165,7 @@ def measure(run: Run) -> dict[str, Any]:
         division = ownership.divide(state, gathered)
         here = {share.fqn for share in division.shares}
         chunks = [(share.fqn, share.info, share.chunk) for share in division.shares]
+        chunks.sort(key=lambda chunk: -chunk[1].dtype.itemsize)
         elsewhere = {fqn: info for fqn, info in division.tensors.items() if fqn not in here}
         layout = lay_out(chunks, 0, run.world_size, elsewhere)
         planned = time.perf_counter()

@@ -34,9 +34,8 @@ from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.saving import LastStep, SaveHandle, Saver, SaveRequest
 from titan_ckpt.telemetry.events import Event, Telemetry, folder_bytes
 from titan_ckpt.types import ModelHooks, Stateful
-from titan_ckpt.weights.own_state import ModelState
 from titan_ckpt.weights.transforms import StateDictTransforms
-from titan_ckpt.weights.wrapper import ModelWrapper
+from titan_ckpt.weights.wrapper import ModelState, ModelWrapper
 from titan_ckpt.weights.write_view import CASTABLE
 
 logger = logging.getLogger(__name__)

@@ -134,10 +134,10 @@ def test_headers_of_rank_files() -> None:
     """A header with other content, under a digest that holds, is a header that can be used, or refused."""
     info, split = TensorInfo((8, 4), torch.float32), TensorInfo((16, 4), torch.bfloat16)
     chunks = [
+        ("c", TensorInfo((), torch.complex128), Chunk((), ())),
         ("a.weight", info, Chunk.whole((8, 4))),
         ("b", split, Chunk((8, 0), (8, 4))),
         ("b", split, Chunk((0, 0), (4, 4))),
-        ("c", TensorInfo((), torch.complex128), Chunk((), ())),
     ]
     layout = lay_out(chunks, 0, 2, {"other": info})
     header, _ = layout.seal(["0" * 32] * layout.num_blocks)

@@ -36,8 +36,8 @@ from titan_ckpt.geometry.chunks import TensorInfo, blocks_of, local_tensor
 from titan_ckpt.geometry.nested import MAX_DEPTH, give_tensors, names_of, take_tensors
 from titan_ckpt.rng import RandomState
 from titan_ckpt.types import StateDict, Stateful
-from titan_ckpt.weights.own_state import ModelState, plain_attributes
-from titan_ckpt.weights.wrapper import ModelWrapper, without_memory
+from titan_ckpt.weights.own_state import plain_attributes
+from titan_ckpt.weights.wrapper import ModelState, ModelWrapper, without_memory
 
 logger = logging.getLogger(__name__)
 

@@ -33,11 +33,10 @@ from titan_ckpt.loading.plan import LoadSource
 from titan_ckpt.types import LoadReport, Mismatch, ModelHooks, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.names import clean_fqn
-from titan_ckpt.weights.own_state import ModelState
 from titan_ckpt.weights.quantise import QuantisesWeights
 from titan_ckpt.weights.read_plan import ReadPlan
 from titan_ckpt.weights.transforms import StateDictTransforms, with_tied_names
-from titan_ckpt.weights.wrapper import ModelWrapper, without_memory
+from titan_ckpt.weights.wrapper import ModelState, ModelWrapper, without_memory
 
 logger = logging.getLogger(__name__)
 _LISTED = 12
@@ -253,7 +252,8 @@ def _plan_partly(
 ) -> tuple[ReadPlan, Partial]:
     """Plan a source without what its settings leave out. The requests include the rows that it has of grown tables."""
     base = {fqn: value for fqn, value in wanted.items() if hooks is None or not hooks.key_filter(fqn)}
-    partial = partial_of(source, base, available, transforms.key_map)
+    named = source.initialise or source.ignore
+    partial = partial_of(source, base, available, transforms.key_map) if named else Partial()
     wanted = {fqn: value for fqn, value in wanted.items() if fqn not in partial.fresh}
     available = {key: info for key, info in available.items() if key not in partial.passed_by}
     plan = transforms.from_file(wanted, available, hooks, cast=source.cast)

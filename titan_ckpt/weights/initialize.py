@@ -98,8 +98,10 @@ def mark_filled(wrapper: ModelWrapper, fqns: Collection[str]) -> None:
     """Unmark tensors that have their values now; called once per load, not once per source."""
     names = set(fqns)
     for part in wrapper.parts:
-        filled = {id(value) for fqn, _, value in named_tensors(part) if clean_fqn(fqn) in names}
-        for _, place in [*_empty_places(part)]:
+        empty = [*_empty_places(part)]
+        tensors = named_tensors(part) if empty else ()
+        filled = {id(value) for fqn, _, value in tensors if clean_fqn(fqn) in names}
+        for _, place in empty:
             if id(tensor_at(place)) in filled:
                 _unmark(place)
 

@@ -19,7 +19,7 @@ def clean_fqn(name: str) -> str:
 
 
 def named_modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (prefix of its tensors' names, module) in the order of `nn.Module.named_modules`, aliases included."""
+    """Yield (clean prefix of its tensors' names, module) in `nn.Module.named_modules`' order, aliases included."""
     todo = [("", part)]
     while todo:
         prefix, module = todo.pop()
@@ -32,4 +32,5 @@ def children_in_reverse(prefix: str, module: nn.Module) -> list[tuple[str, nn.Mo
     if not module._modules:  # noqa: SLF001 - the usual case, and a hot path
         return []
     children = reversed(module._modules.items())  # noqa: SLF001 - named_children leaves aliases out
-    return [(f"{prefix}{name}.", child) for name, child in children if child is not None]
+    own = _WRAPPER_SEGMENTS
+    return [(prefix if n in own else f"{prefix}{n}.", child) for n, child in children if child is not None]

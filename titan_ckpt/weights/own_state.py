@@ -62,12 +62,12 @@ def read_state(part: nn.Module, *, room: bool = False) -> Iterator[tuple[str, to
 def own_tensors(prefix: str, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return (fqn, tensor) of a module's own parameters and persistent buffers, without its children's."""
     own: list[tuple[str, torch.Tensor]]
-    own = [(clean_fqn(prefix + n), v) for n, v in module._parameters.items() if v is not None]  # noqa: SLF001
+    own = [(prefix + n, v) for n, v in module._parameters.items() if v is not None]  # noqa: SLF001
     if not module._buffers:  # noqa: SLF001 - the usual case, and a hot path
         return own
     hidden = module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public name for what persists
-    kept = ((n, v) for n, v in module._buffers.items() if v is not None and n not in hidden)  # noqa: SLF001
-    return [*own, *((clean_fqn(prefix + n), v) for n, v in kept)]
+    kept = ((prefix + n, v) for n, v in module._buffers.items() if v is not None and n not in hidden)  # noqa: SLF001
+    return [*own, *kept]
 
 
 def _has_code(module: nn.Module, names: tuple[str, ...] = _SAVING + _LOADING) -> bool:
@@ -176,7 +176,7 @@ class OwnState:
             (m, name, parameter, values[fqn])
             for path, m in named_modules(self.module)
             for name, parameter in m._parameters.items()  # noqa: SLF001
-            if parameter is not None and (fqn := clean_fqn(self.prefix + path + name)) in values
+            if parameter is not None and (fqn := self.prefix + path + name) in values
         ]
         try:
             for m, name, parameter, value in places:
@@ -223,82 +223,7 @@ class OwnState:
         return _title(self.prefix, self.module)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelState:
-    """The whole state of a model, as its own code returns it."""
-
-    tensors: StateDict
-    """fqn -> live tensor, or a tensor that the model's own code has made."""
-    values: dict[str, Any]
-    """fqn -> value that is no tensor, beside the extra state of modules."""
-    own: Sequence[OwnState]
-    """The subtrees that make their own state."""
-
-    @property
-    def made(self) -> set[str]:
-        """Return the names of all values that are no live memory."""
-        return {fqn for own in self.own for fqn in own.made}
-
-    def made_of_parameters(self) -> set[str]:
-        """Return the names of made values that show parameters: only an optimizer changes them, as it does those."""
-        of_parameters = (own for own in self.own if any(isinstance(v, nn.Parameter) for v in own.hidden.values()))
-        return {fqn for own in of_parameters for fqn in own.made}
-
-    def give_back(
-        self, loaded: Collection[str], values: Mapping[str, Any], made: Collection[str] | None = None
-    ) -> list[str]:
-        """Hand the loaded tensors and `values` to the code of their subtrees; return the names of what it filled.
-
-        `made`: the values that are no live memory on any rank. Live tensors have their values already; code that runs
-        after a load must see them. Collective if a hook is.
-        Raises: LoadMismatchError naming each tensor that did not get what was loaded.
-        """
-        everywhere = self.made if made is None else made
-        known = {*loaded, *values}
-        chosen = [
-            own
-            for own in self.own
-            if (names := known.intersection(fqn for fqn, _ in own)) and (own.loads or names.intersection(everywhere))
-        ]
-        _raise(fault for own in chosen for fault in own.give_back(values))
-        return [fqn for own in chosen for fqn in own.hidden]
-
-    def check_whole(self, loaded: Collection[str], empty: Collection[str]) -> None:
-        """Check that no parameter without values is made of a loaded part and of one that nothing was loaded into.
-
-        `empty`: the fqns of tensors without values. Raises: LoadMismatchError.
-        """
-        known, lacking = set(loaded), set(empty)
-        for own in self.own:
-            parts = [fqn for fqn, value in own.made.items() if isinstance(value, torch.Tensor)]
-            absent = [fqn for fqn in parts if fqn not in known]
-            if absent and len(absent) < len(parts) and (hidden := lacking.intersection(own.hidden)):
-                raise LoadMismatchError(
-                    f"{own}: {listed(sorted(hidden), ', ')} would be put together of loaded values and of none: no "
-                    f"source holds {listed(absent, ', ')}. Load all of its parts, or initialise all of them"
-                )
-
-    @torch.no_grad()
-    def prove(self, made: Collection[str]) -> None:
-        """Check before training that the model's own code loads what it returns, without any loss.
-
-        `made`: see `give_back`. `self` was read with room, and nothing has changed since. Collective if the model's own
-        code is.
-        Raises: LoadMismatchError naming each tensor that another load would leave with other values.
-        """
-        hidden = [(f"{own}: {fqn}", value) for own in self.own for fqn, value in own.hidden.items()]
-        before = [local_tensor(value).clone() for _, value in hidden]
-        with torch.enable_grad():
-            self.give_back(made, {}, made)
-        lossy = []
-        for (name, value), values in zip(hidden, before, strict=True):
-            if not is_same(value, values):
-                lossy.append(f"{name} has other values after a load of its own values")
-                local_tensor(value).copy_(values)
-        _raise(lossy)
-
-
-def _raise(faults: Iterable[str]) -> None:
+def refuse_lossy(faults: Iterable[str]) -> None:
     """Raise LoadMismatchError if there are faults."""
     if lines := [*faults]:
         raise LoadMismatchError(
@@ -385,4 +310,4 @@ def _differing(loaded: OwnState, after: OwnState) -> list[str]:
 
 
 def _title(prefix: str, module: nn.Module) -> str:
-    return f"{clean_fqn(prefix[:-1]) or 'the model'} ({type(module).__name__})"
+    return f"{prefix[:-1] or 'the model'} ({type(module).__name__})"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -11,11 +12,91 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from titan_ckpt.errors import ConverterError, StateEncodingError, listed
+from titan_ckpt.errors import ConverterError, LoadMismatchError, StateEncodingError, listed
+from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.types import ModelHooks, StateDict, StateDictMode
 from titan_ckpt.weights.inner_tensors import is_made_of_others, with_inner_tensors
+from titan_ckpt.weights.live_memory import is_same
 from titan_ckpt.weights.names import clean_fqn, named_modules
-from titan_ckpt.weights.own_state import ModelState, OwnState, extra_state_modules, read_state
+from titan_ckpt.weights.own_state import OwnState, extra_state_modules, read_state, refuse_lossy
+
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+"""Types of tensors that are never made of others."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """The whole state of a model, as its own code returns it."""
+
+    tensors: StateDict
+    """fqn -> live tensor, or a tensor that the model's own code has made."""
+    values: dict[str, Any]
+    """fqn -> value that is no tensor, beside the extra state of modules."""
+    own: Sequence[OwnState]
+    """The subtrees that make their own state."""
+
+    @property
+    def made(self) -> set[str]:
+        """Return the names of all values that are no live memory."""
+        return {fqn for own in self.own for fqn in own.made}
+
+    def made_of_parameters(self) -> set[str]:
+        """Return the names of made values that show parameters: only an optimizer changes them, as it does those."""
+        of_parameters = (own for own in self.own if any(isinstance(v, nn.Parameter) for v in own.hidden.values()))
+        return {fqn for own in of_parameters for fqn in own.made}
+
+    def give_back(
+        self, loaded: Collection[str], values: Mapping[str, Any], made: Collection[str] | None = None
+    ) -> list[str]:
+        """Hand the loaded tensors and `values` to the code of their subtrees; return the names of what it filled.
+
+        `made`: the values that are no live memory on any rank. Live tensors have their values already; code that runs
+        after a load must see them. Collective if a hook is.
+        Raises: LoadMismatchError naming each tensor that did not get what was loaded.
+        """
+        everywhere = self.made if made is None else made
+        known = {*loaded, *values}
+        chosen = [
+            own
+            for own in self.own
+            if (names := known.intersection(fqn for fqn, _ in own)) and (own.loads or names.intersection(everywhere))
+        ]
+        refuse_lossy(fault for own in chosen for fault in own.give_back(values))
+        return [fqn for own in chosen for fqn in own.hidden]
+
+    def check_whole(self, loaded: Collection[str], empty: Collection[str]) -> None:
+        """Check that no parameter without values is made of a loaded part and of one that nothing was loaded into.
+
+        `empty`: the fqns of tensors without values. Raises: LoadMismatchError.
+        """
+        known, lacking = set(loaded), set(empty)
+        for own in self.own:
+            parts = [fqn for fqn, value in own.made.items() if isinstance(value, torch.Tensor)]
+            absent = [fqn for fqn in parts if fqn not in known]
+            if absent and len(absent) < len(parts) and (hidden := lacking.intersection(own.hidden)):
+                raise LoadMismatchError(
+                    f"{own}: {listed(sorted(hidden), ', ')} would be put together of loaded values and of none: no "
+                    f"source holds {listed(absent, ', ')}. Load all of its parts, or initialise all of them"
+                )
+
+    @torch.no_grad()
+    def prove(self, made: Collection[str]) -> None:
+        """Check before training that the model's own code loads what it returns, without any loss.
+
+        `made`: see `give_back`. `self` was read with room, and nothing has changed since. Collective if the model's own
+        code is.
+        Raises: LoadMismatchError naming each tensor that another load would leave with other values.
+        """
+        hidden = [(f"{own}: {fqn}", value) for own in self.own for fqn, value in own.hidden.items()]
+        before = [local_tensor(value).clone() for _, value in hidden]
+        with torch.enable_grad():
+            self.give_back(made, {}, made)
+        lossy = []
+        for (name, value), values in zip(hidden, before, strict=True):
+            if not is_same(value, values):
+                lossy.append(f"{name} has other values after a load of its own values")
+                local_tensor(value).copy_(values)
+        refuse_lossy(lossy)
 
 
 class ModelWrapper:
@@ -62,7 +143,7 @@ class ModelWrapper:
                 f"{listed(odd, ', ')}. Return the weights themselves, or plain tensors",
                 odd[0],
             )
-        if mode != "export":
+        if mode != "export" and {*map(type, tensors.values())} - _PLAIN:
             tensors = with_inner_tensors(tensors)
         if mode == "base":
             tensors = {fqn: value for fqn, value in tensors.items() if not self.owns(fqn)}
@@ -139,7 +220,7 @@ class ModelWrapper:
                     module.reshard()  # after a forward without a backward it holds gathered parameters
                 for kind in kinds:
                     own = module.__dict__[kind]  # named_parameters takes several times as long
-                    of_part.update({clean_fqn(prefix + name): v for name, v in own.items() if v is not None})
+                    of_part.update({prefix + name: v for name, v in own.items() if v is not None})
             if twice := [fqn for fqn in of_part if fqn in live and isinstance(of_part[fqn], nn.Parameter)]:
                 raise _held_by_two_parts(twice)
             live |= of_part

@@ -76,7 +76,6 @@ class Entry:
 class Layout:
     """A rank's file before it is written."""
 
-    entries: tuple[Entry, ...]
     data_start: int
     data_bytes: int
     template: bytes
@@ -107,20 +106,21 @@ def lay_out(
     world_size: int,
     elsewhere: Mapping[str, TensorInfo] | None = None,
 ) -> Layout:
-    """Lay out a rank's file for chunks of global tensors.
+    """Lay out a rank's file for chunks of global tensors, in their order; wider elements come first.
 
+    So every entry starts at a multiple of its element size without gaps.
     `elsewhere` (rank 0): tensors of the checkpoint that this file has no chunk of, so that rank 0's file names all.
-    Wider elements come first, so that every entry starts at a multiple of its element size without gaps.
     Raises: StateEncodingError if the header is over the limit of the safetensors format.
     """
-    order = sorted(chunks, key=lambda c: -c[1].dtype.itemsize)
-    names = _entry_names([fqn for fqn, _, _ in order])
-    sizes = [chunk.numel * info.dtype.itemsize for _, info, chunk in order]
+    widths = [info.dtype.itemsize for _, info, _ in chunks]
+    assert widths == sorted(widths, reverse=True), "an entry would not be aligned"
+    names = _entry_names([fqn for fqn, _, _ in chunks])
+    sizes = [chunk.numel * info.dtype.itemsize for _, info, chunk in chunks]
     starts = list(accumulate(sizes, initial=0))
     data_bytes = starts.pop()
     entries = tuple(
         Entry(name, fqn, info, chunk, start)
-        for name, (fqn, info, chunk), start in zip(names, order, starts, strict=True)
+        for name, (fqn, info, chunk), start in zip(names, chunks, starts, strict=True)
     )
     metadata = {
         "titan_ckpt.version": str(FORMAT_VERSION),
@@ -143,7 +143,7 @@ def lay_out(
             f"rank {rank} would write {len(entries)} tensors under a header of {length} bytes, over the "
             f"{MAX_HEADER_BYTES} of the safetensors format: stack small tensors, or use more ranks"
         )
-    return Layout(entries, 8 + length, data_bytes, struct.pack("<Q", length) + text.ljust(length))
+    return Layout(8 + length, data_bytes, struct.pack("<Q", length) + text.ljust(length))
 
 
 def _entry_names(fqns: Sequence[str]) -> list[str]:

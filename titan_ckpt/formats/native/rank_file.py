@@ -57,8 +57,9 @@ def write_stream(folder: Path, tensors: Mapping[str, torch.Tensor | LazyTensor])
     returns. Raises: OSError.
     """
     infos = {fqn: info_of(value) for fqn, value in tensors.items()}
-    layout = lay_out([(fqn, info, Chunk.whole(info.shape)) for fqn, info in infos.items()], 0, 1)
-    blocks = (block.data for entry in layout.entries for block in blocks_of(tensors[entry.fqn]))
+    order = sorted(infos, key=lambda fqn: -infos[fqn].dtype.itemsize)
+    layout = lay_out([(fqn, infos[fqn], Chunk.whole(infos[fqn].shape)) for fqn in order], 0, 1)
+    blocks = (block.data for fqn in order for block in blocks_of(tensors[fqn]))
     rest = torch.empty(0, dtype=torch.uint8)
 
     @contextmanager

@@ -46,6 +46,8 @@ class WritePlan:
     file_name: str
     _planned: Sequence[tuple[str, torch.Size, torch.dtype, _Sharding | None]]
     """The tensors that the plan is for."""
+    _is_sharded: bool
+    """Whether any of them is a DTensor."""
 
     @classmethod
     def of(
@@ -76,6 +78,7 @@ class WritePlan:
             division.replicas,
             rank_file_name(coordinator.rank),
             [(fqn, v.shape, v.dtype, _layout(v)) for fqn, v in tensors.items()],
+            any(isinstance(value, DTensor) for value in tensors.values()),
         )
 
     def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -99,8 +102,10 @@ class WritePlan:
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the live memory of all shares."""
-        local = [local_tensor(tensors[share.fqn]) for share in self.shares]
-        return [v if s.index is None else v[s.index] for v, s in zip(local, self.shares, strict=True)]
+        bound = [tensors[share.fqn] for share in self.shares]
+        if self._is_sharded:
+            bound = [local_tensor(value) for value in bound]
+        return [v if s.index is None else v[s.index] for v, s in zip(bound, self.shares, strict=True)]
 
     def write(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
         """Write the file from live memory, through one bounce buffer per worker. The file is durable when this returns.

@@ -106,7 +106,7 @@ def serve(shared: Buffer, trainer: int) -> None:
         request = json.loads(line)
         header_at, start = request["header_at"], request["data_start"]
         template = bytes(shared.view[header_at : header_at + start])
-        layout = Layout((), start, request["data_bytes"], template)
+        layout = Layout(start, request["data_bytes"], template)
         answer: dict[str, object]
         try:
             digest = write_rank_file(

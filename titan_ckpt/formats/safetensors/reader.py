@@ -3,9 +3,9 @@
 Owns the way from a region of a file to a view of memory: the bytes, the kind of read, the cast. Knows no folder and no
 index, and decides nothing about names or dtypes. All formats that store plain safetensors files share it.
 
-A run of bytes goes straight into contiguous memory of the same dtype. If the memory is strided or
-has a different dtype, it is copied from a mapping of the cached file. It goes through a bounce buffer around the page
-cache if the file is not cached, and also if the memory is on a device. A strided region (a shard of columns) is always copied from a mapping.
+A run of bytes goes straight into contiguous memory of the same dtype. Into memory that is strided or has a different
+dtype it is copied from a mapping, if the file is cached. It goes through a bounce buffer around the page cache if the
+file is not, and also if the memory is on a device. A strided region (a shard of columns) is copied from a mapping.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Owns the geometry of sharded tensors. Knows no files, no names and no process gr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -154,6 +155,13 @@ def blocks_of(value: torch.Tensor | LazyTensor) -> Iterable[Block]:
     if len(chunks) == 1 and (chunk := chunks[0][0]).sizes == local.shape:  # the usual case, and a hot path
         return [] if 0 in chunk.sizes else [Block(chunk, local)]
     return [Block(chunk, local[index]) for chunk, index in chunks if chunk.numel]
+
+
+def run_through(blocks: Callable[[], Iterable[object]]) -> None:
+    """Take part in the collectives that compute blocks, which this rank needs no more. Errors are passed over."""
+    with contextlib.suppress(Exception):
+        for _ in blocks():
+            pass
 
 
 def fill(target: torch.Tensor, values: torch.Tensor) -> None:

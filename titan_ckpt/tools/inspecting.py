@@ -17,7 +17,7 @@ from titan_ckpt.errors import CheckpointNotFoundError
 from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
-from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo
+from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, dtype_name
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.tools.state import run_state
 from titan_ckpt.weights import digest
@@ -116,7 +116,7 @@ def _components(reader: TensorReader) -> list[ComponentContent]:
     for component, tensors in parts.items():
         dtypes: dict[str, int] = {}
         for info in tensors.values():
-            dtypes[_dtype(info)] = dtypes.get(_dtype(info), 0) + info.nbytes
+            dtypes[dtype_name(info.dtype)] = dtypes.get(dtype_name(info.dtype), 0) + info.nbytes
         groups = _grouped(tensors, shardings)
         made.append(ComponentContent(component, len(tensors), sum(dtypes.values()), dtypes, tuple(groups)))
     return made
@@ -142,7 +142,7 @@ def _grouped(tensors: Mapping[str, TensorInfo], shardings: Mapping[str, str]) ->
             names[0] if len(names) == 1 else pattern,
             len(names),
             info.shape,
-            _dtype(info),
+            dtype_name(info.dtype),
             info.nbytes * len(names),
             sharding,
             tuple(names),
@@ -198,7 +198,7 @@ def statistics(path: Path, name: str) -> TensorStatistics:
         width = (sums.maximum - sums.minimum) / BINS if sums.count else 0.0
         bins = [(sums.minimum + i * width, sums.minimum + (i + 1) * width, int(counts[i])) for i in range(BINS)]
         return TensorStatistics(
-            key, info.shape, _dtype(info), info.nbytes, _shardings(reader)[key], digest.finish(info, total),
+            key, info.shape, dtype_name(info.dtype), info.nbytes, _shardings(reader)[key], digest.finish(info, total),
             sums.num_nan, sums.num_infinite, sums.num_zero, *sums.figures(), tuple(bins) if sums.count else (),
         )  # fmt: skip
 
@@ -251,7 +251,3 @@ def _numbers(values: torch.Tensor) -> torch.Tensor:
 def _finite(values: torch.Tensor) -> torch.Tensor:
     numbers = _numbers(values)
     return numbers[numbers.isfinite()]
-
-
-def _dtype(info: TensorInfo) -> str:
-    return str(info.dtype).removeprefix("torch.")

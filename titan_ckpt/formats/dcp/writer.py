@@ -36,7 +36,7 @@ from titan_ckpt.formats.dcp.metadata import METADATA
 from titan_ckpt.formats.dcp.proof import DigestedFile
 from titan_ckpt.formats.publish.plan import coverage_faults
 from titan_ckpt.formats.publish.run import compare_infos, published
-from titan_ckpt.geometry.chunks import LazyTensor, TensorInfo, blocks_of, dtype_name, info_of, layout_of
+from titan_ckpt.geometry.chunks import LazyTensor, TensorInfo, blocks_of, dtype_name, info_of, layout_of, run_through
 from titan_ckpt.geometry.requests import StoredValue
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.write_view import FileGroup
@@ -145,28 +145,24 @@ def _write_chunks(
     resolved after an error too, because other ranks cannot resolve them alone. Raises: the first error.
     """
     places: list[Json] = []
-    error: Exception | None = None
-    with file:
-        try:
+    todo = iter(tensors.items())
+    try:
+        with file:
             file.open()
-        except Exception as e:
-            error = e
-        for name, value in tensors.items():
-            if error is not None and not (isinstance(value, LazyTensor) and value.collective):
-                continue
-            try:
+            for name, value in todo:
                 for block in blocks_of(value):
-                    if error is None and (own is None or block.chunk.offsets in own.get(name, ())):
+                    if own is None or block.chunk.offsets in own.get(name, ()):
                         progress.advance(block.data.nbytes)
                         place = file.append(name, partial(torch.save, _alone(block.data)))
                         places.append([name, [*block.chunk.offsets], [*block.chunk.sizes], *place])
-            except Exception as e:
-                error = error or e
-        if error is not None:
-            raise error
-        for name, stored in values.items():
-            places.append([name, None, None, *file.append(name, methodcaller("write", stored.data))])
-        file.sync()
+            for name, stored in values.items():
+                places.append([name, None, None, *file.append(name, methodcaller("write", stored.data))])
+            file.sync()
+    except Exception:
+        for _, value in todo:
+            if isinstance(value, LazyTensor) and value.collective:
+                run_through(value.blocks)
+        raise
     return places
 
 

@@ -20,6 +20,7 @@ import xxhash
 
 from titan_ckpt.disk.memory import ALIGNMENT
 from titan_ckpt.encoding import strict_json
+from titan_ckpt.encoding.typed_json_reader import TENSOR_DTYPES
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.native.layout import (
     CARRIERS,
@@ -34,10 +35,10 @@ from titan_ckpt.formats.native.layout import (
     Entry,
 )
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo
+from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, dtype_name
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_CARRIED = {str(dtype).removeprefix("torch."): dtype for dtype in CARRIERS}
+_CARRIED = {dtype_name(dtype): dtype for dtype in CARRIERS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,10 +245,10 @@ def _index(fqns: list[str]) -> dict[str, int | list[int]]:
 
 
 def _dtype_by_name(name: str) -> torch.dtype:
-    for dtype in STORED_DTYPES:
-        if str(dtype) == f"torch.{name}":
-            return dtype
-    raise ValueError(f"dtype {name!r}")
+    dtype = TENSOR_DTYPES.get(name)
+    if dtype not in STORED_DTYPES:
+        raise ValueError(f"dtype {name!r}")
+    return dtype
 
 
 def _require(condition: bool, what: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ Boxes = Mapping[str, Sequence[Chunk]]
 """File key -> the boxes of the tensor that one rank holds."""
 
 _DIGEST_BYTES = 16
+_ROUND_BYTES = 2 * IO_BYTES
+"""Room for a round: rows of one write and the digests of their parts. Memory that no round touches costs nothing."""
 _HEAD = 128
 """Rows are cut at multiples of a head's rows if possible, because the rows of a head are permuted in memory."""
 
@@ -233,7 +236,7 @@ class ColumnExchange:
 
     def _assembled(self) -> Iterator[Assembled]:
         """Yield rows while the next round is under way."""
-        memories = [(Buffer.allocate(size), Buffer.allocate(size)) for size in 2 * [self._most_bytes()]]
+        memories = [(Buffer.allocate(_ROUND_BYTES), Buffer.allocate(_ROUND_BYTES)) for _ in range(2)]
         waiting: _Exchange | None = None
         for number, following in enumerate([*self.rounds, None]):
             started = None if following is None else self._start(following, *memories[number % 2])
@@ -243,35 +246,17 @@ class ColumnExchange:
                     yield from self._rows(waiting)
             waiting = started
 
-    def _most_bytes(self) -> int:
-        """Return the size of the largest buffer that a round needs."""
-        most = 0
-        for one in self.rounds:
-            sent = received = 0
-            for rows in one.rows:
-                itemsize = self._dtypes[rows.key].itemsize
-                for rank, box in rows.parts:
-                    sent += _room(box, itemsize) if rank == self._coordinator.rank else 0
-                    received += _room(box, itemsize) if rows.writer == self._coordinator.rank else 0
-            most = max(most, sent, received)
-        return most
-
     def _start(self, one: Round, send: Buffer, receive: Buffer) -> _Exchange:
         """Copy this rank's parts, ordered by the ranks that write them, and start the exchange."""
         me = self._coordinator.rank
-        sent: dict[int, list[_Part]] = {rank: [] for rank in one.ranks}
-        received: dict[int, list[_Part]] = {rank: [] for rank in one.ranks}
-        for rows in one.rows:
-            for rank, box in rows.parts:
-                if rank == me:
-                    sent[rows.writer].append((rows, box))
-                if rows.writer == me:
-                    received[rank].append((rows, box))
+        parts = [(rank, (rows, box)) for rows in one.rows for rank, box in rows.parts]
+        sent = [[part for rank, part in parts if rank == me and part[0].writer == to] for to in one.ranks]
+        received = [[part for rank, part in parts if rank == source and part[0].writer == me] for source in one.ranks]
         at = 0
-        for part in (part for parts in sent.values() for part in parts):
+        for part in chain.from_iterable(sent):
             self._fill(part, send, at)
             at += self._room(part)
-        sizes, received_sizes = ([sum(map(self._room, parts)) for parts in to.values()] for to in (sent, received))
+        sizes, received_sizes = ([sum(map(self._room, part)) for part in to] for to in (sent, received))
         work = self._coordinator.peers.exchange(
             one.ranks,
             send.tensor[:at],
@@ -280,7 +265,7 @@ class ColumnExchange:
             received_sizes,
             self._coordinator.timeout_seconds,
         )
-        return _Exchange(one, [part for parts in received.values() for part in parts], receive, work)
+        return _Exchange(one, list(chain.from_iterable(received)), receive, work)
 
     def _fill(self, part: _Part, send: Buffer, at: int) -> None:
         """Copy a part of this rank and its digest; after an error whatever is there is sent, and nobody uses it."""
@@ -322,7 +307,7 @@ class ColumnExchange:
             parts = []
             for box, start in of_rows[id(rows)]:
                 values = self._values((rows, box), exchange.memory, start)
-                _part_of(whole, box, rows.chunk).copy_(values)
+                whole[box.within(rows.chunk)].copy_(values)
                 stop = start + self._room((rows, box))
                 parts.append((box, bytes(exchange.memory.view[stop - _DIGEST_BYTES : stop])))
             yield Assembled(rows, buffer.view[first : first + num_bytes], offset, tuple(parts), lease)
@@ -335,10 +320,6 @@ class ColumnExchange:
 
     def _room(self, part: _Part) -> int:
         return _room(part[1], self._dtypes[part[0].key].itemsize)
-
-
-def _part_of(whole: torch.Tensor, box: Chunk, rows: Chunk) -> torch.Tensor:
-    return whole[box.within(rows)]
 
 
 def agree(

@@ -34,7 +34,7 @@ from titan_ckpt.formats.safetensors.container import Entry, Layout
 from titan_ckpt.formats.safetensors.reader import RUN_BYTES
 from titan_ckpt.formats.safetensors.regions import mapped_boxes, windows
 from titan_ckpt.geometry.boxes import element_span, is_run
-from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, blocks_of
+from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, blocks_of, run_through
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.weights.write_view import FileGroup, FilePiece
 
@@ -95,25 +95,21 @@ class ExportWriter:
         A group that takes part in collectives is resolved even after an error, so that other ranks do not wait in
         vain. Raises: the first error of this rank; Lost.
         """
-        error: Exception | None = None
+        todo = iter(groups)
         try:
             if columns is not None:
                 columns.run(self._write_rows)
-        except Exception as caught:
-            error = caught
-        for group in groups:
-            for key in group.infos:
-                self._sources.setdefault(key, []).append(", ".join(group.fqns))
-            if not group.collective and (error is not None or not self._plan.writes(group)):
-                continue
-            try:
-                for index, block in group.blocks():
-                    if error is None:
+            for group in todo:
+                for key in group.infos:
+                    self._sources.setdefault(key, []).append(", ".join(group.fqns))
+                if group.collective or self._plan.writes(group):
+                    for index, block in group.blocks():
                         self._add(group, index, block)
-            except Exception as caught:
-                error = error or caught
-        if error is not None:
-            raise error
+        except Exception:
+            for group in todo:
+                if group.collective:
+                    run_through(group.blocks)
+            raise
         self._write_queued()
         for file in self._files.values():
             file.flush()

@@ -18,6 +18,7 @@ from converters.lora.merge import AdaptedWeight
 from converters.lora.sites import tied_modules
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConfigError, ConverterError
+from titan_ckpt.geometry.chunks import dtype_name
 from titan_ckpt.weights.names import clean_fqn
 
 _SCALING = "_lora_scaling"
@@ -56,7 +57,7 @@ def _adapted(model_parts: Sequence[nn.Module]) -> dict[str, Any]:
         modules: list[tuple[str, Any]] = [(name, m) for name, m in part.named_modules() if is_adapted(m)]
         tied = tied_modules(part) if modules else ()
         for name, module in modules:
-            fqn, dtype = clean_fqn(name), str(module.lora_a.weight.dtype).removeprefix("torch.")
+            fqn, dtype = clean_fqn(name), dtype_name(module.lora_a.weight.dtype)
             found[fqn] = [module.lora_a.out_features, getattr(module, _SCALING), fqn in tied, dtype]
     return found
 

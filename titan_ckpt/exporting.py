@@ -34,7 +34,6 @@ from titan_ckpt.types import ModelHooks, PlacesTensors, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.quantise import QuantisesWeights, WeightQuantiser, quantised
 from titan_ckpt.weights.transforms import StateDictTransforms, with_tied_names
-from titan_ckpt.weights.wrapper import ModelWrapper
 from titan_ckpt.weights.write_view import FileDtype, FileGroup, cast_all
 
 logger = logging.getLogger(__name__)
@@ -83,21 +82,20 @@ class Exporter:
     def __init__(
         self,
         base_folder: Path,
-        model: ModelWrapper,
+        run: RunState,
         transforms: StateDictTransforms,
         coordinator: Coordinator,
         background: Coordinator,
         initial_load: Sequence[InitialLoadConfig],
-        run: RunState,
     ) -> None:
         """Bind to a run.
 
         `background`: the line that exports of staged copies are given. `initial_load`: sources of the base, whose
-        dtypes and file layout exports may take over. `run`: its training state.
+        dtypes and file layout exports may take over.
         """
         self._run = run
         self._base_folder = base_folder
-        self._model = model
+        self._model = run.model
         self._transforms = transforms
         self._coordinator = coordinator
         self._background = background

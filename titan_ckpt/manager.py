@@ -85,47 +85,32 @@ class CheckpointManager:
         Raises: ConfigError for a folder that is a URI, and if `external_weights` and `config.components` do not agree;
         StateEncodingError for tensors of the model that no checkpoint can hold.
         """
-        assets = sd_transforms.assets if sd_transforms is not None else None
-        require_local({"base_folder": base_folder, "sd_transforms.assets": assets})
+        transforms = sd_transforms or StateDictTransforms()
+        require_local({"base_folder": base_folder, "sd_transforms.assets": transforms.assets})
         if config.external is (external_weights is None):
             raise ConfigError([_HANDLER_MISSING if config.external else _HANDLER_UNUSED])
-        left_out = config.left_out()
-        timeout = config.save.timeout_seconds if config.save else 1800.0
         self.config = config
         self.base_folder = Path(base_folder)
-        self._transforms = sd_transforms or StateDictTransforms()
         self._hooks = model_converters
         self._model = ModelWrapper(model_parts, model_converters)
         if not config.external:
             self._model.check_tensors()
-        coordinator = self._coordinator = Coordinator.current(timeout)
+        coordinator = self._coordinator = Coordinator.current(config.save.timeout_seconds if config.save else 1800.0)
         self._run = RunState(
-            self._model,
-            () if "optimizer" in left_out else optimizers,
-            () if "lr_scheduler" in left_out else lr_schedulers,
-            None if "dataloader" in left_out else dataloader,
-            {} if "states" in left_out else dict(states or {}),
-            left_out=left_out,
-            rank=coordinator.rank,
-            world_size=coordinator.world_size,
-        )
+            self._model, optimizers, lr_schedulers, dataloader, dict(states or {}),
+            rank=coordinator.rank, world_size=coordinator.world_size, left_out=config.left_out(),
+        )  # fmt: skip
         self.telemetry = Telemetry(self.base_folder, coordinator.rank, coordinator.world_size, config)
         """Add a sink of your own, or the settings of the whole run, before the load."""
         storage_line = coordinator.background()
         self._directory = CheckpointDirectory(self.base_folder / config.folder, storage_line)
         self._half_loaded = HalfLoaded()
         self._restorer = Restorer(
-            config, self._directory, self._run, self._transforms, external_weights, coordinator, self._half_loaded
+            config, self._directory, self._run, transforms, external_weights, coordinator, self._half_loaded
         )
         self._saver = Saver(self._directory, storage_line, config.save, self.telemetry) if config.save else None
         self._exporter = Exporter(
-            self.base_folder,
-            self._model,
-            self._transforms,
-            coordinator,
-            storage_line,
-            config.initial_load,
-            self._run,
+            self.base_folder, self._run, transforms, coordinator, storage_line, config.initial_load
         )
         self._exporter.check(config.export)
         hooked = steppers(optimizers) or []

@@ -110,10 +110,15 @@ class RunState:
     rank: int = 0
     world_size: int = 1
     left_out: frozenset[str] = frozenset()
-    """Components that are neither saved nor loaded."""
+    """Components that are neither saved nor loaded; their objects are forgotten."""
 
     def __post_init__(self) -> None:
         """Raises: LoadMismatchError for optimizers that do not train this model's parameters."""
+        objects = {"optimizer": "optimizers", "lr_scheduler": "lr_schedulers", "states": "states"}
+        for component in objects.keys() & self.left_out:
+            object.__setattr__(self, objects[component], {} if component == "states" else ())
+        if "dataloader" in self.left_out:
+            object.__setattr__(self, "dataloader", None)
         _ = self.optimizer
         scalers = [s for o in self.optimizers if isinstance(s := getattr(o, "scaler", None), GradScaler)]
         scalers = [scaler for scaler in scalers if scaler.is_enabled()]

@@ -6,7 +6,7 @@ Owns how several sources are combined, and the verdict over all keys. Decides no
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from titan_ckpt.loading.adapters import check_fits, check_mergeable, check_setti
 from titan_ckpt.loading.bases import check_named_base
 from titan_ckpt.loading.dcp_names import StoredNames
 from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
+from titan_ckpt.loading.model_config import check_model_config
 from titan_ckpt.loading.partial import Partial, partial_of, refuse_unmatched
 from titan_ckpt.loading.plan import LoadSource
 from titan_ckpt.types import LoadReport, Mismatch, ModelHooks, StateDict
@@ -42,10 +43,6 @@ logger = logging.getLogger(__name__)
 _LISTED = 12
 _FEW = 16
 """More tensors than this are missing because a folder is another model's, not because they are new."""
-_OF_SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-"""Settings of a config.json that a model must share with the folder it loads."""
-_OF_VALUES = ("rope_theta", "rms_norm_eps", "hidden_act", "num_experts_per_tok", "norm_topk_prob")
-"""Settings with which the same weights compute different values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,44 +126,12 @@ def prepare_load(
     initialised.
     Raises: LoadMismatchError listing every fault; CorruptCheckpointError; NotACheckpointError; PeerError.
     """
-    stack = ExitStack()
-    state = ModelState({}, {}, ())
+    state, owned, made, gives_back = _state_to_fill(sources, wrapper, coordinator)
     opened: list[_Opened] = []
-    try:
-
-        def facts() -> dict[str, Any]:
-            nonlocal state
-            state = wrapper.state("full", room=bool(sources))
-            if sources and (names := without_memory(state.tensors)):
-                raise LoadMismatchError(
-                    f"{len(names)} tensors of the model have no memory to load into, such as {names[0]}: materialise a "
-                    "model that was built on meta (model.to_empty(device=...)), and run a lazy one once, before load()"
-                )
-            return {
-                "owned": any(map(wrapper.owns, state.tensors)),
-                "made": [*state.made],
-                "loads": any(own.loads for own in state.own),
-            }
-
-        everywhere = coordinator.gather_results("load-wanted", facts)
-        wanted = state.tensors
-        owned = any(of_rank["owned"] for of_rank in everywhere)
-        # a rank whose shard of a tensor is empty cannot tell whether it is live, and must take part all the same
-        made = {fqn for of_rank in everywhere for fqn in of_rank["made"]}
-        gives_back = bool(made) or any(of_rank["loads"] for of_rank in everywhere)
+    with ExitStack() as stack:
 
         def plan() -> list[list[list[str]]]:
-            for source in sources:
-                if source.adapter and not owned:
-                    raise LoadMismatchError(
-                        f"{source.path} is an adapter, and no converter of this run owns adapter weights: add the "
-                        'converter it belongs to, such as [[converters]] kind = "lora"'
-                    )
-                reader = stack.enter_context(open_reader(source.path, source.format, ignore=source.ignore))
-                if isinstance(reader, PeftReader):
-                    reader.require_supported()
-                prepare = _plan_merge if source.merge else _plan
-                opened.append(prepare(source, reader, wanted, wrapper, transforms))
+            opened.extend(_open(source, stack, state.tensors, wrapper, transforms, owned=owned) for source in sources)
             base = next((source for source in sources if not (source.adapter or source.merge)), None)
             for o in opened:
                 if o.source.format == "peft":
@@ -176,22 +141,71 @@ def prepare_load(
         unknown = []
         for source, *of_ranks in zip(sources, *coordinator.gather_results("load-plan", plan), strict=True):
             if source.initialise:
-                refuse_unmatched(source, "initialise", [unmatched for unmatched, _ in of_ranks], wanted)
+                refuse_unmatched(source, "initialise", [unmatched for unmatched, _ in of_ranks], state.tensors)
             unknown.append(set.intersection(*(set(unexpected) for _, unexpected in of_ranks)))
 
         def verdict() -> tuple[LoadReport, list[tuple[Sequence[str], Fill]]]:
-            report = _verdict(opened, unknown, wanted, wrapper, require_owned=require_owned)
+            report = _verdict(opened, unknown, state.tensors, wrapper, require_owned=require_owned)
             return report, [(o.plan.report.loaded, o.reader.plan(o.plan.requests)) for o in opened]
 
         report, fills = coordinator.together("load-verdict", verdict)
-    except BaseException:
-        stack.close()
-        raise
-    for o in opened:
-        logger.info("load: %s: %d tensors", o.source, len(o.plan.report.loaded))
-        for line in o.partial.lines():
-            logger.info("load: %s: %s", o.source.path, line)
-    return PreparedLoad(report, state, frozenset(made), gives_back, fills, opened, stack)
+        for o in opened:
+            logger.info("load: %s: %d tensors", o.source, len(o.plan.report.loaded))
+            for line in o.partial.lines():
+                logger.info("load: %s: %s", o.source.path, line)
+        return PreparedLoad(report, state, made, gives_back, fills, opened, stack.pop_all())
+
+
+def _state_to_fill(
+    sources: Sequence[LoadSource], wrapper: ModelWrapper, coordinator: Coordinator
+) -> tuple[ModelState, bool, frozenset[str], bool]:
+    """Return the model's state, and for all ranks: whether converters own keys, `made` and `gives_back`. Collective.
+
+    Raises: LoadMismatchError for tensors without memory.
+    """
+    states: list[ModelState] = []
+
+    def facts() -> dict[str, Any]:
+        state = wrapper.state("full", room=bool(sources))
+        states.append(state)
+        if sources and (names := without_memory(state.tensors)):
+            raise LoadMismatchError(
+                f"{len(names)} tensors of the model have no memory to load into, such as {names[0]}: materialise a "
+                "model that was built on meta (model.to_empty(device=...)), and run a lazy one once, before load()"
+            )
+        return {
+            "owned": any(map(wrapper.owns, state.tensors)),
+            "made": [*state.made],
+            "loads": any(own.loads for own in state.own),
+        }
+
+    everywhere = coordinator.gather_results("load-wanted", facts)
+    # a rank whose shard of a tensor is empty cannot tell whether it is live, and must take part all the same
+    made = frozenset(fqn for of_rank in everywhere for fqn in of_rank["made"])
+    gives_back = bool(made) or any(of_rank["loads"] for of_rank in everywhere)
+    return states[0], any(of_rank["owned"] for of_rank in everywhere), made, gives_back
+
+
+def _open(
+    source: LoadSource,
+    stack: ExitStack,
+    wanted: StateDict,
+    wrapper: ModelWrapper,
+    transforms: StateDictTransforms,
+    *,
+    owned: bool,
+) -> _Opened:
+    """Open and plan one source; `stack` closes it."""
+    if source.adapter and not owned:
+        raise LoadMismatchError(
+            f"{source.path} is an adapter, and no converter of this run owns adapter weights: add the "
+            'converter it belongs to, such as [[converters]] kind = "lora"'
+        )
+    reader = stack.enter_context(open_reader(source.path, source.format, ignore=source.ignore))
+    if isinstance(reader, PeftReader):
+        reader.require_supported()
+    prepare = _plan_merge if source.merge else _plan
+    return prepare(source, reader, wanted, wrapper, transforms)
 
 
 def _plan_merge(
@@ -217,7 +231,7 @@ def _plan(
     if isinstance(reader, PeftReader) and (adapter := wrapper.hooks and wrapper.hooks.state_dict_adapter()):
         reader.leave_out(adapter.key_map(transforms.key_map, reader.tensors).repeats)
     if source.format == "hf":
-        _check_model_config(source, reader.metadata(), transforms.hf_config or {})
+        check_model_config(source, reader.metadata(), transforms.hf_config or {})
         if reader.metadata().get("quantization_config") and _quantises(wrapper):
             logger.warning(
                 "load: %s holds quantised weights, and this run quantises them again, which gives other values even "
@@ -268,37 +282,6 @@ def _quantises(wrapper: ModelWrapper) -> bool:
         return True
 
 
-def _check_model_config(source: LoadSource, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raise if a folder's config.json describes a different model than this run's, which shapes cannot show.
-
-    The number of heads, for example, decides how the rows of a weight are arranged. Settings that a run may change on
-    purpose, such as the rotary base, are only logged.
-    Raises: LoadMismatchError with both values.
-    """
-    theirs, ours = _settings(theirs), _settings(ours)
-    if source.initialise or source.ignore:  # layers may be new or dropped, and each of their tensors has to be named
-        del ours["num_hidden_layers"]
-    both = [key for key in ours if ours[key] is not None and theirs[key] is not None]
-    differing = {key: f"{key}: {theirs[key]} there, {ours[key]} here" for key in both if ours[key] != theirs[key]}
-    if faults := [line for key, line in differing.items() if key in _OF_SHAPE]:
-        raise LoadMismatchError(
-            f"{source.path}: its config.json describes another model than this run's; nothing was loaded\n  "
-            + "\n  ".join(faults)
-            + "\n  Take the model's shape from that folder, or restore its config.json"
-        )
-    if differing:
-        logger.warning("load: %s has another config.json than this run: %s", source.path, "; ".join(differing.values()))
-
-
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that are compared; None for each that a config.json does not have."""
-    settings = {key: config.get(key) for key in (*_OF_SHAPE, *_OF_VALUES)}
-    rotary = config.get("rope_parameters")
-    if settings["rope_theta"] is None and isinstance(rotary, Mapping):
-        settings["rope_theta"] = rotary.get("rope_theta")
-    return settings
-
-
 def _verdict(
     opened: Sequence[_Opened],
     unknown: Sequence[set[str]],
@@ -315,36 +298,19 @@ def _verdict(
         return LoadReport(initialised=tuple(wanted))
     loaded: dict[str, LoadSource] = {}
     twice: list[str] = []
-    unexpected: list[str] = []
-    mismatched: list[Mismatch] = []
-    cast: dict[str, str] = {}
     problems: list[str] = []
-    prefix = ""
-    for o, strangers in zip(opened, map(sorted, unknown), strict=True):
-        source, plan, report = o.source, o.plan, o.plan.report
-        for fqn in report.loaded:
+    strangers = [*map(sorted, unknown)]
+    prefix = _prefix(strangers[0], opened[0].plan.absent_keys) if len(opened) == 1 else ""
+    for o, keys in zip(opened, strangers, strict=True):
+        for fqn in o.plan.report.loaded:
             if fqn in loaded:
-                twice.append(f"{fqn} (in {loaded[fqn].path} and {source.path})")
-            loaded[fqn] = source
-        cast |= report.cast
-        unexpected += strangers
-        mismatched += report.mismatched
-        problems += [f"{source.path}: {line}" for line in _mismatches(report.mismatched, resuming=require_owned)]
-        prefix = _prefix(strangers, plan.absent_keys) if len(opened) == 1 else ""
-        if prefix:
-            problems.append(
-                f"{source.path}: all {len(strangers)} names begin with {prefix!r}, and the model's do not: save the "
-                f"state dict of the module inside its wrapper, or name the tensors anew, such as {plan.absent_keys[0]}"
-            )
-        elif strangers:
-            near = {key: plan.near(key) for key in strangers[:_LISTED]}
-            lines = [f"{key} (like {', '.join(keys)}?)" if keys else key for key, keys in near.items()]
-            lines += strangers[_LISTED:]
-            problems.append(f"{source.path}: {len(lines)} that the model does not have: {_listed(lines)}")
-        unused = unselected(o.reader) if isinstance(o.reader, PeftReader) else []
-        if unused := [key for key in unused if key not in o.partial.passed_by]:
-            why = "that its target_modules does not select, so that PEFT would ignore them"
-            problems.append(f"{source.path}: {len(unused)} {why}: {_listed(unused)}")
+                twice.append(f"{fqn} (in {loaded[fqn].path} and {o.source.path})")
+            loaded[fqn] = o.source
+        problems += [f"{o.source.path}: {line}" for line in _problems_of(o, keys, prefix, resuming=require_owned)]
+    reports = [o.plan.report for o in opened]
+    unexpected = [key for keys in strangers for key in keys]
+    mismatched = [mismatch for report in reports for mismatch in report.mismatched]
+    cast = {fqn: dtypes for report in reports for fqn, dtypes in report.cast.items()}
     misfits = {m.key for m in mismatched}
     absent = [fqn for fqn in wanted if fqn not in loaded and fqn not in misfits]
     has_adapter = any(o.source.adapter for o in opened)
@@ -375,6 +341,26 @@ def _verdict(
             "the weights do not fit the model; nothing was loaded\n  " + "\n  ".join(problems), report
         )
     return report
+
+
+def _problems_of(opened: _Opened, strangers: Sequence[str], prefix: str, *, resuming: bool) -> Iterator[str]:
+    """Yield a line for each kind of fault of one source. `prefix`: see `_prefix`."""
+    plan = opened.plan
+    yield from _mismatches(plan.report.mismatched, resuming=resuming)
+    if prefix:
+        yield (
+            f"all {len(strangers)} names begin with {prefix!r}, and the model's do not: save the state dict of the "
+            f"module inside its wrapper, or name the tensors anew, such as {plan.absent_keys[0]}"
+        )
+    elif strangers:
+        near = {key: plan.near(key) for key in strangers[:_LISTED]}
+        lines = [f"{key} (like {', '.join(keys)}?)" if keys else key for key, keys in near.items()]
+        lines += strangers[_LISTED:]
+        yield f"{len(lines)} that the model does not have: {_listed(lines)}"
+    unused = unselected(opened.reader) if isinstance(opened.reader, PeftReader) else []
+    if unused := [key for key in unused if key not in opened.partial.passed_by]:
+        why = "that its target_modules does not select, so that PEFT would ignore them"
+        yield f"{len(unused)} {why}: {_listed(unused)}"
 
 
 def _prefix(strangers: Sequence[str], absent: Sequence[str]) -> str:

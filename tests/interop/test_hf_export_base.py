@@ -134,7 +134,7 @@ def test_a_config_with_other_values_is_logged(tmp_path: Path, base: Path, caplog
     config = json.loads((base / "config.json").read_text())
     rotary = config["rope_parameters"] | {"rope_theta": 7.0}
     (base / "config.json").write_text(json.dumps(config | {"rope_parameters": rotary}))
-    with caplog.at_level("WARNING", "titan_ckpt.loading.sources"):
+    with caplog.at_level("WARNING", "titan_ckpt.loading.model_config"):
         run(base, tmp_path, ExportConfig("hf"))
     assert "rope_theta: 7.0 there, " in caplog.text
 

@@ -15,6 +15,7 @@ table is accepted as an array of one table. A dataclass may add
 from __future__ import annotations
 
 import dataclasses
+import functools
 import difflib
 import json
 import math
@@ -242,7 +243,8 @@ def _cross_field(built: Any) -> list[str]:
     return list(rules()) if rules else []
 
 
-def fields_of(cls: type[Any]) -> dict[str, Any]:
+@functools.cache  # evaluating the annotations takes longer than binding the values
+def fields_of(cls: type[Any]) -> Mapping[str, Any]:
     """Return the annotations of the fields that can be set, in order."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -31,6 +32,7 @@ def describe_start(world_size: int, config: object) -> dict[str, Any]:
     }
 
 
+@functools.cache  # the metadata of a package is parsed whole, which takes longer than the rest of a start
 def _versions() -> dict[str, str]:
     found = {}
     for name in _PACKAGES:

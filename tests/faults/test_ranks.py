@@ -198,8 +198,8 @@ def test_ranks_with_stale_views_wait_or_refuse_together(view: str) -> None:
             if view == "older":
                 save_together(root, line, 10, 1)
             save_together(root, line, 20, 2)
+            step_store.VISIBLE_SECONDS = 0.3
             if line.rank == 1:
-                step_store.VISIBLE_SECONDS = 0.3
                 setattr(directory_module, "read_manifest_bytes", lambda path: b"")  # noqa: B010 - not exported there.
             directory = CheckpointDirectory(root, line)
             return [directory.steps(), outcome(lambda: directory.manifest(20).step)]

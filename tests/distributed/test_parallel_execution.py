@@ -9,9 +9,10 @@ from typing import Any, Literal
 import pytest
 
 from tests.distributed.trainer_layouts import LAYOUTS, built, next_step, settings, write_shapes
+from tests.faults.scenarios import SOAK
 from titan_ckpt.testing import distributed
 
-COMPILED = ("1f1b", "interleaved", "context", "experts")
+COMPILED = ("interleaved", "context", "experts", *(["1f1b"] if SOAK else []))
 IN_BFLOAT16 = ("fsdp", "tensor", "gpipe", "experts")
 """FSDP2 computes in bfloat16 by itself; without it autocast does, over weights in float32."""
 

@@ -7,6 +7,8 @@ CORE := tests/test_without_extras.py tests/test_golden_native.py tests/test_mana
 	$(addprefix tests/unit/weights/test_,digest.py quantise.py single_device.py transforms.py wrapper.py) \
 	$(addprefix tests/unit/test_,config.py policy.py progress.py)
 
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
+
 # Tests start many processes: what one of them has compiled, the others read, whatever the caller's shell says.
 test-here test-torchtitan: export PYTHONDONTWRITEBYTECODE :=
 
@@ -15,22 +17,22 @@ test-here test-torchtitan: export PYTHONDONTWRITEBYTECODE :=
 demo: $(READY)
 	$(BIN)/python -m docs.examples.demo
 
-# torchtitan's tests run beside the others, because most of them keep one core busy; what they print comes last.
-test: $(READY) $(TITAN)/.ready
+# torchtitan's environment and tests are made and run beside all the rest, because most of that keeps one core busy; what
+# they print comes last.
+test check: $(READY)
 	@log=$$(mktemp); $(MAKE) --no-print-directory test-torchtitan > $$log 2>&1 & titan=$$!; \
-	$(MAKE) --no-print-directory test-here; here=$$?; wait $$titan; titan=$$?; cat $$log; rm $$log; exit $$((here | titan))
+	$(MAKE) --no-print-directory $(if $(filter check,$@),lint site) test-here; here=$$?; \
+	wait $$titan; titan=$$?; cat $$log; rm $$log; exit $$((here | titan))
 
-# The tests of the core come first, in processes that refuse every optional package.
+# The tests of the core come first, in processes that refuse every optional package. tests/conftest.py orders the files.
 test-here: $(READY)
-	PYTHONPATH=tests/without_extras $(BIN)/python -m pytest -n 3 --dist loadfile $(CORE)
-	$(BIN)/python -m pytest -n 3 --dist loadfile $(CORE:%=--ignore=%)
+	PYTHONPATH=tests/without_extras $(BIN)/python -m pytest $(WORKERS) $(CORE)
+	$(BIN)/python -m pytest $(WORKERS) $(CORE:%=--ignore=%)
 
 # torchtitan needs other versions of some packages than the extras do, so it has an environment of its own.
 # FULL=1 runs every flavour in every layout.
 test-torchtitan: $(TITAN)/.ready
 	$(TITAN)/bin/python -m pytest -c tests/torchtitan/pytest.ini $(if $(FULL),-m "") tests/torchtitan
-
-check: lint site test
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -47,7 +49,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.all
 
 soak: $(READY)
-	TITAN_CKPT_SOAK=1 $(BIN)/python -m pytest --timeout=14400 -o faulthandler_timeout=14000 tests/faults
+	TITAN_CKPT_SOAK=1 $(BIN)/python -m pytest --timeout=14400 -o faulthandler_timeout=14000 tests/faults tests/distributed
 
 # The table of docs/compatibility.md: everything that the installed libraries offer, about half an hour on two cores.
 zoo: $(READY)

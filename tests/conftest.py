@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 # Before torch or transformers are imported: ranks share two cores, and a test that reaches for a hub must fail.
 os.environ.update(
@@ -33,13 +34,25 @@ settings.register_profile(
 settings.register_profile("soak", settings.get_profile("check"), max_examples=5000, derandomize=False)
 settings.load_profile("soak" if os.environ.get("TITAN_CKPT_SOAK") == "1" else "check")
 
+_HERE = Path(__file__).parent
+_TAKE_LONG = (_HERE / "distributed", _HERE / "faults", _HERE)
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests that need a CUDA device where there is none."""
+    """Leave out tests that need a CUDA device where there is none, and begin with the folders that take long.
+
+    Their files come in turn, because the worlds of `distributed` use several cores and the tests of `faults` often wait.
+    Small files come last, so that all workers end at about the same time.
+    """
     if not torch.cuda.is_available():
         without = [item for item in items if item.get_closest_marker("gpu")]
         items[:] = [item for item in items if item not in without]
         config.hook.pytest_deselected(items=without)
+    seen: dict[Path, dict[Path, None]] = {folder: {} for folder in _TAKE_LONG}
+    for item in items:
+        seen.get(item.path.parent, {})[item.path] = None
+    turn = {file: number for files in seen.values() for number, file in enumerate(files)}
+    items.sort(key=lambda item: turn.get(item.path, len(items)))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,61 @@
+"""Several runs of one or more ranks, one after another, forked from a process that has imported their libraries once."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Phase(NamedTuple):
+    """One start of a training."""
+
+    function: str
+    """Name in the module; it is called with the folder and the arguments."""
+    folder: str
+    ranks: int
+    arguments: tuple[Any, ...] = ()
+
+
+def play(module: str, phases: Sequence[Phase], answers: str) -> None:
+    """Run the phases in order, and write the exit codes of their ranks to the file `answers`."""
+    programs = importlib.import_module(module)
+    codes = []
+    for phase in phases:
+        Path(phase.folder).mkdir(parents=True, exist_ok=True)
+        port = _free_port()
+        children = [_fork(programs, phase, rank, port) for rank in range(phase.ranks)]
+        codes.append([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+    Path(answers).write_text(json.dumps(codes))
+
+
+def _fork(programs: Any, phase: Phase, rank: int, port: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        if phase.ranks > 1:
+            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": phase.ranks, "LOCAL_WORLD_SIZE": phase.ranks}
+            os.environ.update({name: str(value) for name, value in world.items()})
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+        getattr(programs, phase.function)(phase.folder, *phase.arguments)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

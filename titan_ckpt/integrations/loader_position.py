@@ -1,0 +1,298 @@
+"""PositionedLoader: a torch DataLoader with a position, which a resume returns to without reading what came before.
+
+Owns the position in one epoch: the number of batches, and the random states that decide their order and content. Knows
+no trainer; subclasses do what their trainer does around a batch.
+
+Batches of a map-style dataset are skipped by their indices alone. An IterableDataset, and a loader that has state_dict
+and load_state_dict itself, such as torchdata's StatefulDataLoader, are asked for their own position. Random numbers
+that worker processes draw are not restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from titan_ckpt.components.data_position import DataRank
+from titan_ckpt.errors import ConfigError, LoadMismatchError
+from titan_ckpt.rng import RandomState
+
+_AFRESH = 'or start the data afresh: checkpoint.resume.exclude = ["dataloader"]'
+
+
+class PositionedLoader:
+    """Iterates over a DataLoader, counts its batches, and continues where its state says."""
+
+    def __init__(self, loader: Any, inner: Any = None, data_rank: DataRank | None = None) -> None:
+        """Wrap a loader. `inner`: the DataLoader inside of a trainer's wrapper. `data_rank`: whose share it reads.
+
+        Raises: ConfigError for data whose position cannot be known.
+        """
+        self.loader = loader
+        self.inner: Any = loader if inner is None else inner
+        self.epoch = 0
+        self.num_batches = 0
+        """Batches of this epoch that were returned."""
+        self._data_rank = data_rank or DataRank.of(self.inner, *_rank_and_world())
+        self._random = RandomState()
+        self._start: dict[str, Any] | None = None
+        self._resumed: dict[str, Any] | None = None
+        if fault := self._fault():
+            raise ConfigError([f"data: {fault}"])
+
+    # for subclasses
+
+    def begin_epoch(self) -> None:
+        """Do what the trainer does before it iterates."""
+        set_sampler_epoch(self.inner, self.epoch)
+
+    def deliver(self, batch: Any) -> Any:
+        """Return the batch as the trainer gives it to the loop."""
+        return batch
+
+    def end_epoch(self) -> None:
+        """Do what the trainer does after the last batch."""
+
+    # a DataLoader
+
+    def __getattr__(self, name: str) -> Any:
+        if name in {"loader", "inner"}:  # while it is built or copied
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    @property
+    def dp_rank(self) -> int:
+        """Return which share of the data this process reads."""
+        return self._data_rank.rank
+
+    @property
+    def dp_world_size(self) -> int:
+        """Return the number of shares."""
+        return self._data_rank.size
+
+    @property
+    def at_end(self) -> bool:
+        """Return whether every batch of this epoch was returned; False while the length is unknown."""
+        return self.num_batches > 0 and self.num_batches == self._length()
+
+    def next_epoch(self) -> None:
+        """Leave the rest of this epoch out."""
+        self.epoch, self.num_batches = self.epoch + 1, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        resumed, self._resumed = self._resumed, None
+        self.num_batches = skipped = resumed["batches"] if resumed else 0
+        if resumed:
+            self._set_random(resumed["start"] if skipped else resumed["now"])
+        self._start = self._get_random()
+        self.begin_epoch()
+        for batch in self._begin(resumed, skipped):
+            self.num_batches += 1
+            yield self.deliver(batch)
+        self.end_epoch()
+        self.next_epoch()
+
+    def _begin(self, resumed: dict[str, Any] | None, skipped: int) -> Iterator[Any]:
+        """Yield the batches after the skipped ones, with the random states of the moment of the save."""
+
+        def settle() -> None:
+            if resumed and skipped and resumed["now"]:
+                self._random.load_state_dict(resumed["now"]["random"])
+
+        source = self._source
+        if source is None:
+            with _without_first(self.inner, skipped, settle):
+                batches = iter(self.inner)
+        else:
+            if resumed and resumed["source"] is not None:
+                source.load_state_dict(resumed["source"])
+            batches = iter(self.inner)
+            settle()
+        for batch in batches:
+            if source is self.inner and self.num_batches + 1 == self._length():
+                next(batches, None)  # so that it knows that it is at its end
+            yield batch
+
+    # its position
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the batches that were returned."""
+        done = self.at_end
+        source = self._source
+        has_position = source is not None and (source is self.inner or (not done and self.num_batches > 0))
+        now = self._get_random()
+        within = not done and self.num_batches > 0
+        return {
+            "epoch": self.epoch + done,
+            "batches": 0 if done else self.num_batches,
+            "start": self._start if within else None,
+            "now": now,
+            "source": source.state_dict() if has_position and source is not None else None,
+            "facts": self._facts(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at a position. Raises: LoadMismatchError for a position in different batches."""
+        found, expected = self._facts(), state_dict["facts"]
+        if wrong := [f"{name} was {expected[name]}, now {found[name]}" for name in found if found[name] != expected[name]]:
+            raise LoadMismatchError(
+                f"the checkpoint's position is batch {state_dict['batches']} of epoch {state_dict['epoch']} of other "
+                f"batches: {'; '.join(wrong)}. Give the run the data settings it had, {_AFRESH}"
+            )
+        self._resumed = state_dict
+        self.epoch, self.num_batches = state_dict["epoch"], state_dict["batches"]
+
+    def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
+        """Continue at the position of a different number of ranks, if it is one of whole batches.
+
+        Raises: LoadMismatchError.
+        """
+        first = state_dicts[0]
+        total = first["batches"] * len(state_dicts)
+        alike = all((s["epoch"], s["batches"]) == (first["epoch"], first["batches"]) for s in state_dicts)
+        stored, own = first["start"] or first["now"], self._get_random()
+        same_order = len(stored["generators"]) == len(own["generators"]) and self._has_own_order
+        found, expected = self._facts(), first["facts"]
+        same_order &= all(found[name] == expected[name] for name in ("batch_size", "seed"))
+        if not alike or total % self.dp_world_size or first["source"] is not None or not same_order:
+            raise LoadMismatchError(
+                f"the checkpoint has the positions of {len(state_dicts)} data-parallel ranks, {first['batches']} batches "
+                f"each, and {self.dp_world_size} ranks cannot continue there: resume with {len(state_dicts)}, {_AFRESH}"
+            )
+        batches = total // self.dp_world_size
+        start = {"random": None, "generators": stored["generators"]}
+        self._resumed = {**first, "batches": batches, "start": start, "now": None if batches else start}
+        self.epoch, self.num_batches = first["epoch"], batches
+
+    @property
+    def _source(self) -> Any:
+        """Return the object that knows its own position: the loader or its dataset; None if indices are counted."""
+        if _has_state(self.inner):
+            return self.inner
+        return self.inner.dataset if isinstance(self.inner.dataset, IterableDataset) else None
+
+    @property
+    def _has_own_order(self) -> bool:
+        """Return whether the order depends on seeds and generators alone, not on the process's random state."""
+        samplers = _samplers(self.inner)
+        random = [s for s in samplers if getattr(s, "generator", 0) is None and not hasattr(s, "initial_seed")]
+        return not random
+
+    def _fault(self) -> str | None:
+        if _has_state(self.inner):
+            return None
+        if not isinstance(self.inner, DataLoader):
+            return (
+                f"{type(self.inner).__name__} is no DataLoader and has no state_dict and load_state_dict, so its position "
+                "is unknown: give it both"
+            )
+        dataset = self.inner.dataset
+        if not isinstance(dataset, IterableDataset):
+            return None
+        name = type(dataset).__name__
+        if not _has_state(dataset):
+            return (
+                f"{name} is an IterableDataset without state_dict and load_state_dict, so a resume would read all of it "
+                "again: give it both, as datasets.IterableDataset has them"
+            )
+        if self.inner.num_workers:
+            return (
+                f"{name} is read by {self.inner.num_workers} worker processes, which keep their positions to themselves: "
+                "use 0 workers, or torchdata's StatefulDataLoader"
+            )
+        return None
+
+    def _facts(self) -> dict[str, Any]:
+        samplers = _samplers(self.inner)
+        seeds = [getattr(s, name) for s in samplers for name in ("initial_seed", "seed") if hasattr(s, name)]
+        sizes = [s.batch_size for s in samplers if hasattr(s, "batch_size")]
+        size = sizes[0] if sizes else getattr(self.inner, "batch_size", None)
+        return {"length": self._length(), "batch_size": size, "seed": [seed for seed in seeds if isinstance(seed, int)]}
+
+    def _length(self) -> int | None:
+        try:
+            return len(self.loader)
+        except TypeError:  # an IterableDataset without a length
+            return None
+
+    def _get_random(self) -> dict[str, Any]:
+        return {"random": self._random.state_dict(), "generators": [g.get_state() for g in self._generators()]}
+
+    def _set_random(self, stored: dict[str, Any]) -> None:
+        if stored["random"] is not None:
+            self._random.load_state_dict(stored["random"])
+        for generator, state in zip(self._generators(), stored["generators"], strict=True):
+            generator.set_state(state)
+
+    def _generators(self) -> list[torch.Generator]:
+        """Return the generators that decide the order; one that is seeded anew for each epoch is none of them."""
+        owners = [] if _has_state(self.inner) else [self.inner, *_samplers(self.inner)]
+        found = [getattr(o, "generator", None) for o in owners if not hasattr(o, "initial_seed")]
+        return [*{id(g): g for g in found if isinstance(g, torch.Generator)}.values()]
+
+
+def set_sampler_epoch(loader: Any, epoch: int) -> None:
+    """Tell every sampler of a loader the epoch, as torch's DistributedSampler requires."""
+    for sampler in _samplers(loader):
+        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+            set_epoch(epoch)
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """Return a loader's samplers, from the outermost to the innermost."""
+    found: list[Any] = []
+    waiting = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
+    while waiting:
+        sampler = waiting.pop(0)
+        if sampler is not None and not any(sampler is other for other in found):
+            found.append(sampler)
+            waiting += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
+    return found
+
+
+def _has_state(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _rank_and_world() -> tuple[int, int]:
+    if not torch.distributed.is_initialized():
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+class _WithoutFirst:
+    """A sampler without its first entries, once; `then` is called when they were drawn."""
+
+    def __init__(self, sampler: Any, number: int, then: Callable[[], None]) -> None:
+        self._sampler, self._number, self._then = sampler, number, then
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        number, self._number = self._number, 0  # a persistent worker's iterator starts again with the same object
+        entries = iter(self._sampler)
+        for _ in range(number):
+            next(entries)
+        if number:
+            self._then()
+        yield from entries
+
+
+@contextmanager
+def _without_first(loader: Any, number: int, then: Callable[[], None]) -> Iterator[None]:
+    """Give the loader's next iterator a sampler without its first entries: no data of these is read."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    whole = loader.__dict__[name]
+    loader.__dict__[name] = _WithoutFirst(whole, number, then)  # DataLoader refuses setattr
+    try:
+        yield
+    finally:
+        loader.__dict__[name] = whole

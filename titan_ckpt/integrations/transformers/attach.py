@@ -1,0 +1,224 @@
+"""attach: saves, exact resumes and stops by RunGuard in a Trainer that is already built.
+
+A callback alone cannot resume a Trainer: it is not told its trainer, and it is called after the Trainer has decided in
+which epoch and at which batch it begins. So `attach` gives the trainer a subclass of its own class, whose methods call
+the manager at the right moments.
+Source: transformers 5, trainer.py `_inner_training_loop` and the methods that it calls.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, Trainer
+from transformers import trainer as trainer_module
+
+from titan_ckpt.config import CheckpointConfig
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.guard.run_guard import RunGuard
+from titan_ckpt.integrations.transformers.adapter import BaseWeights, adapter_part, is_adapter_model
+from titan_ckpt.integrations.transformers.loader import TrainerLoader
+from titan_ckpt.integrations.transformers.progress import RankProgress, RunProgress
+from titan_ckpt.integrations.transformers.refusals import problems
+from titan_ckpt.manager import CheckpointManager
+from titan_ckpt.models.hf_keys import find_key_map
+from titan_ckpt.types import Stateful
+from titan_ckpt.weights.transforms import StateDictTransforms
+
+
+def attach(trainer: Trainer, config: CheckpointConfig) -> TitanCheckpoint:
+    """Let `trainer.train()` resume from, and save to, `args.output_dir`, by the settings of `config`.
+
+    ```
+    trainer = SFTTrainer(model, args, train_dataset=data)
+    attach(trainer, CheckpointConfig(save=SaveConfig(interval=500)))
+    trainer.train()
+    ```
+
+    Call it once, after the trainer is built, on every rank.
+    Raises: ConfigError listing every setting of the trainer that does not work with it.
+    """
+    if isinstance(trainer, _Attached):
+        raise ConfigError(["this trainer is attached already: give the first call all settings"])
+    only_adapter = is_adapter_model(trainer.model) and not (config.save is not None and config.save.include_base)
+    if faults := [*problems(trainer, config, has_adapter=is_adapter_model(trainer.model))]:
+        raise ConfigError(faults)
+    checkpoint = TitanCheckpoint(trainer, config, only_adapter=only_adapter)
+    own = type(trainer)
+    trainer.__class__ = type(own.__name__, (_Attached, own), {"__module__": own.__module__})
+    trainer.titan_ckpt = checkpoint  # type: ignore[attr-defined]  # _Attached declares it
+    return checkpoint
+
+
+class TitanCheckpoint:
+    """What `attach` has added to a trainer."""
+
+    manager: CheckpointManager
+    """The manager of the current or last call of train()."""
+
+    def __init__(self, trainer: Trainer, config: CheckpointConfig, *, only_adapter: bool) -> None:
+        self._trainer: Any = trainer
+        self._config = config
+        self._only_adapter = only_adapter
+        self._guard: RunGuard | None = None
+        self._opened = ExitStack()
+        self._completed = 0
+        self._is_asked = False
+
+    @property
+    def stopped(self) -> str | None:
+        """Return why train() has stopped before its last step, such as a signal, or None."""
+        return None if self._guard is None else self._guard.stopped
+
+    # called by _Attached, in this order
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Keep the manager and the guard open; the guard sees the exception that ends the training."""
+        with self._opened:
+            yield
+
+    def wrap(self, loader: Any) -> TrainerLoader:
+        """Give the loader a position."""
+        self.loader = TrainerLoader(loader)
+        return self.loader
+
+    def resume(self, max_steps: int, num_epochs: int) -> tuple[int, int]:
+        """Load when model, optimizer and scheduler are built. Return the epoch and the batch at which to begin."""
+        self._guard = None
+        self._rank = RankProgress(self._trainer, self.loader)
+        self.manager = self._opened.enter_context(self._new_manager())
+        step = self.manager.load().step
+        self._guard = self._opened.enter_context(RunGuard(self.manager))
+        self._trainer.state.global_step = self._completed = step
+        if step >= max_steps:
+            self.manager.save(step, last_step=True)  # its exports may be missing
+            return num_epochs, 0
+        return self.loader.epoch, self.loader.num_batches
+
+    @contextmanager
+    def epoch(self) -> Iterator[None]:
+        """Let the loader skip batches, instead of transformers, and complete the last step of the epoch."""
+        self._rank.begin()
+        skip = trainer_module.skip_first_batches
+        trainer_module.skip_first_batches = lambda loader, _: loader  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            trainer_module.skip_first_batches = skip
+        control = self._trainer.control
+        is_last = control.should_training_stop
+        if not is_last and not self.loader.at_end and control.should_epoch_stop:
+            self.loader.next_epoch()
+        self._complete(is_last=is_last)
+
+    def step_ended(self) -> None:
+        """Complete a step, after its evaluation. An epoch may be evaluated after its last step, which so waits."""
+        control = self._trainer.control
+        if not (self.loader.at_end or control.should_training_stop or control.should_epoch_stop):
+            self._complete(is_last=False)
+
+    def ask(self) -> None:
+        """Save the current step, because a callback has set control.should_save."""
+        self._is_asked = True
+
+    def _complete(self, *, is_last: bool) -> None:
+        assert self._guard is not None
+        step = self._trainer.state.global_step
+        if step == self._completed:
+            return
+        self._completed = step
+        metrics = self._metrics(step)
+        is_last = is_last or step >= self._trainer.state.max_steps
+        self.manager.save(step, last_step=is_last, force=self._is_asked and not is_last, metrics=metrics)
+        self._is_asked = False
+        if self._guard.step_ended(step, metrics):
+            self._trainer.control.should_training_stop = True
+
+    def _metrics(self, step: int) -> dict[str, float]:
+        """Return the numbers that were logged at this step."""
+        recent = [entry for entry in self._trainer.state.log_history[-4:] if entry.get("step") == step]
+        logged = {name: value for entry in recent for name, value in entry.items()}
+        return {name: float(value) for name, value in logged.items() if isinstance(value, numbers.Real)}
+
+    def _new_manager(self) -> CheckpointManager:
+        trainer = self._trainer
+        states: dict[str, Stateful] = {"trainer": RunProgress(trainer)}
+        if trainer.accelerator.scaler is not None:
+            states["scaler"] = trainer.accelerator.scaler
+        if self._only_adapter:
+            states["base"] = BaseWeights(trainer.model)
+        return CheckpointManager(
+            self._config,
+            model_parts=[adapter_part(trainer.model) if self._only_adapter else trainer.model],
+            optimizers=[trainer.optimizer.optimizer],
+            lr_schedulers=[trainer.lr_scheduler],
+            dataloader=self._rank,
+            states=states,
+            sd_transforms=self._transforms(),
+            base_folder=trainer.args.output_dir,
+        )
+
+    def _transforms(self) -> StateDictTransforms | None:
+        """Return the model's names in Hugging Face folders, if a setting needs them."""
+        model = self._trainer.model
+        if not (self._config.export or self._config.initial_load) or not isinstance(model, PreTrainedModel):
+            return None
+        own = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
+        tokenizer = getattr(self._trainer.processing_class, "name_or_path", None)
+        assets = Path(tokenizer) if tokenizer and Path(tokenizer).is_dir() else None
+        return StateDictTransforms(
+            find_key_map(model), {"architectures": [own.__name__], **model.config.to_dict()}, assets
+        )
+
+
+class _Attached(Trainer):
+    """The methods of an attached trainer; `attach` puts this class before the trainer's own."""
+
+    titan_ckpt: TitanCheckpoint
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint:
+            raise ConfigError(
+                [
+                    "resume_from_checkpoint: an attached trainer resumes from the newest step in "
+                    f"{self.args.output_dir} by itself: leave it out. checkpoint.resume.step names an older step"
+                ]
+            )
+        return super().train(None, *args, **kwargs)
+
+    def get_train_dataloader(self) -> Any:
+        return self.titan_ckpt.wrap(super().get_train_dataloader())
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with self.titan_ckpt.running():
+            return super()._inner_training_loop(*args, **kwargs)
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume: Any, trial: Any
+    ) -> tuple[int, int]:
+        """Prepare everything now, because only a load can tell where the training begins."""
+        super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, None, trial)
+        self._prepared = super()._prepare_for_training(max_steps, self.titan_ckpt.loader, None)
+        return self.titan_ckpt.resume(max_steps, num_train_epochs)
+
+    def _prepare_for_training(self, *_: Any) -> Any:
+        return self._prepared
+
+    def _run_epoch(self, **arguments: Any) -> None:
+        with self.titan_ckpt.epoch():
+            super()._run_epoch(**arguments | {"resume_from_checkpoint": self.args.output_dir})
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        """Leave it to the loader, which knows the state before the first batch."""
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self.titan_ckpt.step_ended()
+
+    def _save_checkpoint(self, *_: Any, **__: Any) -> None:
+        self.titan_ckpt.ask()

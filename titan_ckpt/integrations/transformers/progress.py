@@ -1,0 +1,125 @@
+"""The state of a Trainer beside weights, optimizer and schedule, as the manager's Stateful objects.
+
+`RunProgress` is the same on all ranks, `RankProgress` is each rank's own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerControl
+from transformers.trainer_callback import ExportableState
+
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.integrations.transformers.loader import TrainerLoader
+
+_FIELDS = ("epoch", "best_metric", "best_global_step", "num_input_tokens_seen", "total_flos")
+
+
+class RunProgress:
+    """The TrainerState, and the state of callbacks that have one."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._history: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return counters, the log as lines of JSON, because it is copied at every step, and callbacks' attributes."""
+        state = self._trainer.state
+        if len(self._history) > len(state.log_history):
+            self._history = []
+        self._history += [json.dumps(entry, default=float) for entry in state.log_history[len(self._history) :]]
+        return {
+            **{name: _plain(getattr(state, name)) for name in _FIELDS},
+            "log_history": [*self._history],
+            "callbacks": json.dumps([[name, c.state()["attributes"]] for name, c in self._callbacks()], default=float),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the TrainerState and the callbacks. Raises: ConfigError if other callbacks have state."""
+        stored, own = json.loads(state_dict["callbacks"]), self._callbacks()
+        if [name for name, _ in stored] != [name for name, _ in own]:
+            raise ConfigError(
+                [f"callbacks: those with state were {[n for n, _ in stored]}, and are {[n for n, _ in own]} in this run"]
+            )
+        for (_, callback), (_, attributes) in zip(own, stored, strict=True):
+            vars(callback).update(attributes)
+        for name in _FIELDS:
+            setattr(self._trainer.state, name, state_dict[name])
+        self._trainer.state.log_history = [json.loads(line) for line in state_dict["log_history"]]
+
+    def _callbacks(self) -> list[tuple[str, ExportableState]]:
+        found = self._trainer.callback_handler.callbacks
+        stateful = [c for c in found if isinstance(c, ExportableState) and not isinstance(c, TrainerControl)]
+        return [(type(callback).__name__, callback) for callback in stateful]
+
+
+class RankProgress:
+    """The position in the data, and what a rank has summed up since the last log."""
+
+    def __init__(self, trainer: Trainer, loader: TrainerLoader) -> None:
+        self._trainer = trainer
+        self.loader = loader
+        self._since_log: dict[str, Any] | None = None
+
+    @property
+    def dp_rank(self) -> int:
+        """Return which share of the data this process reads."""
+        return self.loader.dp_rank
+
+    @property
+    def dp_world_size(self) -> int:
+        """Return the number of shares."""
+        return self.loader.dp_world_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position and the sums. TRL's trainers keep metrics and a number of tokens of their own."""
+        trainer: Any = self._trainer
+        own = getattr(trainer, "_metrics", None)
+        since_log = {
+            "loss": trainer._tr_loss.item(),  # noqa: SLF001 - Trainer logs from it
+            "step": trainer._globalstep_last_logged,  # noqa: SLF001 - as above
+            "flos": trainer.current_flos,
+            "metrics": {mode: _plain(dict(values)) for mode, values in own.items()} if own else None,
+            "tokens": _plain(getattr(trainer, "_total_train_tokens", None)),
+        }
+        return {"loader": self.loader.state_dict(), "since_log": since_log}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the position; the sums wait for `begin`."""
+        self.loader.load_state_dict(state_dict["loader"])
+        self._since_log = state_dict["since_log"]
+
+    def load_state_dicts(self, state_dicts: list[dict[str, Any]]) -> None:
+        """Set the position of a different number of ranks; what was not logged yet is in no later log."""
+        self.loader.load_state_dicts([state["loader"] for state in state_dicts])
+
+    def begin(self) -> None:
+        """Set the sums, after the Trainer has set them to zero."""
+        since_log, self._since_log = self._since_log, None
+        if since_log is None:
+            return
+        trainer: Any = self._trainer
+        trainer._tr_loss += since_log["loss"]  # noqa: SLF001 - Trainer logs from it
+        trainer._total_loss_scalar -= since_log["loss"]  # noqa: SLF001 - train_loss is that of the steps of this process
+        trainer._globalstep_last_logged = since_log["step"]  # noqa: SLF001 - as above
+        trainer.current_flos = since_log["flos"]
+        if since_log["metrics"] is not None:
+            for mode, values in since_log["metrics"].items():
+                trainer._metrics[mode] = defaultdict(list, values)  # noqa: SLF001 - where TRL keeps them
+        if since_log["tokens"] is not None:
+            trainer._total_train_tokens = since_log["tokens"]  # noqa: SLF001 - as above
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers instead of tensors and NumPy's scalars, also within dicts and lists."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, torch.Tensor) or (hasattr(value, "item") and hasattr(value, "dtype")):
+        return value.item()
+    return value

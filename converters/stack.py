@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from converters.lora.fused import PARTS
 from converters.lora.peft import json_number
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import BaseMismatchError, ConverterError
@@ -21,6 +20,7 @@ from titan_ckpt.formats.huggingface.peft import PAIRS, PREFIX, PeftExport, PeftR
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.weights.identity import BASE_RECORD
+from titan_ckpt.weights.lora_names import PARTS
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 

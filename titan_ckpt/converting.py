@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -82,7 +82,7 @@ def convert(
             elif to == "dcp":
                 DcpExport(cast_all(tensors, dtype)).write(target, Coordinator.current())
             else:
-                _write_native(target, cast_all(tensors, dtype))
+                write_native(target, cast_all(tensors, dtype))
         except OSError as error:
             raise ExportError(f"{source} could not be converted to {target}: {error}") from error
 
@@ -97,7 +97,8 @@ def native_tensors(reader: TensorReader, key_map: KeyMap) -> dict[str, LazyTenso
     kind = Manifest.from_bytes(posix.read_whole(manifest, MAX_BYTES), str(manifest)).kind if native else reader.format
     if kind in ("peft", "adapter"):
         raise NotACheckpointError(
-            f"{reader.path} holds an adapter, which is no model by itself: load base and adapter in a run and export"
+            f"{reader.path} holds an adapter, which is no model by itself. `titan-ckpt merge BASE {reader.path} TARGET`"
+            " writes a model; `titan-ckpt convert` writes the adapter in another format"
         )
     if kind == "external":
         raise NotACheckpointError(f"{reader.path} holds no model weights: its run took them from outside")
@@ -105,23 +106,26 @@ def native_tensors(reader: TensorReader, key_map: KeyMap) -> dict[str, LazyTenso
         assert isinstance(reader, HuggingFaceReader)
         table = key_map.of_folder(reader.tensors)
         reader.leave_out(table.repeats)
-        prefix, groups = "", _groups(reader, table)
-    else:
-        prefix, names = model_tensors(reader.tensors, reader.format)
-        groups = [KeyGroup((name,), (name,), IDENTITY) for name in names]
+        return translated_tensors(reader, table)
+    prefix, names = model_tensors(reader.tensors, reader.format)
+    return {name: stored_tensor(reader, prefix + name) for name in names}
+
+
+def translated_tensors(reader: TensorReader, key_map: KeyMap) -> dict[str, LazyTensor]:
+    """Return all tensors of a folder of another tool by native name. Raises: KeyMapError, as native_tensors does."""
     out = {}
-    for group in groups:
-        infos = [reader.tensors[prefix + key] for key in group.keys]
+    for group in _groups(reader, key_map):
+        infos = [reader.tensors[key] for key in group.keys]
         shapes = group.op.native_shapes([info.shape for info in infos])
         for index, fqn in enumerate(group.fqns):
-            out[fqn] = _lazy(reader, prefix, group, index, shapes, infos[0].dtype)
+            out[fqn] = _lazy(reader, group, index, shapes, infos[0].dtype)
     return out
 
 
 def stored_tensor(reader: TensorReader, key: str) -> LazyTensor:
     """Return a tensor of a checkpoint as it is stored; its blocks are runs of rows of at most 64 MiB, in order."""
     info = reader.tensors[key]
-    return _lazy(reader, "", KeyGroup((key,), (key,), IDENTITY), 0, [info.shape], info.dtype)
+    return _lazy(reader, KeyGroup((key,), (key,), IDENTITY), 0, [info.shape], info.dtype)
 
 
 def _groups(reader: TensorReader, key_map: KeyMap) -> list[KeyGroup]:
@@ -144,16 +148,14 @@ def _groups(reader: TensorReader, key_map: KeyMap) -> list[KeyGroup]:
     return list(groups.values())
 
 
-def _lazy(
-    reader: TensorReader, prefix: str, group: KeyGroup, index: int, shapes: list[Shape], dtype: torch.dtype
-) -> LazyTensor:
+def _lazy(reader: TensorReader, group: KeyGroup, index: int, shapes: list[Shape], dtype: torch.dtype) -> LazyTensor:
     shape = shapes[index]
 
     def blocks() -> Iterator[Block]:
         for chunk in _row_chunks(shape, dtype.itemsize):
             data = torch.empty(chunk.sizes, dtype=dtype)
             pieces = group.op.pieces(index, shapes, chunk, data)
-            reader.read([ReadRequest(prefix + group.keys[p.file_index], p.chunk, p.view) for p in pieces])
+            reader.read([ReadRequest(group.keys[p.file_index], p.chunk, p.view) for p in pieces])
             yield Block(chunk, data)
 
     return LazyTensor(TensorInfo(shape, dtype), blocks)
@@ -170,20 +172,31 @@ def _row_chunks(shape: Shape, itemsize: int) -> Iterator[Chunk]:
         yield Chunk((start, *whole.offsets[1:]), (min(rows, shape[0] - start), *shape[1:]))
 
 
-def _write_native(target: Path, tensors: Mapping[str, LazyTensor]) -> None:
-    """Write a folder of kind "model": a source of weights that no run can resume from."""
+def write_native(
+    target: Path,
+    tensors: Mapping[str, LazyTensor],
+    *,
+    kind: Literal["model", "adapter"] = "model",
+    converters: Sequence[Mapping[str, Any]] = (),
+    base: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a folder that is a source of weights, of one rank and without training state.
+
+    `converters`: their descriptions, which say what an adapter's tensors mean. `base`: the identity of its base.
+    Raises: OSError; FileExistsError. Nothing has the folder's name then.
+    """
     staged = StagedFolder.begin(target)
     try:
         record = write_stream(staged.path, {MODEL + fqn: value for fqn, value in tensors.items()})
         manifest = Manifest(
             step=0,
-            kind="model",
+            kind=kind,
             attempt=uuid.uuid4().hex,
             world_size=1,
             created_unix_seconds=time.time(),
             components=("model",),
-            converters=[],
-            base=None,
+            converters=[dict(description) for description in converters],
+            base=None if base is None else dict(base),
             resumed_from=None,
             files=(record,),
         )

@@ -18,9 +18,6 @@ from titan_ckpt.errors import KeyMapError
 from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo
 from titan_ckpt.geometry.keymap import Concat, KeyGroup, KeyMap, KeyRule, Piece, TensorOp
 
-PARTS = "titan_ckpt_parts"
-"""Key in adapter_config.json: module -> the ranks of the blocks of its pair, if the pair is block diagonal."""
-
 
 @dataclass(frozen=True)
 class BlockDiagonal(TensorOp):

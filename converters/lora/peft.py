@@ -15,7 +15,7 @@ from itertools import accumulate, chain
 from typing import Any
 
 from converters.lora.config import LoRAConfig
-from converters.lora.fused import PARTS, targets_of
+from converters.lora.fused import targets_of
 from converters.lora.merge import AdaptedWeight
 from converters.lora.placement import misplaced
 from titan_ckpt.errors import ConfigError, KeyMapError
@@ -36,6 +36,7 @@ from titan_ckpt.geometry.keymap import (
     TensorOp,
     Unstack,
 )
+from titan_ckpt.weights.lora_names import PARTS
 
 _OF_ROWS = (Identity, PermuteRotary, PermuteRows, Split)
 """Operations that move whole rows, so that B follows them and A stays."""

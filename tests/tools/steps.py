@@ -28,7 +28,7 @@ TOKENS = torch.arange(24).reshape(2, 12)
 LORA: dict[str, Any] = {"kind": "lora", "target_modules": ["wq", "w2"], "rank": 4, "alpha": 8.0}
 
 
-def save_step(base: Path, run: Path, *, sharded: bool = False, converters: Any = None) -> Llama3:
+def save_step(base: Path, run: Path, *, sharded: bool = False, converters: Any = None, cast: bool = False) -> Llama3:
     """Load the base, take a step that changes no weight but the adapters', and save it as step 1 of a run."""
     model = Llama3(SHAPE)
     if converters is not None:
@@ -42,7 +42,7 @@ def save_step(base: Path, run: Path, *, sharded: bool = False, converters: Any =
     optimizer = torch.optim.AdamW(trained, lr=0.0 if converters is None else 0.1, weight_decay=0.0)
     config = CheckpointConfig(
         save=SaveConfig(interval=1, async_mode="disabled", keep=KeepConfig(latest=3)),
-        initial_load=(InitialLoadConfig(str(base)),),
+        initial_load=(InitialLoadConfig(str(base), cast=cast),),
     )
     with CheckpointManager(
         config,

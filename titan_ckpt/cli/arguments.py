@@ -61,12 +61,13 @@ class Diff(Shared):
 
 @dataclass(frozen=True)
 class Convert(Shared):
-    """Write the model weights of a checkpoint in another format."""
+    """Write the model weights of a checkpoint, or its adapter, in another format."""
 
     source: tyro.conf.Positional[Path]
     target: tyro.conf.Positional[Path]
     """The folder, or with --to torch the file, to be written; it must not exist."""
-    to: Literal["native", "dcp", "hf", "torch"]
+    to: Literal["native", "dcp", "hf", "torch", "peft"]
+    """hf for a model, peft for an adapter, the others for both; torch is one torch.save file."""
     config: Path | None = None
     """Folder of the model's config.json, if the source has none."""
     model: str | None = None
@@ -75,6 +76,8 @@ class Convert(Shared):
     """Dtype of floating-point tensors in the target; absent: each keeps its own."""
     max_shard_bytes: int = 5_000_000_000
     """Maximum size of one safetensors file."""
+    settings: Path | None = None
+    """PEFT folder or native step with rank and alpha of the adapter, if it is in a DCP folder, which says none."""
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,8 @@ def _options(command: Convert | Merge) -> Options:
     from titan_ckpt.tools.conversion import Options
 
     dtype = None if command.dtype is None else getattr(torch, command.dtype)
-    return Options(command.config, command.model, dtype, command.max_shard_bytes)
+    settings = command.settings if isinstance(command, Convert) else None
+    return Options(command.config, command.model, dtype, command.max_shard_bytes, settings)
 
 
 def _convert(command: Convert, console: Console) -> int:

@@ -204,6 +204,8 @@ def written(found: Written, console: Console) -> None:
     merged = f", {found.merged} weights merged" if found.merged else ""
     what = f"{found.format}, {found.num_tensors} tensors, {size(found.num_bytes)}, names: {found.names}{merged}"
     say(console, f"{found.target} is written: {what}")
+    for line in found.notes:
+        say(console, line)
 
 
 def pruned(found: Pruned, console: Console, *, dry_run: bool) -> None:

@@ -1,4 +1,4 @@
-"""Converting a checkpoint into another format, and merging adapters into a base, with the table from config.json.
+"""Converting a model or an adapter into another format, and merging adapters into a base, with config.json's table.
 
 Sources are only read. The target appears complete under its name or not at all (disk/unpublished_folder.py).
 """
@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 import torch
 
-from titan_ckpt.converting import convert, native_tensors
+from titan_ckpt.converting import convert, native_tensors, write_native
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError, LoadMismatchError, listed
+from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.huggingface.export import export_huggingface
-from titan_ckpt.formats.huggingface.peft import PeftReader
+from titan_ckpt.formats.huggingface.peft import PeftExport, PeftReader
 from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor
@@ -28,14 +29,24 @@ from titan_ckpt.loading.adapters import check_mergeable
 from titan_ckpt.loading.bases import check_named_base
 from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
 from titan_ckpt.loading.plan import LoadSource
-from titan_ckpt.tools.models import ModelTable, find_config, find_table, require_config
+from titan_ckpt.tools.adapters import (
+    Adapter,
+    RecordedBase,
+    adapted_weights,
+    attached,
+    is_adapter,
+    open_adapter,
+    with_settings,
+)
+from titan_ckpt.tools.models import ModelTable, find_config, find_table, require_config, require_table, tables_of
 from titan_ckpt.tools.torch_file import write_torch_file
 from titan_ckpt.tools.weights import model_keys
 from titan_ckpt.types import Format
+from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.write_view import cast_all
 
-Target = Literal["native", "dcp", "hf", "torch"]
+Target = Literal["native", "dcp", "hf", "torch", "peft"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +59,8 @@ class Options:
     """Whose names the native side has: llama3, qwen3, qwen3_moe or hf; absent: found from config.json and the names."""
     dtype: torch.dtype | None = None
     max_shard_bytes: int = 5_000_000_000
+    settings: Path | None = None
+    """PEFT folder or native step with the settings of an adapter in a DCP folder, which says none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +75,20 @@ class Written:
     """Whose tensor names it has."""
     merged: int = 0
     """Number of weights that adapters changed."""
+    notes: tuple[str, ...] = ()
+    """What is known of the base of each merged adapter."""
 
 
 def convert_checkpoint(source: Path, target: Path, to: Target, options: Options) -> Written:
-    """Write the model weights of a checkpoint in another format.
+    """Write the model weights of a checkpoint, or its adapter, in another format.
 
-    Raises: NotACheckpointError without a config.json where names have to be translated; as converting.convert.
+    Raises: NotACheckpointError without a config.json where names have to be translated; LoadMismatchError for an
+    adapter that does not fit the model; as converting.convert.
     """
     with open_reader(source) as reader:
-        names = None if reader.format in ("hf", "peft") else list(model_keys(reader))
+        if to == "peft" or is_adapter(reader):
+            return _convert_adapter(reader, target, to, options)
+        names = None if reader.format == "hf" else list(model_keys(reader))
         table = _table(reader, names, to, options)
         assets = find_config(reader, options.config) if to == "hf" else None
     if to == "torch":
@@ -87,6 +105,54 @@ def convert_checkpoint(source: Path, target: Path, to: Target, options: Options)
             max_shard_bytes=options.max_shard_bytes,
         )
     return _written(target, to, table)
+
+
+def _convert_adapter(reader: TensorReader, target: Path, to: Target, options: Options) -> Written:
+    """Write the adapter of a checkpoint. Only PEFT folders have the names of another tool."""
+    if to == "hf":
+        raise ExportError(
+            f"{reader.path} is an adapter, which is no model by itself: titan-ckpt merge BASE {reader.path} {target} "
+            "writes the base with the adapter in it"
+        )
+    if os.path.lexists(target):
+        raise ExportError(f"{target} is there already; remove it or choose another folder")
+    table = None
+    if "peft" in (reader.format, to):
+        names = None if reader.format == "peft" else adapted_weights(reader)
+        table = require_table(reader, options.config, names, options.architecture)
+    adapter = open_adapter(reader, table)
+    if to in ("native", "peft"):
+        adapter = with_settings(adapter, reader.path, options.settings, table)
+    tensors: dict[str, Any] = cast_all(dict(adapter.tensors), options.dtype)
+    try:
+        if to == "peft":
+            assert table is not None
+            _write_peft(target, adapter, table, options, str(reader.path))
+        elif to == "native":
+            write_native(target, tensors, kind="adapter", converters=adapter.converters, base=adapter.base)
+        elif to == "dcp":
+            DcpExport(tensors).write(target, Coordinator.current())
+        else:
+            write_torch_file(target, tensors)
+    except OSError as error:
+        raise ExportError(f"{reader.path} could not be converted to {target}: {error}") from error
+    return _written(target, to, None if to == reader.format else table)
+
+
+def _write_peft(target: Path, adapter: Adapter, table: ModelTable, options: Options, source: str) -> None:
+    """Write the folder that the run of an adapter would export."""
+    if adapter.lora is None:
+        raise LoadMismatchError(f"{source} holds the tensors of converters that PEFT does not have")
+    hooks = adapter.hooks or attached(table, adapter.lora, source)
+    names = hooks.state_dict_adapter()
+    assert names is not None, "LoRA has one"
+    config = dict(names.file_config(table.key_map))
+    if adapter.base is not None:
+        config |= {"base_model_name_or_path": adapter.base.get("path"), "revision": adapter.base.get("revision")}
+        config[BASE_RECORD] = adapter.base
+    tensors: dict[str, Any] = dict(adapter.tensors)
+    groups = StateDictTransforms(table.key_map).to_file(tensors, hooks, options.dtype)
+    PeftExport(groups, config).write(target, Coordinator.current())
 
 
 def _table(reader: TensorReader, names: list[str] | None, to: Target, options: Options) -> ModelTable | None:
@@ -117,14 +183,17 @@ def _write_torch(source: Path, target: Path, table: ModelTable | None, options: 
             raise ExportError(f"{source} could not be converted to {target}: {error}") from error
 
 
-def _written(target: Path, to: Target, table: ModelTable | None, merged: int = 0) -> Written:
-    names = "as in the source" if table is None else "Hugging Face" if to == "hf" else table.architecture
+def _written(
+    target: Path, to: Target, table: ModelTable | None, merged: int = 0, notes: tuple[str, ...] = ()
+) -> Written:
+    foreign = {"hf": "Hugging Face", "peft": "PEFT"}
+    names = "as in the source" if table is None else foreign.get(to, table.architecture)
     if to == "torch":
         tensors: Mapping[str, torch.Tensor] = torch.load(target, weights_only=True, mmap=True)
         return Written(str(target), to, len(tensors), target.stat().st_size, names)
     with open_reader(target) as reader:
         total = sum(info.nbytes for info in reader.tensors.values())
-        return Written(str(target), to, len(reader.tensors), total, names, merged)
+        return Written(str(target), to, len(reader.tensors), total, names, merged, notes)
 
 
 def merge_adapters(base: Path, adapters: Sequence[Path], target: Path, options: Options) -> Written:
@@ -139,10 +208,14 @@ def merge_adapters(base: Path, adapters: Sequence[Path], target: Path, options: 
         if reader.format == "peft":
             raise LoadMismatchError(f"{base} is an adapter: name the base model first, then its adapters")
         folder = require_config(reader, options.config)
-        names = None if reader.format == "hf" else list(model_keys(reader))
-        table = find_table(folder, names, options.architecture)
+        readers = [stack.enter_context(open_reader(path)) for path in adapters]
+        names = set().union(*(adapted_weights(r) for r in readers if r.format == "native"))
+        names |= set() if reader.format == "hf" else set(model_keys(reader))
+        table = find_table(folder, names or None, options.architecture)
         tensors = native_tensors(reader, table.key_map)
-        merges = [_opened(stack, path, base, tensors, table, reader.format) for path in adapters]
+        merges = [_opened(adapter, base, tensors, table, reader.format) for adapter in readers]
+        recorded = RecordedBase(base, _variants(reader, folder, table, tensors))
+        notes = tuple(_about_base(adapter, recorded) for adapter in readers)
         changed = set().union(*(merge.changes for merge in merges))
         merged: dict[str, Any] = {
             fqn: _merged(fqn, value, [m for m in merges if fqn in m.changes]) if fqn in changed else value
@@ -160,19 +233,36 @@ def merge_adapters(base: Path, adapters: Sequence[Path], target: Path, options: 
             )
         except OSError as error:
             raise ExportError(f"{base} could not be merged into {target}: {error}") from error
-    return _written(target, "hf", table, len(changed))
+    return _written(target, "hf", table, len(changed), notes)
+
+
+def _variants(
+    reader: TensorReader, folder: Path, table: ModelTable, tensors: Mapping[str, LazyTensor]
+) -> Iterator[tuple[ModelTable, Mapping[str, LazyTensor]]]:
+    """Yield the base's tensors by the names of this table, and of each other one if those in the folder are foreign."""
+    yield table, tensors
+    for other in tables_of(folder, None, []) if reader.format == "hf" else ():
+        if other.architecture != table.architecture:
+            yield other, native_tensors(reader, other.key_map)
+
+
+def _about_base(adapter: TensorReader, recorded: RecordedBase) -> str:
+    """Return what is known of an adapter's base. Raises: BaseMismatchError if it is not this one."""
+    record = adapter.metadata().get(BASE_RECORD)
+    if record is None:
+        return f"{adapter.path} records no digest of its base, so nothing shows that this one is it"
+    return recorded.check(adapter.path, record)
 
 
 def _opened(
-    stack: ExitStack,
-    path: Path,
+    reader: TensorReader,
     base: Path,
     tensors: Mapping[str, LazyTensor],
     table: ModelTable,
     base_format: str,
 ) -> AdapterMerge:
-    """Open an adapter and find the weights that it changes. Raises: LoadMismatchError."""
-    reader = stack.enter_context(open_reader(path))
+    """Find the weights that an adapter changes. Raises: LoadMismatchError."""
+    path = reader.path
     if isinstance(reader, PeftReader):
         reader.require_supported()
         format_: Format = "hf" if base_format == "hf" else "native"

@@ -19,8 +19,9 @@ from titan_ckpt import progress
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import LazyTensor
 from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.tools.adapters import effects
 from titan_ckpt.tools.state import rank_state, run_state, settings
-from titan_ckpt.tools.weights import Tensors, align, other_keys, stored
+from titan_ckpt.tools.weights import Aligned, Tensors, align, other_keys, stored
 from titan_ckpt.weights import digest
 
 _PIECE = 1 << 20
@@ -104,12 +105,29 @@ def compare(left: Path, right: Path, *, config: Path | None = None, weights_only
                 others = [*_others(a, b, not_compared)]
                 components += others
                 state = _states(a, b, not_compared)
-        same_kind = a.format == b.format
-        described = () if weights_only or not same_kind else _settings(settings(a), settings(b))
+        described = () if weights_only else _described(a, b, aligned, not_compared)
         return Difference(
             str(left), str(right), a.format, b.format, aligned.names, tuple(components), state, described,
             tuple(not_compared),
         )  # fmt: skip
+
+
+def _described(
+    a: TensorReader, b: TensorReader, aligned: Aligned, not_compared: list[str]
+) -> tuple[SettingDifference, ...]:
+    """Compare the settings of two checkpoints of one format, or what those of two adapters do to their tensors."""
+    if a.format == b.format:
+        return _settings(settings(a), settings(b))
+    if aligned.adapters is None:
+        return ()
+    both = [effects(adapter, reader.path) for adapter, reader in zip(aligned.adapters, (a, b), strict=True)]
+    common = both[0].keys() & both[1].keys()
+    for reader, effect, other in zip((a, b), both, reversed(both), strict=True):
+        if lacking := other.keys() - effect.keys():
+            what = "base" if lacking == {"base.digest"} else "scale"
+            not_compared.append(f"{reader.path} does not say the {what} of its adapter")
+    mine, theirs = ({name: value for name, value in effect.items() if name in common} for effect in both)
+    return _settings(mine, theirs)
 
 
 def _others(a: TensorReader, b: TensorReader, not_compared: list[str]) -> Iterator[ComponentDifference]:
@@ -163,7 +181,7 @@ def _component(component: str, left: Tensors, right: Tensors) -> ComponentDiffer
         else:
             for value, table in zip((a, b), digests, strict=True):
                 if value is not None:
-                    table[name] = _digest(value)
+                    table[name] = digest.digest_of(value)
             difference = _other_info(name, a, b)
         if difference is None:
             num_equal += 1
@@ -216,13 +234,6 @@ def _other_info(name: str, a: LazyTensor | None, b: LazyTensor | None) -> Tensor
 
 def _text(value: LazyTensor | None) -> str | None:
     return None if value is None else str(value.info)
-
-
-def _digest(value: LazyTensor) -> str:
-    total = 0, 0
-    for block in value.blocks():
-        total = digest.add(total, digest.partial_digest(value.info, block.chunk, block.data))
-    return digest.finish(value.info, total)
 
 
 def _joined(digests: Mapping[str, str]) -> str | None:

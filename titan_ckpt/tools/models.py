@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from titan_ckpt.errors import ConfigError, NotACheckpointError
+from titan_ckpt.formats.huggingface.peft import PeftReader
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.geometry.chunks import TensorInfo, info_of
@@ -50,7 +51,7 @@ def find_table(folder: Path, names: Collection[str] | None = None, architecture:
     """
     problems: list[str] = []
     tables: list[ModelTable] = []
-    for table in _tables(folder, architecture, problems):
+    for table in tables_of(folder, architecture, problems):
         if names is None or table.tensors.keys() | table.tied.keys() >= set(names):
             return table
         tables.append(table)
@@ -65,7 +66,7 @@ def find_table(folder: Path, names: Collection[str] | None = None, architecture:
     )
 
 
-def _tables(folder: Path, architecture: str | None, problems: list[str]) -> Iterator[ModelTable]:
+def tables_of(folder: Path, architecture: str | None, problems: list[str]) -> Iterator[ModelTable]:
     """Yield the table of each architecture that reads the config; add a line to `problems` for each other one."""
     if architecture is not None and architecture not in ARCHITECTURES:
         raise ConfigError([f"--model: {architecture!r} is unknown; known: {', '.join(ARCHITECTURES)}"])
@@ -85,7 +86,7 @@ def _tables(folder: Path, architecture: str | None, problems: list[str]) -> Iter
 def find_config(reader: TensorReader, given: Path | None) -> Path | None:
     """Return the folder with the config.json of a checkpoint's model; None if none is known.
 
-    It is the given one, the checkpoint's own, that of the base in its manifest, or that of an export of the same run.
+    It is the given one, the checkpoint's own, that of the base that it names, or that of an export of the same run.
     """
     if given is not None:
         return given if given.is_dir() else given.parent
@@ -96,9 +97,19 @@ def find_config(reader: TensorReader, given: Path | None) -> Path | None:
         run = path.parent.parent
         places += [Path(base)] if isinstance(base, str) else []
         places += sorted((run / "exports").glob("step-*"), reverse=True)
+    elif isinstance(reader, PeftReader):
+        base = reader.metadata().get("base_model_name_or_path")
+        places += [Path(base)] if base else []
     elif not isinstance(reader, HuggingFaceReader):
         places += sorted((path.parent.parent / "exports").glob("step-*"), reverse=True)
     return next((place for place in places if (place / CONFIG).is_file()), None)
+
+
+def require_table(
+    reader: TensorReader, given: Path | None, names: Collection[str] | None = None, architecture: str | None = None
+) -> ModelTable:
+    """Return the table of a checkpoint's model. Raises: as require_config and find_table."""
+    return find_table(require_config(reader, given), names, architecture)
 
 
 def require_config(reader: TensorReader, given: Path | None) -> Path:

@@ -14,7 +14,8 @@ from titan_ckpt.converting import native_tensors, stored_tensor
 from titan_ckpt.errors import ConfigError, KeyMapError, NotACheckpointError
 from titan_ckpt.geometry.chunks import LazyTensor
 from titan_ckpt.geometry.requests import TensorReader
-from titan_ckpt.tools.models import ModelTable, find_config, find_table
+from titan_ckpt.tools.adapters import Adapter, adapted_weights, open_adapter
+from titan_ckpt.tools.models import ModelTable, find_config, find_table, require_config
 
 Tensors = dict[str, LazyTensor]
 """Name -> values, which are read when their blocks are asked for."""
@@ -27,6 +28,8 @@ class Aligned:
     left: Tensors
     right: Tensors
     names: str
+    adapters: tuple[Adapter, Adapter] | None = None
+    """Both as adapters, if one has the names of PEFT and the other one native ones."""
 
 
 def model_keys(reader: TensorReader) -> dict[str, str]:
@@ -57,6 +60,8 @@ def align(left: TensorReader, right: TensorReader, config: Path | None) -> Align
     common = own[0].keys() & own[1].keys()
     raw = Aligned(stored(left, own[0]), stored(right, own[1]), "the names in the folders")
     formats = {left.format, right.format}
+    if "peft" in formats and formats <= {"peft", "native", "dcp"} and len(formats) == 2:
+        return _aligned_adapters(left, right, config)
     if own[0].keys() == own[1].keys() or "hf" not in formats or len(formats) == 1:
         if not common and own[0] and own[1]:
             raise NotACheckpointError(
@@ -85,6 +90,17 @@ def align(left: TensorReader, right: TensorReader, config: Path | None) -> Align
             + ": name the folder of the model's config.json with --config"
         )
     return raw
+
+
+def _aligned_adapters(left: TensorReader, right: TensorReader, config: Path | None) -> Aligned:
+    """Return the adapters of a PEFT folder and of a native or DCP checkpoint by native name."""
+    peft, other = (left, right) if left.format == "peft" else (right, left)
+    there = open_adapter(other)
+    folder = find_config(peft, config) or require_config(other, config)
+    table = find_table(folder, adapted_weights(other))
+    here = open_adapter(peft, table)
+    pair = (here, there) if peft is left else (there, here)
+    return Aligned(pair[0].tensors, pair[1].tensors, f"the names of {table.architecture}", pair)
 
 
 def _table_of(folder: Path, names: Collection[str]) -> ModelTable | None:

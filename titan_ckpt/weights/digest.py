@@ -22,7 +22,7 @@ import xxhash
 
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.sharing import divide
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo, dtype_name, local_tensor
+from titan_ckpt.geometry.chunks import Chunk, LazyTensor, TensorInfo, dtype_name, local_tensor
 
 Partial = tuple[int, int]
 """Two sums mod 2^64."""
@@ -54,6 +54,14 @@ def logical_digests(tensors: Mapping[str, torch.Tensor], coordinator: Coordinato
         for fqn, (first, second) in table.items():
             sums[fqn] = add(sums[fqn], (first, second))
     return {fqn: finish(division.tensors[fqn], total) for fqn, total in sums.items()}
+
+
+def digest_of(value: LazyTensor) -> str:
+    """Return the digest of a tensor that one process holds; its blocks are read one by one."""
+    total = 0, 0
+    for block in value.blocks():
+        total = add(total, partial_digest(value.info, block.chunk, block.data))
+    return finish(value.info, total)
 
 
 def add(a: Partial, b: Partial) -> Partial:

@@ -32,8 +32,12 @@ def identify_base(model: ModelWrapper, origin: Mapping[str, Any] | None, coordin
     `origin`: path, revision and format of the base's source; None for a base that this run initialised.
     """
     digests = logical_digests(model.state_dict("base"), coordinator)
-    total = xxhash.xxh3_128_hexdigest("\n".join(f"{fqn} {digests[fqn]}" for fqn in sorted(digests)).encode())
-    return {"path": None, "revision": None, "format": None, **(origin or {}), "digest": total}
+    return {"path": None, "revision": None, "format": None, **(origin or {}), "digest": base_digest(digests)}
+
+
+def base_digest(digests: Mapping[str, str]) -> str:
+    """Return the digest of a base, given the logical digest of each of its tensors by native name."""
+    return xxhash.xxh3_128_hexdigest("\n".join(f"{fqn} {digests[fqn]}" for fqn in sorted(digests)).encode())
 
 
 def check_base(found: Mapping[str, Any], expected: Mapping[str, Any], adapter: str) -> None:

@@ -17,6 +17,8 @@ from torch import nn
 
 KIND = "lora"
 """`kind` of the converter in a manifest."""
+PARTS = "titan_ckpt_parts"
+"""Record beside adapter_config.json: module -> the ranks of the blocks of its pair, if the pair is block diagonal."""
 A, B, MAGNITUDE, COPY = "lora_a", "lora_b", "lora_magnitude", "trained"
 _OF_MODULE = re.compile(rf"(?P<module>.+)\.(?P<role>{A}|{B}|{MAGNITUDE})\.weight")
 _OF_STACK = re.compile(rf"(?P<module>.+)\.lora_(?P<parameter>[^.]+)\.(?P<role>{A}|{B})")

@@ -264,11 +264,15 @@ class ModuleNumbers:
         rank = self._ranks.first(module)
         return int(self._config.get("r", 8) if rank is None else rank)
 
+    def alpha(self, module: str) -> float:
+        """Return the module's alpha: by pattern, else `lora_alpha`, else PEFT's default."""
+        alpha = self._alphas.first(module)
+        return float(self._config.get("lora_alpha", 8) if alpha is None else alpha)
+
     def scaling(self, module: str) -> float:
         """Return the factor of the module's product B @ A."""
-        found = self._alphas.first(module)
-        alpha, rank = float(self._config.get("lora_alpha", 8) if found is None else found), self.rank(module)
-        return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+        rank = self.rank(module)
+        return self.alpha(module) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
 
 def scaling_of(module: str, config: Mapping[str, Any]) -> float:

@@ -1,0 +1,296 @@
+"""Adapters by native name: LoRA's tensors in PEFT folders, native steps and DCP folders, and the settings they need.
+
+Owns the [[converters]] table that an adapter_config.json amounts to. The converter that reads this table, attached to a
+model without memory, knows the name of every tensor on both sides. An entry point says which package has it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from titan_ckpt.components.files import model_tensors
+from titan_ckpt.converting import stored_tensor, translated_tensors
+from titan_ckpt.errors import (
+    BaseMismatchError,
+    ConfigError,
+    KeyMapError,
+    LoadMismatchError,
+    NotACheckpointError,
+    listed,
+)
+from titan_ckpt.formats.huggingface.peft import CONFIG, MAGNITUDE, PAIRS, PREFIX, ModuleNumbers, PeftReader, unselected
+from titan_ckpt.formats.native.reader import NativeReader
+from titan_ckpt.formats.open import open_reader
+from titan_ckpt.geometry.chunks import LazyTensor, info_of
+from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.tools.models import ModelTable, require_table
+from titan_ckpt.training.run_file import converter_tables
+from titan_ckpt.types import ModelHooks
+from titan_ckpt.weights import lora_names
+from titan_ckpt.weights.digest import digest_of
+from titan_ckpt.weights.identity import BASE_RECORD, base_digest
+from titan_ckpt.weights.lora_names import LoRARecord, lora_tensor
+from titan_ckpt.weights.write_view import CASTABLE, cast_all
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter by native name."""
+
+    tensors: dict[str, LazyTensor]
+    converters: Sequence[Mapping[str, Any]]
+    """Descriptions of the converters that its tensors belong to; empty if nothing says them."""
+    base: Mapping[str, Any] | None
+    """The identity of its base, if the adapter records one."""
+    hooks: ModelHooks | None = None
+    """The converters, if the tensors were found by them."""
+
+    @property
+    def lora(self) -> Mapping[str, Any] | None:
+        """Return the settings of LoRA among the descriptions."""
+        return next((d for d in self.converters if d["kind"] == lora_names.KIND), None)
+
+
+def is_adapter(reader: TensorReader) -> bool:
+    """Return whether a checkpoint holds an adapter alone. A DCP folder does if LoRA would give all of its names."""
+    if isinstance(reader, NativeReader):
+        return reader.manifest is not None and reader.manifest.kind == "adapter"
+    names = model_tensors(reader.tensors, "dcp")[1] if reader.format == "dcp" else ()
+    return reader.format == "peft" or (bool(names) and all(map(lora_tensor, names)))
+
+
+def adapted_weights(reader: TensorReader) -> set[str]:
+    """Return the weights that LoRA's tensors in a native or DCP checkpoint change, by native name."""
+    parts = [lora_tensor(name) for name in model_tensors(reader.tensors, reader.format)[1]]
+    return {part.weight for part in parts if part is not None}
+
+
+def open_adapter(reader: TensorReader, table: ModelTable | None = None) -> Adapter:
+    """Return the adapter in a checkpoint. `table`: the model's, which a PEFT folder needs.
+
+    Raises: NotACheckpointError without an adapter; LoadMismatchError if it does not fit the model.
+    """
+    if isinstance(reader, PeftReader):
+        assert table is not None, "a PEFT folder has the names of another tool"
+        return _of_peft(reader, table)
+    prefix, names = model_tensors(reader.tensors, reader.format)
+    alone = is_adapter(reader)
+    tensors = {name: stored_tensor(reader, prefix + name) for name in names if alone or lora_tensor(name)}
+    if not tensors:
+        raise NotACheckpointError(f"{reader.path} is {reader.format} and holds whole weights: no adapter is in it")
+    manifest = reader.manifest if isinstance(reader, NativeReader) else None
+    return Adapter(tensors, manifest.converters if manifest else (), manifest.base if manifest else None)
+
+
+def with_settings(adapter: Adapter, path: Path, folder: Path | None, table: ModelTable | None) -> Adapter:
+    """Return the adapter with settings, which `folder` has if its own checkpoint at `path` says none.
+
+    Raises: LoadMismatchError if neither says them, or if they are those of another adapter.
+    """
+    if adapter.converters:
+        return adapter
+    if folder is None:
+        raise LoadMismatchError(
+            f"{path} says no rank and no alpha of its adapter: name a PEFT folder or a native step that has the "
+            "settings of this adapter with --settings"
+        )
+    with open_reader(folder) as reader:
+        if isinstance(reader, PeftReader):
+            table = require_table(reader, None, _weights(adapter)) if table is None else table
+        other = open_adapter(reader, table)
+        mine, theirs = ({name: v.info.shape for name, v in a.tensors.items()} for a in (adapter, other))
+        if mine != theirs:
+            raise LoadMismatchError(f"{folder} has settings of another adapter: its tensors are not those of {path}")
+    return Adapter(adapter.tensors, other.converters, adapter.base)
+
+
+def _weights(adapter: Adapter) -> set[str]:
+    return {part.weight for name in adapter.tensors if (part := lora_tensor(name)) is not None}
+
+
+def attached(table: ModelTable, settings: Mapping[str, Any], source: str) -> ModelHooks:
+    """Attach LoRA with these settings to the model of the table, which has no memory, and return the converters.
+
+    Raises: ConfigError; ConverterError for settings that do not fit the model.
+    """
+    tables = converter_tables()
+    if tables is None:
+        raise ConfigError(['adapters: no installed package knows LoRA; run: pip install "titan-ckpt"'], source)
+    hooks: Any = tables.from_tables([settings], source)
+    hooks.convert(table.modules[""])
+    return hooks  # type: ignore[no-any-return]
+
+
+def _of_peft(reader: PeftReader, table: ModelTable) -> Adapter:
+    reader.require_supported()
+    if ignored := unselected(reader):
+        raise LoadMismatchError(f"{reader.path}: target_modules does not select {listed(ignored)}: PEFT ignores them")
+    hooks = attached(table, lora_settings(reader, table), str(reader.path / CONFIG))
+    names = hooks.state_dict_adapter()
+    assert names is not None, "LoRA has one"
+    faults = names.misfits(table.key_map, reader.metadata())
+    key_map = names.key_map(table.key_map, reader.tensors)
+    reader.leave_out(key_map.repeats)
+    tensors = translated_tensors(reader, key_map)
+    own = {name: info_of(value).shape for name, value in table.modules[""].state_dict().items()}
+    faults += [f"{name} is not there" for name in own if hooks.key_filter(name) and name not in tensors]
+    faults += [
+        f"{name}: expected {list(own[name])}, found {list(value.info.shape)}"
+        for name, value in tensors.items()
+        if value.info.shape != own[name]
+    ]
+    if faults:
+        raise LoadMismatchError(
+            f"{reader.path} does not fit the model ({table.architecture}): {listed(faults)}. Is it an adapter of "
+            "another model? Name the folder of its base's config.json with --config"
+        )
+    return Adapter(tensors, hooks.describe(), reader.metadata().get(BASE_RECORD), hooks)
+
+
+class _Site(NamedTuple):
+    """An adapted weight of a PEFT folder in the native model."""
+
+    rank: int
+    alpha: float
+
+
+def lora_settings(reader: PeftReader, table: ModelTable) -> dict[str, Any]:
+    """Return the [[converters]] table of the adapter in a PEFT folder, with native names of modules.
+
+    Raises: LoadMismatchError listing the modules that the model does not have.
+    """
+    config, sites, copied, unknown = reader.metadata(), dict[str, _Site](), dict[str, None](), list[str]()
+    numbers = ModuleNumbers(config)
+    for key in reader.tensors:
+        suffix = next((s for s in PAIRS if key.endswith(s)), None)
+        if suffix is None and key.endswith((*PAIRS.values(), MAGNITUDE)):
+            continue
+        module = key.removeprefix(PREFIX).removesuffix(suffix or "")
+        fqns = _native_names(f"{module}.weight" if suffix else module, table)
+        if not fqns:
+            unknown.append(key)
+        elif suffix is None:
+            copied |= {fqn.rpartition(".")[0]: None for fqn in fqns}
+        else:
+            sites |= _sites(fqns, module, config, numbers)
+    if unknown:
+        raise LoadMismatchError(
+            f"{reader.path}: the model ({table.architecture}) has no place for {listed(unknown)}. Is it an adapter of "
+            "another model? Name the folder of its base's config.json with --config"
+        )
+    if not sites:
+        raise LoadMismatchError(f"{reader.path} holds no pair of LoRA's, and modules alone have no form here")
+    rank, alpha = (Counter(column).most_common(1)[0][0] for column in zip(*sites.values(), strict=True))
+    floats = {info.dtype for info in reader.tensors.values()}
+    return {
+        "kind": lora_names.KIND,
+        "target_modules": _targets(sites, table),
+        "rank": rank,
+        "alpha": alpha,
+        "rank_pattern": {name: site.rank for name, site in sites.items() if site.rank != rank},
+        "alpha_pattern": {name: site.alpha for name, site in sites.items() if site.alpha != alpha},
+        "dropout": float(config.get("lora_dropout") or 0),
+        "use_rslora": bool(config.get("use_rslora")),
+        "use_dora": bool(config.get("use_dora")),
+        "modules_to_save": list(copied),
+        "dtype": "bfloat16" if floats == {torch.bfloat16} else "float32",
+    }  # fmt: skip
+
+
+def _native_names(key: str, table: ModelTable) -> tuple[str, ...]:
+    """Return the model's names of a tensor of the base; none if the model does not have it."""
+    with suppress(KeyMapError):
+        fqns = table.key_map.group_of_key(key).fqns
+        if all(fqn in table.tensors or fqn in table.tied for fqn in fqns):
+            return fqns
+    return ()
+
+
+def _sites(fqns: Sequence[str], module: str, config: Mapping[str, Any], numbers: ModuleNumbers) -> dict[str, _Site]:
+    """Return the native sites of one adapted module; the parts of a fused one share its scale."""
+    ranks = (config.get(lora_names.PARTS) or {}).get(module) or [numbers.rank(module)] * len(fqns)
+    whole, alpha = numbers.rank(module), numbers.alpha(module)
+    power = 0.5 if config.get("use_rslora") else 1.0
+    return {
+        fqn.removesuffix(".weight"): _Site(rank, alpha if rank == whole else alpha * (rank / whole) ** power)
+        for fqn, rank in zip(fqns, ranks, strict=True)
+        if rank
+    }
+
+
+def _targets(sites: Mapping[str, _Site], table: ModelTable) -> list[str]:
+    """Return target_modules: the last parts of the names, if these select nothing else, or the full names."""
+    last = {name.rpartition(".")[2] for name in sites}
+    selected = {name for name in table.modules if name.rpartition(".")[2] in last}
+    return sorted(last) if selected == sites.keys() else list(sites)
+
+
+def effects(adapter: Adapter, source: Path) -> dict[str, str]:
+    """Return what an adapter's settings do to its tensors: the scale of each product, by native name; and its base.
+
+    Raises: LoadMismatchError for settings that no run would have recorded.
+    """
+    if adapter.lora is None:
+        return {}
+    try:
+        record = LoRARecord.of(adapter.lora)
+    except ValueError as error:
+        raise LoadMismatchError(f"{source}: its manifest describes a LoRA that cannot be read: {error}") from None
+    parts = [part for name in adapter.tensors if (part := lora_tensor(name)) is not None and part.role == lora_names.A]
+    scales = {f"{part.site} scale": f"{record.scaling_of(part.site):.9g}" for part in parts}
+    base = {} if adapter.base is None else {"base.digest": str(adapter.base.get("digest"))}
+    return {**scales, "use_dora": str(record.use_dora), **base}
+
+
+class RecordedBase:
+    """The digests that the weights of a base may have had in the memory of the run that trained an adapter on it.
+
+    A run casts weights as it was told and has the names of its own architecture, and an adapter records neither.
+    """
+
+    def __init__(self, path: Path, variants: Iterator[tuple[ModelTable, Mapping[str, LazyTensor]]]) -> None:
+        """Digest nothing yet. `variants`: the base's tensors by the names of each architecture that reads it."""
+        self._path, self._remaining = path, self._digests(variants)
+        self._found: list[str] = []
+        self._lacking: list[str] = []
+
+    def check(self, adapter: Path, record: Mapping[str, Any]) -> str:
+        """Return in words what the digest says. Raises: BaseMismatchError if the adapter has another base."""
+        expected = record.get("digest")
+        while expected not in self._found and (digest := next(self._remaining, None)) is not None:
+            self._found.append(digest)
+        if expected in self._found:
+            return f"{adapter} was trained on this base: digest {expected}"
+        if not self._found:
+            lacking = listed(self._lacking, ", ", " ")
+            return f"the base of {adapter} is not compared by digest: {self._path} lacks {lacking}"
+        raise BaseMismatchError(
+            f"{adapter} was trained on another base\n"
+            f"  expected {record.get('path') or 'a base initialised by its own run'} "
+            f"(revision {record.get('revision')}), weights {expected}\n"
+            f"  found    {self._path}, weights {self._found[0]}\n"
+            "  Merge it into that base",
+            record,
+            {"path": str(self._path), "digest": self._found[0]},
+        )
+
+    def _digests(self, variants: Iterator[tuple[ModelTable, Mapping[str, LazyTensor]]]) -> Iterator[str]:
+        for table, tensors in variants:
+            if lacking := [name for name in table.tensors if name not in tensors]:
+                self._lacking += lacking
+                continue
+            yield base_digest({name: digest_of(value) for name, value in tensors.items()})
+            floats = {v.info.dtype for v in tensors.values() if v.info.dtype in CASTABLE}
+            for dtype in _DTYPES:
+                if floats != {dtype}:
+                    cast: Any = cast_all(dict(tensors), dtype)
+                    yield base_digest({name: digest_of(value) for name, value in cast.items()})

@@ -323,6 +323,13 @@ def strided(value: torch.Tensor, mesh: Any) -> DTensor:
     )
 
 
+def unstrided(value: DTensor) -> torch.Tensor:
+    """Return what `strided` was given; torch 2.11 cannot gather this placement on a mesh of one dim. Collective."""
+    parts = [torch.empty_like(value.to_local()) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, value.to_local().detach().contiguous())
+    return torch.stack(parts, dim=1).reshape(value.shape)
+
+
 class External(Run):
     """A run whose weights come from outside, and differ from step to step."""
 
@@ -394,7 +401,9 @@ def sha256(data: bytes) -> str:
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+    if isinstance(value, DTensor):
+        value = unstrided(value) if isinstance(value.placements[0], _StridedShard) else value.full_tensor()
+    return value.detach()
 
 
 def raw(value: torch.Tensor) -> bytes:

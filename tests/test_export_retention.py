@@ -50,17 +50,20 @@ def test_only_exports_of_this_run_are_removed_and_the_others_are_named_once(
 
 
 def test_an_export_that_a_user_has_changed_stays_and_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A file or folder that was added, replaced or taken away makes an export the user's."""
-    export(tmp_path, 1, 2, 3, 4, keep=9)
+    """A file or folder that was added, edited or taken away makes an export the user's."""
+    export(tmp_path, 1, 2, 3, 4, 6, keep=9)
     exports = tmp_path / "exports"
     (exports / "step-1" / "notes.md").write_text("good")
     (exports / "step-2" / "evals").mkdir()
     (exports / "step-3" / ".metadata").unlink()
-    export(tmp_path, 5)
-    assert names(tmp_path) == ["step-1", "step-2", "step-3", "step-5"]
+    metadata = exports / "step-6" / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[::-1])
+    export(tmp_path, 7)
+    assert names(tmp_path) == ["step-1", "step-2", "step-3", "step-6", "step-7"]
     assert "step-1 (changed since: notes.md)" in caplog.text
     assert "step-2 (changed since: evals)" in caplog.text
     assert "step-3 (changed since: .metadata)" in caplog.text
+    assert "step-6 (changed since: .metadata)" in caplog.text
 
 
 def test_a_record_that_cannot_be_read_makes_nothing_ours(tmp_path: Path) -> None:

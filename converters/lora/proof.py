@@ -8,8 +8,9 @@ linears) need no proof.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -35,9 +36,14 @@ _SIZES = {
     "conv1d": ("nx", "nf"),
 }
 """Form -> the attributes that hold the sizes of the weight's dims."""
+_OF_TORCH = frozenset(vars(nn.Module()))
+_MAX_COMPARED = 1 << 12
+_MAGNITUDES = (1.0, 2.0**20)
+"""Sizes of the inputs of linear modules: large ones show limits that ordinary ones do not reach."""
 _TOLERANCE = 1e-3
 _FLOAT8_TOLERANCE = 0.3
 """A float8 product rounds each factor to 3 or 4 significant bits, and the adapter's own path does not."""
+_MOST_SHOWN = 10
 _TOO_LARGE = "it holds more than a copy of 64 MiB can"
 _SEED = 0
 
@@ -74,12 +80,33 @@ def prove(sites: Sequence[Site], config: LoRAConfig) -> Proof:
 
 
 def _kind(site: Site) -> tuple[Any, ...]:
-    """Return what a module's computation depends on: its class and, unless it is torch's own, its plain attributes."""
+    """Return what a module's computation depends on: its class and, unless it is torch's own, all that it holds.
+
+    Parameters do not count, because the copies have random ones; sizes do not matter to torch's own classes.
+    """
     kind = type(site.module)
-    if kind in (nn.Linear, nn.Embedding):
-        return (kind,)
-    plain = ((n, v) for n, v in vars(site.module).items() if isinstance(v, str | int | float | None))
-    return (kind, *sorted((n, str(v)) for n, v in plain if n not in _SIZES[site.form]))
+    return (kind,) if kind in (nn.Linear, nn.Embedding) else (kind, *_content(site.module, _SIZES[site.form]))
+
+
+def _content(module: nn.Module, without: Collection[str]) -> Iterator[Any]:
+    """Yield the attributes, buffers and children of a module as values that can be compared."""
+    own = {name: value for name, value in vars(module).items() if name not in _OF_TORCH and name not in without}
+    for name, value in sorted((own | module._buffers).items()):  # noqa: SLF001
+        yield name, _comparable(value)
+    for name, child in module.named_children():
+        yield name, type(child), *_content(child, ())
+
+
+def _comparable(value: Any) -> Any:
+    """Return a value that is equal for equal content; the identity of an object whose content is not known."""
+    if isinstance(value, torch.Tensor) and (value.is_meta or value.numel() <= _MAX_COMPARED):
+        known = None if value.is_meta else value.double() if value.is_floating_point() else value
+        return value.dtype, value.shape, None if known is None else str(known.tolist())
+    if isinstance(value, tuple | list):
+        return (*map(_comparable, value),)
+    if isinstance(value, dict):
+        return tuple((str(key), _comparable(item)) for key, item in value.items())
+    return str(value) if isinstance(value, str | int | float | torch.dtype | None) else id(value)
 
 
 def _compare(site: Site, config: LoRAConfig) -> tuple[str, str]:
@@ -96,7 +123,7 @@ def _compare(site: Site, config: LoRAConfig) -> tuple[str, str]:
             return "", f"no adapter can be proved right on {name} ({cause:.160})"
         if differences[-1] <= (_FLOAT8_TOLERANCE if name == "Float8Linear" else _TOLERANCE):
             return scaled_by, ""
-    percent = f"{min(differences):.0%}" if math.isfinite(min(differences)) else "everything"
+    percent = f"{min(differences):.0%}" if min(differences) < _MOST_SHOWN else "everything"
     return "", f"{name} does more than multiply by its weight: an adapter is off by {percent} from its merged weight"
 
 
@@ -115,16 +142,19 @@ def _difference(site: Site, adapter: Adapter) -> float:
                 part._parameters["weight"] = nn.Parameter(values)  # noqa: SLF001 - accelerate patches the public way
         exported._parameters["weight"] = nn.Parameter(_merged(site, ours, adapter))  # noqa: SLF001
         given = _input(site, ours, generator)
-        for training in (True, False):
+        magnitudes = _MAGNITUDES if given.is_floating_point() else (1,)
+        for magnitude, training in product(magnitudes, (True, False)):
             outputs = []
             for module in (base, ours, exported):
                 random_state.load_state_dict(before)
-                outputs.append(module.train(training)(given.clone()))
+                outputs.append(module.train(training)(given * magnitude))
                 if not isinstance(outputs[-1], torch.Tensor):
                     raise TypeError(f"it returns a {type(outputs[-1]).__name__}")
             plain, got, wanted = outputs
             if got.shape != wanted.shape:
                 raise ValueError(f"it returns {list(wanted.shape)}, and with an adapter {list(got.shape)}")
+            if magnitude > 1 and not (wanted.isfinite().all() and plain.isfinite().all()):
+                continue  # the module itself cannot take such inputs
             effect = (wanted - plain).norm()
             distances.append(float((got - wanted).norm() / effect) if effect else math.inf)
     return max(distances, key=lambda d: math.inf if math.isnan(d) else d)

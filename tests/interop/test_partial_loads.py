@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from converters import from_tables
 from titan_ckpt import (
     CheckpointConfig,
     CheckpointManager,
@@ -111,6 +112,30 @@ def test_added_tokens_keep_the_rows_that_exist(tied: bool, tmp_path: Path) -> No
         assert 0.001 < float(table[64:].detach().std()) < 0.3
     again = auto.from_pretrained(tmp_path / "run/exports/step-1")
     assert torch.equal(again.model.embed_tokens.weight, model.get_parameter(EMBEDDINGS))
+
+
+def test_a_new_head_under_adapters_is_saved_with_them(tmp_path: Path) -> None:
+    """No folder has the head, so a step of the adapters alone could not be resumed: the step holds the base, too."""
+    tensors = write_base(tmp_path / "base")
+    del tensors[HEAD]
+    save_file(tensors, tmp_path / "base/model.safetensors", metadata={"format": "pt"})
+    heads = []
+    for seed, resumed in ((3, 0), (4, 1)):
+        torch.manual_seed(seed)
+        model = construct(lambda: build_model("hf", folder=tmp_path / "base"))
+        hooks = from_tables([{"kind": "lora", "rank": 2, "target_modules": ["q_proj"]}])
+        hooks.convert(model)
+        materialise(model, "cpu")
+        source = InitialLoadConfig(str(tmp_path / "base"), initialise=(HEAD,))
+        config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled"), initial_load=(source,))
+        transforms = StateDictTransforms(model.key_map(), model.hf_config())
+        with CheckpointManager(
+            config, model_parts=[model], model_converters=hooks, sd_transforms=transforms, base_folder=tmp_path / "run"
+        ) as manager:
+            assert manager.load().step == resumed
+            heads.append(model.get_parameter(HEAD).detach().clone())
+            manager.save(1)
+    assert torch.equal(*heads)
 
 
 def test_rows_grow_on_every_rank(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from titan_ckpt.loading.pairs import Pair, Place, find_pairs
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
 
 _NO_MODULES: Mapping[str, nn.Module] = {}
+_SHARED = "{}: {} is another module's weight too, which a merge would change"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def prepare_merge(
 ) -> AdapterMerge:
     """Find the weights that an adapter changes and check that it has an effect; change nothing.
 
-    `base`: the live tensors without converter-owned ones. `tied`: the names of those that two modules share.
+    `base`: the live tensors without converter-owned ones. `tied`: all names of those that two modules share.
     `modules`: the model's modules by fqn.
     Raises: LoadMismatchError for tied weights, DoRA without whole rows, and an adapter without effect;
     CorruptCheckpointError for NaN.
@@ -95,18 +96,20 @@ def prepare_merge(
         *((key, place, reader.tensors[key].shape) for key, place in contents.copies),
     ]:
         if shared := [fqn for fqn in place.group.fqns if fqn in tied]:
-            problems.append(f"{key}: {', '.join(shared)} is another module's weight too, which a merge would change")
+            problems.append(_SHARED.format(key, ", ".join(shared)))
         elif fits != (shape := place.shape(base)):
             mismatched.append(Mismatch(key, f"a weight {list(shape)}", f"one for {list(fits)}"))
+    problems += [_SHARED.format(key, fqn) for key, fqn in contents.aliases.items() if fqn in tied]
+    unexpected = tuple(key for key in contents.unexpected if contents.aliases.get(key) not in tied)
     for pair in contents.pairs:
         problems += _dora_misfits(pair, reader, base)
     acting = [pair for pair in contents.pairs if _acts(reader, pair)]
-    if not problems and not (contents.copies or mismatched or contents.unexpected or acting):
+    if not problems and not (contents.copies or mismatched or unexpected or acting):
         problems.append(f"none of its {len(contents.pairs)} pairs has any effect: A, B or the scale is zero everywhere")
     if problems:
         where = getattr(reader, "path", "the adapter")
         raise LoadMismatchError(f"{where} cannot be merged into the base\n  " + "\n  ".join(problems))
-    report = LoadReport((), unexpected=tuple(contents.unexpected), mismatched=tuple(mismatched))
+    report = LoadReport((), unexpected=unexpected, mismatched=tuple(mismatched))
     return AdapterMerge(reader, base, report, contents.pairs, contents.copies)
 
 

@@ -5,6 +5,7 @@ Owns the forms in which PEFT and this package's own steps store an adapter. Read
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -57,6 +58,8 @@ class Contents:
     copies: list[tuple[str, Place]] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     """Keys that the model, or this rank, has no place for."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Those among them that the key table knows -> the weight, which may have its place under another name."""
 
 
 def find_pairs(reader: TensorReader, base: StateDict, key_map: KeyMap, modules: Mapping[str, nn.Module]) -> Contents:
@@ -79,6 +82,8 @@ def _of_peft(reader: TensorReader, base: StateDict, key_map: KeyMap, modules: Ma
         place = _place(f"{module}.weight" if suffix else module, key_map, base)
         if place is None:
             contents.unexpected.append(key)
+            with contextlib.suppress(KeyMapError):
+                contents.aliases[key] = key_map.group_of_key(f"{module}.weight" if suffix else module).fqns[0]
         elif suffix is None:
             contents.copies.append((key, place))
         else:

@@ -396,13 +396,17 @@ class Restorer:
         """Digest the base under converter-owned weights, and compare it with the record of each adapter. Collective.
 
         `in_place`: the base is in a step of torchtitan's in the run's own folder, which no setting names. Saves hold
-        the base then, so that a resume needs no such step.
+        the base then, so that a resume needs no such step; so they do if parts of the base were initialised, which no
+        source has.
         """
         if not any(self._coordinator.gather("owned", bool(self._run.model.owned_state_dict()))):
             return None
         origin = manifest.base if manifest is not None and manifest.kind == "full" else None
         is_seed = manifest is not None and manifest.kind == "model"  # retention may delete it: saves hold the base
-        named = [] if is_seed or in_place else [source for source in load_plan.sources if not source.adapter]
+        fresh = {*prepared.report.initialised, *prepared.report.grown} - set(self._run.model.owned_state_dict())
+        # a pipeline stage may have initialised nothing, and its saves are of the same kind as the others'
+        is_partly_new = bool(load_plan.sources) and any(self._coordinator.gather("fresh base", bool(fresh)))
+        named = [] if is_seed or in_place or is_partly_new else [s for s in load_plan.sources if not s.adapter]
         if origin is None and named:
             origin = {"path": str(named[0].path), "revision": named[0].revision, "format": named[0].format}
         base = identify_base(self._run.model, origin, self._coordinator)

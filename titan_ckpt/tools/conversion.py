@@ -271,7 +271,7 @@ def _opened(
     shapes: dict[str, Any] = {
         fqn: torch.empty(value.info.shape, dtype=value.info.dtype, device="meta") for fqn, value in tensors.items()
     }
-    tied = set(table.tied.values())
+    tied = {*table.tied, *table.tied.values()}
     if table.config.get("tie_word_embeddings"):  # a model may use one weight twice without sharing it
         tied |= {fqn for fqn in shapes if TIED[1] in table.key_map.group_of_fqn(fqn).keys}
     merge = prepare_merge(reader, shapes, tied, table.key_map, table.modules)

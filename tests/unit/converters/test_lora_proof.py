@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -88,7 +89,7 @@ class Scaled(nn.Linear):
 
 class Clamped(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
-        return super().forward(input).clamp(-0.1, 0.1)
+        return super().forward(input).clamp(-1e4, 1e4)
 
 
 class Normed(nn.Linear):
@@ -144,6 +145,46 @@ def test_a_module_that_an_adapter_does_not_fit_is_refused_by_name(fault: str) ->
     """An adapter beside any other computation would train one model and export another."""
     with pytest.raises(ConverterError, match=fault):
         adapted(REFUSED[fault](), rank=2)
+
+
+class Holds(nn.Linear):
+    """Multiplies by what it holds somewhere."""
+
+    def __init__(self, kind: str, value: float, size: int) -> None:
+        super().__init__(size, size)
+        self.kind = kind
+        held: Any = torch.tensor(value)
+        held = {"tuple": (value,), "dict": {"x": value}, "object": SHARED[value], "child": Held(value)}.get(kind, held)
+        if kind == "buffer":
+            self.register_buffer("held", held)
+        else:
+            self.held = held
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        held: Any = self.held
+        values = {"tuple": lambda: held[0], "dict": lambda: held["x"], "buffer": lambda: held}
+        factor: float = values.get(self.kind, lambda: held.value)()
+        return super().forward(input) * factor
+
+
+class Held(nn.Module):
+    """A number that is no attribute of the module that uses it."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+
+SHARED = {value: SimpleNamespace(value=value) for value in (1.0, 3.0)}
+"""Configurations that modules share."""
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "buffer", "object", "child"])
+def test_modules_of_one_class_are_proved_by_what_they_hold(kind: str) -> None:
+    """The smallest of them is no proof of one that holds another number, wherever it holds it."""
+    model = nn.ModuleDict({"a": Holds(kind, 1.0, 4), "b": Holds(kind, 3.0, 8), "c": Holds(kind, 3.0, 8)})
+    with pytest.raises(ConverterError, match=r"problem\(s\)\s+b, c: Holds does more than multiply by its weight"):
+        build([LoRAConfig(("a", "b", "c"), rank=2)]).convert(model)
 
 
 def test_attention_of_torch_is_refused() -> None:

@@ -8,8 +8,10 @@ Source: peft 0.21.2, tuners/lora/config.py and layer.py; tests/zoo/test_peft_set
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from titan_ckpt.encoding.foreign_pattern import ForeignPatterns, pattern_fault
@@ -29,6 +31,7 @@ HONOURED: Mapping[str, str] = {
     "target_parameters": "matrices (`q_proj.weight`) are read as modules are; stacked experts are refused",
     "modules_to_save": "the trained copies replace the base's modules",
     "init_lora_weights": "initial values that leave the base as it is are accepted, others are refused",
+    "ensure_weight_tying": "accepted while the folder holds no tensors for a tied module that no setting names",
     "bias": 'accepted while the folder holds no biases, as "none" does',
     "use_bdlora": "accepted with one block, which is ordinary LoRA",
     "base_model_name_or_path": "compared with the base of the run",
@@ -49,7 +52,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "qalora_group_size": "read with use_qalora alone",
     "use_qalora": "acts on GPTQ layers alone, whose tensors have other shapes and are refused by these",
     "runtime_config": "where PEFT computes",
-    "ensure_weight_tying": "the folder holds the tensors of both tied modules",
 }
 REFUSED: Mapping[str, str] = {
     "lora_bias": "B has a bias, which no weight can hold",
@@ -92,7 +94,10 @@ _TEXTS = ("target_modules", "exclude_modules")
 
 
 def unsupported(config: Mapping[str, Any], keys: Collection[str]) -> list[str]:
-    """Return one line for each field whose value this package cannot honour. `keys`: the names of the tensors."""
+    """Return one line for each field whose value this package cannot honour.
+
+    `keys`: the names of the tensors, without PEFT's prefix.
+    """
     known = HONOURED.keys() | WITHOUT_EFFECT.keys()
     lines = [f"{name} = {config[name]!r:.80}: {why}" for name, why in REFUSED.items() if config.get(name)]
     lines += [f"{name} = {config[name]!r:.80}: {why}" for name, why in _refused_values(config, keys)]
@@ -168,9 +173,12 @@ def targets_parameter(config: Mapping[str, Any], module: str) -> bool:
 
 
 def saves(config: Mapping[str, Any], key: str) -> bool:
-    """Return whether `modules_to_save` names a tensor's module. As in PEFT, "norm" also matches "input_layernorm"."""
-    module = key.rpartition(".")[0]
-    return any(module.endswith(name) for name in config.get("modules_to_save") or ())
+    """Return whether `modules_to_save` names a tensor's module, or one that contains it.
+
+    As in PEFT, "norm" also matches "input_layernorm".
+    """
+    modules = list(accumulate(key.split(".")[:-1], lambda a, b: f"{a}.{b}"))
+    return any(module.endswith(name) for name in config.get("modules_to_save") or () for module in modules)
 
 
 def _whole_names(text: str) -> frozenset[str]:
@@ -192,6 +200,8 @@ def _refused_values(config: Mapping[str, Any], keys: Collection[str]) -> Iterato
     blocks = config.get("use_bdlora")
     if blocks and not (isinstance(blocks, dict) and blocks.get("nblocks") == 1):
         yield "use_bdlora", "A or B is block diagonal"
+    if config.get("ensure_weight_tying") and not all(_is_named(key, config) for key in keys):
+        yield "ensure_weight_tying", "PEFT has trained modules that are tied to the named ones as copies of their own"
     parameters = config.get("target_parameters") or ()
     if any(not str(parameter).endswith(".weight") for parameter in parameters):
         yield "target_parameters", "the adapters of stacked experts are stored in an order of their own"
@@ -199,3 +209,11 @@ def _refused_values(config: Mapping[str, Any], keys: Collection[str]) -> Iterato
 
 def _is_bias(key: str, config: Mapping[str, Any]) -> bool:
     return key.endswith(".bias") and not key.endswith(".lora_B.bias") and not saves(config, key)
+
+
+def _is_named(key: str, config: Mapping[str, Any]) -> bool:
+    """Return whether a setting names a tensor's module. Expressions that take too long are refused elsewhere."""
+    module, lora, _ = key.partition(".lora_")
+    with contextlib.suppress(ValueError):
+        return Selection(config).holds(module) if lora else saves(config, key)
+    return True

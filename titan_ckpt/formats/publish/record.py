@@ -1,7 +1,8 @@
 """A run's records of the exports that it has made, and their retention: it removes those and nothing else.
 
-Owns `.titan_ckpt-exports/` in the run's folder: a file for each export, with the size of every file in it. Records are
-not in the exports, because the bytes of an export depend on the weights and the settings alone.
+Owns `.titan_ckpt-exports/` in the run's folder: a file for each export, with the size of every file in it, and the
+digests of those that people edit. Records are not in the exports, because the bytes of an export depend on the weights
+and the settings alone.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from titan_ckpt.errors import CorruptCheckpointError, listed
 
 RECORDS = ".titan_ckpt-exports"
 _MAX_BYTES = 1 << 24
+_MAX_DIGESTED = 64 << 20
+"""Longer files are known by their sizes: a digest of the weights would read all of them at every expiry."""
 logger = logging.getLogger(__name__)
 
 
@@ -114,11 +117,20 @@ def _path_of(run: Path, name: str) -> Path:
 
 
 def _content(folder: Path) -> dict[str, Json]:
-    """Return the path of everything in a folder, each with its size; "no file" for what is none."""
+    """Return the path of everything in a folder, each with its size and, if it is short, its digest."""
     content: dict[str, Json] = {}
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(parent, name)
-            status = path.lstat()
-            content[str(path.relative_to(folder))] = status.st_size if stat.S_ISREG(status.st_mode) else "no file"
+            content[str(path.relative_to(folder))] = _mark(path)
     return content
+
+
+def _mark(path: Path) -> str:
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        return "no file"
+    size = f"{status.st_size} bytes"
+    if status.st_size > _MAX_DIGESTED:
+        return size
+    return f"{size}, {xxhash.xxh3_128_hexdigest(posix.read_whole(path, _MAX_DIGESTED))}"

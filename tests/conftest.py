@@ -41,8 +41,8 @@ _TAKE_LONG = (_HERE / "distributed", _HERE / "faults", _HERE)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests that need a CUDA device where there is none, and begin with the folders that take long.
 
-    Their files come in turn, because the worlds of `distributed` use several cores and the tests of `faults` often wait.
-    Small files come last, so that all workers end at about the same time.
+    Their files come in turn, because the worlds of `distributed` use several cores and the tests of `faults` often
+    wait. Small files come last, so that all workers end at about the same time.
     """
     if not torch.cuda.is_available():
         without = [item for item in items if item.get_closest_marker("gpu")]
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         seen.get(item.path.parent, {})[item.path] = None
     turn = {file: number for files in seen.values() for number, file in enumerate(files)}
-    items.sort(key=lambda item: turn.get(item.path, len(items)))
+    items[:] = sorted(items, key=lambda item: turn.get(item.path, len(items)))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -73,7 +73,7 @@ OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
     "experts_of_copies": (4, {"expert_parallel": 2, "data_parallel_replicate": 2}),
     "experts_in_pipeline": (4, pipelined("GPipe", expert_parallel=2)),
 }
-"""Layouts that load what they, and a single process, have saved; Llama 3, which is Qwen3's dense part, in a soak only."""
+"""Layouts that load what they, and a single process, have saved; Llama 3, Qwen3's dense part, only in a soak."""
 
 LAYOUTS = MATRIX | OTHERS
 

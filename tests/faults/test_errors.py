@@ -42,8 +42,8 @@ def violations(writer: Writer, scenario: Scenario, fault: Fault) -> Iterator[str
         scenario.prepare(writer, folder)
         names = count_operations(lambda: writer.run(folder, scenario.saves, lambda _: None, scenario.resume))
     for ordinal, name in enumerate(names):
-        if fault.only is not None and name not in fault.only and not fault.lasting:
-            continue
+        if fault.only is not None and name not in fault.only:
+            continue  # what lasts fails at the next operation that it is about, which has a turn of its own
         with quick_folder() as folder:
             root = folder / "checkpoints"
             scenario.prepare(writer, root)

@@ -15,8 +15,8 @@ table is accepted as an array of one table. A dataclass may add
 from __future__ import annotations
 
 import dataclasses
-import functools
 import difflib
+import functools
 import json
 import math
 import re

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import json
 import math
 import re
@@ -243,11 +242,16 @@ def _cross_field(built: Any) -> list[str]:
     return list(rules()) if rules else []
 
 
-@functools.cache  # evaluating the annotations takes longer than binding the values
+_FIELDS: dict[type[Any], dict[str, Any]] = {}
+"""The answers of `fields_of`: evaluating annotations takes longer than binding the values."""
+
+
 def fields_of(cls: type[Any]) -> Mapping[str, Any]:
     """Return the annotations of the fields that can be set, in order."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
+    if cls not in _FIELDS:
+        hints = typing.get_type_hints(cls, include_extras=True)
+        _FIELDS[cls] = {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
+    return _FIELDS[cls]
 
 
 def tables_in(kind: Any) -> list[type[Any]]:

@@ -143,22 +143,23 @@ def test_columns_of_permuted_heads_in_small_maps(tmp_path: Path, monkeypatch: py
     assert torch.equal(native, expected)
 
 
-def test_tensors_at_odd_offsets_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [(6, 5), (300, 200)], ids=["small", "mapped"])
+def test_tensors_at_odd_offsets_are_read(tmp_path: Path, shape: tuple[int, int]) -> None:
     """Other writers need not align: runs and strided boxes from odd bytes are exact."""
-    value = torch.randn(6, 5)
+    value = torch.randn(shape)
     header = {
         "b": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
-        "x": {"dtype": "F32", "shape": [6, 5], "data_offsets": [3, 123]},
+        "x": {"dtype": "F32", "shape": list(shape), "data_offsets": [3, 3 + value.nbytes]},
     }
     text = json.dumps(header).encode()
     raw = struct.pack("<Q", len(text)) + text + bytes(3) + value.numpy().tobytes()
     (tmp_path / "a.safetensors").write_bytes(raw)
-    run, box = torch.zeros(6, 5, dtype=torch.float64), torch.zeros(6, 2)
+    run, box = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape[0], 2)
     for cold in (False, True):
         if cold:
             drop_from_cache(tmp_path / "a.safetensors")
         with opened(tmp_path / "a.safetensors") as files:
-            files.read([ReadRequest("x", Chunk.whole((6, 5)), run), ReadRequest("x", Chunk((0, 1), (6, 2)), box)])
+            files.read([ReadRequest("x", Chunk.whole(shape), run), ReadRequest("x", Chunk((0, 1), (shape[0], 2)), box)])
         assert torch.equal(run, value.double())
         assert torch.equal(box, value[:, 1:3])
 
@@ -199,6 +200,18 @@ def test_a_file_that_changed_since_it_was_checked_is_refused(tmp_path: Path) -> 
         save_file({"x": torch.ones(5)}, path)
         with pytest.raises(CorruptCheckpointError, match="changed"):
             files.read([ReadRequest("x", Chunk.whole((3,)), torch.zeros(3))])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["read", "mapped"])
+def test_a_file_that_is_cut_short_while_it_is_open_is_named(tmp_path: Path, dtype: torch.dtype) -> None:
+    """The read says so, and the process does not end, whether the bytes are read or cast from a mapping."""
+    path = tmp_path / "a.safetensors"
+    save_file({"x": torch.ones(1 << 20)}, path)
+    with opened(path) as files:
+        fill = files.plan([ReadRequest("x", Chunk.whole((1 << 20,)), torch.zeros(1 << 20, dtype=dtype))])
+        os.truncate(path, 1 << 20)
+        with pytest.raises(CorruptCheckpointError, match=r"a\.safetensors ends .* cut short"):
+            fill()
 
 
 @settings(max_examples=200, deadline=None)

@@ -55,7 +55,7 @@ class Snapshot:
     """Once per checkpoint: step, hyperparameters, schedulers, states."""
     rank: dict[str, Any]
     """Per rank: random generators, dataloader position."""
-    components: tuple[str, ...]
+    components: tuple[str, ...] = ()
     volatile: frozenset[str] = frozenset()
     """Tensors that a forward pass may change: buffers and user states. Only an optimizer changes the others."""
     made: frozenset[str] = frozenset()
@@ -67,20 +67,12 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
-    """The state of a run besides weights and optimizer state, in the same parts as Snapshot."""
-
-    run: dict[str, Any]
-    rank: dict[str, Any]
-    tensors: StateDict
-
-
-@dataclass(frozen=True, slots=True)
 class Mark:
     """A copy of the state that the next step overwrites before `optimizer.step()`."""
 
     step: int
-    counters: Counters
+    counters: Snapshot
+    """The state besides weights and optimizer state, and small buffers."""
     versions: dict[str, int]
     """Version counters of tensors too large to copy at every step, to show whether a tensor has changed since."""
     attributes: dict[str, tuple[Any, ...]]
@@ -207,7 +199,7 @@ class RunState:
         components = tuple(c for c in COMPONENTS if has.get(c, True) and c not in self.left_out)
         return Snapshot(tensors, run, counters.rank, components, volatile, made)
 
-    def _counters(self) -> Counters:
+    def _counters(self) -> Snapshot:
         """Return state besides weights and optimizer state; generators last, because the others may use them."""
         run: dict[str, Any] = {}
         rank: dict[str, Any] = {}
@@ -225,7 +217,7 @@ class RunState:
         rank["layout"] = self.layout
         if "rng" not in self.left_out:
             rank["rng"] = self.rng.state_dict()
-        return Counters(run, rank, tensors)
+        return Snapshot(tensors, run, rank)
 
     @functools.cached_property
     def _has_extra_state(self) -> bool:
@@ -240,7 +232,7 @@ class RunState:
         run = counters.run | ({"model": self.model.extra_state()} if self._has_extra_state else {})
         # State dicts may alias live state; generator states are copies already, and large.
         rank = {name: value if name == "rng" else copy.deepcopy(value) for name, value in counters.rank.items()}
-        marked = Counters(copy.deepcopy(run), rank, {})
+        marked = Snapshot({}, copy.deepcopy(run), rank)
         volatile = counters.tensors | {MODEL + fqn: value for fqn, value in self.model.buffers().items()}
         versions = {}
         for name, value in volatile.items():
@@ -398,11 +390,11 @@ class RunState:
             out["optimizer"] = (lambda: optimizer.apply(own, run["optimizer"])) if "optimizer" in run else None
         if self.lr_schedulers:
             schedules = _one_for_each(run.get("lr_scheduler", []), len(self.lr_schedulers))
-            out["lr_scheduler"] = (lambda: self._load_schedulers(schedules)) if schedules else None
+            out["lr_scheduler"] = partial(self._load_schedulers, schedules) if schedules else None
         if self.states:
             stored = run.get("states", {})
             complete = set(self.states) <= set(stored)
-            out["states"] = (lambda: self._load_states(stored, tensors)) if complete else None
+            out["states"] = partial(self._load_states, stored, tensors) if complete else None
         if self.dataloader is not None and "dataloader" not in exclude:
             positions = rank.positions
             out["dataloader"] = restorer(self.dataloader, self.data_rank, positions) if positions else None

@@ -76,7 +76,7 @@ class Written:
     merged: int = 0
     """Number of weights that adapters changed."""
     notes: tuple[str, ...] = ()
-    """What is known of the base of each merged adapter."""
+    """The facts that are known about the base of each merged adapter."""
 
 
 def convert_checkpoint(source: Path, target: Path, to: Target, options: Options) -> Written:

@@ -55,7 +55,7 @@ def attach(trainer: Trainer, config: CheckpointConfig) -> TitanCheckpoint:
 
 
 class TitanCheckpoint:
-    """What `attach` has added to a trainer."""
+    """The parts that `attach` has added to a trainer."""
 
     manager: CheckpointManager
     """The manager of the current or last call of train()."""

@@ -1,4 +1,4 @@
-"""What a Trainer may be set to that cannot be checkpointed exactly, each with its reason and the next step."""
+"""Settings of a Trainer that cannot be checkpointed exactly, each with its reason and the next step."""
 
 from __future__ import annotations
 

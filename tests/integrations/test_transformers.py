@@ -2,56 +2,87 @@
 
 from __future__ import annotations
 
-import json
-import signal
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from tests.forked import Program
-from tests.integrations.phases import Phase, play
+from tests.integrations.playing import Run, assert_same_run, both_results, play_all
+from titan_ckpt import CheckpointConfig, ExportConfig
+from titan_ckpt.formats.safetensors.container import read_header
+from titan_ckpt.integrations.transformers.refusals import problems
 
 RUNS = {
-    "trainer-1": ("run", 1, 8),
-    "trainer-2": ("run", 2, 5),
+    "Trainer within an epoch": Run("run", 1, 3, 8),
+    "Trainer after an epoch, 2 ranks": Run("run", 2, 3, 5),
+    "SFTTrainer": Run("run_sft", 1, 3, 8),
+    "SFTTrainer, LoRA, FSDP2, 2 ranks": Run("run_lora", 2, 2, 5),
 }
-"""Name -> function of trainer_runs.py, ranks, step at which the run is killed."""
 
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Play every run whole, killed and resumed; return the folder of their results."""
     root = tmp_path_factory.mktemp("trainers")
-    phases = [
-        Phase(function, str(root / name / folder), ranks, (at if kills else None,))
-        for name, (function, ranks, at) in RUNS.items()
-        for folder, kills in (("whole", False), ("killed", True), ("killed", False))
-    ]
-    program = Program(play, "tests.integrations.trainer_runs", phases, str(root / "codes.json"), output=root / "log.txt")
-    try:
-        assert program.wait(280) == 0, program.text()
-    finally:
-        program.kill()
-    codes = iter(json.loads((root / "codes.json").read_text()))
-    expected = [code for _, ranks, _ in RUNS.values() for code in ([0] * ranks, [-signal.SIGKILL] * ranks, [0] * ranks)]
-    assert [*codes] == expected, program.text()
+    play_all("tests.integrations.trainer_runs", RUNS, root)
     return root
-
-
-def results(folder: Path, ranks: int) -> list[dict[str, Any]]:
-    return [torch.load(folder / f"result-{rank}.pt") for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_killed_run_resumes_bit_for_bit_and_reads_nothing_twice(played: Path, name: str) -> None:
-    """SIGKILL within the second epoch: weights and log are those of the whole run; only what follows is read."""
-    _, ranks, _ = RUNS[name]
-    both = [results(played / name / folder, ranks) for folder in ("killed", "whole")]
-    for found, expected in zip(*both, strict=True):
-        assert found["weights"].keys() == expected["weights"].keys()
-        assert all(torch.equal(value, expected["weights"][key]) for key, value in found["weights"].items())
-        assert found["logs"] == expected["logs"]
-        assert found["epoch"] == expected["epoch"]
-        assert found["num_read"] <= expected["num_read"] / 2
+    """SIGKILL, and a new process: weights and every line of the log are those of the whole run."""
+    for found, expected in both_results(played, name, RUNS[name]):
+        assert_same_run(found, expected)
+        assert found["is_sharded"] == ("FSDP2" in name)
+
+
+def test_a_step_of_an_adapter_holds_the_adapter_alone(played: Path) -> None:
+    """No tensor of the base is in the rank files of a PEFT model's steps."""
+    files = sorted((played / "SFTTrainer, LoRA, FSDP2, 2 ranks" / "whole").glob("checkpoints/step-*/*.safetensors"))
+    names = {name for file in files for name in read_header(file).tensors if name.startswith("model.")}
+    assert names
+    assert all(".lora_" in name for name in names)
+
+
+def trainer(**changed: Any) -> Any:
+    """Return the attributes of a Trainer that decide whether it can be attached."""
+    arguments = SimpleNamespace(
+        save_strategy="no",
+        load_best_model_at_end=False,
+        auto_find_batch_size=False,
+        n_gpu=1,
+        accelerator_config=SimpleNamespace(dispatch_batches=None),
+    )
+    plugin = SimpleNamespace(fsdp_version=changed.pop("fsdp_version", 2))
+    state = SimpleNamespace(distributed_type=SimpleNamespace(value="NO"), fsdp_plugin=plugin)
+    hooks = dict.fromkeys(("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch"))
+    values = {"is_deepspeed_enabled": False, "is_fsdp_enabled": False, "_save_checkpoint": None, **hooks, **changed}
+    return SimpleNamespace(args=arguments, accelerator=SimpleNamespace(state=state), **values)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"is_fsdp_enabled": True, "fsdp_version": 1}, 'FSDP1: .* use FSDP2, fsdp_config={"version": 2}'),
+        ({"is_deepspeed_enabled": True}, "DeepSpeed: .* use FSDP2"),
+        ({"is_fsdp_xla_enabled": True}, "only DDP, FSDP2 and a single process"),
+    ],
+)
+def test_what_has_no_named_shards_is_refused_by_name(changed: dict[str, Any], message: str) -> None:
+    """FSDP1, DeepSpeed and XLA are refused before anything runs, with what to use instead."""
+    (fault,) = problems(trainer(**changed), CheckpointConfig(), has_adapter=False)
+    assert re.search(message, fault)
+
+
+def test_settings_that_do_not_fit_are_all_told_at_once() -> None:
+    """The Trainer's own checkpoints and everything that depends on them are refused together."""
+    attached = trainer()
+    attached.args.save_strategy = SimpleNamespace(value="steps")
+    attached.args.load_best_model_at_end = attached.args.auto_find_batch_size = True
+    attached.args.n_gpu = 2
+    config = CheckpointConfig(export=(ExportConfig("peft"),))
+    faults = "\n".join(problems(attached, config, has_adapter=True))
+    for name in ('save_strategy="no"', "load_best_model_at_end", "auto_find_batch_size", "DataParallel", "save_model()"):
+        assert name in faults
+    assert [*problems(trainer(), CheckpointConfig(), has_adapter=True)] == []

@@ -5,11 +5,29 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch.distributed.tensor import DTensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from trl import SFTConfig, SFTTrainer
 
 from titan_ckpt import CheckpointConfig, SaveConfig
 from titan_ckpt.integrations.transformers import attach
@@ -77,12 +95,12 @@ def kill_after(step: int | None, folder: Path, interval: int) -> list[TrainerCal
     return [KillAfter(step, folder / "checkpoints" / f"step-{(step - 1) // interval * interval}")]
 
 
-def run(folder: str, killed_at: int | None) -> None:
+def run(folder: str, interval: int, killed_at: int | None) -> None:
     """Train with transformers' Trainer and write the result."""
     path, data = Path(folder), Tokens(18)
-    args, callbacks = TrainingArguments(**arguments(path)), kill_after(killed_at, path, 3)
+    args, callbacks = TrainingArguments(**arguments(path)), kill_after(killed_at, path, interval)
     trainer = Trainer(model(), args, train_dataset=data, eval_dataset=Tokens(4), callbacks=callbacks)
-    attach(trainer, CheckpointConfig(save=SaveConfig(interval=3)))
+    attach(trainer, CheckpointConfig(save=SaveConfig(interval=interval)))
     trainer.train()
     write(path, trainer, data.num_read)
 
@@ -91,6 +109,63 @@ def write(folder: Path, trainer: Trainer, num_read: int) -> None:
     """Write the weights, the log and the number of samples that were read, of this rank."""
     timings = ("runtime", "per_second", "train_loss")
     logs = [{k: v for k, v in e.items() if not any(t in k for t in timings)} for e in trainer.state.log_history]
-    weights = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in trainer.model.state_dict().items()}
-    result = {"weights": weights, "logs": logs, "epoch": trainer.state.epoch, "num_read": num_read}
+    shards = trainer.model.state_dict()
+    weights = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in shards.items()}
+    is_sharded = any(isinstance(v, DTensor) for v in shards.values())
+    result = {"weights": weights, "logs": logs, "num_read": num_read, "is_sharded": is_sharded}
     torch.save(result, folder / f"result-{os.environ.get('RANK', 0)}.pt")
+
+
+def run_sft(folder: str, interval: int, killed_at: int | None) -> None:
+    """Train with TRL's SFTTrainer."""
+    sft(Path(folder), interval, killed_at)
+
+
+def run_lora(folder: str, interval: int, killed_at: int | None) -> None:
+    """Train a LoRA adapter of PEFT with TRL's SFTTrainer, sharded by accelerate's FSDP2."""
+    with fsdp2_on_a_cpu():
+        lora = LoraConfig(r=2, lora_alpha=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+        sft(Path(folder), interval, killed_at, lora, fsdp=True, fsdp_config={"version": 2})
+
+
+def sft(path: Path, interval: int, killed_at: int | None, lora: LoraConfig | None = None, **settings: Any) -> None:
+    """Train on texts, as TRL's documentation does."""
+    texts = [" ".join(f"w{(number * step) % 29}" for step in range(1, 9)) for number in range(18)]
+    data = Dataset.from_dict({"text": texts})
+    args = SFTConfig(**arguments(path, max_length=16, bf16=False, gradient_checkpointing=False, **settings))
+    trainer = SFTTrainer(
+        model(),
+        args,
+        train_dataset=data,
+        eval_dataset=data.select(range(4)),
+        processing_class=tokenizer(),
+        peft_config=lora,
+        callbacks=kill_after(killed_at, path, interval),
+    )
+    attach(trainer, CheckpointConfig(save=SaveConfig(interval=interval)))
+    trainer.train()
+    write(path, trainer, 0)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of 32 words."""
+    words = {word: number for number, word in enumerate(["<pad>", "<eos>", *(f"w{i}" for i in range(30))])}
+    bare = Tokenizer(WordLevel(words, unk_token="<pad>"))  # noqa: S106
+    bare.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="<pad>", eos_token="<eos>")  # noqa: S106
+
+
+@contextmanager
+def fsdp2_on_a_cpu() -> Iterator[None]:
+    """Let accelerate shard on CPUs, which its state allows for accelerators alone; its sharding itself needs none."""
+    build = AcceleratorState.__init__
+
+    def built(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        first = "distributed_type" not in AcceleratorState._shared_state
+        build(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if first and fsdp_plugin is not None:
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+
+    with mock.patch.object(AcceleratorState, "__init__", built):
+        yield

@@ -1,0 +1,134 @@
+"""Runs of Lightning Fabric and of Lightning's Trainer for the tests, as their documentation writes them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+
+from titan_ckpt import CheckpointConfig, SaveConfig
+from titan_ckpt.integrations.lightning import attach, fabric_manager
+
+
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    """Random vectors that count how often one is read, with noise of the process's random state."""
+
+    def __init__(self, number: int) -> None:
+        self.values = torch.randn(number, 5, generator=torch.Generator().manual_seed(1))
+        self.num_read = 0
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.num_read += 1
+        return self.values[index] + 0.1 * torch.rand(5)
+
+
+def model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
+
+
+def die_at(step: int, killed_at: int | None, interval: int, folder: Path) -> None:
+    """End the process by SIGKILL, when the newest save before the step is committed."""
+    if step == killed_at:
+        saved = folder / "checkpoints" / f"step-{(step - 1) // interval * interval}"
+        while not saved.is_dir():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_fabric(folder: str, interval: int, killed_at: int | None) -> None:
+    """Train with a loop of Fabric."""
+    data = Samples(26)
+    fabric = L.Fabric(accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", "1")))
+    fabric.launch()
+    fabric.seed_everything(0, verbose=False)
+    network, optimizer = fabric.setup(bare := model(), torch.optim.AdamW(bare.parameters(), lr=1e-2))
+    loader = fabric.setup_dataloaders(DataLoader(data, batch_size=2, shuffle=True))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.optimizer, T_max=20)
+    config = CheckpointConfig(save=SaveConfig(interval=interval))
+    with fabric_manager(
+        fabric,
+        config,
+        model=network,
+        optimizers=[optimizer],
+        lr_schedulers=[scheduler],
+        dataloader=loader,
+        base_folder=folder,
+    ) as manager:
+        step, steps = manager.load().step, 2 * len(loader)
+        while step < steps:
+            for batch in loader:
+                die_at(step, killed_at, interval, Path(folder))
+                loss = (network(batch[:, :4]) - batch[:, 4:]).square().mean()
+                fabric.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                step += 1
+                manager.save(step, last_step=step == steps)
+    write(Path(folder), bare, [scheduler.get_last_lr()], data.num_read)
+
+
+class Regression(L.LightningModule):
+    """A network whose learning rate follows the validation."""
+
+    def __init__(self, *death: Any) -> None:
+        super().__init__()
+        self.network, self.death = model(), death
+        self.seen: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        die_at(self.global_step, *self.death)
+        return (self.network(batch[:, :4]) - batch[:, 4:]).square().mean()
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        loss = (self.network(batch[:, :4]) - batch[:, 4:]).square().mean()
+        self.seen.append(float(loss))
+        self.log("val_loss", loss, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"] = [*self.seen]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["seen"]
+
+
+def run_trainer(folder: str, interval: int, killed_at: int | None) -> None:
+    """Train with Lightning's Trainer, which validates twice in an epoch and accumulates gradients."""
+    L.seed_everything(0, verbose=False)
+    data, module = Samples(26), Regression(killed_at, interval, Path(folder))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ.get("WORLD_SIZE", "1")),
+        max_epochs=3,
+        accumulate_grad_batches=2,
+        val_check_interval=3,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+        default_root_dir=folder,
+    )
+    attach(trainer, CheckpointConfig(save=SaveConfig(interval=interval)))
+    trainer.fit(module, DataLoader(data, batch_size=2, shuffle=True), DataLoader(Samples(4), batch_size=2))
+    (plateau,) = (config.scheduler for config in trainer.lr_scheduler_configs)
+    write(Path(folder), module.network, [module.seen if trainer.world_size == 1 else [], plateau.state_dict()], data.num_read)
+
+
+def write(folder: Path, network: torch.nn.Module, logs: list[Any], num_read: int) -> None:
+    """Write the weights, the log and the number of samples that were read, of this rank."""
+    result = {"weights": network.state_dict(), "logs": logs, "num_read": num_read}
+    torch.save(result, folder / f"result-{os.environ.get('RANK', 0)}.pt")

@@ -1,0 +1,58 @@
+"""Lightning's Trainer and Fabric with titan_ckpt: killed and resumed runs equal those that nothing interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.integrations.playing import Run, assert_same_run, both_results, play_all
+from titan_ckpt import CheckpointConfig
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.integrations.lightning import attach, fabric_manager
+
+RUNS = {
+    "fabric within an epoch": Run("run_fabric", 1, 3, 17),
+    "fabric after an epoch, 2 ranks": Run("run_fabric", 2, 7, 9),
+    "trainer within an epoch": Run("run_trainer", 1, 3, 11),
+    "trainer after an epoch, 2 ranks": Run("run_trainer", 2, 4, 6),
+}
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("lightning")
+    play_all("tests.integrations.lightning_runs", RUNS, root)
+    return root
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_killed_run_resumes_bit_for_bit_and_reads_nothing_twice(played: Path, name: str) -> None:
+    """SIGKILL, and a new process: weights, schedule and validation are those of the whole run."""
+    for found, expected in both_results(played, name, RUNS[name]):
+        assert_same_run(found, expected)
+
+
+def strategy(name: str, base: type = object) -> Any:
+    return type(name, (base,), {})()
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("FSDPStrategy", "ModelParallelStrategy"), ("DeepSpeedStrategy", "DeepSpeed's own"), ("XLAStrategy", "CUDA")],
+)
+def test_a_strategy_without_named_shards_is_refused_by_name(name: str, instead: str) -> None:
+    """FSDP1, DeepSpeed and XLA are refused before anything runs, with what to use instead."""
+    with pytest.raises(ConfigError, match=f"(?s){name}: .*{instead}"):
+        fabric_manager(SimpleNamespace(strategy=strategy(name)), CheckpointConfig(), model=None)
+
+
+def test_a_trainer_is_told_all_that_does_not_fit_at_once() -> None:
+    """Lightning's own checkpoints and reloaded dataloaders are refused together."""
+    trainer = SimpleNamespace(
+        strategy=strategy("DDPStrategy"), callbacks=[], checkpoint_callbacks=[1], reload_dataloaders_every_n_epochs=1
+    )
+    with pytest.raises(ConfigError, match=r"(?s)enable_checkpointing.*reload_dataloaders_every_n_epochs"):
+        attach(trainer, CheckpointConfig())

@@ -1,0 +1,100 @@
+"""fabric_manager: a CheckpointManager for the objects that Fabric's setup() returns.
+
+Source: lightning 2.6, fabric/wrappers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from titan_ckpt.config import CheckpointConfig
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.integrations.lightning.strategies import problems
+from titan_ckpt.integrations.loader_position import PositionedLoader, set_sampler_epoch
+from titan_ckpt.manager import CheckpointManager
+from titan_ckpt.types import ModelHooks, Stateful
+from titan_ckpt.weights.transforms import StateDictTransforms
+
+
+def fabric_manager(
+    fabric: Any,
+    config: CheckpointConfig,
+    *,
+    model: Any,
+    optimizers: Sequence[Any] = (),
+    lr_schedulers: Sequence[Stateful] = (),
+    dataloader: Any = None,
+    states: Mapping[str, Stateful] | None = None,
+    sd_transforms: StateDictTransforms | None = None,
+    model_converters: ModelHooks | None = None,
+    base_folder: str | Path = ".",
+) -> CheckpointManager:
+    """Return a manager for what `fabric.setup` and `fabric.setup_dataloaders` have returned.
+
+    `dataloader` has a position from now on: after `manager.load()` it continues where the checkpoint was made. The loop
+    is that of any CheckpointManager; do not call fabric.save and fabric.load.
+    Raises: ConfigError for FSDP1, DeepSpeed, XLA, and for data whose position cannot be known.
+    """
+    if faults := [*problems(fabric.strategy)]:
+        raise ConfigError(faults)
+    stateful = dict(states or {})
+    scaler = getattr(fabric.strategy.precision, "scaler", None)
+    if scaler is not None:
+        stateful.setdefault("scaler", scaler)
+    return CheckpointManager(
+        config,
+        model_parts=[getattr(model, "_orig_mod", model).module],  # compiled, or not, by Fabric
+        optimizers=[optimizer.optimizer for optimizer in optimizers],
+        lr_schedulers=lr_schedulers,
+        dataloader=None if dataloader is None else _with_position(dataloader),
+        states=stateful,
+        sd_transforms=sd_transforms,
+        model_converters=model_converters,
+        base_folder=base_folder,
+    )
+
+
+def _with_position(loader: Any) -> Stateful:
+    """Make Fabric's wrapper iterate over a PositionedLoader, in place, because the loop holds the wrapper already."""
+    if not hasattr(loader, "_dataloader"):
+        raise ConfigError(
+            [f"dataloader: {type(loader).__name__} is not what fabric.setup_dataloaders returns: pass it through that"]
+        )
+    position = _FabricPosition(loader)
+    own = type(loader)
+    loader.__class__ = type(own.__name__, (_Positioned, own), {"__module__": own.__module__})
+    loader.titan_ckpt = position
+    return position
+
+
+class _Positioned:
+    """The method of Fabric's wrapper that is different from now on."""
+
+    titan_ckpt: PositionedLoader
+
+    def __iter__(self) -> Any:
+        return iter(self.titan_ckpt)
+
+
+class _FabricPosition(PositionedLoader):
+    """The position in a loader, whose batches go to Fabric's device and whose sampler is told the epoch."""
+
+    def __init__(self, wrapper: Any) -> None:
+        super().__init__(wrapper._dataloader)  # noqa: SLF001 - the wrapper has no public name for it
+        self._device = wrapper.device
+
+    def begin_epoch(self) -> None:
+        """Tell the sampler the epoch, as Fabric does."""
+        set_sampler_epoch(self.inner, self.epoch)
+
+    def deliver(self, batch: Any) -> Any:
+        """Return the batch on Fabric's device."""
+        return batch if self._device is None else _moved(batch, self._device)
+
+
+def _moved(batch: Any, device: Any) -> Any:
+    from lightning_utilities.core.apply_func import apply_to_collection
+
+    return apply_to_collection(batch, object, lambda v: v.to(device, non_blocking=True) if hasattr(v, "to") else v)

@@ -1,0 +1,224 @@
+"""attach: saves, exact resumes and stops by RunGuard in Lightning's Trainer.
+
+A save is made when everything that belongs to a batch is done, its validation included; after the last batch of an
+epoch, when everything that belongs to the epoch is done. Lightning has no hook there, so `attach` extends the two
+methods of its loops that end a batch and an epoch.
+Source: lightning 2.6, pytorch/loops/fit_loop.py and training_epoch_loop.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from titan_ckpt.config import CheckpointConfig
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.guard.run_guard import RunGuard
+from titan_ckpt.integrations.lightning.strategies import problems
+from titan_ckpt.integrations.loader_position import PositionedLoader
+from titan_ckpt.manager import CheckpointManager
+from titan_ckpt.types import Stateful
+
+
+def attach(trainer: Any, config: CheckpointConfig) -> TitanCheckpoint:
+    """Let `trainer.fit()` resume from, and save to, `trainer.default_root_dir`, by the settings of `config`.
+
+    ```
+    trainer = Trainer(max_epochs=2, enable_checkpointing=False)
+    attach(trainer, CheckpointConfig(save=SaveConfig(interval=500)))
+    trainer.fit(model, loader)
+    ```
+
+    Call it once, after the trainer is built, on every rank. A step is one of `trainer.global_step`.
+    Raises: ConfigError listing every setting of the trainer that does not work with it.
+    """
+    faults = [*problems(trainer.strategy)]
+    if any(isinstance(callback, TitanCheckpoint) for callback in trainer.callbacks):
+        faults.append("this trainer is attached already: give the first call all settings")
+    if trainer.checkpoint_callbacks:
+        faults.append(
+            "enable_checkpointing: Lightning would write checkpoints of its own too: set it to False, and leave "
+            "ModelCheckpoint out; checkpoint.save.interval says when titan_ckpt saves"
+        )
+    if trainer.reload_dataloaders_every_n_epochs:
+        faults.append("reload_dataloaders_every_n_epochs: a reloaded dataloader has no position to return to: leave it out")
+    if faults:
+        raise ConfigError(faults)
+    package = type(trainer).__mro__[-2].__module__.partition(".trainer.")[0]
+    base = importlib.import_module(f"{package}.callbacks").Callback
+    callback: TitanCheckpoint = type("TitanCheckpoint", (TitanCheckpoint, base), {})(config)
+    trainer.callbacks.append(callback)
+    return callback
+
+
+class TitanCheckpoint:
+    """The callback that `attach` adds; Lightning calls its methods."""
+
+    manager: CheckpointManager
+    """The manager of the current or last call of fit()."""
+
+    def __init__(self, config: CheckpointConfig) -> None:
+        super().__init__()
+        self._config = config
+        self._guard: RunGuard | None = None
+        self._opened = ExitStack()
+        self._completed = 0
+
+    @property
+    def stopped(self) -> str | None:
+        """Return why fit() has stopped before its last step, such as a signal, or None."""
+        return None if self._guard is None else self._guard.stopped
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Load, when the strategy has set everything up."""
+        self._guard, self._trainer, fit = None, trainer, trainer.fit_loop
+        fit.setup_data()
+        loaders = fit._combined_loader  # noqa: SLF001 - Lightning has no public name for its loops' parts
+        self._loader = _LightningLoader(*_only(loaders))
+        loaders.flattened = [self._loader]
+        self.manager = self._opened.enter_context(self._new_manager(trainer, pl_module))
+        self._completed = step = self.manager.load().step
+        iter(fit._data_fetcher)  # noqa: SLF001 - as above
+        _extend(fit.epoch_loop, "on_advance_end", self._batch_ended, unless=_skips_validation)
+        _extend(fit, "on_advance_end", self._epoch_ended)
+        if step and fit.done:
+            self.manager.save(step, last_step=True)  # its exports may be missing
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Watch for signals, after Lightning has installed handlers of its own."""
+        self._guard = self._opened.enter_context(RunGuard(self.manager))
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Let the guard save the last completed step."""
+        self._opened.__exit__(type(exception), exception, exception.__traceback__)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Finish the last save."""
+        for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
+            vars(loop).pop("on_advance_end", None)
+        self._opened.close()
+
+    def _batch_ended(self) -> None:
+        loop = self._trainer.fit_loop
+        loop._restarting = False  # noqa: SLF001 - or no epoch's end would step a plateau scheduler
+        if not loop.epoch_loop._num_ready_batches_reached():  # noqa: SLF001 - as above
+            self._complete()
+
+    def _epoch_ended(self) -> None:
+        if self._trainer.fit_loop.epoch_loop._num_ready_batches_reached():  # noqa: SLF001 - as above
+            if self._loader.num_batches:
+                self._loader.next_epoch()
+            self._complete()
+
+    def _complete(self) -> None:
+        trainer, step = self._trainer, self._trainer.global_step
+        if step == self._completed:
+            return
+        assert self._guard is not None
+        self._completed = step
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.manager.save(step, last_step=trainer.fit_loop.done, metrics=metrics)
+        if self._guard.step_ended(step, metrics):
+            trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None  # a signal waits for neither
+            trainer.should_stop = True
+
+    def _new_manager(self, trainer: Any, pl_module: Any) -> CheckpointManager:
+        states: dict[str, Stateful] = {"lightning": _Progress(trainer)}
+        if trainer.precision_plugin.state_dict():
+            states["precision"] = trainer.precision_plugin
+        return CheckpointManager(
+            self._config,
+            model_parts=[pl_module],
+            optimizers=trainer.optimizers,
+            lr_schedulers=[config.scheduler for config in trainer.lr_scheduler_configs],
+            dataloader=self._loader,
+            states=states,
+            base_folder=trainer.default_root_dir,
+        )
+
+
+class _LightningLoader(PositionedLoader):
+    """The position in a loader whose sampler Lightning tells the epoch."""
+
+    def begin_epoch(self) -> None:
+        """Leave the sampler as Lightning has set it."""
+
+
+class _Progress:
+    """The counters of Lightning's loops, and the states of callbacks, module and data module, as a Stateful."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that Lightning's own checkpoint has, without weights and optimizers."""
+        trainer = self._trainer
+        loops = trainer.fit_loop.state_dict()
+        loops["state_dict"] = {k: v for k, v in loops["state_dict"].items() if k != "combined_loader"}  # each rank's own
+        module: dict[str, Any] = {}
+        trainer.lightning_module.on_save_checkpoint(module)
+        return {
+            "loops": loops,
+            "callbacks": {c.state_key: state for c in trainer.callbacks if (state := c.state_dict())},
+            "module": module,
+            "data": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
+            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set all of it; the loops go on within an epoch, or begin the next one."""
+        trainer, fit = self._trainer, self._trainer.fit_loop
+        fit.load_state_dict(state_dict["loops"])
+        epochs = fit.epoch_progress.total
+        if epochs.completed == epochs.ready:  # nothing is to be done again
+            fit.restarting = False
+            for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop):
+                loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False  # noqa: SLF001 - as its own on_iteration_done
+        for callback in trainer.callbacks:
+            if callback.state_key in state_dict["callbacks"]:
+                callback.load_state_dict(state_dict["callbacks"][callback.state_key])
+        trainer.lightning_module.on_load_checkpoint(state_dict["module"])
+        if trainer.datamodule is not None:
+            trainer.datamodule.load_state_dict(state_dict["data"])
+        # schedulers and callbacks monitor them
+        trainer.callback_metrics.update({name: torch.tensor(v) for name, v in state_dict["metrics"].items()})
+
+
+def _only(loaders: Any) -> list[Any]:
+    """Return the only train dataloader, as a list. Raises: ConfigError."""
+    found = [] if loaders is None else loaders.flattened
+    if len(found) != 1:
+        raise ConfigError([f"train_dataloaders: there are {len(found)}, and the position in one is saved: give one"])
+    try:
+        len(found[0])
+    except TypeError:
+        raise ConfigError(
+            [
+                "train_dataloaders: Lightning reads ahead in a loader without a length, so its position is not that of "
+                "the training: give its dataset __len__"
+            ]
+        ) from None
+    return [*found]
+
+
+def _skips_validation(loop: Any) -> bool:
+    """Return whether the loop has only gone over the end of the batch that was completed before the save."""
+    skips, loop._skip_next_val = loop._skip_next_val, False  # noqa: SLF001 - set by TrainingEpochLoop.advance
+    return bool(skips)
+
+
+def _extend(loop: Any, name: str, then: Any, unless: Any = lambda loop: False) -> None:
+    """Call `then` after each call of a loop's method; leave both out `unless` a condition is false."""
+    own = getattr(loop, name)
+
+    def extended(*args: Any) -> None:
+        if not unless(loop):
+            own(*args)
+            then()
+
+    setattr(loop, name, extended)
+
+

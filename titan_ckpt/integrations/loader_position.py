@@ -41,6 +41,8 @@ class PositionedLoader:
         self._random = RandomState()
         self._start: dict[str, Any] | None = None
         self._resumed: dict[str, Any] | None = None
+        self._pending: dict[str, Any] | None = None
+        """The same, from the start of an epoch until its order is drawn."""
         if fault := self._fault():
             raise ConfigError([f"data: {fault}"])
 
@@ -88,53 +90,68 @@ class PositionedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, None
-        self.num_batches = skipped = resumed["batches"] if resumed else 0
-        if resumed:
-            self._set_random(resumed["start"] if skipped else resumed["now"])
-        self._start = self._get_random()
+        self.num_batches = resumed["batches"] if resumed else 0
+        if resumed and not self.num_batches and not resumed["is_kept"]:
+            self._set_random(resumed["now"])
         self.begin_epoch()
-        for batch in self._begin(resumed, skipped):
+        batches = self._begin(resumed)
+        for batch in batches:
             self.num_batches += 1
+            if self.at_end and (_has_state(self.inner) or not isinstance(self.inner.dataset, IterableDataset)):
+                next(batches, None)  # its sampler may draw once more, and a loader with a state knows its end then
             yield self.deliver(batch)
         self.end_epoch()
         self.next_epoch()
 
-    def _begin(self, resumed: dict[str, Any] | None, skipped: int) -> Iterator[Any]:
-        """Yield the batches after the skipped ones, with the random states of the moment of the save."""
-
-        def settle() -> None:
-            if resumed and skipped and resumed["now"]:
-                self._random.load_state_dict(resumed["now"]["random"])
-
+    def _begin(self, resumed: dict[str, Any] | None) -> Iterator[Any]:
+        """Yield the batches that follow, with the random states that the save has found."""
         source = self._source
         if source is None:
-            with _without_first(self.inner, skipped, settle):
+            self._pending = resumed
+            with _through(self.inner, self._in_order):
                 batches = iter(self.inner)
-        else:
-            if resumed and resumed["source"] is not None:
-                source.load_state_dict(resumed["source"])
-            batches = iter(self.inner)
-            settle()
-        for batch in batches:
-            if source is self.inner and self.num_batches + 1 == self._length():
-                next(batches, None)  # so that it knows that it is at its end
-            yield batch
+            yield from batches
+            return
+        if resumed and resumed["source"] is not None:
+            source.load_state_dict(resumed["source"])
+        batches = iter(self.inner)
+        if resumed and self.num_batches:
+            self._set_random(resumed["now"])
+        yield from batches
+
+    def _in_order(self, order: Iterator[Any]) -> Iterator[Any]:
+        """Yield the entries of a sampler after those that were read.
+
+        A sampler draws its order at its first entry, after a DataLoader has drawn a seed for its workers, which it does
+        not do again if it keeps them.
+        """
+        resumed, self._pending = self._pending, None
+        skipped = resumed["batches"] if resumed else 0
+        if resumed and (skipped or resumed["is_kept"]):
+            self._set_random(resumed["start"] if skipped else resumed["now"])
+        self._start = self._get_random()
+        for _ in range(skipped):
+            next(order)
+        if resumed and skipped and resumed["now"]["random"] is not None:
+            self._random.load_state_dict(resumed["now"]["random"])
+        yield from order
 
     # its position
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batches that were returned."""
         done = self.at_end
-        source = self._source
-        has_position = source is not None and (source is self.inner or (not done and self.num_batches > 0))
-        now = self._get_random()
         within = not done and self.num_batches > 0
+        source = self._source
+        if not within and not (source is self.inner and isinstance(self.inner.dataset, IterableDataset)):
+            source = None  # the next epoch begins afresh
         return {
             "epoch": self.epoch + done,
             "batches": 0 if done else self.num_batches,
             "start": self._start if within else None,
-            "now": now,
-            "source": source.state_dict() if has_position and source is not None else None,
+            "now": self._get_random(),
+            "is_kept": getattr(self.inner, "persistent_workers", False) and self._start is not None,
+            "source": None if source is None else source.state_dict(),
             "facts": self._facts(),
         }
 
@@ -168,7 +185,7 @@ class PositionedLoader:
             )
         batches = total // self.dp_world_size
         start = {"random": None, "generators": stored["generators"]}
-        self._resumed = {**first, "batches": batches, "start": start, "now": None if batches else start}
+        self._resumed = {**first, "batches": batches, "start": start, "now": start, "is_kept": False}
         self.epoch, self.num_batches = first["epoch"], batches
 
     @property
@@ -233,7 +250,7 @@ class PositionedLoader:
 
     def _generators(self) -> list[torch.Generator]:
         """Return the generators that decide the order; one that is seeded anew for each epoch is none of them."""
-        owners = [] if _has_state(self.inner) else [self.inner, *_samplers(self.inner)]
+        owners = [self.inner, *_samplers(self.inner)]
         found = [getattr(o, "generator", None) for o in owners if not hasattr(o, "initial_seed")]
         return [*{id(g): g for g in found if isinstance(g, torch.Generator)}.values()]
 
@@ -267,31 +284,25 @@ def _rank_and_world() -> tuple[int, int]:
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
-class _WithoutFirst:
-    """A sampler without its first entries, once; `then` is called when they were drawn."""
+class _Through:
+    """A sampler whose entries go through a function. Workers that are kept use the same one in every epoch."""
 
-    def __init__(self, sampler: Any, number: int, then: Callable[[], None]) -> None:
-        self._sampler, self._number, self._then = sampler, number, then
+    def __init__(self, sampler: Any, function: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
+        self._sampler, self._function = sampler, function
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        number, self._number = self._number, 0  # a persistent worker's iterator starts again with the same object
-        entries = iter(self._sampler)
-        for _ in range(number):
-            next(entries)
-        if number:
-            self._then()
-        yield from entries
+        yield from self._function(iter(self._sampler))
 
 
 @contextmanager
-def _without_first(loader: Any, number: int, then: Callable[[], None]) -> Iterator[None]:
-    """Give the loader's next iterator a sampler without its first entries: no data of these is read."""
+def _through(loader: Any, function: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[None]:
+    """Let the entries of the loader's sampler go through a function: no data of those that it drops is read."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     whole = loader.__dict__[name]
-    loader.__dict__[name] = _WithoutFirst(whole, number, then)  # DataLoader refuses setattr
+    loader.__dict__[name] = _Through(whole, function)  # DataLoader refuses setattr
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ import os
 import random
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
@@ -16,7 +17,8 @@ from titan_ckpt.testing import ranks
 
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="torchtitan-")  # datasets keeps what it has read there
 # importing these takes longer than most of these tests
-ranks._PRELOADED += ["tests.torchtitan.runs", "peft", "transformers.models.llama.modeling_llama"]
+ranks._PRELOADED += ["tests.torchtitan.runs", "peft"]
+ranks._PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3")]
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +37,13 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "data").mkdir()
     (folder / "data" / "text.json").write_text("\n".join(json.dumps({"text": line}) for line in lines))
     return folder
+
+
+@pytest.fixture(scope="session")
+def base(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the settings that load a base from its Hugging Face folder."""
+    from tests.torchtitan.runs import make_base
+
+    folder = tmp_path_factory.mktemp("base")
+    make_base(assets, folder)
+    return {"initial_load_in_hf": True, "initial_load_path": str(folder / "exports/step-1")}

@@ -52,18 +52,21 @@ class Run:
 
 def config(
     assets: Path, folder: Path, flavour: str = "llama3_debugmodel", /, *, steps: int = 6, titan: bool = True,
-    degrees: dict[str, int] | None = None, exact: bool = False, **settings: Any,
+    degrees: dict[str, int] | None = None, exact: bool = False, recompute: bool = False, **settings: Any,
 ) -> Any:  # fmt: skip
     """Return the config of a small run: the flavour unmodified but for sizes, and the checkpointer.
 
-    `exact`: FSDP2 computes in float32 too, so that logits can be compared.
+    `exact`: FSDP2 computes in float32 too, so that logits can be compared. `recompute`: keep the flavour's activation
+    checkpointing, which wraps layers; it takes a quarter of the time.
     """
     made = FLAVOURS[flavour]()
     made.hf_assets_path, made.dump_folder, made.dataloader.dataset_path = str(assets), str(folder), str(assets / "data")
     made.training.seq_len, made.training.local_batch_size, made.training.steps = 16, 2, steps
     made.training.disable_cuda_graphs = True
     made.lr_scheduler.warmup_steps, made.lr_scheduler.total_steps = 2, 6
-    made.optimizer.implementation = "for-loop"
+    made.loss.num_chunks = 2
+    if not recompute:
+        made.activation_checkpoint = None
     made.training.mixed_precision_param = "float32" if exact else "bfloat16"
     made.validator.enable, made.debug.seed, made.debug.enable_structured_logging = False, 0, False
     made.parallelism.spmd_backend = "partial_dtensor"  # spmd_types, the default, needs a nightly torch for FSDP2
@@ -97,6 +100,12 @@ def train(made: Any, *, until: int | None = None, then: Callable[[Any], object] 
     finally:
         trainer.close()
         gc.enable()  # the Trainer switches it off for its process
+
+
+@distributed(1)
+def make_base(assets: Path, folder: Path) -> None:
+    """Train a base for one step and export it as a Hugging Face folder."""
+    train(config(assets, folder, steps=1, last_save_model_only=True, last_save_in_hf=True))
 
 
 def same(a: Run, b: Run, losses: int = 6) -> None:

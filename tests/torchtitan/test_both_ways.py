@@ -11,28 +11,8 @@ import pytest
 from tests.torchtitan.runs import Run, config, distributed, same, train
 from titan_ckpt import CheckpointError
 
-FSDP, TP = {"data_parallel_shard": 2}, {"tensor_parallel": 2, "data_parallel_shard": 1}
 HSDP = {"data_parallel_replicate": 2, "data_parallel_shard": 2}
 FSDP_4, TP_FSDP = {"data_parallel_shard": 4}, {"tensor_parallel": 2, "data_parallel_shard": 2}
-
-
-@distributed(2)
-def _changed(assets: Path, folder: Path) -> None:
-    flavour = "llama3_debugmodel"
-    theirs = train(config(assets, folder / "run", flavour, titan=False, degrees=FSDP, steps=2))
-    from_two: dict[str, Any] = {
-        "initial_load_model_only": False, "initial_load_path": str(folder / "run/checkpoint/step-2"), "load_only": True,
-    }  # fmt: skip
-    with pytest.raises(CheckpointError, match=r'positions of 2 data-parallel ranks, this run has 1.*"dataloader"'):
-        train(config(assets, folder / "tp", flavour, degrees=TP, steps=2, **from_two))
-    afresh = from_two | {"exclude_from_loading": ["dataloader"]}
-    ours = train(config(assets, folder / "tp", flavour, degrees=TP, steps=2, **afresh))
-    same(theirs, ours, losses=0)
-
-
-def test_another_layout_takes_everything_but_the_data_position(assets: Path, tmp_path: Path) -> None:
-    """From FSDP2 to TP: weights, moments, schedule and counters are the same; the data is refused or starts afresh."""
-    _changed(assets, tmp_path)
 
 
 @distributed(4)
@@ -47,6 +27,8 @@ def _on_four(assets: Path, folder: Path) -> None:
     at_2 = run("hsdp", HSDP, titan=False)
     theirs = run("hsdp", HSDP, steps=3, titan=False, load_only=True)
     same(at_2, run("fsdp", FSDP_4, **by_path("hsdp")), losses=0)
+    with pytest.raises(CheckpointError, match=r'positions of 4 data-parallel ranks, this run has 2.*"dataloader"'):
+        run("tp", TP_FSDP, **by_path("hsdp"))
     same(at_2, run("tp", TP_FSDP, **by_path("hsdp", exclude_from_loading=["dataloader"])), losses=0)
     same(theirs, run("hsdp", HSDP, steps=3), losses=1)  # in place
 
@@ -57,6 +39,31 @@ def _on_four(assets: Path, folder: Path) -> None:
 def test_hsdp_goes_on_in_place_and_from_and_into_other_layouts(assets: Path, tmp_path: Path) -> None:
     """At the same data-parallel degree the data position comes along; without it, tensor parallelism may change too."""
     _on_four(assets, tmp_path)
+
+
+@distributed(4)
+def _mixed(assets: Path, folder: Path) -> None:
+    def run(dump: str, degrees: dict[str, int] = TP_FSDP, **settings: Any) -> Run:
+        return train(config(assets, folder / dump, degrees=degrees, **{"steps": 3, **settings}))
+
+    def by_path(dump: str, **settings: Any) -> dict[str, Any]:
+        path = str(folder / dump / "checkpoint/step-2")
+        return {"initial_load_path": path, "initial_load_model_only": False, "load_only": True} | settings
+
+    at_2 = run("theirs", titan=False, steps=2)
+    theirs = run("theirs", titan=False, load_only=True)
+    same(theirs, run("path", **by_path("theirs")), losses=1)
+    same(at_2, run("fsdp", FSDP_4, steps=2, **by_path("theirs", exclude_from_loading=["dataloader"])), losses=0)
+    same(theirs, run("theirs", last_save_in_dcp=True), losses=1)  # in place
+    whole = run("ours", steps=4)
+    same(whole, run("theirs", titan=False, folder="dcp", steps=4, load_only=True), losses=1)
+    same(whole, run("ours", steps=4, load_step=2), losses=2)
+
+
+@pytest.mark.full
+def test_tensor_parallelism_over_fsdp_goes_on_either_way(assets: Path, tmp_path: Path) -> None:
+    """TP x FSDP2 on 4 ranks: in place, by path, into FSDP2 alone, and back to torchtitan's own checkpointer."""
+    _mixed(assets, tmp_path)
 
 
 @distributed(1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.torchtitan.runs import FLAVOURS, config, distributed, logits_of, same, train
-from tests.torchtitan.test_lora import BOTH, LAST, TOKENS, base_of, flavour, kind_of, opened
+from tests.torchtitan.test_lora import BOTH, LAST, TOKENS, flavour, kind_of, opened
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.integrations.torchtitan import Converters
 
@@ -24,10 +24,9 @@ LORA = LoRAConfig(("wqkv", "wo", "w2"), rank=4, alpha=6.0)
 
 
 @distributed(1)
-def _resumed(assets: Path, folder: Path, *converters: ConverterConfig) -> None:
+def _resumed(assets: Path, folder: Path, base: dict[str, Any], *converters: ConverterConfig) -> None:
     name = flavour("converted", Converters.Config(converters=[*converters]))
     has_lora = any(isinstance(c, LoRAConfig) for c in converters)
-    base = base_of(assets, folder)
     logits: list[torch.Tensor] = []
 
     def look(trainer: Any) -> None:
@@ -53,10 +52,10 @@ def _resumed(assets: Path, folder: Path, *converters: ConverterConfig) -> None:
     "converters", [pytest.param((FLOAT8,), marks=pytest.mark.full), (QAT, LORA)], ids=["float8", "qat-lora"]
 )
 def test_converters_of_ours_train_and_resume(
-    assets: Path, tmp_path: Path, converters: tuple[ConverterConfig, ...]
+    assets: Path, tmp_path: Path, base: dict[str, Any], converters: tuple[ConverterConfig, ...]
 ) -> None:
     """A resumed run has the bits of one that was not stopped; exports hold weights that transformers opens."""
-    _resumed(assets, tmp_path, *converters)
+    _resumed(assets, tmp_path, base, *converters)
 
 
 def test_wrong_orders_and_two_kinds_of_lora_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.torchtitan.runs import FLAVOURS, config, distributed, logits_of, same, same_tensors, steps_in, train
+from tests.torchtitan.runs import FLAVOURS, Run, config, distributed, logits_of, same, same_tensors, steps_in, train
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.torchtitan import Converters
 from titan_ckpt.testing.ranks import RankError
@@ -50,12 +51,6 @@ OURS = flavour("ours", Converters.Config(converters=[LoRAConfig(MODULES, rank=4,
 """This package's LoRA on the same modules."""
 
 
-def base_of(assets: Path, folder: Path) -> dict[str, Any]:
-    """Train a base for one step and return the settings that load it from its Hugging Face folder."""
-    train(config(assets, folder / "base", steps=1, **LAST))
-    return {"initial_load_in_hf": True, "initial_load_path": str(folder / "base/exports/step-1")}
-
-
 def kind_of(dump_folder: Path, step: int) -> str:
     """Return which part of the model a step holds."""
     kind: str = json.loads((dump_folder / f"checkpoint/step-{step}/MANIFEST.json").read_text())["kind"]
@@ -77,8 +72,7 @@ def opened(folder: Path, adapter: Path | None = None) -> torch.Tensor:
 
 
 @distributed(1)
-def _own(assets: Path, folder: Path) -> None:
-    base = base_of(assets, folder)
+def _own(assets: Path, folder: Path, base: dict[str, Any]) -> None:
     theirs = train(config(assets, folder / "theirs", FLAVOUR, titan=False, **base))
     ours = train(config(assets, folder / "ours", FLAVOUR, async_mode="async", **base, **BOTH))
     same(theirs, ours)
@@ -110,43 +104,52 @@ def _own(assets: Path, folder: Path) -> None:
     same(upgraded, resumed, losses=0)
 
 
-def test_torchtitans_float8_and_lora_lose_nothing(assets: Path, tmp_path: Path) -> None:
+def test_torchtitans_float8_and_lora_lose_nothing(assets: Path, tmp_path: Path, base: dict[str, Any]) -> None:
     """6 steps are torchtitan's own; saves hold adapters; exports hold them merged, or as PEFT; both load again."""
-    _own(assets, tmp_path)
+    _own(assets, tmp_path, base)
+
+
+Case = tuple[str, dict[str, int], dict[str, Any]]
+"""A flavour, its degrees of parallelism, and the settings that load its base."""
+
+
+def _train(assets: Path, folder: Path, case: Case, *, then: Any = None, until: int | None = None, **more: Any) -> Run:
+    name, degrees, base = case
+    settings: dict[str, Any] = {"async_mode": "async", "degrees": degrees, "exact": True, **base, **more}
+    return train(config(assets, folder, name, **settings), until=until, then=then)
 
 
 @distributed(2)
-def _killed_at_4(assets: Path, folder: Path, name: str, degrees: dict[str, int]) -> None:
+def _killed_at_4(assets: Path, folder: Path, case: Case) -> None:
     def die(trainer: Any) -> None:
         trainer.checkpointer.maybe_wait_for_saving()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    settings: dict[str, Any] = {"async_mode": "async", "degrees": degrees, "exact": True, **base_of(assets, folder)}
-    train(config(assets, folder, name, **settings), until=5, then=die)
+    whole = _train(assets, folder / "whole", case)
+    if torch.distributed.get_rank() == 0:
+        torch.save(vars(whole), folder / "whole.pt")
+        shutil.copytree(folder / "whole/checkpoint/step-2", folder / "checkpoint/step-2")
+    torch.distributed.barrier()
+    _train(assets, folder, case, until=5, then=die)
 
 
 @distributed(2)
-def _resumed(assets: Path, folder: Path, name: str, degrees: dict[str, int]) -> None:
-    base: dict[str, Any] = {"initial_load_in_hf": True, "initial_load_path": str(folder / "base/exports/step-1")}
+def _resumed(assets: Path, folder: Path, case: Case) -> None:
     logits: list[torch.Tensor] = []
 
     def look(trainer: Any) -> None:
         logits.append(logits_of(trainer, TOKENS))
 
-    def run(folder: Path, **settings: Any) -> Any:
-        settings = {"async_mode": "async", "degrees": degrees, "exact": True, **base, **settings}
-        return config(assets, folder, name, **settings)
-
-    whole = train(run(folder / "whole"))
-    resumed = train(run(folder, **BOTH), then=look)
+    resumed = _train(assets, folder, case, then=look, **BOTH)
     assert len(resumed.losses) == 2
-    same(whole, resumed, losses=2)
+    same(Run(**torch.load(folder / "whole.pt")), resumed, losses=2)
     peft = folder / "exports/step-6-peft"
     if torch.distributed.get_rank() == 0:
         merged = opened(folder / "exports/step-6")
         torch.testing.assert_close(merged, logits[0], rtol=2e-4, atol=2e-5)
-        torch.testing.assert_close(opened(Path(base["initial_load_path"]), peft), merged, rtol=2e-4, atol=2e-5)
-    again = train(run(folder / "again", additional_load_path=str(peft), steps=0))
+        on_base = opened(Path(case[2]["initial_load_path"]), peft)
+        torch.testing.assert_close(on_base, merged, rtol=2e-4, atol=2e-5)
+    again = _train(assets, folder / "again", case, additional_load_path=str(peft), steps=0)
     same_tensors(again.model, resumed.model)
 
 
@@ -160,12 +163,14 @@ def _resumed(assets: Path, folder: Path, name: str, degrees: dict[str, int]) -> 
     ],
     ids=["theirs-tp", "ours-fsdp", "theirs-fsdp", "ours-tp"],
 )
-def test_a_killed_lora_run_goes_on(assets: Path, tmp_path: Path, name: str, degrees: dict[str, int]) -> None:
+def test_a_killed_lora_run_goes_on(
+    assets: Path, tmp_path: Path, base: dict[str, Any], name: str, degrees: dict[str, int]
+) -> None:
     """Adapters on every linear module, fused ones too, resume bit for bit on 2 ranks; both exports have the logits."""
     with pytest.raises(RankError):
-        _killed_at_4(assets, tmp_path, name, degrees)
+        _killed_at_4(assets, tmp_path, (name, degrees, base))
     assert [kind_of(tmp_path, step) for step in steps_in(tmp_path)] == ["adapter", "adapter"]
-    _resumed(assets, tmp_path, name, degrees)
+    _resumed(assets, tmp_path, (name, degrees, base))
 
 
 def test_wrong_combinations_are_one_error(assets: Path, tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ def _page(assets: Path, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "assets").symlink_to(assets)
     os.chdir(folder)
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
-    exec(compile("\n".join(blocks), "use-in-torchtitan.md", "exec"), {})
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+    assert {language for language, _ in fenced} == {"python"}  # none is only shown
+    exec(compile("\n".join(text for _, text in fenced), "use-in-torchtitan.md", "exec"), {})
 
 
 def test_the_page_runs(assets: Path, tmp_path: Path) -> None:

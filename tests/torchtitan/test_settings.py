@@ -70,6 +70,9 @@ class _Fault:
         ({"initial_load_path": "/nowhere/at/all"}, {}, "checkpoint.initial_load_path: /nowhere/at/all is no folder"),
         ({"exclude_from_loading": ["optimiser"]}, {}, "exclude_from_loading: the run has no 'optimiser'; it has"),
         ({"initial_load_in_hf": True}, {}, "initial_load_in_hf: no initial_load_path and no hf_assets_path"),
+        ({"load_step": -2}, {}, "load_step: -2 is no step"),
+        ({"create_seed_checkpoint": True, "load_only": True}, {}, "create_seed_checkpoint: load_only permits no save"),
+        ({"export_dtype": "int3"}, {}, "export_dtype: 'int3'; expected one of float16, float32, bfloat16"),
         ({"last_save_in_hf": True}, {}, "last_save_in_hf: the model spec has no state_dict_adapter"),
         ({}, {"ft_manager": _Fault()}, "fault_tolerance.enable: TitanCheckpointer does not work with torchft"),
     ],
@@ -102,6 +105,103 @@ def test_a_disabled_checkpointer_does_nothing(tmp_path: Path) -> None:
     off.maybe_wait_for_saving()
     off.close()
     assert os.listdir(tmp_path) == []
+
+
+class _Counter:
+    step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step = state_dict["step"]
+
+
+class _Small:
+    """A run of a single layer, with the objects that the Trainer hands over."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        model = torch.nn.Linear(2, 2)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 1 / (n + 1))
+        self.state = _Counter()
+        made = TitanCheckpointer.Config(**{"enable": True, "interval": 1, "last_save_model_only": False} | settings)
+        objects: dict[str, Any] = {"model_parts": [model], "optimizers": [self.optimizer]}
+        objects |= {"lr_schedulers": self.schedule, "states": {"train_state": self.state}}
+        self.checkpointer = _built(made, str(folder), **objects)
+
+    def train(self, steps: int) -> None:
+        for step in range(self.state.step + 1, steps + 1):
+            self.state.step = step
+            sum(param.sum() for param in self.optimizer.param_groups[0]["params"]).backward()
+            self.optimizer.step()
+            self.schedule.step()
+            self.checkpointer.save(step, last_step=step == steps)
+        self.checkpointer.maybe_wait_for_saving()
+        self.checkpointer.close()
+
+    def loaded(self, step: int = -1) -> tuple[int, int, int]:
+        """Load, and return the run's step, its schedule's, and the number of parameters with moments."""
+        assert self.checkpointer.load(step)
+        self.checkpointer.close()
+        return self.state.step, self.schedule.last_epoch, len(self.optimizer.state)
+
+
+def test_retention_and_the_steps_that_are_saved(tmp_path: Path) -> None:
+    """0 keeps every step; 2 keep the newest two of the first, interval and last steps; torchtitan refuses 1."""
+    _Small(tmp_path / "all", keep_latest_k=0).train(12)
+    assert steps_in(tmp_path / "all") == [*range(1, 13)]
+    _Small(tmp_path / "two", keep_latest_k=2, interval=3, enable_first_step_checkpoint=True).train(2)
+    assert steps_in(tmp_path / "two") == [1, 2]
+    more = _Small(tmp_path / "two", keep_latest_k=2, interval=3)
+    more.checkpointer.load()
+    more.train(8)
+    assert steps_in(tmp_path / "two")[-2:] == [6, 8]
+    with pytest.raises(ValueError, match="at least 2 checkpoint replicas"):
+        _Small(tmp_path, keep_latest_k=1)
+
+
+@pytest.mark.parametrize("source", ["step", "dcp"])
+def test_each_state_can_be_left_out_of_a_load(tmp_path: Path, source: str) -> None:
+    """From a step of its own folder, and from a DCP folder by its path: what is named keeps the run's own values."""
+    _Small(tmp_path / "run", last_save_in_dcp=True).train(2)
+    settings: dict[str, Any] = {"load_only": True}
+    if source == "dcp":
+        settings |= {"initial_load_path": str(tmp_path / "run/dcp/step-2"), "initial_load_model_only": False}
+    expected = {"optimizer": (2, 2, 0), "lr_scheduler": (2, 0, 2), "train_state": (0, 2, 2), "dataloader": (2, 2, 2)}
+    folder = tmp_path / ("run" if source == "step" else "other")
+    assert {name: _Small(folder, exclude_from_loading=[name], **settings).loaded() for name in expected} == expected
+    assert _Small(folder, exclude_from_loading=[*expected], **settings).loaded() == (0, 0, 0)
+
+
+def test_a_run_whose_steps_would_be_older_than_what_it_resumed_is_refused(tmp_path: Path) -> None:
+    """Without its counter a run would fail at its first save; it is told before step 1, and may begin elsewhere."""
+    _Small(tmp_path / "run", last_save_in_dcp=True).train(3)
+    left_out: dict[str, Any] = {"exclude_from_loading": ["train_state"]}
+    refused = _Small(tmp_path / "run", interval=2, **left_out).checkpointer
+    with pytest.raises(ConfigError, match="its save of step 2 would be older than step 3, which is in its folder"):
+        refused.load()
+    refused.close()
+    path = {"initial_load_path": str(tmp_path / "run/checkpoint/step-3"), "initial_load_model_only": False}
+    elsewhere = _Small(tmp_path / "elsewhere", **left_out, **path)
+    assert elsewhere.checkpointer.load()
+    elsewhere.train(2)
+    assert steps_in(tmp_path / "elsewhere") == [1, 2]
+    newer = _Small(tmp_path / "run", interval=4, **left_out)
+    assert newer.checkpointer.load()
+    newer.train(4)
+    assert steps_in(tmp_path / "run")[-1] == 4
+
+
+def test_a_step_that_is_not_there_is_an_error_that_lists_those_that_are(tmp_path: Path) -> None:
+    """Without a folder too; and no folder is made."""
+    with pytest.raises(FileNotFoundError, match="step 3 is not there; committed steps: none"):
+        _Small(tmp_path / "none").checkpointer.load(3)
+    assert not (tmp_path / "none").exists()
+    _Small(tmp_path / "run").train(2)
+    with pytest.raises(FileNotFoundError, match="step 0 is not there; committed steps: 1, 2"):
+        _Small(tmp_path / "run").checkpointer.load(0)
+    assert _Small(tmp_path / "run").loaded(1) == (1, 1, 2)
 
 
 @distributed(1)

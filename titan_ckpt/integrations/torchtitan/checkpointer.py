@@ -108,7 +108,7 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         assets = getattr(sd_adapter, "hf_assets_path", None)
         hooks = find_hooks(model_parts)
         settings.check(config, base_folder, states, assets, adapted_modules(hooks))
-        self._exports_last = config.last_save_in_hf
+        self._config, self._folder = config, Path(base_folder, config.folder)
         excluded = set(config.exclude_from_loading)
         self.manager = CheckpointManager(
             settings.translated(config, assets),
@@ -128,15 +128,22 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         return self.manager.in_flight
 
     def _load(self, step: int = -1) -> bool:
-        """Resume, or load the initial weights; return whether anything was loaded."""
-        return bool(self.manager.load(step).report.loaded)
+        """Resume, or load the initial weights; return whether anything was loaded.
+
+        Raises: ConfigError for a run that would save steps which are older than the one that it resumed.
+        """
+        result = self.manager.load(step)
+        resumed = result.plan.resume
+        if resumed is not None and resumed.path.parent == self._folder:
+            settings.check_restart(self._config, resumed.step)
+        return bool(result.report.loaded)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Save or export the step if it is due; return whether it was."""
         if curr_step == 0:
             self.manager.save_seed()
             return True
-        if last_step and self._exports_last:
+        if last_step and self._config.last_save_in_hf:
             return self.manager.export(curr_step, last_step)
         return self.manager.save(curr_step, last_step)
 

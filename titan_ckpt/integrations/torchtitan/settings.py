@@ -17,6 +17,7 @@ from titan_ckpt.formats.huggingface.peft import CONFIG as PEFT_CONFIG
 ASYNC_MODES: Mapping[str, Literal["disabled", "thread", "process"]] = {
     "disabled": "disabled", "async": "thread", "async_with_pinned_mem": "process",
 }  # fmt: skip
+EXPORT_DTYPES = ("float16", "float32", "bfloat16")
 COMPONENTS: Mapping[str, Literal["optimizer", "lr_scheduler", "dataloader"]] = {
     "optimizer": "optimizer", "lr_scheduler": "lr_scheduler", "dataloader": "dataloader",
 }  # fmt: skip
@@ -114,6 +115,12 @@ def _faults(config: Any, base_folder: str, states: Mapping[str, Any], hf_assets_
     for name in config.exclude_from_loading:
         if name not in known:
             yield f"exclude_from_loading: the run has no {name!r}; it has {', '.join(known)}"
+    if config.load_step < -1:
+        yield f"load_step: {config.load_step} is no step; -1 takes the newest one"
+    if config.load_only and config.create_seed_checkpoint:
+        yield "create_seed_checkpoint: load_only permits no save; leave one of the two out"
+    if config.export_dtype not in EXPORT_DTYPES:
+        yield f"export_dtype: {config.export_dtype!r}; expected one of {', '.join(EXPORT_DTYPES)}"
     if config.async_mode not in ASYNC_MODES:
         yield f"async_mode: {config.async_mode!r}; expected one of {', '.join(ASYNC_MODES)}"
     path = initial_path(config, hf_assets_path)
@@ -121,6 +128,18 @@ def _faults(config: Any, base_folder: str, states: Mapping[str, Any], hf_assets_
         yield "initial_load_in_hf: no initial_load_path and no hf_assets_path names the folder"
     elif path is not None and "://" not in path and not Path(path).is_dir():
         yield f"initial_load_path: {path} is no folder"
+
+
+def check_restart(config: Any, resumed: int) -> None:
+    """Check the saves of a run that has loaded step `resumed` of its own folder. Raises: ConfigError."""
+    first = 1 if config.enable_first_step_checkpoint else config.interval
+    if "train_state" in config.exclude_from_loading and not config.load_only and first <= resumed:
+        fault = (
+            "checkpoint.exclude_from_loading: without 'train_state' this run counts from step 1, and its save of step "
+            f"{first} would be older than step {resumed}, which is in its folder: name that step as initial_load_path "
+            "of a run in another folder, or set load_only"
+        )
+        raise ConfigError([fault])
 
 
 def initial_path(config: Any, hf_assets_path: str | None) -> str | None:

@@ -37,6 +37,7 @@ def on_2(root: Path, expected: tuple[float, float]) -> None:
         )
 
 
+@pytest.mark.timeout(600)  # the compiler is slow where cores are few
 @pytest.mark.filterwarnings("default")  # the compiler imports and reads what torch itself warns about
 @pytest.mark.filterwarnings("error:Mismatch dtype between input and weight")
 def test_layers_compute_the_same_compiled_and_in_bfloat16(tmp_path: Path) -> None:

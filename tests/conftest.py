@@ -35,7 +35,7 @@ settings.register_profile("soak", settings.get_profile("check"), max_examples=50
 settings.load_profile("soak" if os.environ.get("TITAN_CKPT_SOAK") == "1" else "check")
 
 _HERE = Path(__file__).parent
-_TAKE_LONG = (_HERE / "distributed", _HERE / "faults", _HERE)
+_TAKE_LONG = (_HERE / "distributed", _HERE / "faults", _HERE / "integrations", _HERE)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

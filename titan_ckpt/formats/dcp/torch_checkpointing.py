@@ -17,7 +17,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_ckpt.disk import posix
@@ -27,7 +27,7 @@ from titan_ckpt.formats.dcp.dcp import DcpReader, Stored
 from titan_ckpt.formats.dcp.metadata import MAX_METADATA_BYTES
 from titan_ckpt.formats.dcp.unpickle import unpickle
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, chunks_at
+from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, chunks_at, local_tensor
 from titan_ckpt.geometry.requests import ReadRequest
 
 METADATA = "metadata.pkl"
@@ -126,7 +126,7 @@ class TorchCheckpointingReader(DcpReader):
         with contextlib.suppress(KeyError, IndexError, TypeError):
             for part in path:
                 value = value[part]
-            local = value._local_tensor if isinstance(value, DTensor) else value  # noqa: SLF001 - no mesh is there
+            local: object = local_tensor(value)
             if isinstance(local, torch.Tensor):
                 return local[next(index for chunk, index in held if chunk == stored.chunk)]
         raise self._corrupt(stored, name, "does not hold it")

@@ -29,9 +29,6 @@ from titan_ckpt.errors import CorruptCheckpointError
 IO_BYTES = 4 << 20
 """Bytes of one read or write; also of each worker's bounce buffer."""
 
-CACHED_BYTES = 512 << 10
-"""Bytes that are read and then hashed or cast at a time, so that they still are in the processor's own cache."""
-
 _CACHESTAT = 451
 """Number of the system call, which the C library does not name."""
 

@@ -14,7 +14,6 @@ import xxhash
 
 from titan_ckpt import progress
 from titan_ckpt.disk.direct import (
-    CACHED_BYTES,
     IO_BYTES,
     NUM_WORKERS,
     FileReader,
@@ -30,6 +29,8 @@ from titan_ckpt.geometry.chunks import Chunk
 
 _SAMPLED = 8
 """One in so many windows is examined first, to see whether a file is in the page cache."""
+_CACHED_BYTES = 512 << 10
+"""Bytes that are read and then hashed at a time, so that they still are in the processor's own cache."""
 _MOST_MISSING = 0.25
 """If at most this share of the wanted bytes is missing, reading through the page cache is still faster."""
 MIN_DIRECT_BYTES = 256 << 10
@@ -186,8 +187,8 @@ class BlockReader:
         offset = self._header.data_start + block[0]
         state = xxhash.xxh3_128()
         for view in views:
-            for at in range(0, len(view), CACHED_BYTES):
-                piece = view[at : at + CACHED_BYTES]
+            for at in range(0, len(view), _CACHED_BYTES):
+                piece = view[at : at + _CACHED_BYTES]
                 self._file.read_into([piece], offset)
                 state.update(piece)
                 offset += len(piece)

@@ -125,7 +125,12 @@ def run_trainer(folder: str, interval: int, killed_at: int | None) -> None:
     attach(trainer, CheckpointConfig(save=SaveConfig(interval=interval)))
     trainer.fit(module, DataLoader(data, batch_size=2, shuffle=True), DataLoader(Samples(4), batch_size=2))
     (plateau,) = (config.scheduler for config in trainer.lr_scheduler_configs)
-    write(Path(folder), module.network, [module.seen if trainer.world_size == 1 else [], plateau.state_dict()], data.num_read)
+    write(
+        Path(folder),
+        module.network,
+        [module.seen if trainer.world_size == 1 else [], plateau.state_dict()],
+        data.num_read,
+    )
 
 
 def write(folder: Path, network: torch.nn.Module, logs: list[Any], num_read: int) -> None:

@@ -1,4 +1,4 @@
-"""Several runs of one or more ranks, one after another, forked from a process that has imported their libraries once."""
+"""Several runs of one or more ranks, one after another, forked from a process that has imported the libraries."""
 
 from __future__ import annotations
 

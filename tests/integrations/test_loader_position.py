@@ -32,6 +32,19 @@ class Numbers(torch.utils.data.Dataset[float]):
         return index + random.random() / 8 + np.random.rand() / 8 + float(torch.rand(())) / 8  # noqa: NPY002
 
 
+class Plain(torch.utils.data.Dataset[int]):
+    """Numbers."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 class Stream(IterableDataset[int]):
     """Numbers one after another; its position is the next one."""
 
@@ -68,7 +81,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "with replacement": lambda: DataLoader(Numbers(), 2, sampler=RandomSampler(Numbers(), replacement=True)),
     "one share of two": lambda: DataLoader(Numbers(20), 2, sampler=DistributedSampler(Numbers(20), 2, 1)),
     "without batches": lambda: DataLoader(Numbers(), None, shuffle=True),
-    "a worker": lambda: DataLoader(range(10), 2, shuffle=True, num_workers=1, persistent_workers=True),
+    "a worker": lambda: DataLoader(Plain(10), 2, shuffle=True, num_workers=1, persistent_workers=True),
     "a stream": lambda: DataLoader(Stream(), 2),
     "a stream with a length": lambda: DataLoader(Sized(), 2),
     "stateful": lambda: StatefulDataLoader(Numbers(), 2, shuffle=True, generator=torch.Generator().manual_seed(3)),
@@ -116,8 +129,8 @@ def test_only_what_follows_is_read() -> None:
 
 
 def share(rank: int, size: int) -> PositionedLoader:
-    sampler = DistributedSampler(range(24), size, rank, seed=5)  # type: ignore[arg-type]  # a range is enough
-    return PositionedLoader(DataLoader(range(24), 2, sampler=sampler), data_rank=DataRank(rank, size))  # type: ignore[arg-type]
+    sampler = DistributedSampler(Plain(24), size, rank, seed=5)
+    return PositionedLoader(DataLoader(Plain(24), 2, sampler=sampler), data_rank=DataRank(rank, size))
 
 
 def test_another_number_of_ranks_goes_on_at_the_same_batch() -> None:

@@ -83,6 +83,12 @@ def test_settings_that_do_not_fit_are_all_told_at_once() -> None:
     attached.args.n_gpu = 2
     config = CheckpointConfig(export=(ExportConfig("peft"),))
     faults = "\n".join(problems(attached, config, has_adapter=True))
-    for name in ('save_strategy="no"', "load_best_model_at_end", "auto_find_batch_size", "DataParallel", "save_model()"):
+    for name in (
+        'save_strategy="no"',
+        "load_best_model_at_end",
+        "auto_find_batch_size",
+        "DataParallel",
+        "save_model()",
+    ):
         assert name in faults
     assert [*problems(trainer(), CheckpointConfig(), has_adapter=True)] == []

@@ -1,4 +1,4 @@
-"""Runs of transformers' Trainer and TRL's SFTTrainer for the tests: as their documentation writes them, and one line."""
+"""Runs of transformers' Trainer and TRL's SFTTrainer for the tests, as their documentation writes them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from trl import SFTConfig, SFTTrainer
 from titan_ckpt import CheckpointConfig, SaveConfig
 from titan_ckpt.integrations.transformers import attach
 
-SHAPE = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=32)
+SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -150,9 +150,9 @@ def sft(path: Path, interval: int, killed_at: int | None, lora: LoraConfig | Non
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of 32 words."""
     words = {word: number for number, word in enumerate(["<pad>", "<eos>", *(f"w{i}" for i in range(30))])}
-    bare = Tokenizer(WordLevel(words, unk_token="<pad>"))  # noqa: S106
+    bare = Tokenizer(WordLevel(words, unk_token="<pad>"))
     bare.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="<pad>", eos_token="<eos>")  # noqa: S106
+    return PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="<pad>", eos_token="<eos>")
 
 
 @contextmanager

@@ -158,7 +158,9 @@ class PositionedLoader:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at a position. Raises: LoadMismatchError for a position in different batches."""
         found, expected = self._facts(), state_dict["facts"]
-        if wrong := [f"{name} was {expected[name]}, now {found[name]}" for name in found if found[name] != expected[name]]:
+        if wrong := [
+            f"{name} was {expected[name]}, now {found[name]}" for name in found if found[name] != expected[name]
+        ]:
             raise LoadMismatchError(
                 f"the checkpoint's position is batch {state_dict['batches']} of epoch {state_dict['epoch']} of other "
                 f"batches: {'; '.join(wrong)}. Give the run the data settings it had, {_AFRESH}"
@@ -180,8 +182,9 @@ class PositionedLoader:
         same_order &= all(found[name] == expected[name] for name in ("batch_size", "seed"))
         if not alike or total % self.dp_world_size or first["source"] is not None or not same_order:
             raise LoadMismatchError(
-                f"the checkpoint has the positions of {len(state_dicts)} data-parallel ranks, {first['batches']} batches "
-                f"each, and {self.dp_world_size} ranks cannot continue there: resume with {len(state_dicts)}, {_AFRESH}"
+                f"the checkpoint has the positions of {len(state_dicts)} data-parallel ranks, {first['batches']} "
+                f"batches each, and {self.dp_world_size} ranks cannot continue there: resume with {len(state_dicts)}, "
+                f"{_AFRESH}"
             )
         batches = total // self.dp_world_size
         start = {"random": None, "generators": stored["generators"]}
@@ -207,8 +210,8 @@ class PositionedLoader:
             return None
         if not isinstance(self.inner, DataLoader):
             return (
-                f"{type(self.inner).__name__} is no DataLoader and has no state_dict and load_state_dict, so its position "
-                "is unknown: give it both"
+                f"{type(self.inner).__name__} is no DataLoader and has no state_dict and load_state_dict, so its "
+                "position is unknown: give it both"
             )
         dataset = self.inner.dataset
         if not isinstance(dataset, IterableDataset):
@@ -216,13 +219,13 @@ class PositionedLoader:
         name = type(dataset).__name__
         if not _has_state(dataset):
             return (
-                f"{name} is an IterableDataset without state_dict and load_state_dict, so a resume would read all of it "
-                "again: give it both, as datasets.IterableDataset has them"
+                f"{name} is an IterableDataset without state_dict and load_state_dict, so a resume would read all of "
+                "it again: give it both, as datasets.IterableDataset has them"
             )
         if self.inner.num_workers:
             return (
-                f"{name} is read by {self.inner.num_workers} worker processes, which keep their positions to themselves: "
-                "use 0 workers, or torchdata's StatefulDataLoader"
+                f"{name} is read by {self.inner.num_workers} worker processes, which keep their positions to "
+                "themselves: use 0 workers, or torchdata's StatefulDataLoader"
             )
         return None
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 _REFUSED = {
-    "FSDP": "it is FSDP1, which flattens parameters, so none of them has a shard with a name: use ModelParallelStrategy "
-    "(FSDP2)",
+    "FSDP": "it is FSDP1, which flattens parameters, so none of them has a shard with a name: use "
+    "ModelParallelStrategy (FSDP2)",
     "DeepSpeed": "its engine keeps weights and optimizer state in partitions of its own: use ModelParallelStrategy, or "
     "DeepSpeed's own checkpoints",
     "XLA": "only CPU and CUDA devices are supported",

@@ -44,7 +44,9 @@ def attach(trainer: Any, config: CheckpointConfig) -> TitanCheckpoint:
             "ModelCheckpoint out; checkpoint.save.interval says when titan_ckpt saves"
         )
     if trainer.reload_dataloaders_every_n_epochs:
-        faults.append("reload_dataloaders_every_n_epochs: a reloaded dataloader has no position to return to: leave it out")
+        faults.append(
+            "reload_dataloaders_every_n_epochs: a reloaded dataloader has no position to return to: leave it out"
+        )
     if faults:
         raise ConfigError(faults)
     package = type(trainer).__mro__[-2].__module__.partition(".trainer.")[0]
@@ -157,7 +159,9 @@ class _Progress:
         """Return the state that Lightning's own checkpoint has, without weights and optimizers."""
         trainer = self._trainer
         loops = trainer.fit_loop.state_dict()
-        loops["state_dict"] = {k: v for k, v in loops["state_dict"].items() if k != "combined_loader"}  # each rank's own
+        loops["state_dict"] = {
+            k: v for k, v in loops["state_dict"].items() if k != "combined_loader"
+        }  # each rank's own
         module: dict[str, Any] = {}
         trainer.lightning_module.on_save_checkpoint(module)
         return {
@@ -195,12 +199,8 @@ def _only(loaders: Any) -> list[Any]:
     try:
         len(found[0])
     except TypeError:
-        raise ConfigError(
-            [
-                "train_dataloaders: Lightning reads ahead in a loader without a length, so its position is not that of "
-                "the training: give its dataset __len__"
-            ]
-        ) from None
+        ahead = "Lightning reads ahead in a loader without a length, so its position is not that of the training"
+        raise ConfigError([f"train_dataloaders: {ahead}: give its dataset __len__"]) from None
     return [*found]
 
 
@@ -220,5 +220,3 @@ def _extend(loop: Any, name: str, then: Any, unless: Any = lambda loop: False) -
             then()
 
     setattr(loop, name, extended)
-
-

@@ -183,11 +183,9 @@ class _Attached(Trainer):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint:
+            newest = f"an attached trainer resumes from the newest step in {self.args.output_dir} by itself"
             raise ConfigError(
-                [
-                    "resume_from_checkpoint: an attached trainer resumes from the newest step in "
-                    f"{self.args.output_dir} by itself: leave it out. checkpoint.resume.step names an older step"
-                ]
+                [f"resume_from_checkpoint: {newest}: leave it out; checkpoint.resume.step names an older step"]
             )
         return super().train(None, *args, **kwargs)
 

@@ -1,7 +1,7 @@
 """TrainerLoader: the position of a Trainer in its data, inside of accelerate's wrapper.
 
-accelerate's own loop fetches one batch ahead, so that random numbers that a collator draws for the next batch would come
-before those of the step. This loop fetches each batch when it is asked for.
+accelerate's own loop fetches one batch ahead: random numbers that a collator draws for the next batch come before those
+of the step. This loop fetches each batch when it is asked for.
 Source: accelerate, data_loader.py DataLoaderShard.
 """
 
@@ -16,6 +16,12 @@ from titan_ckpt.components.data_position import DataRank
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.loader_position import PositionedLoader
 
+_DIVIDED = (
+    "data: accelerate divides an IterableDataset among ranks while it is read, which has no position to return to: "
+    "override get_train_dataloader to return torchdata's StatefulDataLoader over each rank's own share, or use a "
+    "dataset with a length"
+)
+
 
 class TrainerLoader(PositionedLoader):
     """The loader that an attached Trainer iterates over."""
@@ -26,13 +32,7 @@ class TrainerLoader(PositionedLoader):
         self._is_prepared = is_dispatched or type(loader) is DataLoaderShard
         inner = loader.base_dataloader if self._is_prepared else loader
         if is_dispatched or isinstance(getattr(inner, "dataset", None), IterableDatasetShard):
-            raise ConfigError(
-                [
-                    "data: accelerate divides an IterableDataset among ranks while it is read, which has no position to "
-                    "return to: override get_train_dataloader to return torchdata's StatefulDataLoader over each rank's "
-                    "own share, or use a dataset with a length"
-                ]
-            )
+            raise ConfigError([_DIVIDED])
         super().__init__(loader, inner, _share(inner))
 
     def set_epoch(self, epoch: int) -> None:

@@ -42,8 +42,9 @@ class RunProgress:
         """Set the TrainerState and the callbacks. Raises: ConfigError if other callbacks have state."""
         stored, own = json.loads(state_dict["callbacks"]), self._callbacks()
         if [name for name, _ in stored] != [name for name, _ in own]:
+            before, now = ([name for name, _ in found] for found in (stored, own))
             raise ConfigError(
-                [f"callbacks: those with state were {[n for n, _ in stored]}, and are {[n for n, _ in own]} in this run"]
+                [f"callbacks: those with state were {before}, and are {now}: give the trainer the same ones"]
             )
         for (_, callback), (_, attributes) in zip(own, stored, strict=True):
             vars(callback).update(attributes)

@@ -49,8 +49,8 @@ def _of_the_strategy(trainer: Any) -> Iterator[str]:
 def _of_the_arguments(args: Any) -> Iterator[str]:
     if args.save_strategy != "no":
         yield (
-            f'save_strategy is "{args.save_strategy.value}", so the Trainer would write checkpoints of its own too: set '
-            'save_strategy="no"; checkpoint.save.interval says when titan_ckpt saves'
+            f'save_strategy is "{args.save_strategy.value}", so the Trainer would write checkpoints of its own too: '
+            'set save_strategy="no"; checkpoint.save.interval says when titan_ckpt saves'
         )
     if args.load_best_model_at_end:
         yield "load_best_model_at_end: leave it out; checkpoint.save.keep.best keeps the best steps"

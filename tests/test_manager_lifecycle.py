@@ -447,3 +447,28 @@ def test_without_an_optimizer_a_save_returns_when_its_copy_is_taken(tmp_path: Pa
             m.wait()
             stored = load_file(tmp_path / "checkpoints" / f"step-{step}" / "rank-00000.safetensors")
             assert stored["model.weight"].eq(step).all()
+
+
+def test_memory_for_the_first_copy_is_made_ready_before_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While no save is due: the first one finds the plan and the memory that later ones use."""
+    made: list[WritePlan] = []
+    init = StagedFile.__init__
+
+    def count(self: StagedFile, plan: WritePlan, **settings: bool) -> None:
+        made.append(plan)
+        init(self, plan, **settings)
+
+    monkeypatch.setattr(StagedFile, "__init__", count)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    save = SaveConfig(interval=2, async_mode="thread")
+    config = CheckpointConfig(save=save)
+    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path) as m:
+        for step in range(1, 5):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            assert m.save(step) is (step % 2 == 0)
+            assert len(made) == 1
+    assert steps_in(tmp_path) == ["step-2", "step-4"]

@@ -200,10 +200,13 @@ class CheckpointManager:
         self._check_open()
         self._half_loaded.refuse(f"step {step} is not saved")
         saved = False
+        due = force or policy.is_due(step, self.config.save, last_step)
         if self._saver is not None and not self._knows_state:
             self._coordinator.together("first step", self._run.check_stepped)
             self._knows_state = True
-        due = force or policy.is_due(step, self.config.save, last_step)
+            if not due:  # there is time to make the memory of the first save ready
+                model = self._model_to_save
+                self._saver.prepare(self._coordinator.together("prepare", lambda: self._run.large_tensors(model())))
         self._note_last(step, last_step)
         if self._saver is not None and due and step != self.last_step.saved:
             finite = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}

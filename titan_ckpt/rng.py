@@ -1,4 +1,4 @@
-"""State of this process's random number generators: Python, NumPy, torch CPU and the current CUDA device."""
+"""State of this process's random number generators: Python, NumPy, and torch on the CPU and on all CUDA devices."""
 
 from __future__ import annotations
 
@@ -21,18 +21,33 @@ class RandomState:
         }
         if torch.cuda.is_available():
             state["cuda"] = torch.cuda.get_rng_state()
+            if others := _other_devices():  # of a process that trains on several; by number, as its code names them
+                state["cuda_others"] = {str(i): torch.cuda.get_rng_state(i) for i in others}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set every generator; CUDA's only if both the state and this process have it."""
+        """Set every generator; those of CUDA devices only if both the state and this process have them.
+
+        The state of the device that was the current one goes to the one that is now: a rank may get another device.
+        """
         random.setstate(state_dict["python"])
         np.random.set_state(state_dict["numpy"])  # noqa: NPY002
         torch.set_rng_state(state_dict["torch"])
         if "cuda" in state_dict and torch.cuda.is_available():
             torch.cuda.set_rng_state(state_dict["cuda"])
+            others = state_dict.get("cuda_others", {})
+            for i in _other_devices():
+                if str(i) in others:
+                    torch.cuda.set_rng_state(others[str(i)], i)
 
     def reseed(self, seed: int) -> None:
         """Seed every generator; a generator left as it is would repeat the numbers of the start of the run."""
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
         torch.manual_seed(seed)
+
+
+def _other_devices() -> list[int]:
+    """Return the numbers of the visible CUDA devices except the current one. A generator's state takes no memory."""
+    current = torch.cuda.current_device()
+    return [i for i in range(torch.cuda.device_count()) if i != current]

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from titan_ckpt.components.run_state import Mark, RunState, Snapshot
 from titan_ckpt.config import SaveConfig
 from titan_ckpt.directory.directory import CheckpointDirectory, os_errors_as
 from titan_ckpt.directory.manifest import FileRecord, Kind, Manifest
-from titan_ckpt.disk import posix
+from titan_ckpt.disk import cuda, posix
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.replicas import check_replicas
 from titan_ckpt.encoding import typed_json
@@ -79,6 +80,16 @@ class SaveHandle:
             self._error, self._failed = error, True
             _unheard[id(self)] = self
         self._done.set()
+
+    def start(self, act: Callable[[], None], name: str) -> None:
+        """Do the same in a thread, whose device is this thread's."""
+        as_here = cuda.as_here()
+
+        def run() -> None:
+            as_here()
+            act()
+
+        threading.Thread(target=self.run, args=(run,), name=name).start()
 
     def succeeded(self) -> bool:
         """Block until the save has ended and return whether it is committed; `wait` still raises its error."""
@@ -177,7 +188,7 @@ class Saver:
         error: Exception | None = None
         file: StagedFile | None = None
         try:
-            file = self._file_for(plan, snapshot)
+            file = self._file_for(plan, snapshot.tensors)
             self._staging = file.begin(snapshot.frozen_tensors())
             self._staged = request.step, snapshot.tensors
             if snapshot.made:
@@ -195,15 +206,25 @@ class Saver:
             return file.write(folder)
 
         handle = self._handle = SaveHandle(request.step)
-        act = partial(commit, write_staged)
-        threading.Thread(target=handle.run, args=(act,), name=f"titan_ckpt save {request.step}").start()
+        handle.start(partial(commit, write_staged), f"titan_ckpt save {request.step}")
         return handle
 
-    def _file_for(self, plan: WritePlan, snapshot: Snapshot) -> StagedFile:
+    def prepare(self, tensors: StateDict) -> None:
+        """Plan saves of these tensors, and begin to make memory for their copies ready in the background. Collective.
+
+        For a step that is not due: the first save then finds memory that is touched and page-locked.
+        Raises: StateEncodingError for a tensor that cannot be stored.
+        """
+        if self._config.async_mode != "disabled" and self._plan is None:
+            self._plan = WritePlan.of(tensors, self._coordinator)
+            with suppress(OSError, MemoryError):  # the save will meet it again, and raise on all ranks
+                self._file_for(self._plan, tensors)
+
+    def _file_for(self, plan: WritePlan, tensors: StateDict) -> StagedFile:
         """Return the memory for a copy; that of the last save, if the plan is the same."""
         if self._file is None or self._file.plan is not plan:
             self._release()  # the old memory comes back before the new is taken
-            pinned = any(tensor.device.type == "cuda" for tensor in snapshot.tensors.values())
+            pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
             self._file = StagedFile(plan, pinned=pinned, in_process=self._config.async_mode == "process")
         return self._file
 
@@ -230,7 +251,7 @@ class Saver:
             else:  # the save's own handle has its error
                 logger.warning("the exports of step %d are left out, because its save has failed", step)
 
-        threading.Thread(target=handle.run, args=(make_after_save,), name=f"titan_ckpt export {step}").start()
+        handle.start(make_after_save, f"titan_ckpt export {step}")
 
     def _state_files(self, snapshot: Snapshot) -> dict[str, bytes]:
         """Return the JSON files that this rank writes. Collective.

@@ -85,6 +85,7 @@ def test_a_writer_process_ends_with_its_trainer_though_a_fork_holds_its_line() -
     trainer = os.fork()
     if trainer == 0:
         writer = WriterProcess(SharedBuffer.allocate(4096))
+        assert b"CUDA_VISIBLE_DEVICES=" in Path(f"/proc/{writer._process.pid}/environ").read_bytes().split(b"\0")
         fork = os.fork()
         if fork:
             os.write(write, json.dumps([writer._process.pid, fork]).encode())

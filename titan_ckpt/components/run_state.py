@@ -173,7 +173,7 @@ class RunState:
                 "was built on meta (to_empty), and run a lazy one once, before it is saved",
                 names[0],
             )
-        tensors: StateDict = {MODEL + fqn: value for fqn, value in model.tensors.items()}
+        tensors: StateDict = _named(model)
         run: dict[str, Any] = {"step": step}
         if "model" not in self.left_out and (extra := self.model.extra_state() | model.values):
             run["model"] = extra
@@ -198,6 +198,11 @@ class RunState:
         }
         components = tuple(c for c in COMPONENTS if has.get(c, True) and c not in self.left_out)
         return Snapshot(tensors, run, counters.rank, components, volatile, made)
+
+    def large_tensors(self, model: ModelState) -> StateDict:
+        """Return the tensors of the model and the optimizers, as `snapshot` does; asks nothing else of the run."""
+        optimizer = self.optimizer
+        return _named(model) | (optimizer.split()[0] if optimizer is not None else {})
 
     def _counters(self) -> Snapshot:
         """Return state besides weights and optimizer state; generators last, because the others may use them."""
@@ -443,6 +448,10 @@ def _scheduled(states: Sequence[Any]) -> frozenset[str]:
     inner = [_scheduled(state["_schedulers"]) for state in states if type(state) is dict and "_schedulers" in state]
     cycle = any(type(state) is dict and state.get("cycle_momentum") for state in states)
     return frozenset({"lr"} if states else ()).union(_MOMENTA if cycle else (), *inner)
+
+
+def _named(model: ModelState) -> StateDict:
+    return {MODEL + fqn: value for fqn, value in model.tensors.items()}
 
 
 def _is_in(name: str, parameters: Collection[str]) -> bool:

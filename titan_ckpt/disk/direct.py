@@ -14,14 +14,16 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
 
 import torch
 
-from titan_ckpt.disk import posix
+from titan_ckpt.disk import cuda, posix
 from titan_ckpt.disk.kernel import libc
 from titan_ckpt.disk.memory import ALIGNMENT, Buffer, round_up
 from titan_ckpt.errors import CorruptCheckpointError
@@ -63,13 +65,16 @@ def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_w
     the caller's thread does all the work.
     """
     todo, end = iter(items), object()
+    as_here = cuda.as_here()
     errors: list[BaseException] = []
     busy: set[int] = set()
     changed = threading.Condition()
 
-    def work() -> None:
+    def work(first_call: Callable[[], None] | None = None) -> None:
         thread = threading.get_ident()
         try:
+            if first_call is not None:
+                first_call()
             while True:
                 with changed:
                     item = end if errors else next(todo, end)
@@ -87,7 +92,7 @@ def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_w
     threads: list[threading.Thread] = []
     try:
         for _ in range(num_workers - 1):
-            thread = threading.Thread(target=work, name="titan_ckpt-io", daemon=True)
+            thread = threading.Thread(target=work, args=(as_here,), name="titan_ckpt-io", daemon=True)
             try:
                 thread.start()
             except RuntimeError:
@@ -108,9 +113,11 @@ def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_w
 def meanwhile(action: Callable[[], None]) -> Iterator[None]:
     """Run the action in a second thread while the block runs; leaving waits for it and raises its error."""
     errors: list[BaseException] = []
+    as_here = cuda.as_here()
 
     def run() -> None:
         try:
+            as_here()
             action()
         except BaseException as error:
             errors.append(error)
@@ -125,22 +132,66 @@ def meanwhile(action: Callable[[], None]) -> Iterator[None]:
         raise errors[0]
 
 
-_bounces: list[Buffer] = []
+@dataclass(slots=True, eq=False)
+class _Bounce:
+    buffer: Buffer
+    pinned: bool | None = None
+    """Whether the memory is page-locked; None until CUDA was asked."""
+    copies: Sequence[torch.cuda.Event] = ()
+    """Ends of the copies to devices that still read the buffer."""
+
+    @property
+    def is_read(self) -> bool:
+        return not all(event.query() for event in self.copies)
+
+
+_bounces: deque[_Bounce] = deque()
+"""Buffers that nobody uses; the one used last, which the processor's cache may hold, is the last one."""
+
+os.register_at_fork(after_in_child=lambda: _bounces.clear())  # a child does not inherit page-locked memory
 
 
 @contextmanager
 def bounce_buffer() -> Iterator[Buffer]:
-    """Lend an aligned buffer of IO_BYTES; buffers stay for later saves and loads, at most one per worker exists."""
+    """Lend an aligned buffer of IO_BYTES, page-locked if CUDA is in use. Buffers stay for later saves and loads.
+
+    There is at most one per worker, and two while devices read them: a worker fills one while the other is copied.
+    """
+    bounce = _take_bounce()
+    if bounce.pinned is None and cuda.in_use():
+        bounce.buffer.tensor.zero_()
+        bounce.pinned = cuda.pin(bounce.buffer)
     try:
-        buffer = _bounces.pop()
-    except IndexError:  # `if _bounces` first would race with other threads
-        buffer = Buffer.allocate(IO_BYTES)
-        if torch.cuda.is_initialized():
-            buffer.pin()
-    try:
-        yield buffer
+        yield bounce.buffer
     finally:
-        _bounces.append(buffer)
+        bounce.copies = cuda.take_uploads()
+        _bounces.append(bounce)
+
+
+def _take_bounce() -> _Bounce:
+    try:
+        bounce = _bounces.pop()
+    except IndexError:  # `if _bounces` first would race with other threads
+        return _Bounce(Buffer.allocate(IO_BYTES))
+    if not bounce.is_read:
+        return bounce
+    _bounces.append(bounce)
+    if len(_bounces) < NUM_WORKERS:
+        return _Bounce(Buffer.allocate(IO_BYTES))
+    try:
+        bounce = _bounces.popleft()
+    except IndexError:
+        return _Bounce(Buffer.allocate(IO_BYTES))
+    for event in bounce.copies:
+        event.synchronize()
+    return bounce
+
+
+def finish_uploads() -> None:
+    """Wait for all copies from bounce buffers to devices. Called when no thread uses one."""
+    for bounce in tuple(_bounces):
+        for event in bounce.copies:
+            event.synchronize()
 
 
 def open_direct(path: Path, flags: int) -> int:

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import mmap
 import os
 from dataclasses import dataclass
 
 import torch
-
-logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
 """Bytes. Direct I/O needs offsets, lengths and memory aligned to the device's logical block; 4 KiB suits all."""
@@ -55,19 +52,14 @@ class Buffer:
             self.view[start : start + num_bytes], self.tensor[start : start + num_bytes], self.address + start
         )
 
-    def pin(self) -> bool:
-        """Pin the pages for the copy engines of CUDA devices; return whether that worked.
+    def keep_from_children(self) -> None:
+        """Leave the memory out of processes that are forked from now on, which never use it.
 
-        Registers existing memory, because allocating pinned memory rounds the size up to a power of two.
+        A fork would share its pages, and the next write to each would copy it first.
         """
-        status = int(torch.cuda.cudart().cudaHostRegister(self.address, len(self.view), 0))
-        if status:
-            logger.warning("cannot pin %d bytes (CUDA error %d): copies will be slower", len(self.view), status)
-        return not status
-
-    def unpin(self) -> None:
-        """Undo `pin`."""
-        torch.cuda.cudart().cudaHostUnregister(self.address)
+        mapping = self.view.obj
+        if isinstance(mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTFORK"):
+            mapping.madvise(mmap.MADV_DONTFORK)
 
 
 @dataclass(frozen=True, slots=True)

@@ -315,15 +315,3 @@ def test_a_dataloader_that_draws_when_asked_for_its_state_disturbs_nothing(tmp_p
         m.load()
         assert not loader.calls
         assert torch.equal(torch.get_rng_state(), after)
-
-
-@pytest.mark.gpu
-def test_a_devices_generator_is_restored_with_the_others(tmp_path: Path) -> None:
-    """A resumed run draws the numbers on a CUDA device that the run would have drawn there."""
-    with manager(tmp_path) as m:
-        m.save(1)
-    drawn = torch.rand(8, device="cuda")
-    torch.cuda.manual_seed(99)
-    with manager(tmp_path) as m:
-        m.load()
-    assert torch.equal(torch.rand(8, device="cuda"), drawn)

@@ -2,8 +2,9 @@
 
 Owns the arena's memory and the copy into it. Decides neither what is saved nor when, and writes no files.
 
-Fresh memory is slow: its first touch costs ten times the copy. So the arena is allocated and touched before the first
-save and used for every later save. It is as large as this rank's file; an asynchronous save needs no other memory.
+Fresh memory is slow: its first touch costs ten times the copy, and page-locking it as much again. So it is made ready
+in a thread and used for every later save. It is as large as this rank's file; an asynchronous save needs no other
+memory.
 """
 
 from __future__ import annotations
@@ -14,58 +15,84 @@ from collections.abc import Sequence
 
 import torch
 
+from titan_ckpt.disk import cuda
 from titan_ckpt.disk.direct import IO_BYTES, num_copy_workers, run_workers
 from titan_ckpt.disk.memory import ALIGNMENT, Buffer, SharedBuffer, round_up
 from titan_ckpt.formats.native.segments import Places, Segments
+
+COPY_BYTES = 32 << 20
+"""Bytes that are copied from a device before the next look at what is in flight; divides cuda.REGISTERED_BYTES."""
 
 
 class StagingHandle:
     """A running copy into the arena."""
 
     def __init__(self, segments: Segments, arena: Arena) -> None:
+        """Start the copy, after all work that this thread has enqueued on the tensors' devices."""
         self._segments: Segments | None = segments
-        self._event: torch.cuda.Event | None = None
+        self._streams = cuda.CopyStreams(segments.devices) if segments.devices else None
+        self._is_waited_for = threading.Event()
+        self._is_issued = threading.Event()
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        if segments.has_device_tensors:
-            self._event = arena.copy_from_device(segments)
-        else:
-            self._thread = threading.Thread(target=self._copy, args=(arena,), name="titan_ckpt-staging", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._copy, args=(arena,), name="titan_ckpt-staging", daemon=True)
+        self._thread.start()
 
     def _copy(self, arena: Arena) -> None:
         assert self._segments is not None
         try:
-            arena.copy_from_host(self._segments)
+            if self._streams is None:
+                arena.copy_from_host(self._segments)
+            else:
+                self._copy_from_devices(self._segments, self._streams, arena)
         except BaseException as error:
             self._error = error
+        finally:
+            self._is_issued.set()
+
+    def _copy_from_devices(self, segments: Segments, streams: cuda.CopyStreams, arena: Arena) -> None:
+        """Copy piece by piece; all that is left at once when training waits for it."""
+        target = arena.buffer
+        streams.enter()
+        try:
+            for start in range(0, arena.num_bytes, COPY_BYTES):
+                segments.enqueue(start, min(start + COPY_BYTES, arena.num_bytes), target, start)
+                streams.end_piece(wait=not self._is_waited_for.is_set())
+            self._is_issued.set()
+        finally:
+            streams.finish()
 
     def wait(self) -> None:
         """Return when the live tensors may change again. Called right before the optimizer step.
 
-        For tensors on a device only the current stream waits, not this thread. Raises: what the copy raised.
+        For tensors on a device only the current stream waits for the copy. Raises: what the copy raised.
         """
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
-        else:
-            self.finish()
+        self._is_waited_for.set()
+        self._is_issued.wait()
+        if self._error is not None:
+            raise self._error
+        if self._streams is not None:
+            self._streams.join()
 
     def finish(self) -> None:
-        """Block until the arena holds all bytes. Called by the writing thread. Raises: what the copy raised."""
-        if self._event is not None:
-            self._event.synchronize()
-        if self._thread is not None:
-            self._thread.join()
-        self._segments = None
+        """Block until the arena holds all bytes. Called by the writing thread. Raises: what the copy raised.
+
+        Until then the tensors are kept, also those that nobody else holds: a copy may still read them.
+        """
+        self.join()
         if self._error is not None:
             raise self._error
 
+    def join(self) -> None:
+        """Block until nothing is being copied any more."""
+        self._thread.join()
+        self._segments = None
+
 
 class Arena:
-    """Reusable host memory for one staged save. It is pinned where tensors are on a device."""
+    """Reusable host memory for one staged save. It is page-locked where tensors are on a device."""
 
     def __init__(self, num_bytes: int, *, pinned: bool, beside: bytes = b"", shared: bool = False) -> None:
-        """Allocate and touch the memory.
+        """Map the memory, and begin to touch and page-lock it in a thread.
 
         `num_bytes`: size of the data section. `beside`: bytes that are put behind it, at `beside_at`. `shared`: another
         process can map the memory.
@@ -74,42 +101,61 @@ class Arena:
         self.beside_at = round_up(num_bytes)
         size = self.beside_at + round_up(len(beside))
         self.shared = SharedBuffer.allocate(max(size, ALIGNMENT)) if shared else None
-        self.buffer = self.shared.buffer if self.shared else Buffer.allocate(size)
-        self.buffer.view[self.beside_at : self.beside_at + len(beside)] = beside
-        self._pinned = pinned and self.buffer.pin()
-        self._stream: torch.cuda.Stream | None = None
-        run_workers(range(0, num_bytes, IO_BYTES), self._touch, num_copy_workers())
+        self._buffer = self.shared.buffer if self.shared else Buffer.allocate(size)
+        self._buffer.keep_from_children()
+        self._buffer.view[self.beside_at : self.beside_at + len(beside)] = beside
+        self._pinned = False
+        self._copying: StagingHandle | None = None
+        self._as_here = cuda.as_here()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._prepare, args=(pinned,), name="titan_ckpt-arena", daemon=True)
+        self._thread.start()
+
+    def _prepare(self, pinned: bool) -> None:
+        """Touch the memory, then page-lock it, or take page-locked memory of CUDA's own in its place."""
+        try:
+            self._as_here()
+            run_workers(range(0, self.num_bytes, IO_BYTES), self._touch, num_copy_workers())
+            if not pinned:
+                return
+            self._pinned = cuda.pin(self._buffer)
+            if not self._pinned and self.shared is None:  # shared memory has to stay where it is
+                self._buffer = cuda.allocate_pinned(len(self._buffer.view)) or self._buffer
+        except BaseException as error:
+            self._error = error
 
     def _touch(self, start: int) -> None:
-        self.buffer.tensor[start : min(start + IO_BYTES, self.num_bytes)].zero_()
+        self._buffer.tensor[start : min(start + IO_BYTES, self.num_bytes)].zero_()
+
+    @property
+    def buffer(self) -> Buffer:
+        """Return the memory when it is ready. Raises: what kept it from being so."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._buffer
 
     def stage(self, places: Places, tensors: Sequence[torch.Tensor]) -> StagingHandle:
         """Start to copy the tensors. They must not change before `wait` of the handle returns."""
-        return StagingHandle(Segments(places, tensors), self)
+        self._copying = StagingHandle(Segments(places, tensors), self)
+        return self._copying
 
     def copy_from_host(self, segments: Segments) -> None:
         """Copy all segments with several threads."""
+        target = self.buffer
 
         def fill(start: int) -> None:
-            segments.fill(start, min(start + IO_BYTES, self.num_bytes), self.buffer, start)
+            segments.fill(start, min(start + IO_BYTES, self.num_bytes), target, start)
 
         run_workers(range(0, self.num_bytes, IO_BYTES), fill, num_copy_workers())
 
-    def copy_from_device(self, segments: Segments) -> torch.cuda.Event:
-        """Enqueue the copies on a side stream, after the work of the current stream; return the event of their end."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            segments.enqueue(self.buffer)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return event
-
     def close(self) -> None:
-        """Unpin the pages. The memory is freed with the last view of it."""
+        """Unlock the pages when no copy is under way. The memory is freed with the last view of it."""
+        self._thread.join()
+        if self._copying is not None:
+            self._copying.join()
         if self._pinned:
-            self.buffer.unpin()
+            cuda.unpin(self._buffer)
             self._pinned = False
         if self.shared is not None:
             os.close(self.shared.fd)

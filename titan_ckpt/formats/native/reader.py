@@ -304,7 +304,7 @@ def _reshaped(
     try:
         return into.view(request.chunk.sizes)
     except RuntimeError:
-        aside = torch.empty(request.chunk.sizes, dtype=into.dtype)
+        aside = torch.empty(request.chunk.sizes, dtype=into.dtype, device=into.device)
         arranged.append((into, aside))
         return aside
 

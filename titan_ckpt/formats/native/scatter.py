@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from titan_ckpt.disk.cuda import upload
 from titan_ckpt.disk.memory import Buffer, bytes_at, is_plain_memory, move_bytes
 from titan_ckpt.geometry.boxes import boxes_of_range, element_span
 from titan_ckpt.geometry.chunks import Chunk, Shape
@@ -70,11 +71,14 @@ def scatter(transfers: Sequence[Transfer], window: Window, bounce: Buffer) -> No
     """Copy to each target its part of the window, which the bounce buffer holds."""
     start, stop = window
     base = bounce.address - start
+    copies = {torch.device("cpu"): bounce.tensor}
     for t in transfers:
         if t.rows is not None:
             _scatter_rows(t.first, t.stop, t.rows, window, bounce)
         elif not t.address:
-            _scatter_box(t, window, bounce)
+            if (device := t.into.device) not in copies:  # all of the window at once; casts and strides are made there
+                copies[device] = upload(bounce.tensor[: stop - start], device)
+            _scatter_box(t, window, copies[device])
         elif t.first >= start and t.stop <= stop:
             move_bytes(t.address, base + t.first, t.stop - t.first)
         else:
@@ -102,8 +106,11 @@ def _scatter_rows(first: int, last: int, rows: Rows, window: Window, bounce: Buf
 
 
 @torch.no_grad()
-def _scatter_box(t: Transfer, window: Window, bounce: Buffer) -> None:
-    """Copy the window's part of a box, with strides and casts. An element is never cut by a window."""
+def _scatter_box(t: Transfer, window: Window, values: torch.Tensor) -> None:
+    """Copy the window's part of a box, with strides and casts, from the window's bytes on the target's device.
+
+    An element is never cut by a window.
+    """
     start, stop = window
     itemsize = t.dtype.itemsize
     low = (max(start, t.first) - t.start) // itemsize
@@ -114,5 +121,5 @@ def _scatter_box(t: Transfer, window: Window, bounce: Buffer) -> None:
         if part is None:
             continue
         at = t.start + element_span(t.sizes, box)[0] * itemsize - start
-        source = bounce.tensor[at : at + box.numel * itemsize].view(t.dtype).view(box.sizes)
+        source = values[at : at + box.numel * itemsize].view(t.dtype).view(box.sizes)
         t.into[part.within(wanted)].copy_(source[part.within(box)])

@@ -15,6 +15,7 @@ from typing import Self
 
 import torch
 
+from titan_ckpt.disk import cuda
 from titan_ckpt.disk.memory import Buffer, is_plain_memory, move_bytes
 
 _PACKED_BYTES = 256 << 10
@@ -66,7 +67,11 @@ class Segments:
     def __init__(self, places: Places, tensors: Sequence[torch.Tensor]) -> None:
         self._starts, self._sizes, self._tensors = places.starts, places.sizes, tensors
         on_host = [tensor.is_cpu for tensor in tensors]
-        self.has_device_tensors = not all(on_host)
+        self._elsewhere = [i for i, here in enumerate(on_host) if not here]
+        self.devices = list({tensors[i].device: None for i in self._elsewhere if tensors[i].is_cuda})
+        """CUDA devices, which copy while this thread goes on. Copies from other devices are waited for one by one."""
+        if len(self.devices) > 1:  # worker threads take over the stream of the current device alone
+            cuda.settle(self.devices)
         self._packs = [pack for pack in places.packs if all(on_host[slice(*pack)])]
         self._addresses = [0] * len(tensors)
         alone, position = [], 0
@@ -79,6 +84,11 @@ class Segments:
 
     def fill(self, start: int, stop: int, target: Buffer, at: int = 0) -> None:
         """Copy bytes [start, stop) of the run to byte `at` of the target. Several threads may fill different parts."""
+        self.enqueue(start, stop, target, at)
+        cuda.settle(self.devices)
+
+    def enqueue(self, start: int, stop: int, target: Buffer, at: int = 0) -> None:
+        """Do the same, without waiting for devices: they copy on the current streams, into page-locked memory."""
         first = max(0, bisect_right(self._starts, start) - 1)
         last = bisect_left(self._starts, stop)
         for a, b in self._packs[bisect_left(self._packs, first, key=itemgetter(1)) :]:
@@ -87,6 +97,8 @@ class Segments:
             self._fill_each(first, a, start, stop, target, at)
             first = self._fill_pack(max(a, first), min(b, last), start, stop, target, at)
         self._fill_each(first, last, start, stop, target, at)
+        if self._elsewhere:
+            self._enqueue_each(start, stop, target, at)
 
     @torch.no_grad()
     def _fill_pack(self, first: int, last: int, start: int, stop: int, target: Buffer, at: int) -> int:
@@ -115,34 +127,36 @@ class Segments:
                 continue
             if address:
                 move_bytes(base + begin, address + begin - low, high - begin)
-            else:
+            elif self._tensors[i].is_cpu:
                 tensor, itemsize = self._tensors[i].detach(), self._tensors[i].dtype.itemsize
                 out = target.tensor[at + begin - start : at + high - start].view(tensor.dtype)
                 _copy_range(tensor, (begin - low) // itemsize, (high - low) // itemsize, out)
 
     @torch.no_grad()
-    def enqueue(self, target: Buffer) -> None:
-        """Copy everything to the start of the target; device tensors on the current stream, without waiting for it.
+    def _enqueue_each(self, start: int, stop: int, target: Buffer, at: int) -> None:
+        """Copy the device tensors' bytes of the range.
 
         Small neighbours are packed on the device first: separate copies would take longer than moving all the bytes.
         """
         packed: list[int] = []
-        for i, tensor in enumerate(self._tensors):
-            if not self._sizes[i]:
+        run = self._elsewhere
+        for i in run[bisect_right(run, start, key=self._end) : bisect_left(run, stop, key=self._starts.__getitem__)]:
+            low, size = self._starts[i], self._sizes[i]
+            begin, end = max(start, low), min(stop, low + size)
+            if not size:
                 continue
-            small = not tensor.is_cpu and self._sizes[i] < _PACKED_BYTES
-            if packed and not (small and self._starts[i] == self._end(packed[-1]) and self._fits(packed, i)):
-                self._enqueue_packed(packed, target)
+            small = end - begin == size < _PACKED_BYTES
+            if packed and not (small and low == self._end(packed[-1]) and self._fits(packed, i)):
+                self._enqueue_packed(packed, target, at - start)
                 packed = []
             if small:
                 packed.append(i)
-            elif self._addresses[i]:
-                move_bytes(target.address + self._starts[i], self._addresses[i], self._sizes[i])
             else:
-                out = target.tensor[self._starts[i] : self._end(i)].view(tensor.dtype).view(tensor.shape)
-                out.copy_(tensor.detach(), non_blocking=True)
+                tensor, itemsize = self._tensors[i].detach(), self._tensors[i].dtype.itemsize
+                out = target.tensor[at + begin - start : at + end - start].view(tensor.dtype)
+                _copy_range(tensor, (begin - low) // itemsize, (end - low) // itemsize, out)
         if packed:
-            self._enqueue_packed(packed, target)
+            self._enqueue_packed(packed, target, at - start)
 
     def _end(self, i: int) -> int:
         return self._starts[i] + self._sizes[i]
@@ -151,10 +165,12 @@ class Segments:
         same_device = self._tensors[packed[0]].device == self._tensors[i].device
         return same_device and self._end(i) - self._starts[packed[0]] <= _PACK_BYTES
 
-    def _enqueue_packed(self, packed: list[int], target: Buffer) -> None:
+    def _enqueue_packed(self, packed: list[int], target: Buffer, shift: int) -> None:
         values = [self._tensors[i].detach().resolve_conj().resolve_neg().reshape(-1) for i in packed]
         block = torch.cat([value.contiguous().view(torch.uint8) for value in values])
-        target.tensor[self._starts[packed[0]] : self._end(packed[-1])].copy_(block, non_blocking=True)
+        target.tensor[shift + self._starts[packed[0]] : shift + self._end(packed[-1])].copy_(
+            block, non_blocking=block.is_cuda
+        )
 
 
 def _copy_range(source: torch.Tensor, start: int, stop: int, flat: torch.Tensor) -> None:
@@ -165,7 +181,7 @@ def _copy_range(source: torch.Tensor, start: int, stop: int, flat: torch.Tensor)
     if start == stop:
         return
     if source.is_contiguous():
-        flat.copy_(source.reshape(-1)[start:stop])
+        _copy(source.reshape(-1)[start:stop], flat)
         return
     row = source[0].numel()
     first, last = -(-start // row), stop // row
@@ -177,6 +193,17 @@ def _copy_range(source: torch.Tensor, start: int, stop: int, flat: torch.Tensor)
         _copy_range(source[first - 1], row - head, row, flat[:head])
     body = (last - first) * row
     if body:
-        flat[head : head + body].view(last - first, *source.shape[1:]).copy_(source[first:last])
+        _copy(source[first:last], flat[head : head + body].view(last - first, *source.shape[1:]))
     if head + body < stop - start:
         _copy_range(source[last], 0, stop - last * row, flat[head + body :])
+
+
+def _copy(source: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy values into host memory of their shape; from a CUDA device without waiting.
+
+    Conjugation and negation are made on the device: torch would make them here, before the values have come.
+    """
+    if source.is_cuda:
+        out.copy_(source.resolve_conj().resolve_neg(), non_blocking=True)
+    else:
+        out.copy_(source)

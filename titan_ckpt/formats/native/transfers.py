@@ -18,6 +18,7 @@ from titan_ckpt.disk.direct import (
     NUM_WORKERS,
     FileReader,
     bounce_buffer,
+    finish_uploads,
     num_copy_workers,
     run_workers,
 )
@@ -63,6 +64,7 @@ def execute(readers: Sequence[BlockReader], *, fill: bool = True) -> None:
     try:
         with progress.shown("loading" if fill else "verifying", total):
             run_workers(todo, read, num_workers)
+            finish_uploads()
     except CorruptCheckpointError as error:
         cause = error
     bad = [reader for reader in readers if reader.bad]

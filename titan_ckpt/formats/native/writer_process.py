@@ -31,6 +31,9 @@ _OF_THE_TRAINER = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1,
 _MAIN = f"from {__name__} import main; main()"
 """Not `-m`, which would warn that the package has imported the module before."""
 
+_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": ""}
+"""The process sees no device, so that nothing it imports can take memory of one."""
+
 _LOOK_SECONDS = 1.0
 """How long a writer may outlive its trainer if its input stays open."""
 
@@ -48,7 +51,9 @@ class WriterProcess:
                 stdout=subprocess.PIPE,
                 text=True,
                 pass_fds=[shared.fd],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # where the trainer found us
+                env=os.environ
+                | _ENVIRONMENT
+                | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # where it found us
                 start_new_session=True,  # a Ctrl-C reaches the trainer alone, which may finish the save in flight
             )
         finally:

@@ -232,7 +232,15 @@ def _put(piece: FilePiece, box: Chunk, target: torch.Tensor) -> None:
     values = piece.view[start // step : -(-stop // step)]
     if start % step or stop % step:
         values = values.reshape(-1, *box.sizes[1:])[start % step :][: box.sizes[0]]
-    target.view(values.shape).copy_(values)
+    target.view(values.shape).copy_(_cast(values, target.dtype))
+
+
+def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a device's values in this dtype, so that they are cast there; the host's own are cast as they are copied.
+
+    torch would copy the values as they are to fresh host memory that is not page-locked, and cast them there.
+    """
+    return values if values.is_cpu else values.to(dtype)
 
 
 def create_file(path: Path, layout: Layout) -> None:
@@ -278,7 +286,7 @@ def _write(block: _Block) -> None:
     with bounce_buffer() as bounce:
         data = bounce.view[first : first + num_bytes]
         values = bounce.tensor[first : first + num_bytes].view(dtype).view(view.shape)
-        values.copy_(view)
+        values.copy_(_cast(view, dtype))
         block.written.note(block.number, data)
         if isinstance(target, tuple):
             target[0].write(data, target[1])

@@ -4,8 +4,9 @@ Owns the way from a region of a file to a view of memory: the bytes, the kind of
 index, and decides nothing about names or dtypes. All formats that store plain safetensors files share it.
 
 A run of bytes goes straight into contiguous memory of the same dtype. Into memory that is strided or has a different
-dtype it is copied from a mapping, if the file is cached. It goes through a bounce buffer around the page cache if the
-file is not, and also if the memory is on a device. A strided region (a shard of columns) is copied from a mapping.
+dtype it is copied from a mapping, if the file is cached, and else through a bounce buffer around the page cache. A
+strided region (a shard of columns) is copied from a mapping. Memory of a device is filled from bounce buffers, which
+are page-locked then, and casts are made there.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from pathlib import Path
 import torch
 
 from titan_ckpt import progress
+from titan_ckpt.disk.cuda import upload
 from titan_ckpt.disk.direct import (
     IO_BYTES,
     NUM_WORKERS,
     FileReader,
     bounce_buffer,
+    finish_uploads,
     num_copy_workers,
     run_workers,
 )
@@ -119,6 +122,7 @@ class SafetensorsFiles:
         try:
             with progress.shown(f"loading {self._headers[0].path.parent.name}", total):
                 run_workers(jobs, lambda job: _fill(job, cold), min(num_workers, len(jobs)))
+                finish_uploads()
         except EOFError as error:
             raise CorruptCheckpointError(f"{error}: it was cut short while it was open") from error
 
@@ -224,7 +228,8 @@ def _cast(job: _Run, buffer: Buffer, direct: bool) -> None:
         job.file.read_aligned(buffer.view, job.offset - first, first + job.num_bytes)
     else:
         job.file.read_into([buffer.view[: job.num_bytes]], job.offset)
-    job.into.copy_(_values(buffer.tensor[first : first + job.num_bytes], job))
+    data = buffer.tensor[first : first + job.num_bytes]
+    job.into.copy_(_values(data if job.into.is_cpu else upload(data, job.into.device), job))  # a device casts by itself
 
 
 def _values(data: torch.Tensor, job: _Run) -> torch.Tensor:
@@ -235,5 +240,12 @@ def _values(data: torch.Tensor, job: _Run) -> torch.Tensor:
 
 def _copy_region(job: _Region) -> None:
     """Copy a strided box from a mapping of the file, some rows at a time."""
+    most = RUN_BYTES // job.entry.info.dtype.itemsize
     for box, into in mapped_boxes(job.entry, job.chunk, job.into, job.file.map):
-        into.copy_(box)
+        if into.is_cpu:
+            into.copy_(box)
+            continue
+        for target, values in zip(windows(into, most), windows(box, most), strict=True):
+            with bounce_buffer() as buffer:
+                row = buffer.tensor[: values.nbytes].view(values.dtype).view(values.shape).copy_(values)
+                target.copy_(upload(row, target.device))

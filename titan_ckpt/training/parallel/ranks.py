@@ -63,13 +63,22 @@ class Ranks:
 
 
 def find_device(wanted: Device) -> torch.device:
-    """Return the device of this process. Raises: ConfigError if CUDA is requested and not available."""
+    """Return the device of this process: the one with its number on this host, or the only one that it can see.
+
+    Raises: ConfigError if CUDA is requested and not available, and if there are fewer devices than ranks.
+    """
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise ConfigError(['training.device: "cuda" is asked for and there is none; use "auto" or "cpu"'])
     if wanted == "cpu" or not available:
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    number, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if count == 1:  # a launcher may show each rank its own device alone
+        return torch.device("cuda", 0)
+    if number >= count:
+        problem = f"rank {number} of this host has no CUDA device of its own, {count} are visible"
+        raise ConfigError([f"training.device: {problem}; start at most {count} ranks (--nproc-per-node {count})"])
+    return torch.device("cuda", number)
 
 
 def world_size() -> int:

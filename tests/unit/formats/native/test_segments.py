@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fake_cuda import on_device
 from titan_ckpt.disk.memory import Buffer
 from titan_ckpt.formats.native import segments
 from titan_ckpt.formats.native.segments import Places, Segments
@@ -61,39 +62,16 @@ def test_any_part_of_the_run_is_copied_out(data: st.DataObject) -> None:
 
 
 def test_device_tensors_are_packed_and_copied_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small neighbours in packs, large ones alone, host memory at once: the run is the same."""
+    """Small neighbours in packs, large ones alone, host memory at once, in pieces of any size: the run is the same."""
     tensors = some_tensors()
     expected = laid_out(tensors)[1]
-
-    class OnDevice(torch.Tensor):
-        """Host memory that says it is not, so that it takes a device's way."""
-
-        is_cpu = False
 
     for packed, pack in ((1 << 18, 1 << 24), (2000, 4000), (1, 1)):
         monkeypatch.setattr(segments, "_PACKED_BYTES", packed)
         monkeypatch.setattr(segments, "_PACK_BYTES", pack)
-        mixed = [t if i in (1, 5) else t.as_subclass(OnDevice) for i, t in enumerate(tensors)]
-        target = Buffer.allocate(len(expected))
-        laid_out(mixed)[0].enqueue(target)
-        assert bytes(target.view) == expected
-
-
-@pytest.mark.gpu
-def test_a_device_is_staged_through_pinned_memory() -> None:
-    """On a real device, with the live tensors changed as soon as the stream has passed the copy."""
-    from titan_ckpt.formats.native.arena import Arena
-
-    tensors = [t.cuda() for t in some_tensors()] + [torch.randn(3, 1 << 20).cuda()]
-    tensors = sorted(tensors, key=lambda t: -t.dtype.itemsize)
-    expected = b"".join(raw(t.cpu()) for t in tensors)
-    arena = Arena(len(expected), pinned=True)
-    try:
-        handle = arena.stage(Places.of([(t.dtype, t.shape) for t in tensors]), tensors)
-        handle.wait()
-        for tensor in tensors:
-            tensor.zero_()
-        handle.finish()
-        assert bytes(arena.buffer.view[: len(expected)]) == expected
-    finally:
-        arena.close()
+        mixed = [t if i in (1, 5) else on_device(t) for i, t in enumerate(tensors)]
+        for step in (len(expected), 4096, 48):
+            target = Buffer.allocate(len(expected))
+            for start in range(0, len(expected), step):
+                laid_out(mixed)[0].enqueue(start, min(start + step, len(expected)), target, start)
+            assert bytes(target.view) == expected

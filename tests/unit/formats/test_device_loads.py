@@ -1,0 +1,99 @@
+"""Loads into the memory of a device: through bounce buffers, verified first, cast and laid out there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.fake_cuda import DEVICE, OnDevice, on_device
+from titan_ckpt.disk.direct import IO_BYTES
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.formats.native import scatter
+from titan_ckpt.formats.native.reader import NativeReader
+from titan_ckpt.formats.native.writer import WritePlan
+from titan_ckpt.formats.safetensors import reader
+from titan_ckpt.formats.safetensors.container import read_header
+from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
+from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.requests import ReadRequest
+
+
+@pytest.fixture
+def uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the sizes of all uploads: each is one run of host bytes, and what comes back is on the device."""
+    sizes: list[int] = []
+
+    def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        assert values.is_cpu and values.is_contiguous() and device == DEVICE
+        sizes.append(values.nbytes)
+        return on_device(values.clone())
+
+    monkeypatch.setattr(scatter, "upload", upload)
+    monkeypatch.setattr(reader, "upload", upload)
+    copy = torch.Tensor.copy_
+
+    def copy_(into: torch.Tensor, values: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        assert isinstance(into, OnDevice) <= isinstance(values, OnDevice), "a copy of its own to the device"
+        return copy(into, values, non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    return sizes
+
+
+def requests(value: torch.Tensor) -> list[tuple[torch.Tensor, Chunk]]:
+    """Return memory on the device for the whole tensor, cast and transposed too, and for some of its columns."""
+    rows, columns = value.shape
+    whole = Chunk.whole(value.shape)
+    return [
+        (on_device(torch.zeros_like(value)), whole),
+        (on_device(torch.zeros(value.shape, dtype=torch.float64)), whole),
+        (on_device(torch.zeros(columns, rows).t()), whole),
+        (on_device(torch.zeros(rows, 3)), Chunk((0, 2), (rows, 3))),
+    ]
+
+
+def test_a_native_load_verifies_a_block_and_then_copies_it_to_the_device(tmp_path: Path, uploads: list[int]) -> None:
+    """A block is copied once, however many tensors it holds; a damaged one is not copied."""
+    value = torch.randn(3000, 500)
+    small = {f"small.{i}": torch.full((3,), float(i)) for i in range(100)}
+    tensors = {"x": value, **small}
+    WritePlan.of(tensors, Coordinator.current()).write(tmp_path, tensors)
+    into = {key: on_device(torch.zeros(3)) for key in small}
+    with NativeReader(tmp_path) as native:
+        native.read([ReadRequest(key, Chunk.whole(value.shape), value) for key, value in into.items()])
+        assert all(torch.equal(into[key], small[key]) for key in small)
+        assert len(uploads) <= 2
+        for target, chunk in requests(value):
+            native.read([ReadRequest("x", chunk, target)])
+            assert torch.equal(target, value[chunk.within(Chunk.whole(value.shape))].to(target.dtype))
+    file = next(tmp_path.iterdir())
+    data = bytearray(file.read_bytes())
+    data[-10] ^= 1
+    file.write_bytes(data)
+    uploads.clear()
+    with NativeReader(tmp_path) as native, pytest.raises(CorruptCheckpointError, match="no tensor"):
+        native.read([ReadRequest("small.99", Chunk.whole((3,)), into["small.99"])])
+    assert not uploads
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_a_safetensors_file_is_read_into_a_device(
+    tmp_path: Path, uploads: list[int], cold: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs, casts, strides and columns, from an offset that no dtype is aligned to."""
+    if cold:
+        monkeypatch.setattr(reader.FileReader, "is_cached", lambda *_: False)
+    value = torch.randn(3001, 700)
+    assert value.nbytes > 2 * IO_BYTES
+    path = tmp_path / "a.safetensors"
+    save_file({"odd": torch.zeros(3, dtype=torch.uint8), "x": value}, path)
+    files = SafetensorsFiles([read_header(path)])
+    for target, chunk in requests(value):
+        files.read([ReadRequest("x", chunk, target)])
+        assert torch.equal(target, value[chunk.within(Chunk.whole(value.shape))].to(target.dtype))
+    files.close()
+    assert max(uploads) <= IO_BYTES

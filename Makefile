@@ -12,7 +12,7 @@ WORKERS := -n 4 --dist loadfile --no-loadscope-reorder
 # Tests start many processes: what one of them has compiled, the others read, whatever the caller's shell says.
 test-here test-torchtitan: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-here test-torchtitan lint site check bench soak zoo clean
+.PHONY: demo test test-here test-torchtitan test-gpu dry-gpu lint site check bench soak zoo clean
 
 demo: $(READY)
 	$(BIN)/python -m docs.examples.demo
@@ -21,7 +21,7 @@ demo: $(READY)
 # they print comes last.
 test check: $(READY)
 	@log=$$(mktemp); $(MAKE) --no-print-directory test-torchtitan > $$log 2>&1 & titan=$$!; \
-	$(MAKE) --no-print-directory $(if $(filter check,$@),lint site) test-here; here=$$?; \
+	$(MAKE) --no-print-directory $(if $(filter check,$@),lint site dry-gpu) test-here; here=$$?; \
 	wait $$titan; titan=$$?; cat $$log; rm $$log; exit $$((here | titan))
 
 # The tests of the core come first, in processes that refuse every optional package. tests/conftest.py orders the files.
@@ -33,6 +33,15 @@ test-here: $(READY)
 # FULL=1 runs every flavour in every layout.
 test-torchtitan: $(TITAN)/.ready
 	$(TITAN)/bin/python -m pytest -c tests/torchtitan/pytest.ini $(if $(FULL),-m "") tests/torchtitan
+
+# docs/gpu.md; without a CUDA device it fails.
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu tests/gpu
+
+# The same tests and the benchmarks on the CPU, tiny, so that they cannot rot.
+dry-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu --dry-run tests/gpu
+	$(BIN)/python -m benchmarks.gpu --dry-run
 
 lint: $(READY)
 	$(BIN)/ruff check .

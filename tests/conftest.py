@@ -38,21 +38,40 @@ _HERE = Path(__file__).parent
 _TAKE_LONG = (_HERE / "distributed", _HERE / "faults", _HERE / "integrations", _HERE)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--dry-run", action="store_true", help="run tests marked gpu on the CPU, where that means something"
+    )
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests that need a CUDA device where there is none, and begin with the folders that take long.
 
     Their files come in turn, because the worlds of `distributed` use several cores and the tests of `faults` often
     wait. Small files come last, so that all workers end at about the same time.
     """
-    if not torch.cuda.is_available():
-        without = [item for item in items if item.get_closest_marker("gpu")]
-        items[:] = [item for item in items if item not in without]
-        config.hook.pytest_deselected(items=without)
+    without = _without_device(config, items)
+    items[:] = [item for item in items if item not in without]
+    config.hook.pytest_deselected(items=without)
     seen: dict[Path, dict[Path, None]] = {folder: {} for folder in _TAKE_LONG}
     for item in items:
         seen.get(item.path.parent, {})[item.path] = None
     turn = {file: number for files in seen.values() for number, file in enumerate(files)}
     items[:] = sorted(items, key=lambda item: turn.get(item.path, len(items)))
+
+
+def _without_device(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests that cannot run without a CUDA device. Raises: UsageError if those alone are asked for."""
+    dry = config.getoption("--dry-run")
+    if torch.cuda.is_available() and not dry:
+        return []
+    if config.getoption("markexpr") == "gpu" and not dry:
+        raise pytest.UsageError(
+            f"tests of a GPU were asked for, and torch {torch.__version__} finds no CUDA device: run them on a machine "
+            "that has one, or with --dry-run on the CPU"
+        )
+    marks = {item: item.get_closest_marker("gpu") for item in items}
+    return [item for item, mark in marks.items() if mark and not (dry and not mark.kwargs.get("only"))]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,7 +20,7 @@ from titan_ckpt.disk.direct import bounce_buffer, finish_uploads, meanwhile, run
 from titan_ckpt.disk.memory import Buffer
 from titan_ckpt.formats.native import arena
 from titan_ckpt.formats.native.arena import Arena
-from titan_ckpt.formats.native.segments import Places
+from titan_ckpt.formats.native.segments import Places, Segments
 from titan_ckpt.saving import SaveHandle
 
 MIB = 1 << 20
@@ -49,7 +49,12 @@ def test_an_arena_is_touched_by_threads_then_registered_in_pieces(
 ) -> None:
     """Registering starts when all of it is touched, on the rank's own device, in a thread that is then over."""
     touch = Arena._touch
-    monkeypatch.setattr(Arena, "_touch", lambda self, start: (touch(self, start), fake.log.append("touch"))[0])
+
+    def touched(self: Arena, start: int) -> None:
+        touch(self, start)
+        fake.log.append("touch")
+
+    monkeypatch.setattr(Arena, "_touch", touched)
     made = Arena(9 * MIB + MIB // 2, pinned=True)
     assert made.buffer.view.nbytes == 9 * MIB + MIB // 2
     assert fake.log[:3] == ["touch"] * 3
@@ -143,13 +148,13 @@ def test_what_training_waits_for_is_enqueued_without_waiting(fake: FakeCuda, mon
     monkeypatch.setattr(arena, "COPY_BYTES", 4096)
     made, places, tensors = staged(10 * 4096)
     fake.gate.clear()
-    enqueue = arena.Segments.enqueue
+    enqueue = Segments.enqueue
 
     def when_waited_for(*arguments: Any) -> None:
         eventually(lambda: handles[0]._is_waited_for.is_set() if handles else False)
         enqueue(*arguments)
 
-    monkeypatch.setattr(arena.Segments, "enqueue", when_waited_for)
+    monkeypatch.setattr(Segments, "enqueue", when_waited_for)
     handles: list[arena.StagingHandle] = []
     handles.append(made.stage(places, [on_device(t) for t in tensors]))
     handles[0].wait()
@@ -190,7 +195,7 @@ def test_an_error_of_a_copy_is_raised_where_training_waits_and_where_the_save_do
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(arena.Segments, "enqueue", fail)
+    monkeypatch.setattr(Segments, "enqueue", fail)
     handle = made.stage(places, [on_device(t) for t in tensors])
     for wait in (handle.wait, handle.finish):
         with pytest.raises(RuntimeError, match="gone"):

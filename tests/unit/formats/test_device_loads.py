@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.fake_cuda import DEVICE, OnDevice, on_device
-from titan_ckpt.disk.direct import IO_BYTES
+from titan_ckpt.disk.direct import IO_BYTES, FileReader
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.native import scatter
@@ -86,7 +86,7 @@ def test_a_safetensors_file_is_read_into_a_device(
 ) -> None:
     """Runs, casts, strides and columns, from an offset that no dtype is aligned to."""
     if cold:
-        monkeypatch.setattr(reader.FileReader, "is_cached", lambda *_: False)
+        monkeypatch.setattr(FileReader, "is_cached", lambda *_: False)
     value = torch.randn(3001, 700)
     assert value.nbytes > 2 * IO_BYTES
     path = tmp_path / "a.safetensors"

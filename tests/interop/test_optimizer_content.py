@@ -20,6 +20,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from tests.zoo.optimizer_runs import Case, comparable, judge, start
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
 from titan_ckpt.components.optimizer import OptimizerState, merge_groups
+from titan_ckpt.components.optimizer_content import steppers
 from titan_ckpt.errors import CheckpointError, LoadMismatchError, SaveError, StateEncodingError
 
 Pair = namedtuple("Pair", "a b")
@@ -352,6 +353,8 @@ def test_an_optimizer_of_accelerate_is_the_one_inside(tmp_path: Path) -> None:
     """The manager takes the result of Accelerator.prepare, and its step hook waits for staging."""
     case = Case("accelerate", lambda model: Accelerator(cpu=True).prepare(AdamW(model.parameters())), kind="plain")
     assert judge(case, tmp_path) == ("exact", "")
+    inner = AdamW(nn.Linear(2, 2).parameters())
+    assert steppers([Accelerator(cpu=True).prepare(inner)]) == [inner], "its hook runs before any weight changes"
 
 
 def test_an_optimizer_of_fabric_is_the_one_inside(tmp_path: Path) -> None:

@@ -188,6 +188,7 @@ class Nested(nn.Module):
         (["encoder.layers.0.0", "layers.1.2"], {"layers.1.2": 1}),
         (["layers.0.[0]", "layers.1.[0]"], {}),  # each is also the end of a name in the encoder
         (["layers.0.0"], {"layers.0.[0]": 1}),
+        (["layers.0.2", "layers.1.2"], {}),
     ],
 )
 def test_peft_adapts_the_same_modules_with_the_same_ranks(targets: list[str], rank_pattern: dict[str, int]) -> None:
@@ -209,3 +210,5 @@ def test_peft_adapts_the_same_modules_with_the_same_ranks(targets: list[str], ra
         n.removeprefix("base_model.model."): tuple(p.shape) for n, p in theirs.named_parameters() if ".lora_A." in n
     }
     assert found == {name.replace("lora_a.weight", "lora_A.default.weight"): shape for name, shape in ours.items()}
+    chosen = fields["target_modules"]
+    assert isinstance(chosen, str) or not any(map(str.isdigit, chosen)), "a longer model has layers of these numbers"

@@ -42,7 +42,7 @@ from titan_ckpt.weights.wrapper import ModelState, ModelWrapper, without_memory
 logger = logging.getLogger(__name__)
 _LISTED = 12
 _FEW = 16
-"""More tensors than this are missing because a folder is another model's, not because they are new."""
+"""More tensors than this are missing or unexpected because a folder is another model's, not because a few are new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +334,11 @@ def _verdict(
         tuple(ignored),
     )  # fmt: skip
     if problems:
-        other_model = not prefix and (unexpected or missing or any(m.kind == "shape" for m in mismatched))
+        resized = any(m.kind == "shape" for m in mismatched)
+        other_model = not prefix and (unexpected or missing or resized)
+        if not (require_owned or prefix or missing or resized) and 0 < len(unexpected) <= _FEW and len(opened) == 1:
+            problems.append("Name tensors that the model does not need in checkpoint.initial_load.ignore")
+            other_model = False
         if other_model and not all(o.source.adapter for o in opened):
             problems.append("Was it saved from a different model config?")
         raise LoadMismatchError(

@@ -19,8 +19,14 @@ from titan_ckpt.geometry.keymap import IDENTITY, KeyMap, KeyRule
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_MOVED = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
-"""End of a buffer's name -> pattern of leftover keys in the folders of a model that has such a buffer."""
+_MOVED = {
+    "rotary_emb.inv_freq": r"rotary_emb\.inv_freq",
+    "position_ids": r"(^|\.)position_ids$",
+    "attn.bias": r"\.attn\.masked_bias$",  # GPT-2
+    "attn.attention.bias": r"\.attn\.attention\.masked_bias$",  # GPT-Neo
+    "attn.embed_positions": r"\.attn\.(masked_bias|bias|causal_mask)$",  # GPT-J and CodeGen
+}
+"""End of the name of a buffer, or of a declared leftover -> pattern of older leftovers in folders of such a model."""
 
 
 class Source(NamedTuple):
@@ -55,7 +61,7 @@ class FolderNames:
         kept = {name: tied.get(name, name) for name in model.state_dict()}
         buffers = [name for name, _ in model.named_buffers()]
         declared: Any = model._keys_to_ignore_on_load_unexpected  # noqa: SLF001 - where transformers declares them
-        patterns = [*sorted(declared or ()), *_moved_buffers(buffers)]
+        patterns = [*sorted(declared or ()), *_moved_buffers([*buffers, *(declared or ())])]
         return FolderNames(
             kept,
             frozenset(buffers) - kept.keys(),

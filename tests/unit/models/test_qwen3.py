@@ -96,6 +96,7 @@ def test_a_config_this_model_cannot_represent_lists_every_reason() -> None:
     assert {p.split(":")[0] for p in caught.value.problems} == {
         "use_sliding_window", "head_dim", "rope_parameters.rope_type",
     }  # fmt: skip
+    assert 'model.name = "hf"' in str(caught.value), "it takes the rotary embedding that this one lacks"
 
 
 def test_a_config_of_another_model_names_the_setting_that_takes_it() -> None:

@@ -1,4 +1,4 @@
-"""What every test of a GPU has: the device, which is the CPU in a dry run, and runs on it."""
+"""Every test of a GPU has the device, which is the CPU in a dry run, and runs on it."""
 
 from __future__ import annotations
 

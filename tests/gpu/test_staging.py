@@ -44,7 +44,7 @@ def make_arena(num_bytes: int, device: torch.device, **settings: Any) -> Arena:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_tensors_may_change_as_soon_as_the_stream_has_passed_the_copy(device: torch.device, shared: bool) -> None:
-    """Of every shape, in pieces, while the device still computes them when the copy is asked for."""
+    """Tensors of every shape are copied in pieces, while the device still computes them when the copy is asked for."""
     tensors = tensors_on(device)
     places = Places.of([(t.dtype, t.shape) for t in tensors])
     arena = make_arena(sum(places.sizes), device, shared=shared)

@@ -216,6 +216,7 @@ def test_what_cannot_be_merged_is_refused_with_the_base_untouched(tmp_path: Path
     sized = write_adapter(base, tmp_path / "sized", use_dora=True, target_modules=["embed_tokens"])
     unscaled = write_adapter(base, tmp_path / "unscaled", lora_alpha=0)
     words = write_adapter(base, tmp_path / "words", target_modules=["embed_tokens"])
+    head = write_adapter(base, tmp_path / "head", target_modules=["lm_head"])
     for where, adapter, kind, fault in [
         (base, short, LoadMismatchError, r"q_proj\.lora_magnitude_vector: expected \[64\], found \[16\]"),
         (base, sized, LoadMismatchError, r"embed_tokens\.lora_embedding_A: use_dora of embeddings scales columns"),
@@ -237,6 +238,7 @@ def test_what_cannot_be_merged_is_refused_with_the_base_untouched(tmp_path: Path
             "is hf and holds whole weights, and only an adapter can be merged",
         ),
         (tied, words, LoadMismatchError, r"tok_embeddings\.weight is another module's weight too"),
+        (tied, head, LoadMismatchError, r"lm_head\.lora_A\.weight: .* is another module's weight too"),
     ]:
         model = Llama3(Llama3Config.from_hf(json.loads((where / "config.json").read_text())))
         model.init_weights()
@@ -371,3 +373,12 @@ def test_a_table_that_transposes_a_square_weight_says_how_the_other_tool_stores_
     merged = theirs.merge_and_unload().state_dict()
     for name, fqn in names.items():
         torch.testing.assert_close(state[fqn].t(), merged[name], rtol=0, atol=1e-6)
+
+
+def test_an_adapter_that_names_another_base_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A load compares the base that the adapter's config names with the one that it is merged into."""
+    base, other = write_base(tmp_path / "base"), write_base(tmp_path / "other")
+    file = write_adapter(base, tmp_path / "adapter") / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(other)}))
+    load(base, tmp_path / "run", file.parent)
+    assert f"was trained on {other}, and the base of this run is another folder, {base}" in caplog.text

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from titan_ckpt.errors import CorruptCheckpointError, NotACheckpointError
 from titan_ckpt.formats.huggingface.peft import PeftReader, unselected
-from titan_ckpt.formats.huggingface.peft_fields import HONOURED, REFUSED, WITHOUT_EFFECT, Selection, unsupported
+from titan_ckpt.formats.huggingface.peft_fields import HONOURED, REFUSED, WITHOUT_EFFECT, Selection, saves, unsupported
 
 KEY = "base_model.model.model.layers.0.self_attn.q_proj"
 INNER = ("self_attn.q_proj", "mlp.down_proj", "mlp.experts.1.up")
@@ -84,6 +84,23 @@ def test_biases_of_modules_that_are_saved_whole_are_no_trained_biases() -> None:
     config = {"bias": "lora_only", "modules_to_save": ["score"]}
     assert not unsupported(config, ["base_model.model.score.bias", f"{KEY}.lora_A.weight"])
     assert len(unsupported(config, [f"{KEY}.bias"])) == 1
+
+
+def test_tensors_of_a_module_inside_one_that_is_saved_whole_are_its_own() -> None:
+    """PEFT copies a module with all that it contains."""
+    assert saves({"modules_to_save": ["self_attn"]}, f"{KEY}.weight")
+    assert saves({"modules_to_save": ["q_proj"]}, f"{KEY}.weight")
+    assert not saves({"modules_to_save": ["mlp", "self"]}, f"{KEY}.weight")
+
+
+def test_copies_that_peft_has_tied_to_named_modules_are_refused_by_the_setting() -> None:
+    """Without the setting's name the tensors of the head would be called damaged."""
+    config = {"ensure_weight_tying": True, "modules_to_save": ["embed_tokens"], "target_modules": ["q_proj"]}
+    named = ["model.layers.0.self_attn.q_proj.lora_A.weight", "model.embed_tokens.weight"]
+    assert not unsupported(config, named)
+    assert [line.split(" = ")[0] for line in unsupported(config, [*named, "lm_head.weight"])] == ["ensure_weight_tying"]
+    of_lora = unsupported(config, [*named, "lm_head.lora_A.weight"])
+    assert [line.split(" = ")[0] for line in of_lora] == ["ensure_weight_tying"]
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,8 @@ def prepare_merge(
             problems.append(_SHARED.format(key, ", ".join(shared)))
         elif fits != (shape := place.shape(base)):
             mismatched.append(Mismatch(key, f"a weight {list(shape)}", f"one for {list(fits)}"))
-    problems += [_SHARED.format(key, fqn) for key, fqn in contents.aliases.items() if fqn in tied]
-    unexpected = tuple(key for key in contents.unexpected if contents.aliases.get(key) not in tied)
+    problems += [_SHARED.format(key, fqn) for key, fqn in contents.weights.items() if fqn in tied]
+    unexpected = tuple(key for key in contents.unexpected if contents.weights.get(key) not in tied)
     for pair in contents.pairs:
         problems += _dora_misfits(pair, reader, base)
     acting = [pair for pair in contents.pairs if _acts(reader, pair)]

@@ -5,7 +5,6 @@ Owns the forms in which PEFT and this package's own steps store an adapter. Read
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -58,8 +57,8 @@ class Contents:
     copies: list[tuple[str, Place]] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     """Keys that the model, or this rank, has no place for."""
-    aliases: dict[str, str] = field(default_factory=dict)
-    """Those among them that the key table knows -> the weight, which may have its place under another name."""
+    weights: dict[str, str] = field(default_factory=dict)
+    """Each of them in a PEFT folder -> the name of its weight, in the folder if the model's table has none."""
 
 
 def find_pairs(reader: TensorReader, base: StateDict, key_map: KeyMap, modules: Mapping[str, nn.Module]) -> Contents:
@@ -79,11 +78,11 @@ def _of_peft(reader: TensorReader, base: StateDict, key_map: KeyMap, modules: Ma
         if suffix is None and key.endswith((*PAIRS.values(), MAGNITUDE)):
             continue
         module = key.removeprefix(PREFIX).removesuffix(suffix or "")
-        place = _place(f"{module}.weight" if suffix else module, key_map, base)
+        weight = f"{module}.weight" if suffix else module
+        place = _place(weight, key_map, base)
         if place is None:
             contents.unexpected.append(key)
-            with contextlib.suppress(KeyMapError):
-                contents.aliases[key] = key_map.group_of_key(f"{module}.weight" if suffix else module).fqns[0]
+            contents.weights[key] = _name_of(weight, key_map)
         elif suffix is None:
             contents.copies.append((key, place))
         else:
@@ -129,6 +128,13 @@ def _place(key: str, key_map: KeyMap, base: StateDict) -> Place | None:
     except KeyMapError:
         return None
     return Place(group, group.keys.index(key)) if all(fqn in base for fqn in group.fqns) else None
+
+
+def _name_of(key: str, key_map: KeyMap) -> str:
+    try:
+        return key_map.group_of_key(key).fqns[0]
+    except KeyMapError:
+        return key
 
 
 def _is_stored_transposed(place: Place, modules: Mapping[str, nn.Module]) -> bool:

@@ -215,7 +215,7 @@ def _plan_merge(
     base = {fqn: value for fqn, value in wanted.items() if not wrapper.owns(fqn)}
     tied = {*wrapper.tied, *wrapper.tied.values()}
     if (transforms.hf_config or {}).get("tie_word_embeddings"):  # a model may use one weight twice without sharing it
-        tied |= {fqn for fqn in base if TIED[1] in transforms.key_map.group_of_fqn(fqn).keys}
+        tied |= {TIED[0]} | {fqn for fqn in base if TIED[1] in transforms.key_map.group_of_fqn(fqn).keys}
     modules = {clean_fqn(name): module for part in wrapper.parts for name, module in part.named_modules()}
     merge = prepare_merge(reader, base, tied, transforms.key_map, modules)
     return _Opened(source, reader, ReadPlan([], merge.report), merge)

@@ -273,7 +273,7 @@ def _opened(
     }
     tied = {*table.tied, *table.tied.values()}
     if table.config.get("tie_word_embeddings"):  # a model may use one weight twice without sharing it
-        tied |= {fqn for fqn in shapes if TIED[1] in table.key_map.group_of_fqn(fqn).keys}
+        tied |= {TIED[0]} | {fqn for fqn in shapes if TIED[1] in table.key_map.group_of_fqn(fqn).keys}
     merge = prepare_merge(reader, shapes, tied, table.key_map, table.modules)
     faults = [f"{key}: the base has no place for it" for key in merge.report.unexpected]
     faults += [f"{m.key}: expected {m.expected}, found {m.found}" for m in merge.report.mismatched]

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +117,13 @@ def pin(bench: Bench) -> None:
         def touch(start: int, memory: Buffer = memory) -> None:
             memory.tensor[start : start + IO_BYTES].zero_()
 
-        found = {
-            "gb": size / 1e9,
-            "touch": bench.seconds(lambda s=size, t=touch: run_workers(range(0, s, IO_BYTES), t)),
-        }  # type: ignore[misc]
+        spent = {"touch": bench.seconds(partial(run_workers, range(0, size, IO_BYTES), touch))}
         if not bench.dry:
-            found["pin"] = bench.seconds(lambda m=memory: cuda.pin(m))  # type: ignore[misc]
-            found["unpin"] = bench.seconds(lambda m=memory: cuda.unpin(m))  # type: ignore[misc]
-            found["torch_pin_memory"] = bench.seconds(lambda s=size: torch.empty(s, dtype=torch.uint8, pin_memory=True))  # type: ignore[misc]
-        bench.note("pin", **{k: v if k == "gb" else v / found["gb"] for k, v in found.items()}, unit="seconds per GB")
+            spent["pin"] = bench.seconds(partial(cuda.pin, memory))
+            spent["unpin"] = bench.seconds(partial(cuda.unpin, memory))
+            spent["torch"] = bench.seconds(partial(torch.empty, size, dtype=torch.uint8, pin_memory=True))
+        rates = {name: seconds / (size / 1e9) for name, seconds in spent.items()}
+        bench.note("pin", gb=size / 1e9, **rates, unit="seconds per GB")
         if bench.dry:
             return
 
@@ -136,7 +135,7 @@ def link(bench: Bench) -> dict[str, float]:
     rates: dict[str, list[float]] = {"device_to_host": [], "host_to_device": []}
     for _ in range(6):
         for name, (to, of) in {"device_to_host": (here, there), "host_to_device": (there, here)}.items():
-            rates[name].append(there.nbytes / 1e9 / bench.seconds(lambda to=to, of=of: to.copy_(of, non_blocking=True)))  # type: ignore[misc]
+            rates[name].append(there.nbytes / 1e9 / bench.seconds(partial(to.copy_, of, non_blocking=True)))
     return {name: statistics.median(values[1:]) for name, values in rates.items()}
 
 
@@ -279,7 +278,7 @@ def load(bench: Bench) -> None:
                 drop_from_page_cache(folder)
             with NativeReader(folder) as reader:
                 wanted = [ReadRequest(fqn, Chunk.whole(value.shape), value) for fqn, value in tensors.items()]
-                rates[cache] = num_bytes_of(tensors) / 1e9 / bench.seconds(lambda r=reader, w=wanted: r.read(w))  # type: ignore[misc]
+                rates[cache] = num_bytes_of(tensors) / 1e9 / bench.seconds(partial(reader.read, wanted))
         drop_from_page_cache(folder)
         disk = num_bytes_of(tensors) / 1e9 / bench.seconds(lambda: raw.read(folder / record.name, buffers, True))
         bench.note("load", turn=turn, **rates, disk=disk, link=limit, unit="GB/s",

@@ -5,15 +5,16 @@ without a CUDA device nothing here does anything.
 
 A copy engine reads and writes page-locked memory at the link's speed, other memory at a fraction of it, and then the
 host waits. Pages are locked after threads have touched them, because registering faults untouched pages in one by one;
-and in pieces, so that a refusal shows early and no call holds the process's memory map for seconds. No copy may cross
-the end of a piece: CUDA takes a piece for an allocation of its own.
+and in pieces, so that a refusal shows early and no call holds the process's memory map for seconds. No copy crosses the
+end of a piece: CUDA refuses memory that is registered in part, and promises nothing for two registrations in a row.
 
 A new thread has device 0 as its current device, on every rank. Its first call of CUDA would take some hundred MiB of
 device 0, which belongs to another rank. So each thread of this package that may call CUDA starts with `as_here`.
 
-Source: CUDA Runtime API, cudaHostRegister and the section on error handling; torch/cuda/_pin_memory_utils.py and
-torch/distributed/checkpoint/staging.py, which copies on a stream of its own; DeepSpeed's DeepNVMe, which loads through
-two page-locked buffers.
+Source: CUDA Runtime API, cudaHostRegister and the section on error handling; CUDA Driver API, cuMemcpyAsync;
+torch/cuda/_pin_memory_utils.py; torch/distributed/checkpoint/staging.py, which copies on a stream of its own; sglang,
+pull request 37285, for what torch's own page-locked memory takes; FastPersist (arXiv 2406.13768), which overlaps a
+checkpoint's way to the disk with training.
 """
 
 from __future__ import annotations

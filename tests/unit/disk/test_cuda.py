@@ -186,6 +186,18 @@ def test_temporaries_live_until_the_device_has_copied_them(fake: FakeCuda) -> No
     assert gone() is None and not fake.registered
 
 
+def test_a_copy_begins_when_the_one_before_has_ended(fake: FakeCuda) -> None:
+    """Also when the save that asked for the one before has failed and never waited for it."""
+    made, places, tensors = staged(4096)
+    fake.gate.clear()
+    made.stage(places, [on_device(t) for t in tensors]).wait()
+    threading.Timer(0.05, fake.gate.set).start()
+    made.stage(places, [on_device(t) for t in tensors]).finish()
+    calls = [line for line in fake.log if line.endswith(("the host waits for side", "side waits for training"))]
+    assert calls == ["side waits for training", "the host waits for side"] * 2
+    made.close()
+
+
 def test_an_error_of_a_copy_is_raised_where_training_waits_and_where_the_save_does(
     fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:

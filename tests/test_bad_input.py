@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.chats import chat_tokenizer
 from tests.tiny_run import losses
 from titan_ckpt.training.callbacks import Callback
 from titan_ckpt.training.launch.command import main
@@ -71,6 +72,9 @@ def folders(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
     (tmp_path / "short.txt").write_text("hi")
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "other.jsonl").write_text('{"body": "text"}\n')
+    (tmp_path / "broken.jsonl").write_text('{"text": "x"}\n{"text": \n')
+    chat_tokenizer(tmp_path / "tokens", None)
     (tmp_path / "no_tokenizer" / "tokenizer.json").write_text("{}")
     (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2", "n_embd": 8}')
     save_file({"transformer.wte.weight": torch.zeros(8, 8)}, tmp_path / "gpt2" / "model.safetensors")
@@ -123,6 +127,24 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "data: empty": ({"data": {"corpus": "empty.txt"}}, r"data\.corpus: empty\.txt holds no text"),
     "data: too short": ({"data": {"corpus": "short.txt"}}, "16 is too long for a corpus of"),
     "data: in a file": ({"data": {"corpus": "file/x"}}, r"data\.corpus: file/x cannot be read: Not a directory"),
+    "data: an empty folder": ({"data": {"corpus": "empty"}}, r"data\.corpus: the folder empty holds nothing; expected"),
+    "data: a missing field": (
+        {"data": {"corpus": "other.jsonl"}}, r"corpus: other\.jsonl:1: .*found the fields body; name .* data\.field"
+    ),
+    "data: a broken line": ({"data": {"corpus": "broken.jsonl"}}, r"data\.corpus: broken\.jsonl:2: not JSON: .*; exp"),
+    "data: a broken stream": (
+        {"data": {"corpus": "other.jsonl", "streaming": True, "tokenizer": {"folder": "tokens"}}}, r"other\.jsonl:1: ex"
+    ),
+    "data: chat without tokenizer": (
+        {"data": {"corpus": "other.jsonl", "messages": "body", "tokenizer": {}}}, r"data\.tokenizer: conversations need"
+    ),
+    "data: chat without template": (
+        {"data": {"corpus": "other.jsonl", "messages": "body", "tokenizer": {"folder": "tokens"}}},
+        r"data\.messages: the tokenizer in tokens has no chat template; expected chat_template\.jinja",
+    ),
+    "data: chat in text": ({"data": {"messages": "m"}}, r"data\.messages: 'builtin' holds no conversations"),
+    "data: both": ({"data": {"messages": "m", "field": "x", "corpus": "a"}}, r"data\.field: either text in 'x' or"),
+    "data: held out of a stream": ({"data": {"streaming": True, "held_out": 0.1}}, r"data\.held_out: a stream has no"),
     "data: too long": ({"data": {"sequence_length": 2048}}, "2048 is longer than the model's 1024"),
     "tokenizer: too few": ({"data": {"tokenizer": {"vocab_size": 257}}}, "vocab_size: expected 258 or more"),
     "tokenizer: too many": ({"data": {"tokenizer": {"vocab_size": 4096}}}, "do not fit the model's vocabulary of 2048"),

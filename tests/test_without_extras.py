@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HOOK = ROOT / "tests" / "without_extras"
-EXTRAS = ["peft", "tokenizers", "torchao", "torchdata", "transformers", "wandb"]
+EXTRAS = ["datasets", "peft", "tokenizers", "torchao", "torchdata", "transformers", "wandb"]
 
 
 def python(code: str, folder: Path) -> str:
@@ -30,6 +30,7 @@ def test_the_core_needs_seven_packages() -> None:
     names = [requirement.partition(">")[0] for requirement in project["dependencies"]]
     assert names == ["numpy", "rich", "safetensors", "tomli", "torch", "tyro", "xxhash"]
     assert [r.partition(">")[0] for r in project["optional-dependencies"]["train"]] == [
+        "datasets",
         "tokenizers",
         "torchao",
         "torchdata",

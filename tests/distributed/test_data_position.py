@@ -18,7 +18,9 @@ from torch import nn
 from titan_ckpt import CheckpointConfig, CheckpointManager, ResumeConfig, SaveConfig
 from titan_ckpt.errors import LoadMismatchError, PeerError
 from titan_ckpt.testing import distributed
-from titan_ckpt.training.data.loader import PackedDataset, build_dataloader, collate
+from titan_ckpt.training.data.batch import collate
+from titan_ckpt.training.data.loader import build_dataloader
+from titan_ckpt.training.data.sequences import PackedDataset
 
 TOKENS = torch.arange(1001, dtype=torch.int32)
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.tiny_run import losses, rows, settings
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.callbacks import Callback
-from titan_ckpt.training.data.loader import IGNORED, Batch, collate
+from titan_ckpt.training.data.batch import IGNORED, Batch, collate
 from titan_ckpt.training.trainer import Trainer
 
 GLOBAL_BATCH = 16

@@ -25,7 +25,7 @@ from titan_ckpt.models.qwen3_moe import Qwen3MoeConfig
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.build_steps import Converters
 from titan_ckpt.training.config import RunConfig
-from titan_ckpt.training.data.loader import Batch
+from titan_ckpt.training.data.batch import Batch
 from titan_ckpt.training.parallel.data_parallel import clip_gradients
 from titan_ckpt.training.trainer import Trainer
 

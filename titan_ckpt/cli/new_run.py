@@ -23,8 +23,8 @@ def write_run_file(command: Init) -> str:
         problems.append(f"{command.file.parent} is no folder; make it first")
     if command.model is not None and not (command.model / "config.json").is_file():
         problems.append(f"{command.model}/config.json is not there; expected a Hugging Face folder")
-    if command.data is not None and not command.data.is_file():
-        problems.append(f"{command.data} is no file; expected a .txt or .jsonl file")
+    if command.data is not None and not command.data.exists():
+        problems.append(f"{command.data} is not there; expected a .txt, .md, .jsonl or .parquet file, or a folder")
     if problems:
         raise ConfigError(problems, "titan-ckpt init")
     template = (TEMPLATES / f"{command.kind}.toml").read_text(encoding="utf-8")

@@ -83,6 +83,11 @@ def validate(config: Any) -> None:
         raise ConfigError(problems, type(config).__name__)
 
 
+def foreign(whose: str, answers: Mapping[str, str]) -> dict[str, str]:
+    """Return FOREIGN_KEYS for keys that users of another library will try: the key here, or where it is."""
+    return {key: f"{whose}; here: {answer}" for key, answer in answers.items()}
+
+
 class Checked:
     """Base of dataclasses that are validated when code builds them, too."""
 

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,13 +39,15 @@ from titan_ckpt.training.callbacks.monitors import LoadBalance, MemoryMonitor
 from titan_ckpt.training.callbacks.process import GarbageCollection, Profiler
 from titan_ckpt.training.callbacks.trackers import TensorBoard, Wandb
 from titan_ckpt.training.config import RunConfig
-from titan_ckpt.training.data.corpus import open_corpus
-from titan_ckpt.training.data.loader import Batch, PackedDataset, build_dataloader, collate, tokenise
-from titan_ckpt.training.data.tokenizer import VOCAB_SIZE, TextTokenizer, read_tokenizer, train_tokenizer
+from titan_ckpt.training.data.batch import Batch, collate
+from titan_ckpt.training.data.loader import Workers, build_dataloader
+from titan_ckpt.training.data.sequences import IndexedDataset
+from titan_ckpt.training.data.stream import Encoder
+from titan_ckpt.training.data.tokenizer import TextTokenizer
 from titan_ckpt.training.folders import check_folders
 from titan_ckpt.training.loss import summed_cross_entropy
-from titan_ckpt.training.model_folder import checkpoint_settings, tokenizer_folder
-from titan_ckpt.training.own_code import check_names, make_dataset, make_optimizer, make_scheduler
+from titan_ckpt.training.model_folder import checkpoint_settings
+from titan_ckpt.training.own_code import check_names, make_optimizer, make_scheduler
 from titan_ckpt.training.parallel.apply import parallelise
 from titan_ckpt.training.parallel.data_parallel import is_sharded
 from titan_ckpt.training.parallel.degrees import Degrees, find_degrees
@@ -52,6 +55,7 @@ from titan_ckpt.training.parallel.pipeline import Pipeline
 from titan_ckpt.training.parallel.ranks import Ranks, process_group, world_size
 from titan_ckpt.training.parallel.tensor_parallel import Plan
 from titan_ckpt.training.precision import keep_stored_dtypes
+from titan_ckpt.training.run_data import find_encoder, find_tokenizer, make_data, make_held_out
 from titan_ckpt.training.schedule import rate_factor, schedule_record
 from titan_ckpt.training.train_state import TrainState
 from titan_ckpt.types import ModelHooks
@@ -87,7 +91,7 @@ class BuildSteps:
     num_parameters: tuple[int, int]
     """Elements of the whole model's parameters, and how many of them are trained."""
     tokenizer: TextTokenizer | None
-    encode: Callable[[str], list[int]] | None
+    encode: Encoder | None
     dataset: IterableDataset[Batch] | None
     collate: Callable[[Sequence[Batch]], Batch]
     dataloader: Any
@@ -167,52 +171,43 @@ class BuildSteps:
             keep_stored_dtypes(self.model, checkpoint_settings(self.config), Path(self.config.output_folder))
 
     def build_assets(self) -> TextTokenizer | None:
-        """Return the tokenizer, by default that of the pretrained model; None if one's own data comes without any.
+        """Return the tokenizer, by default that of the pretrained model; None if the data comes without any.
 
         Raises: ConfigError if the model's vocabulary is too small for it, and for pretrained weights without one.
         """
-        data, folder = self.config.data, tokenizer_folder(self.config)
-        if folder is not None:
-            setting = "data.tokenizer" if data.tokenizer.folder is None else "data.tokenizer.folder"
-            tokenizer = read_tokenizer(folder, setting)
-        elif data.dataset is not None and data.tokenizer.vocab_size is None:
-            return None
-        else:
-            size = data.tokenizer.vocab_size or VOCAB_SIZE
-            tokenizer = train_tokenizer(open_corpus(data.corpus), size, Path(data.cache_folder))
-        need, have = tokenizer.num_ids, self.model.vocab_size
-        if need > have:
-            misfit = f"the {need} tokens of {tokenizer.folder} do not fit the model's vocabulary of {have}"
-            raise ConfigError([f"data.tokenizer: {misfit}; take the tokenizer of the weights, or a smaller one"])
-        return tokenizer
+        return find_tokenizer(self.config, self.model.vocab_size)
 
-    def build_data_transform(self) -> Callable[[str], list[int]] | None:
-        """Return the function that turns a document into token ids."""
-        return self.tokenizer.encode_document if self.tokenizer is not None else None
+    def build_data_transform(self) -> Encoder | None:
+        """Return what turns a document into ids, or a conversation into ids and the mask of the learned ones."""
+        return find_encoder(self.config, self.tokenizer)
 
     def build_dataset(self) -> IterableDataset[Batch] | None:
-        """Return this rank's share of the packed corpus. Raises: ConfigError for a length that does not fit."""
-        data = self.config.data
-        longest = self.model.max_seq_len
-        if longest is not None and data.sequence_length > longest:
-            raise ConfigError([f"data.sequence_length: {data.sequence_length} is longer than the model's {longest}"])
-        if data.dataset is not None:
-            return make_dataset(self.config, self.ranks.data_rank, self.ranks.data_size, self.tokenizer)
-        tokens = self.tokens_of(data.corpus)
-        trained = tokens[: len(tokens) - int(len(tokens) * data.held_out)]
-        ranks = self.ranks
-        return PackedDataset(
-            trained, data.sequence_length, self.config.seed, rank=ranks.data_rank, num_ranks=ranks.data_size
+        """Return this rank's share of the data. Raises: ConfigError for a length that does not fit, and bad data."""
+        model = self.model
+        return make_data(
+            self.config,
+            self.ranks,
+            self.tokenizer,
+            self.encode,
+            vocab_size=model.vocab_size,
+            longest=model.max_seq_len,
         )
 
     def build_collate(self) -> Callable[[Sequence[Batch]], Batch]:
-        """Return the function that turns sequences into a batch."""
-        return collate
+        """Return the function that turns sequences into a batch: each is padded to the longest.
+
+        Pipelines and ranks that share sequences need batches of one length.
+        """
+        parallel = self.config.parallel
+        shared = parallel.pipeline_parallel * parallel.context_parallel * parallel.tensor_parallel > 1
+        return partial(collate, length=self.config.data.sequence_length) if shared else collate
 
     def build_dataloader(self) -> Any:
         """Return a loader whose state_dict holds the position in the data. It must not end before the run does."""
         assert self.dataset is not None, "who builds no dataset builds a loader"
-        return build_dataloader(self.dataset, self.config.training.batch_size, self.collate, self.config.seed)
+        data, training = self.config.data, self.config.training
+        workers = Workers(data.num_workers, data.prefetch, data.pin_memory and self.ranks.device.type == "cuda")
+        return build_dataloader(self.dataset, training.batch_size, self.collate, self.config.seed, workers)
 
     def parallelise_model(self) -> Sequence[nn.Module]:
         """Return this rank's parts of the model, with memory; reseed ranks with different data differently.
@@ -317,29 +312,9 @@ class BuildSteps:
         parts = getattr(self, "model_parts", [self.model])
         return [p for part in parts for p in part.parameters() if p.requires_grad]
 
-    def tokens_of(self, corpus: str, setting: str = "data.corpus") -> torch.Tensor:
-        """Return the token ids of a corpus, one document after the other; `setting` is the key that errors name.
-
-        Raises: ConfigError without a tokenizer, and for a file without text.
-        """
-        if self.tokenizer is None or self.encode is None:
-            raise ConfigError([f"{setting}: {corpus} needs a tokenizer; override build_dataset, and held_out()"])
-        documents = open_corpus(corpus, setting)
-        key: dict[str, object] = {"corpus": documents.digest, "tokenizer": self.tokenizer.digest}
-        return tokenise(documents.documents, self.encode, key, Path(self.config.data.cache_folder))
-
-    def held_out(self) -> PackedDataset:
-        """Return all of the text that [evaluation] measures. Raises: ConfigError if it is shorter than one sequence."""
-        data, config = self.config.data, self.config.evaluation
-        assert config is not None, "asked for with [evaluation] alone"
-        setting = "evaluation.corpus" if config.corpus else "data.held_out"
-        tokens = self.tokens_of(config.corpus or data.corpus, setting)
-        kept_back = len(tokens) if config.corpus else int(len(tokens) * data.held_out)
-        if kept_back <= data.sequence_length:
-            raise ConfigError(
-                [f"{setting}: its {kept_back} tokens are no sequence of {data.sequence_length} to evaluate"]
-            )
-        return PackedDataset(tokens[len(tokens) - kept_back :], data.sequence_length, self.config.seed)
+    def held_out(self) -> IndexedDataset:
+        """Return all of the data that [evaluation] measures. Raises: ConfigError if it is shorter than one sequence."""
+        return make_held_out(self.config, self.tokenizer, self.encode)
 
     def is_log_due(self, step: int) -> bool:
         """Return whether the end of a step is reported even if no callback measured anything in it."""
@@ -348,8 +323,8 @@ class BuildSteps:
 
     @property
     def epoch(self) -> int:
-        """Return the epoch of the next sequence, a pass over the data. Override it for your own dataset."""
-        return self.dataset.epoch if isinstance(self.dataset, PackedDataset) else 0
+        """Return the epoch of the next sequence, a pass over the data. A loader of your own may have one, too."""
+        return int(getattr(self.dataloader, "epoch", 0))
 
     @property
     def _compute_dtype(self) -> torch.dtype:

@@ -12,18 +12,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from titan_ckpt.config import CheckpointConfig, LocalPath, NonEmpty, NonNegative, PositiveInt, PositiveSteps
 from titan_ckpt.encoding.named import ImportName, is_import_name
-from titan_ckpt.encoding.toml import Check, Checked
+from titan_ckpt.encoding.toml import Check, Checked, foreign
+from titan_ckpt.training.data_config import BelowOne, DataConfig
 from titan_ckpt.training.parallel.config import ParallelConfig
-
-
-def _foreign(whose: str, answers: Mapping[str, str]) -> dict[str, str]:
-    """Return answers to keys that users of another library will try: the key here, or where it is."""
-    return {key: f"{whose}; here: {answer}" for key, answer in answers.items()}
-
 
 PositiveNumber = Annotated[float, Check("a positive number", lambda x: x > 0)]
 Ratio = Annotated[float, Check("a number from 0 to 1", lambda x: 0 <= x <= 1)]
-BelowOne = Annotated[float, Check("a number from 0 to below 1", lambda x: 0 <= x < 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +25,7 @@ class ModelConfig(Checked):
     """The model to train; its shape comes from exactly one of `flavor` and `folder`."""
 
     FOREIGN_KEYS: ClassVar[Mapping[str, str]] = {
-        **_foreign(
+        **foreign(
             "torchtitan's key",
             {
                 "hf_assets_path": "model.folder",
@@ -40,7 +34,7 @@ class ModelConfig(Checked):
                 "print_after_conversion": "nothing; the log names what was converted",
             },
         ),
-        **_foreign("another library's key", {"path": "model.folder", "model_name_or_path": "model.folder"}),
+        **foreign("another library's key", {"path": "model.folder", "model_name_or_path": "model.folder"}),
     }
 
     name: Literal["llama3", "qwen3", "qwen3_moe", "hf"] | ImportName = "llama3"
@@ -70,61 +64,12 @@ class ModelConfig(Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizerConfig(Checked):
-    """The tokenizer. Without any setting it is that of `model.folder` or of the Hugging Face folder in
-    [[checkpoint.initial_load]]; a run without such a folder trains one on the corpus.
-    """
-
-    folder: LocalPath | None = None
-    """A Hugging Face folder with a tokenizer.json."""
-    vocab_size: Annotated[int, Check("258 or more: the bytes and two marks", lambda n: n >= 258)] | None = None
-    """Train a tokenizer of this many tokens; it has fewer if the corpus has too few merges to learn. Absent: 2048."""
-
-
-@dataclass(frozen=True, slots=True)
-class DataConfig(Checked):
-    """The training text, and the length of its sequences."""
-
-    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = _foreign(
-        "another library's key",
-        {
-            "path": "data.corpus",
-            "dataset_path": "data.corpus",
-            "seq_len": "data.sequence_length",
-            "max_seq_length": "data.sequence_length",
-            "max_length": "data.sequence_length",
-        },
-    )
-
-    corpus: LocalPath = "builtin"
-    """Either "builtin" (Python's help topics, 0.5 MB), or the path of a .txt or .jsonl file."""
-    sequence_length: PositiveInt = 256
-    """Length of one training sequence in tokens."""
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    held_out: BelowOne = 0.0
-    """Share of the corpus, at its end, that is not trained on; [evaluation] measures it unless it names a corpus."""
-    cache_folder: LocalPath = "outputs/cache"
-    """Trained tokenizers and tokenised corpora, shared between runs."""
-    dataset: ImportName | None = None
-    """Your own data as "package.module:Name": a torch IterableDataset without an end. It is called with `settings` and
-    those of rank, num_ranks, sequence_length, seed and tokenizer that it has parameters for."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of your own data."""
-
-    def problems(self) -> Iterator[str]:
-        if self.dataset is None and self.settings:
-            yield "settings: they are the keyword arguments of your own data; name it in dataset"
-        if self.dataset is not None and self.held_out:
-            yield "held_out: a share of the corpus, which your own data does not read; set evaluation.corpus"
-
-
-@dataclass(frozen=True, slots=True)
 class OptimizerConfig(Checked):
     """The optimizer: AdamW, or your own."""
 
     FOREIGN_KEYS: ClassVar[Mapping[str, str]] = {
         "learning_rate": "transformers' key; here: optimizer.lr",
-        **_foreign(
+        **foreign(
             "torchtitan's key",
             {
                 "beta1": "optimizer.betas = [beta1, beta2]",
@@ -163,7 +108,7 @@ class OptimizerConfig(Checked):
 class ScheduleConfig(Checked):
     """The learning-rate schedule; ratios are shares of all steps."""
 
-    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = _foreign(
+    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = foreign(
         "another library's key",
         {
             "warmup_steps": "schedule.warmup_ratio, a share of training.steps",
@@ -202,7 +147,7 @@ class TrainingConfig(Checked):
     """Settings of the training loop."""
 
     FOREIGN_KEYS: ClassVar[Mapping[str, str]] = {
-        **_foreign(
+        **foreign(
             "torchtitan's key",
             {
                 "local_batch_size": "training.batch_size",
@@ -219,7 +164,7 @@ class TrainingConfig(Checked):
                 "enable_cpu_offload": "nothing; parameters stay on the device",
             },
         ),
-        **_foreign(
+        **foreign(
             "transformers' key",
             {
                 "per_device_train_batch_size": "training.batch_size",
@@ -260,7 +205,7 @@ class EvaluationConfig(Checked):
     interval: PositiveSteps
     """Steps between evaluations; the last step is also evaluated."""
     corpus: LocalPath | None = None
-    """A .txt or .jsonl file. Absent: the share of the corpus that data.held_out keeps back."""
+    """As data.corpus. Absent: the share of the corpus that data.held_out keeps back."""
     max_sequences: PositiveInt | None = None
     """Measure only this many sequences from the start of the text. Absent: all."""
 
@@ -341,7 +286,7 @@ class GarbageCollectionConfig(Checked):
 class RunConfig(Checked):
     """One training run."""
 
-    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = _foreign(
+    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = foreign(
         "torchtitan's table",
         {
             "job": "output_folder for dump_folder",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from titan_ckpt.training.data.loader import PackedDataset
+from titan_ckpt.training.data.sequences import DummyDataset, IndexedDataset
 
 if TYPE_CHECKING:
     from titan_ckpt.training.trainer import Trainer
@@ -58,5 +58,7 @@ def _device(device: torch.device) -> str:
 def _data(trainer: Trainer) -> str:
     data, training = trainer.config.data, trainer.config.training
     per_step = training.batch_size * training.accumulation * trainer.ranks.data_size
-    count = f"{trainer.dataset.num_sequences:,} " if isinstance(trainer.dataset, PackedDataset) else ""
-    return f"{data.dataset or data.corpus}, {count}sequences of {data.sequence_length} tokens, {per_step} a step"
+    known = isinstance(trainer.dataset, IndexedDataset) and not isinstance(trainer.dataset, DummyDataset)
+    count = f"{trainer.dataset.num_sequences:,} " if known else ""  # type: ignore[union-attr]
+    kind = "sequences of" if data.messages is None else "conversations of up to"
+    return f"{data.dataset or data.corpus}, {count}{kind} {data.sequence_length} tokens, {per_step} a step"

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from titan_ckpt.models.layers import local_tensor
-from titan_ckpt.training.data.loader import IGNORED, Batch
+from titan_ckpt.training.data.batch import IGNORED, Batch
 
 
 def num_predicted(batch: Batch) -> int:

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from titan_ckpt.encoding.named import BadNameError, call_named, import_named, is_import_name
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.config import OptimizerConfig, RunConfig
-from titan_ckpt.training.data.loader import Batch
+from titan_ckpt.training.data.batch import Batch
 
 
 def check_names(config: RunConfig) -> None:

@@ -15,7 +15,7 @@ import torch
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.training.build_steps import BuildSteps
 from titan_ckpt.training.callbacks import StepMetrics
-from titan_ckpt.training.data.loader import Batch
+from titan_ckpt.training.data.batch import Batch, checked, to_device
 from titan_ckpt.training.header import count_parameters, header, position
 from titan_ckpt.training.loss import num_predicted, summed_cross_entropy
 from titan_ckpt.training.model_folder import other_choices
@@ -121,7 +121,7 @@ class Trainer(BuildSteps):
             logger.info("step %d of %d is done: nothing to train", self.state.step, last)
             self.manager.save(self.state.step, last_step=True)
             return
-        batches = iter(self.dataloader)
+        batches = checked(iter(self.dataloader), self.model.vocab_size)
         for part in self.model_parts:
             part.train()
         self.callbacks.on_train_begin(self)
@@ -175,9 +175,9 @@ class Trainer(BuildSteps):
 
         Returns: this rank's share of the summed loss, float64.
         """
-        batches = [share_of(self._on_device(batch), self.ranks) for batch in micro_batches]
+        batches = [share_of(to_device(batch, self.ranks.device), self.ranks) for batch in micro_batches]
         if self.pipeline is not None:
-            whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+            whole = {name: torch.cat([batch[name] for batch in batches]) for name in ("tokens", "labels")}
             for index in range(len(batches)):
                 self.callbacks.on_substep_begin(self, index)
             with self.training_context():
@@ -200,13 +200,10 @@ class Trainer(BuildSteps):
     @torch.no_grad()
     def measure_loss(self, batch: Batch) -> torch.Tensor:
         """Return this rank's share of the summed loss of a batch, float64, without gradients. Collective."""
-        batch = share_of(self._on_device(batch), self.ranks)
+        batch = share_of(to_device(batch, self.ranks.device), self.ranks)
         with self.training_context():
             loss = self.pipeline.evaluate(batch) if self.pipeline is not None else self.compute_loss(batch).double()
         return loss / self.ranks.degrees.tp
-
-    def _on_device(self, batch: Batch) -> Batch:
-        return {name: value.to(self.ranks.device, non_blocking=True) for name, value in batch.items()}
 
     def compute_loss(self, batch: Batch) -> torch.Tensor:
         """Return the summed loss of a batch."""

@@ -60,7 +60,7 @@ def test_nothing_is_overwritten_or_guessed(
     assert "3 problem(s)" in said
     assert "run.toml exists" in said
     assert "nowhere/config.json is not there" in said
-    assert "nothing.txt is no file" in said
+    assert "nothing.txt is not there" in said
     assert Path("run.toml").read_text() == "mine"
     Path("nowhere").mkdir()
     Path("nowhere", "config.json").write_text("{}")

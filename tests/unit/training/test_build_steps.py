@@ -17,7 +17,7 @@ from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.registry import build_model
 from titan_ckpt.training.callbacks import Callbacks
 from titan_ckpt.training.callbacks.checkpoint import Checkpointing
-from titan_ckpt.training.data.loader import Batch
+from titan_ckpt.training.data.batch import Batch
 from titan_ckpt.training.parallel.ranks import Ranks
 from titan_ckpt.training.trainer import Trainer
 from titan_ckpt.weights.initialize import construct, materialise

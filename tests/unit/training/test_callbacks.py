@@ -32,7 +32,8 @@ from titan_ckpt.testing import distributed
 from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue, StepMetrics, monitors
 from titan_ckpt.training.callbacks.console import Logging, read_metrics
 from titan_ckpt.training.callbacks.evaluation import Evaluation
-from titan_ckpt.training.data.loader import IGNORED, Batch, PackedDataset, collate
+from titan_ckpt.training.data.batch import IGNORED, Batch, collate
+from titan_ckpt.training.data.sequences import PackedDataset
 from titan_ckpt.training.loss import num_predicted
 from titan_ckpt.training.trainer import Trainer
 

@@ -5,14 +5,23 @@ from __future__ import annotations
 import json
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from titan_ckpt.errors import ConfigError, LoadMismatchError
-from titan_ckpt.training.data.loader import Batch, PackedDataset, build_dataloader, collate, tokenise
+from titan_ckpt.training.data.batch import IGNORED, Batch, checked, collate, to_device
+from titan_ckpt.training.data.corpus import open_corpus
+from titan_ckpt.training.data.loader import Workers, build_dataloader
+from titan_ckpt.training.data.sequences import DummyDataset, OrderedDataset, PackedDataset
+from titan_ckpt.training.data.tokens import tokenise
 
 TOKENS = torch.arange(1001, dtype=torch.int32)
+
+
+def loader(dataset: OrderedDataset, batch_size: int, num_workers: int = 0) -> Any:
+    return build_dataloader(dataset, batch_size, collate, 0, Workers(num_workers))
 
 
 def starts(dataset: PackedDataset, num: int) -> list[int]:
@@ -44,48 +53,37 @@ def test_ranks_deal_the_same_order_among_themselves() -> None:
     assert [start for turn in zip(*shares, strict=True) for start in turn] == alone
 
 
-def test_d4_a_position_is_taken_over_by_another_number_of_ranks() -> None:
-    """Two ranks go on exactly where one stopped."""
-    one = PackedDataset(TOKENS, 10, seed=1)
-    seen = starts(one, 42)
-    shares = []
-    for rank in range(2):
-        dataset = PackedDataset(TOKENS, 10, seed=1, rank=rank, num_ranks=2)
-        dataset.load_state_dict(one.state_dict())
-        shares.append(starts(dataset, 20))
-    rest = [start for turn in zip(*shares, strict=True) for start in turn]
-    assert seen + rest == starts(PackedDataset(TOKENS, 10, seed=1), 82)
-
-
 @pytest.mark.parametrize("taken", [0, 1, 7, 30])
 def test_d4_a_loader_resumes_at_the_next_batch(taken: int) -> None:
     """Its state, through JSON, leads another loader to the batches that come next, over an epoch's end."""
-    first = build_dataloader(PackedDataset(TOKENS, 10, seed=5), 4, collate, seed=0)
+    first = loader(PackedDataset(TOKENS, 10, seed=5), 4)
     batches = iter(first)
     for _ in range(taken):
         next(batches)
     state = json.loads(json.dumps(first.state_dict()))
     expected = [next(batches) for _ in range(30)]
-    second = build_dataloader(PackedDataset(TOKENS, 10, seed=5), 4, collate, seed=0)
+    second = loader(PackedDataset(TOKENS, 10, seed=5), 4)
     second.load_state_dict(state)
+    assert second.epoch == taken * 4 // 100
     for one, other in zip(expected, iter(second), strict=False):
         assert torch.equal(one["tokens"], other["tokens"])
 
 
 def test_a_loader_draws_no_random_numbers_of_the_run() -> None:
     """Creating an iterator and taking batches leaves torch's generator where it was."""
-    loader = build_dataloader(PackedDataset(TOKENS, 10, seed=5), 4, collate, seed=0)
+    batches = loader(PackedDataset(TOKENS, 10, seed=5), 4)
     before = torch.get_rng_state()
-    next(iter(loader))
+    next(iter(batches))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_d4_a_position_in_other_data_is_refused() -> None:
     """Another corpus, another length or another seed: the position means nothing there."""
-    state = PackedDataset(TOKENS, 10, seed=5).state_dict()
-    for other in (PackedDataset(TOKENS + 1, 10, 5), PackedDataset(TOKENS, 9, 5), PackedDataset(TOKENS, 10, 6)):
+    state = loader(PackedDataset(TOKENS, 10, seed=5), 4).state_dict()
+    others = PackedDataset(TOKENS + 1, 10, 5), PackedDataset(TOKENS, 9, 5), PackedDataset(TOKENS, 10, 6)
+    for other in (*others, PackedDataset(TOKENS, 10, 5, shuffle=False)):
         with pytest.raises(LoadMismatchError, match=r"checkpoint\.resume\.exclude"):
-            other.load_state_dict(state)
+            loader(other, 4).load_state_dict(state)
 
 
 def test_a_corpus_shorter_than_one_sequence_is_a_config_error() -> None:
@@ -95,18 +93,21 @@ def test_a_corpus_shorter_than_one_sequence_is_a_config_error() -> None:
 
 
 def test_documents_are_tokenised_once(tmp_path: Path) -> None:
-    """The second call maps the file of the first one and encodes nothing."""
+    """The second call maps the file of the first one and encodes nothing, until a file changes."""
     calls = []
 
     def encode(text: str) -> list[int]:
         calls.append(text)
         return [ord(c) for c in text]
 
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"text": "ab"}\n{"text": "c"}\n')
     for _ in range(2):
-        tokens = tokenise(["ab", "c"], encode, {"corpus": "x"}, tmp_path)
+        tokens = tokenise(open_corpus(str(path)), encode, {}, tmp_path / "cache")
         assert tokens.tolist() == [97, 98, 99]
     assert calls == ["ab", "c"]
-    assert tokenise(["d"], encode, {"corpus": "y"}, tmp_path).tolist() == [100]
+    path.write_text('{"text": "d"}\n')
+    assert tokenise(open_corpus(str(path)), encode, {}, tmp_path / "cache").tolist() == [100]
 
 
 def test_collate_stacks_sequences() -> None:
@@ -117,27 +118,76 @@ def test_collate_stacks_sequences() -> None:
     assert torch.equal(batch["tokens"][1], samples[1]["tokens"])
 
 
+def test_d8_collate_pads_to_the_longest_and_keeps_what_else_there_is() -> None:
+    """Padding has no loss; tensors of one shape are stacked, nested ones in their place; anything else is listed."""
+    samples = [
+        {"tokens": torch.arange(n), "labels": torch.arange(1, n + 1), "more": {"x": torch.ones(2), "name": str(n)}}
+        for n in (2, 3)
+    ]
+    batch = collate(samples)
+    assert batch["tokens"].tolist() == [[0, 1, 0], [0, 1, 2]]
+    assert batch["labels"].tolist() == [[1, 2, IGNORED], [1, 2, 3]]
+    assert batch["more"]["x"].shape == (2, 2) and batch["more"]["name"] == ["2", "3"]
+    assert collate(samples, length=5)["tokens"].shape == (2, 5)
+    moved = to_device({**batch, "list": [torch.ones(1), ("x", torch.ones(1))]}, torch.device("meta"))
+    assert moved["more"]["x"].is_meta and moved["list"][1][1].is_meta and moved["list"][1][0] == "x"
+
+
+def test_d8_dummy_data_is_the_same_for_the_same_seed() -> None:
+    """Random tokens of the whole vocabulary, however many ranks take them."""
+    alone = [item["tokens"].tolist() for item in islice(DummyDataset(50, 8, seed=1), 6)]
+    second = [item["tokens"].tolist() for item in islice(DummyDataset(50, 8, 1, rank=1, num_ranks=2), 3)]
+    assert second == alone[1::2]
+    assert alone != [item["tokens"].tolist() for item in islice(DummyDataset(50, 8, seed=2), 6)]
+    assert max(map(max, alone)) < 50 and len({token for row in alone for token in row}) > 20
+
+
+GOOD = {"tokens": torch.tensor([[1, 2, 3]]), "labels": torch.tensor([[2, 3, IGNORED]])}
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ((1, 2), r'expected a dict with "tokens" and "labels", found a tuple'),
+        ({"input_ids": 1}, r"tokens and labels missing; it has input_ids"),
+        (
+            {"tokens": [1], "labels": torch.ones(1, 2)},
+            r"(?s)tokens: expected an int64.*list.*labels: .*float32",
+        ),
+        (
+            GOOD | {"labels": torch.ones(1, 2, dtype=torch.int64)},
+            r"labels: expected the shape of tokens, \(1, 3\), found",
+        ),
+        (GOOD | {"tokens": torch.tensor([[1, 9, 3]])}, r"tokens: expected ids from 0 to 8, .* found 1 to 9"),
+        (GOOD | {"labels": torch.tensor([[2, -1, 3]])}, r"labels: .*or -100 for no loss; found -1 to 3"),
+        (GOOD | {"labels": torch.tensor([[1, 2, IGNORED]])}, r"labels: they are the tokens themselves"),
+    ],
+)
+def test_d8_the_first_batch_is_checked(batch: Any, expected: str) -> None:
+    """One error says everything that it must be and is not; later batches are not looked at."""
+    with pytest.raises(ConfigError, match=expected):
+        next(checked(iter([batch]), 9))
+    assert len([*checked(iter([GOOD, batch]), 9)]) == 2
+
+
 @pytest.mark.parametrize(("ranks", "batch_size", "workers"), [(2, 3, 0), (2, 3, 2)])
 def test_d4_batches_made_ahead_by_workers_are_not_lost_to_other_ranks(
     ranks: int, batch_size: int, workers: int
 ) -> None:
     """However far workers are ahead, another number of ranks goes on right after what was handed out."""
-    loaders = [
-        build_dataloader(PackedDataset(TOKENS, 10, 5, rank=r, num_ranks=ranks), batch_size, collate, 0, workers)
-        for r in range(ranks)
-    ]
+    loaders = [loader(PackedDataset(TOKENS, 10, 5, rank=r, num_ranks=ranks), batch_size, workers) for r in range(ranks)]
     in_turn: list[int] = []
-    batches = [iter(loader) for loader in loaders]
+    batches = [iter(one) for one in loaders]
     for _ in range(5):
         in_turn += [int(s) for turn in zip(*(next(b)["tokens"][:, 0] for b in batches), strict=True) for s in turn]
-    states = json.loads(json.dumps([loader.state_dict() for loader in loaders]))
-    again = build_dataloader(PackedDataset(TOKENS, 10, 5, rank=1, num_ranks=ranks), batch_size, collate, 0, workers)
+    states = json.loads(json.dumps([one.state_dict() for one in loaders]))
+    again = loader(PackedDataset(TOKENS, 10, 5, rank=1, num_ranks=ranks), batch_size, workers)
     again.load_state_dict(states[1])
     assert torch.equal(next(iter(again))["tokens"], next(batches[1])["tokens"])
-    alone = build_dataloader(PackedDataset(TOKENS, 10, 5), 7, collate, 0)
+    alone = loader(PackedDataset(TOKENS, 10, 5), 7)
     alone.load_state_dicts(states)
     in_turn += next(iter(alone))["tokens"][:, 0].tolist()
     assert in_turn == starts(PackedDataset(TOKENS, 10, 5), len(in_turn))
-    states[1]["position"]["next_index"] += 1
+    states[1]["next_index"] += 1
     with pytest.raises(LoadMismatchError, match="not in step"):
         alone.load_state_dicts(states)

@@ -60,7 +60,7 @@ def test_other_choices_are_explicit_and_warned_about(
     tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Random values and a trained tokenizer are settings; each is one warning, also where other weights are loaded."""
-    data = {"tokenizer": {"vocab_size": 300, "folder": None}, "corpus": __file__}
+    data = {"tokenizer": {"vocab_size": 300, "folder": None}, "corpus": str(Path(__file__).parents[3] / "README.md")}
     Trainer(over(base, tmp_path / "a", model={"load_weights": False}, data=data)).run()
     assert f"the weights in {base} are not loaded; this run starts from random values" in caplog.text
     assert f"data.tokenizer: this run uses and exports the tokenizer in {settings(tmp_path).data.cache_folder}" in (

@@ -1,4 +1,4 @@
-"""Corpora and tokenizers: what is read, what is cached, what other libraries make of it."""
+"""Tokenizers: what is trained, what is cached, what other libraries make of it."""
 
 from __future__ import annotations
 
@@ -18,61 +18,16 @@ ROOT = Path(__file__).parents[3]
 TEXTS = ["One document about checkpoints.\n", "Another — with ünïcode, 数字 and\ttabs.", "  leading spaces\n\n\n"]
 
 
-def test_the_builtin_corpus_is_half_a_megabyte_of_text() -> None:
-    """Every Python carries the text that the demo trains on."""
-    corpus = open_corpus("builtin")
-    assert len(corpus.documents) > 70
-    assert 400_000 < sum(map(len, corpus.documents)) < 700_000
-    assert open_corpus("builtin").digest == corpus.digest
-
-
-def test_a_jsonl_file_is_one_document_a_line(tmp_path: Path) -> None:
-    """Blank lines and empty documents are no documents; the digest follows the text, not the file."""
-    path = tmp_path / "corpus.jsonl"
-    path.write_text("\n".join(json.dumps({"text": t, "id": 1}) for t in [*TEXTS, " "]) + "\n\n")
-    corpus = open_corpus(str(path))
-    assert corpus.documents == tuple(TEXTS)
-    assert corpus.digest == Corpus.of("elsewhere", TEXTS).digest
-
-
-def test_a_text_file_is_one_document(tmp_path: Path) -> None:
-    """Any UTF-8 file is text."""
-    path = tmp_path / "corpus.txt"
-    path.write_text(TEXTS[1])
-    assert open_corpus(str(path)).documents == (TEXTS[1],)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("absent.txt", None, "is not there"),
-        ("binary.txt", b"\xff\xfe\x00", "is not UTF-8"),
-        ("empty.txt", b" \n", "holds no text"),
-        ("bad.jsonl", b'{"text": "x"}\n{"txt": "y"}\nnot json\n', "bad.jsonl:2"),
-    ],
-)
-def test_a_corpus_that_cannot_be_read_is_a_config_error(
-    tmp_path: Path, name: str, content: bytes | None, expected: str
-) -> None:
-    """The message names the file, and the line where there is one."""
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=expected):
-        open_corpus(str(tmp_path / name))
-
-
-def test_every_bad_line_is_listed(tmp_path: Path) -> None:
-    """One error names all lines of a jsonl file that hold no text."""
-    path = tmp_path / "corpus.jsonl"
-    path.write_text('{"text": 1}\n{"text": "fine"}\n[]\n')
-    with pytest.raises(ConfigError) as caught:
-        open_corpus(str(path))
-    assert [p.split(":")[2] for p in caught.value.problems] == ["1", "3"]
+def corpus_of(folder: Path) -> Corpus:
+    """Return a corpus of TEXTS."""
+    folder.mkdir(exist_ok=True)
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return open_corpus(str(folder / "texts.jsonl"))
 
 
 def test_text_survives_the_tokenizer(tmp_path: Path) -> None:
     """Any text decodes to itself, unseen characters included."""
-    tokenizer = train_tokenizer(Corpus.of("texts", TEXTS), 400, tmp_path)
+    tokenizer = train_tokenizer(corpus_of(tmp_path / "texts"), 400, tmp_path)
     for text in [*TEXTS, "🙂 never seen"]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     ids = tokenizer.encode_document("x")
@@ -81,7 +36,7 @@ def test_text_survives_the_tokenizer(tmp_path: Path) -> None:
 
 def test_a_tokenizer_is_trained_once(tmp_path: Path) -> None:
     """The same corpus and size are read from the cache; another size is another entry."""
-    corpus = Corpus.of("texts", TEXTS)
+    corpus = corpus_of(tmp_path / "texts")
     first = train_tokenizer(corpus, 300, tmp_path)
     written = (first.folder / "tokenizer.json").stat().st_mtime_ns
     again = train_tokenizer(corpus, 300, tmp_path)
@@ -140,7 +95,7 @@ def test_auto_tokenizer_loads_what_was_trained(tmp_path: Path) -> None:
 
 def test_a_tokenizer_saved_by_transformers_is_read(tmp_path: Path) -> None:
     """A tokenizer that AutoTokenizer has saved again is the same tokenizer here."""
-    tokenizer = train_tokenizer(Corpus.of("texts", TEXTS), 300, tmp_path / "cache")
+    tokenizer = train_tokenizer(corpus_of(tmp_path), 300, tmp_path / "cache")
     AutoTokenizer.from_pretrained(tokenizer.folder).save_pretrained(tmp_path / "saved")
     again = read_tokenizer(tmp_path / "saved")
     assert (again.bos_id, again.eos_id) == (tokenizer.bos_id, tokenizer.eos_id)

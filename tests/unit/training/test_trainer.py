@@ -21,7 +21,7 @@ from titan_ckpt.loading.restore import LoadResult
 from titan_ckpt.saving import Saver
 from titan_ckpt.training.callbacks import Callback
 from titan_ckpt.training.callbacks.console import MetricsFile, read_metrics
-from titan_ckpt.training.data.loader import Batch
+from titan_ckpt.training.data.batch import Batch
 from titan_ckpt.training.trainer import Trainer
 
 

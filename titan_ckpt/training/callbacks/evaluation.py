@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from titan_ckpt.rng import RandomState
 from titan_ckpt.training.callbacks.base import Callback, StepMetrics
 from titan_ckpt.training.config import EvaluationConfig
-from titan_ckpt.training.data.loader import IGNORED, Batch, PackedDataset
+from titan_ckpt.training.data.batch import IGNORED, Batch
+from titan_ckpt.training.data.sequences import IndexedDataset
 from titan_ckpt.training.loss import num_predicted
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 class Evaluation(Callback):
     """Measures `eval/loss`, the mean over all predicted tokens, and `eval/perplexity`, also at the last step."""
 
-    def __init__(self, config: EvaluationConfig, dataset: PackedDataset) -> None:
+    def __init__(self, config: EvaluationConfig, dataset: IndexedDataset) -> None:
         """`dataset`: the whole held-out text, equal on every rank."""
         self._config = config
         self._dataset = dataset

@@ -1,80 +1,281 @@
-"""Training text: the documents of the built-in corpus, a text file or a jsonl file. Knows no tokens."""
+"""Training text and conversations in files: which files a name means, and their rows one after the other.
+
+Owns files, fields and the place that an error names. Hugging Face `datasets` reads the files. Knows no tokens.
+"""
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, listed
 
-BUILTIN = "builtin"
+BUILTIN, DUMMY = "builtin", "dummy"
+KINDS = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
+"""Suffix -> kind of file. A text file is one document; a line of a jsonl file and a row of a parquet file are one."""
+_EXPECTED = "a .txt, .md, .jsonl or .parquet file"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One document or conversation."""
+
+    number: int
+    """Its number in its source, counted from 0."""
+    value: Any
+    """A string, or a list of messages."""
+    tools: Any
+    """The row's "tools", which a chat template may render; None for text."""
+    place: str
+    """File and line, as an error names them."""
+    problem: str | None = None
+    """Why the row cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Files that are read as one: a jsonl or parquet file, or any number of text files with a row each."""
+
+    kind: str
+    files: tuple[Path, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Documents in a fixed order, and a digest of all of them."""
+    """Documents, or conversations, in a fixed order."""
 
     name: str
-    documents: tuple[str, ...]
-    digest: str
+    setting: str = "data.corpus"
+    """The key that errors name."""
+    field: str = "text"
+    """The field of a jsonl line, and the column of a parquet file."""
+    messages: bool = False
+    """Whether the field holds conversations."""
+    sources: tuple[Source, ...] = (Source(BUILTIN, ()),)
 
-    @staticmethod
-    def of(name: str, documents: Sequence[str], setting: str = "data.corpus") -> Corpus:
-        """Return a corpus of the documents that are not empty. Raises: ConfigError if there are none."""
-        kept = tuple(d for d in documents if d.strip())
-        if not kept:
-            raise ConfigError([f"{setting}: {name} holds no text"])
-        hasher = hashlib.sha256()
-        for document in kept:
-            data = document.encode()
-            hasher.update(len(data).to_bytes(8, "little") + data)
-        return Corpus(name, kept, hasher.hexdigest())
+    @property
+    def files(self) -> list[Path]:
+        return [file for source in self.sources for file in source.files]
 
+    @property
+    def digest(self) -> str:
+        """Return what caches know the corpus by: its files' names, sizes and times, and the field."""
+        known = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
+        texts = [] if self.files else [row.value for row in self.rows(0)]
+        return hashlib.sha256(json.dumps([known, texts, self.field, self.messages]).encode()).hexdigest()
 
-def open_corpus(name: str, setting: str = "data.corpus") -> Corpus:
-    """Return a corpus: "builtin", or the path of a .jsonl file (one {"text": ...} per line) or of a UTF-8 text file.
+    @property
+    def layout(self) -> list[object]:
+        """Return what the order of the rows depends on, as far as the files' names and sizes tell."""
+        return [self.field, self.messages, [[file.name, file.stat().st_size] for file in self.files]]
 
-    The built-in corpus is the help topics of the Python reference, part of every Python: 79 documents, 0.5 MB of
-    English. A text file is one document. `setting`: the key that errors name.
-    Raises: ConfigError for a missing file, bytes that are not UTF-8, and jsonl lines without a string "text".
-    """
-    if name == BUILTIN:
-        from pydoc_data.topics import topics  # 0.5 MB of literals, imported only when needed
+    def rows(self, source: int, start: int = 0) -> Iterator[Row]:
+        """Yield the rows of one source from number `start` on; blank ones are left out.
 
-        return Corpus.of(name, [topics[key] for key in sorted(topics)], setting)
-    path = Path(name)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError([f'{setting}: {path} is not there; expected a text or jsonl file, or "builtin"']) from None
-    except IsADirectoryError:
-        raise ConfigError([f"{setting}: {path} is a folder; expected a .txt or .jsonl file"]) from None
-    except OSError as error:
-        raise ConfigError([f"{setting}: {path} cannot be read: {error.strerror}"]) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError([f"{setting}: {path} is not UTF-8 text: {error}"]) from None
-    return Corpus.of(name, _jsonl_texts(path, text, setting) if path.suffix == ".jsonl" else [text], setting)
+        Raises: ConfigError for a file that cannot be read.
+        """
+        kind, files = self.sources[source].kind, self.sources[source].files
+        if kind == BUILTIN:
+            from pydoc_data.topics import topics  # 0.5 MB of literals, imported only when needed
 
+            texts = [topics[key] for key in sorted(topics)]
+            yield from (Row(i, texts[i], None, f"topic {i}") for i in range(start, len(texts)))
+            return
+        for number, value in self._read(kind, files, start):
+            if kind == "text":
+                row = Row(number, value["text"], None, str(files[number]))
+            elif kind == "jsonl":
+                row = self._line(number, value["text"], f"{files[0]}:{number + 1}")
+            else:
+                row = self._row(number, _without_none(value) if self.messages else value, f"{files[0]}: row {number}")
+            if row.problem is not None or not isinstance(row.value, str) or row.value.strip():
+                yield row
 
-def _jsonl_texts(path: Path, text: str, setting: str) -> list[str]:
-    documents: list[str] = []
-    problems: list[str] = []
-    for number, line in enumerate(text.split("\n"), 1):
+    def documents(self) -> Iterator[str]:
+        """Yield the value of every row. Raises: ConfigError after the last one, listing those that cannot be used."""
+        problems: list[str] = []
+        yield from (row.value for row in self.all_rows(problems))
+        self.refuse(problems)
+
+    def all_rows(self, problems: list[str]) -> Iterator[Row]:
+        """Yield the rows of all sources, and add to `problems` why others cannot be used.
+
+        Raises: ConfigError after the last one if there was none.
+        """
+        empty = True
+        for row in (row for source in range(len(self.sources)) for row in self.rows(source)):
+            empty = False
+            if row.problem is None:
+                yield row
+            else:
+                problems.append(row.problem)
+        if empty:
+            raise ConfigError([f"{self.setting}: {self.name} holds no {'conversation' if self.messages else 'text'}"])
+
+    def refuse(self, problems: Sequence[str]) -> None:
+        """Raise a ConfigError for rows that cannot be used, if there are any: the first eight, and how many more."""
+        if problems:
+            more = [f"and {len(problems) - 8} more rows"] if len(problems) > 8 else []
+            raise ConfigError([f"{self.setting}: {problem}" for problem in [*problems[:8], *more]])
+
+    def _read(self, kind: str, files: tuple[Path, ...], start: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        from datasets import load_dataset  # it takes seconds to import
+
+        number = start
+        escaped = [glob.escape(str(file.absolute())) for file in files]
+        options: dict[str, Any] = {"sample_by": "document" if kind == "text" else "line"}
+        if kind == "parquet":
+            options = {"columns": [name for name in (self.field, "tools") if name in _columns(files[0])]}
+        try:
+            builder = "parquet" if kind == "parquet" else "text"
+            rows: Any = load_dataset(builder, data_files=escaped, split="train", streaming=True, **options)
+            # batches, because a loop over rows would divide them among the worker processes of a loader
+            for batch in (rows.skip(start) if start else rows).iter(batch_size=1 if kind == "text" else 256):
+                for values in zip(*batch.values(), strict=True):
+                    yield number, dict(zip(batch, values, strict=True))
+                    number += 1
+        except UnicodeDecodeError as error:
+            file = files[number if kind == "text" else 0]
+            raise ConfigError([f"{self.setting}: {file} is not UTF-8 text: {error}"]) from None
+        except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+            file = files[min(number, len(files) - 1)]
+            cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+            raise ConfigError([f"{self.setting}: {file} cannot be read: {cause}"]) from error
+
+    def _line(self, number: int, line: str, place: str) -> Row:
         if not line.strip():
-            continue
+            return Row(number, "", None, place)
         try:
             value = json.loads(line)
-        except json.JSONDecodeError as error:
-            problems.append(f"{setting}: {path}:{number}: not JSON: {error}")
-            continue
-        if isinstance(value, dict) and isinstance(value.get("text"), str):
-            documents.append(value["text"])
+        except ValueError as error:
+            return Row(number, None, None, place, f"{place}: not JSON: {error}; expected {self._expected}")
+        return self._row(number, value, place)
+
+    def _row(self, number: int, value: Any, place: str) -> Row:
+        if not isinstance(value, Mapping):
+            found: str | None = type(value).__name__
+        elif self.field not in value:
+            found = f"the fields {', '.join(value) or '(none)'}; {self._choose}"
         else:
-            problems.append(f'{setting}: {path}:{number}: expected an object with a string "text"')
-    if problems:
-        more = [f"{setting}: and {len(problems) - 8} more lines"] if len(problems) > 8 else []
-        raise ConfigError([*problems[:8], *more])
-    return documents
+            found = _misfit(value[self.field], messages=self.messages)
+        if found is not None:
+            return Row(number, None, None, place, f"{place}: expected {self._expected}, found {found}")
+        tools = value.get("tools") if self.messages else None
+        return Row(number, value[self.field], tools or None, place)
+
+    @property
+    def _expected(self) -> str:
+        kind = 'a list of messages, each with "role" and "content", as' if self.messages else "a string"
+        return f'an object with {kind} "{self.field}"'
+
+    @property
+    def _choose(self) -> str:
+        return f"name the right one in {'data.messages' if self.messages else 'data.field'}"
+
+
+def _misfit(value: Any, *, messages: bool) -> str | None:
+    """Return what a field holds that is no string, or no list of messages."""
+    if not messages:
+        return None if isinstance(value, str) else type(value).__name__
+    if not isinstance(value, list) or not value:
+        return "an empty list" if value == [] else type(value).__name__
+    for i, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            return f"a {type(message).__name__} as message {i}"
+        if not isinstance(message.get("role"), str):
+            return f"message {i} with the fields {', '.join(message) or '(none)'}"
+    return None
+
+
+def _without_none(value: Any) -> Any:
+    """Return a row without the fields that Arrow adds to a struct because other rows have them."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(part) for key, part in value.items() if part is not None}
+    return [_without_none(part) for part in value] if isinstance(value, list) else value
+
+
+def open_corpus(name: str, setting: str = "data.corpus", *, field: str = "text", messages: bool = False) -> Corpus:
+    """Return the corpus "builtin", or that of a file, of all files in a folder, or of those that a pattern matches.
+
+    The built-in corpus is the help topics of the Python reference, part of every Python: 79 documents, 0.5 MB of
+    English. `field`: see Corpus. `setting`: the key that errors name.
+    Raises: ConfigError for what is not there, holds no such file, or has no such column.
+    """
+    if name == BUILTIN:
+        return Corpus(name, setting, field, messages)
+    files = _find_files(name, setting)
+    if messages and (texts := [str(file) for file in files if KINDS[file.suffix] == "text"]):
+        raise ConfigError([f"{setting}: {listed(texts, ', ')}: text holds no conversations; use .jsonl or .parquet"])
+    problems = []
+    for file in files:
+        try:
+            file.open("rb").close()
+            if file.suffix == ".parquet" and field not in (columns := _columns(file)):
+                found = f"{file}: expected a column {field!r}, found {', '.join(columns) or 'none'}"
+                problems.append(f"{found}; name the right one in {'data.messages' if messages else 'data.field'}")
+        except OSError as error:
+            problems.append(f"{file} cannot be read: {error.strerror or error}")
+        except ValueError as error:  # pyarrow's errors are ValueErrors
+            problems.append(f"{file} is no parquet file: {str(error).splitlines()[0]}")
+    Corpus(name, setting).refuse(problems)
+    return Corpus(name, setting, field, messages, tuple(_sources(files)))
+
+
+def _columns(file: Path) -> list[str]:
+    from pyarrow import parquet  # as `datasets`
+
+    names: list[str] = parquet.read_schema(file).names
+    return names
+
+
+def _find_files(name: str, setting: str) -> list[Path]:
+    path = Path(name)
+    if glob.has_magic(name) and not path.exists():
+        matched = sorted(Path(match) for match in glob.glob(name, recursive=True))
+        files = [file for file in matched if file.suffix in KINDS and file.is_file()]
+        if not files:
+            raise ConfigError([f"{setting}: {name} matches {len(matched)} paths and none is {_EXPECTED}"])
+        return files
+    try:
+        path.stat()
+    except FileNotFoundError:
+        expected = f'expected a file, a folder, a pattern such as "data/*.jsonl", "{BUILTIN}" or "{DUMMY}"'
+        raise ConfigError([f"{setting}: {path} is not there; {expected}"]) from None
+    except OSError as error:
+        raise ConfigError([f"{setting}: {path} cannot be read: {error.strerror}"]) from None
+    if not path.is_dir():
+        if path.suffix not in KINDS:
+            raise ConfigError(
+                [f"{setting}: {path}: expected {_EXPECTED}, found the suffix {path.suffix or '(none)'!r}"]
+            )
+        return [path]
+    inside = sorted(file for file in path.rglob("*") if file.is_file())
+    files = [file for file in inside if file.suffix in KINDS and not _is_hidden(file.relative_to(path))]
+    if not files:
+        found = f"{len(inside)} other files" if inside else "nothing"
+        raise ConfigError([f"{setting}: the folder {path} holds {found}; expected {_EXPECTED}"])
+    return files
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _sources(files: Iterable[Path]) -> Iterator[Source]:
+    """Yield the sources of files in their order; neighbouring text files are one, because opening one takes long."""
+    texts: list[Path] = []
+    for file in files:
+        if KINDS[file.suffix] == "text":
+            texts.append(file)
+            continue
+        if texts:
+            yield Source("text", tuple(texts))
+            texts = []
+        yield Source(KINDS[file.suffix], (file,))
+    if texts:
+        yield Source("text", tuple(texts))

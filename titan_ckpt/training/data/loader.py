@@ -1,199 +1,154 @@
-"""Packed next-token data: tokenised once, cut into sequences, shuffled in an order that any rank can resume.
+"""Loaders: batches of a dataset, made by this process or by workers, and the position in it.
 
-Owns the order of the data and the position in it. Knows neither text files nor models.
+Owns the position: how many sequences all ranks together have received, without those that workers made ahead.
 """
 
 from __future__ import annotations
 
-import hashlib
-import sys
+import os
 import warnings
-from array import array
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_ckpt.errors import ConfigError, LoadMismatchError
-from titan_ckpt.training.data.cache import cached_folder
+from titan_ckpt.training.data.batch import Batch
+from titan_ckpt.training.data.sequences import Bookmark, OrderedDataset
 
-IGNORED = -100
-"""Label of a token without a loss."""
-Batch = dict[str, torch.Tensor]
-"""`tokens` and `labels`, both (batch, sequence) int64; `labels[i]` is the token after `tokens[i]`, or IGNORED."""
+Collate = Callable[[Sequence[Batch]], Batch]
 
 
-def tokenise(
-    documents: Sequence[str], encode: Callable[[str], list[int]], key: dict[str, object], cache: Path
-) -> torch.Tensor:
-    """Return the ids of all documents in sequence, int32, memory-mapped from the cache; `key` names the content."""
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """How batches are made ahead."""
 
-    def build(folder: Path) -> None:
-        ids = array("i")
-        for document in documents:
-            ids.extend(encode(document))
-        with (folder / "tokens.int32").open("wb") as file:
-            ids.tofile(file)
+    num_workers: int = 0
+    """Processes that make batches; with 0 this process makes them."""
+    prefetch: int = 2
+    """Batches that each worker makes ahead."""
+    pin_memory: bool = False
 
-    file = cached_folder(cache, "tokens", {**key, "byteorder": sys.byteorder}, build) / "tokens.int32"
-    return torch.from_file(str(file), shared=False, size=file.stat().st_size // 4, dtype=torch.int32)
-
-
-class PackedDataset(IterableDataset[Batch]):
-    """Endless sequences of a token stream, in a new order in each epoch, distributed over the ranks in turn.
-
-    The position is one number that is equal on every rank: how many sequences all ranks together have taken. So a run
-    can continue with a different number of ranks and takes the sequences in the same order.
-    """
-
-    batch_size: int = 1
-    """Sequences per batch. Worker processes of a loader make whole batches in turn, so they need it."""
-
-    def __init__(
-        self, tokens: torch.Tensor, sequence_length: int, seed: int, *, rank: int = 0, num_ranks: int = 1
-    ) -> None:
-        """Cut `tokens` (1-D) into sequences that overlap by one token: a last label is the next first token.
-
-        `rank` and `num_ranks` count data-parallel ranks; ranks that read the same data have the same `rank`.
-        Raises: ConfigError if the tokens do not fill one sequence.
-        """
-        self.num_sequences = (len(tokens) - 1) // sequence_length
-        if self.num_sequences < 1:
-            raise ConfigError(
-                [f"data.sequence_length: {sequence_length} is too long for a corpus of {len(tokens)} tokens"]
-            )
-        self.tokens = tokens
-        self.sequence_length = sequence_length
-        self.seed = seed
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.next_index = 0
-        """Position at which this iteration of all ranks started; without worker processes, the current position."""
-        self._num_made = 0
-        """In a worker process: the number of sequences that it has made since `next_index`."""
-        self.fingerprint = self._fingerprint()
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield this rank's sequences from the current position, without end."""
-        worker = get_worker_info()
-        epoch, order = -1, torch.empty(0, dtype=torch.int64)
-        while True:
-            if worker is None:
-                index = self.next_index + self.rank
-                self.next_index += self.num_ranks  # before the yield: a yielded sequence counts as taken
-            else:
-                turn, within = divmod(self._num_made, self.batch_size)
-                batch = turn * worker.num_workers + worker.id
-                index = self.next_index + (batch * self.batch_size + within) * self.num_ranks + self.rank
-                self._num_made += 1
-            if index // self.num_sequences != epoch:
-                epoch = index // self.num_sequences
-                generator = torch.Generator().manual_seed(self.seed + 0x9E3779B1 * epoch)
-                order = torch.randperm(self.num_sequences, generator=generator)
-            yield self.sequence(int(order[index % self.num_sequences]))
-
-    @property
-    def epoch(self) -> int:
-        """Return the number of the pass over the data that the next sequence belongs to, counted from 0."""
-        return self.next_index // self.num_sequences
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next_index": self.next_index, "num_made": self._num_made, "fingerprint": self.fingerprint}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a position. Raises: LoadMismatchError if it is a position in different data."""
-        if state_dict["fingerprint"] != self.fingerprint:
-            raise LoadMismatchError(
-                "dataloader: the checkpoint's position is in other data than this run's (corpus, tokenizer, "
-                "sequence_length or seed differ). Restore them, or start the data afresh with "
-                'checkpoint.resume.exclude = ["dataloader"]'
-            )
-        self.next_index, self._num_made = state_dict["next_index"], state_dict["num_made"]
-
-    def sequence(self, number: int) -> Batch:
-        """Return a sequence by its place in the text; does not change the position."""
-        start = number * self.sequence_length
-        window = self.tokens[start : start + self.sequence_length + 1].long()
-        return {"tokens": window[:-1], "labels": window[1:]}
-
-    def _fingerprint(self) -> str:
-        """Return a digest of all that a position depends on; a sample of the tokens is enough to identify them."""
-        sample = self.tokens[:: max(1, len(self.tokens) // 65536)].contiguous()
-        hasher = hashlib.sha256(repr((len(self.tokens), self.sequence_length, self.seed)).encode())
-        hasher.update(sample.numpy().tobytes())
-        return hasher.hexdigest()[:32]
-
-
-def collate(samples: Sequence[Batch]) -> Batch:
-    """Return sequences of equal length as one batch."""
-    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of torch's DataLoader."""
+        ahead = {"prefetch_factor": self.prefetch} if self.num_workers else {}
+        return {"num_workers": self.num_workers, "pin_memory": self.pin_memory, **ahead}
 
 
 def build_dataloader(
-    dataset: IterableDataset[Batch],
-    batch_size: int,
-    collate_fn: Callable[[Sequence[Batch]], Batch],
-    seed: int,
-    num_workers: int = 0,
+    dataset: IterableDataset[Batch], batch_size: int, collate: Collate, seed: int, workers: Workers | None = None
 ) -> Any:
-    """Return a StatefulDataLoader over the dataset, whose state holds the dataset's position.
+    """Return a loader whose state is the position in the data.
 
-    `num_workers`: processes that make batches; with 0 this process makes them. The loader has its own generator, as a
-    new iterator draws from it and would otherwise advance the run's generator.
+    Data of your own is read by torchdata's StatefulDataLoader. A loader has its own generator, because a new iterator
+    draws from it and would otherwise advance the run's generator.
     """
-    kind: Any = PackedDataLoader if isinstance(dataset, PackedDataset) else StatefulDataLoader
+    workers = workers or Workers()
+    if workers.num_workers:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it ends at a fork, with a warning
+    if isinstance(dataset, OrderedDataset):
+        return PositionedLoader(dataset, batch_size, collate, seed, workers)
     generator = torch.Generator().manual_seed(seed)
     with warnings.catch_warnings():  # torchdata 0.11 calls torch.set_vital, which torch 2.13 has deprecated
         warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
-        return kind(dataset, batch_size, collate_fn=collate_fn, num_workers=num_workers, generator=generator)
+        return StatefulDataLoader(dataset, batch_size, collate_fn=collate, generator=generator, **workers.settings())
 
 
-class PackedDataLoader(StatefulDataLoader[Batch]):  # type: ignore[misc]  # torchdata ships no types
-    """A StatefulDataLoader over packed data whose position can be restored on any number of data-parallel ranks."""
+class PositionedLoader:
+    """Batches of an OrderedDataset, whose position can be restored on any number of ranks and workers."""
 
-    def __init__(self, dataset: PackedDataset, batch_size: int, **settings: Any) -> None:
-        """Pass `settings` to StatefulDataLoader."""
+    def __init__(self, dataset: OrderedDataset, batch_size: int, collate: Collate, seed: int, workers: Workers) -> None:
         dataset.batch_size = batch_size
-        self._packed = dataset
-        self._num_taken = dataset.next_index
-        """Number of sequences that all ranks together have received, without those that workers made ahead."""
+        self.dataset = dataset
         self.dp_rank = dataset.rank
         self.dp_world_size = dataset.num_ranks
-        super().__init__(dataset, batch_size=batch_size, **settings)
+        self._next_index = 0
+        self._bookmark: Bookmark = None
+        self._batches = DataLoader(
+            _Samples(dataset),
+            batch_size,
+            collate_fn=_Collate(collate),
+            generator=torch.Generator().manual_seed(seed),
+            **workers.settings(),
+        )
+
+    @property
+    def epoch(self) -> int:
+        """Return the pass over the data that the next sequence belongs to, counted from 0; equal on every rank."""
+        return self.dataset.epoch(self._next_index)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches from the current position, without end."""
-        self._packed.next_index = self._num_taken
-        for batch in super().__iter__():
-            self._num_taken += self._packed.batch_size * self.dp_world_size
+        """Yield batches from the current position, without end. Raises: ConfigError for data that cannot be used."""
+        self.dataset.next_index, self.dataset.bookmark = self._next_index, self._bookmark
+        for batch, bookmark in self._batches:
+            if isinstance(batch, _Unusable):
+                raise ConfigError(batch.problems)
+            self._next_index += self.dataset.batch_size * self.dp_world_size
+            self._bookmark = bookmark
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        self._packed.next_index = self._num_taken  # start of an iterator that the next line may create
-        return {"position": self._packed.state_dict() | {"num_made": 0}, "loader": super().state_dict()}
+        state = {"next_index": self._next_index, "fingerprint": self.dataset.fingerprint}
+        return state if self._bookmark is None else {**state, "bookmark": self._bookmark}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where this data-parallel rank stopped. Raises: LoadMismatchError if the data is different."""
-        self._take_over(state_dict["position"])
-        super().load_state_dict(state_dict["loader"])
+        """Go on from a position. Raises: LoadMismatchError if it is a position in different data."""
+        if state_dict["fingerprint"] != self.dataset.fingerprint:
+            raise LoadMismatchError(
+                "dataloader: the checkpoint's position is in other data than this run's (corpus, tokenizer, "
+                "sequence_length, order or seed differ). Restore them, or start the data afresh with "
+                'checkpoint.resume.exclude = ["dataloader"]'
+            )
+        self._next_index, self._bookmark = state_dict["next_index"], state_dict.get("bookmark")
 
     def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
-        """Continue where a different number of data-parallel ranks stopped.
+        """Go on where a different number of data-parallel ranks stopped.
 
         Raises: LoadMismatchError for a position in different data, or if the ranks had different positions.
         """
-        positions = [state["position"] for state in state_dicts]
-        if any(position != positions[0] for position in positions):
+        taken = sorted({state["next_index"] for state in state_dicts})
+        if len(taken) > 1:
             raise LoadMismatchError(
-                f"dataloader: the checkpoint's {len(positions)} data-parallel ranks had taken "
-                f"{sorted({position['next_index'] for position in positions})} sequences: they were not in step"
+                f"dataloader: the checkpoint's {len(state_dicts)} data-parallel ranks had taken {taken} sequences: "
+                "they were not in step"
             )
-        self._take_over(positions[0])
-        super().load_state_dict({})  # discard the iterator and the batches that it made ahead
+        self.load_state_dict(
+            state_dicts[-1]
+        )  # each rank's bookmark comes before the position, the last one's is nearest
 
-    def _take_over(self, position: dict[str, Any]) -> None:
-        self._packed.load_state_dict(position)
-        self._num_taken = self._packed.next_index
+
+@dataclass(frozen=True, slots=True)
+class _Unusable:
+    """The problems of a ConfigError, because a worker's exception would arrive inside another one's text."""
+
+    problems: tuple[str, ...]
+
+
+class _Samples(IterableDataset[Any]):
+    """The samples of a dataset; if the data cannot be used, ends with why."""
+
+    def __init__(self, dataset: OrderedDataset) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self.dataset.samples()
+        except ConfigError as error:
+            while True:  # a batch with an error in it is one
+                yield _Unusable(error.problems), None
+
+
+@dataclass(frozen=True, slots=True)
+class _Collate:
+    """Makes one batch of samples, with the bookmark after its last one; or returns the error among them."""
+
+    collate: Collate
+
+    def __call__(self, samples: Sequence[Any]) -> tuple[Any, Bookmark]:
+        for sample, _ in samples:
+            if isinstance(sample, _Unusable):
+                return sample, None
+        return self.collate([sample for sample, _ in samples]), samples[-1][1]

@@ -134,7 +134,7 @@ def _train(corpus: Corpus, vocab_size: int, folder: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(corpus.documents, trainer)
+    backend.train_from_iterator(corpus.documents(), trainer)
     bos = backend.token_to_id(BOS)
     backend.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B:1", special_tokens=[(BOS, bos)]

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from titan_ckpt.models.layers import Attention
-from titan_ckpt.training.data.loader import Batch
+from titan_ckpt.training.data.batch import Batch
 from titan_ckpt.training.parallel.ranks import Ranks
 
 
@@ -35,7 +35,7 @@ def share_of(batch: Batch, ranks: Ranks) -> Batch:
     if size == 1:
         return batch
     share = positions(batch["tokens"].shape[1], ranks.place.cp, size)
-    return {name: value[:, share] for name, value in batch.items()}
+    return {**batch, **{name: batch[name][:, share] for name in ("tokens", "labels")}}
 
 
 def share_sequences(model: nn.Module, ranks: Ranks, sequence_length: int) -> None:

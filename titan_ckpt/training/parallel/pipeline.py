@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from titan_ckpt.models.decoder import Decoder
-from titan_ckpt.training.data.loader import Batch
+from titan_ckpt.training.data.batch import Batch
 from titan_ckpt.training.parallel.config import ParallelConfig, Schedule
 from titan_ckpt.training.parallel.ranks import Ranks
 

@@ -1,0 +1,135 @@
+"""Fine-tuning on conversations: the loss and gradients of transformers on any number of ranks, and exact resumes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from tests.chats import chat_tokenizer, conversations, write_chats
+from tests.forked import Program
+from tests.tiny_run import losses, settings
+from titan_ckpt.testing import distributed
+from titan_ckpt.training.callbacks import Callback
+from titan_ckpt.training.trainer import Trainer
+
+CHATS, STEPS = 8, 10
+
+
+class Gradients(Callback):
+    """Writes the whole gradient of the first step to gradients.pt."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_pre_optimizer(self, trainer: Trainer, step: int, grad_norm: float) -> None:
+        grads = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+        whole = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+        if trainer.ranks.rank == 0:
+            torch.save(whole, self.folder / "gradients.pt")
+
+
+def fine_tune(root: Path, ranks: int, accumulation: int) -> None:
+    """Take one step on all conversations."""
+    folder = root / f"{ranks}x{accumulation}"
+    config = settings(
+        folder,
+        model={"name": "hf", "flavor": None, "folder": str(root / "model")},
+        data={"corpus": str(root / "chats.jsonl"), "messages": "messages", "sequence_length": 100, "tokenizer": {}},
+        training={"steps": 1, "batch_size": CHATS // (ranks * accumulation), "accumulation": accumulation},
+        checkpoint={"save": None},
+    )
+    Trainer(config, callbacks=[Gradients(folder)]).run()
+
+
+@distributed(nproc=2)
+def fine_tune_on_two(root: Path) -> None:
+    for accumulation in (1, 2):
+        fine_tune(root, 2, accumulation)
+
+
+def test_d8_loss_and_gradients_of_conversations_are_those_of_transformers(tmp_path: Path) -> None:
+    """Of one padded batch there, and here of any number of batches and ranks, each padded to its own longest."""
+    torch.manual_seed(1)
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, vocab_size=300))
+    chat_tokenizer(tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
+    write_chats(tmp_path / "chats.jsonl", CHATS)
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "model")
+    options = {"return_dict": True, "return_assistant_tokens_mask": True, "padding": True, "return_tensors": "pt"}
+    batch = tokenizer.apply_chat_template(conversations(CHATS), **options)
+    labels = batch["input_ids"].masked_fill(batch["assistant_masks"] == 0, -100)
+    expected = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss
+    expected.backward()
+
+    for accumulation in (1, 4):
+        fine_tune(tmp_path, 1, accumulation)
+    fine_tune_on_two(tmp_path)
+    for layout in ("1x1", "1x4", "2x1", "2x2"):
+        assert losses(tmp_path / layout) == [pytest.approx(expected.item(), abs=1e-6)], layout
+        found = torch.load(tmp_path / layout / "gradients.pt")
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=1e-6, msg=f"{layout} {name}")
+
+
+def streamed(root: Path, folder: Path, batch_size: int, workers: int) -> Any:
+    return settings(
+        folder,
+        data={
+            "corpus": str(root / "chats.jsonl"),
+            "messages": "messages",
+            "sequence_length": 100,
+            "tokenizer": {"folder": str(root / "tokenizer")},
+            "streaming": True,
+            "shuffle_window": 5,
+            "num_workers": workers,
+        },
+        training={"steps": STEPS, "batch_size": batch_size},
+        checkpoint={"save": {"interval": 2}},
+    )
+
+
+class Pause(Callback):
+    """Waits for the kill in the sixth step, when a save and batches of the workers are under way."""
+
+    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+        time.sleep(60 if step == 6 else 0)
+
+
+def train_until_killed(root: str) -> int:
+    Trainer(streamed(Path(root), Path(root) / "killed", 4, 2), callbacks=[Pause()]).run()
+    return 0
+
+
+@distributed(nproc=2)
+def go_on_with_two(root: Path) -> None:
+    Trainer(streamed(root, root / "killed", 2, 0)).run()
+    assert dist.get_world_size() == 2
+
+
+def test_d8_a_killed_run_goes_on_in_its_stream_on_another_number_of_ranks_and_workers(tmp_path: Path) -> None:
+    """One rank with two workers, killed; then two ranks without: every step has the loss of the uninterrupted run."""
+    chat_tokenizer(tmp_path / "tokenizer")
+    write_chats(tmp_path / "chats.jsonl", 23)
+    Trainer(streamed(tmp_path, tmp_path / "whole", 4, 0)).run()
+    run = Program(train_until_killed, str(tmp_path), output=tmp_path / "log", environment=os.environ)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "killed" / "run" / "checkpoints" / "step-4").is_dir():
+        assert run.poll() is None and time.monotonic() < deadline, run.text()
+        time.sleep(0.01)
+    run.kill()
+    assert run.wait(60) == -signal.SIGKILL
+    assert not (tmp_path / "killed" / "run" / "checkpoints" / "step-6").exists()
+    go_on_with_two(tmp_path)
+    assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    assert len(losses(tmp_path / "killed")) == STEPS

@@ -1,0 +1,99 @@
+"""Conversations: how they are rendered, which tokens are learned, and which conversations are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.chats import FORGETFUL, MARKED, PLAIN, STRADDLING, chat_tokenizer, conversations, learned, write_chats
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.training.data.batch import IGNORED
+from titan_ckpt.training.data.chat import ChatError, ChatTemplate
+from titan_ckpt.training.data.corpus import open_corpus
+from titan_ckpt.training.data.tokenizer import EOS
+from titan_ckpt.training.data.tokens import tokenise_conversations
+
+
+def test_d8_ids_and_mask_are_those_of_transformers(tmp_path: Path) -> None:
+    """With a template that marks what is learned; one without marks learns the same tokens."""
+    tokenizer = chat_tokenizer(tmp_path / "marked")
+    marked, plain = ChatTemplate(tokenizer), ChatTemplate(chat_tokenizer(tmp_path / "plain", PLAIN))
+    reference: Any = AutoTokenizer.from_pretrained(tmp_path / "marked")
+    for messages in conversations(7):
+        expected = reference.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        ids, mask = marked(messages)
+        assert ids == expected["input_ids"]
+        assert [*map(int, mask)] == expected["assistant_masks"]
+        assert plain(messages) == (ids, mask)
+        answers = "".join(m["content"] + EOS for m in messages if m["role"] == "assistant")
+        assert learned(marked, messages, tokenizer) == answers
+
+
+def test_d8_a_conversation_that_cannot_be_masked_exactly_is_refused(tmp_path: Path) -> None:
+    """A template that renders an answer anew, a token across the border, a template that refuses, nothing to learn."""
+    two_turns, one_turn = conversations(1)[0], conversations(2)[1]
+    forgetful = ChatTemplate(chat_tokenizer(tmp_path / "a", FORGETFUL))
+    with pytest.raises(ChatError, match=r"message 1 cannot be masked: .*mark the assistant's text with"):
+        forgetful(two_turns)
+    straddling = ChatTemplate(chat_tokenizer(tmp_path / "b", STRADDLING))
+    with pytest.raises(ChatError, match=r"the token ' t.*' is learned in part"):
+        straddling([one_turn[0], {"role": "assistant", "content": "the sum"}])
+    picky = ChatTemplate(chat_tokenizer(tmp_path / "c", "{{ raise_exception('no system') }}" + PLAIN))
+    with pytest.raises(ChatError, match=r"the chat template cannot render its first . messages: no system"):
+        picky(one_turn)
+    with pytest.raises(ChatError, match="the assistant says nothing in it"):
+        ChatTemplate(chat_tokenizer(tmp_path / "d"))(one_turn[:2])
+
+
+def test_d8_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
+    """The message names the folder, the files, and what to do."""
+    with pytest.raises(ConfigError, match=r"data\.messages: the tokenizer in .*/x has no chat template; expected"):
+        ChatTemplate(chat_tokenizer(tmp_path / "x", None))
+
+
+def test_d8_conversations_that_are_too_long_are_an_error_cut_or_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the settings say; how many were is logged, from the cache too."""
+    path = write_chats(tmp_path / "chat.jsonl", 6)
+    corpus, template = (
+        open_corpus(str(path), field="messages", messages=True),
+        ChatTemplate(chat_tokenizer(tmp_path / "t")),
+    )
+    whole = tokenise_conversations(corpus, template, 500, "error", tmp_path / "cache")
+    lengths = [len(whole[i]["tokens"]) for i in range(6)]
+    longest = sorted(lengths)[2]
+    with pytest.raises(ConfigError) as caught:
+        tokenise_conversations(corpus, template, longest + 1, "error", tmp_path / "cache")
+    assert len(caught.value.problems) == 3
+    assert f"{path}:1: {lengths[0] + 1} tokens are longer than data.sequence_length {longest} + 1" in str(caught.value)
+    dropped = tokenise_conversations(corpus, template, longest + 1, "drop", tmp_path / "cache")
+    assert [len(dropped[i]["tokens"]) for i in range(len(dropped))] == [n for n in lengths if n <= longest]
+    assert "3 conversations are longer than" in caplog.text
+    caplog.clear()
+    cut = tokenise_conversations(corpus, template, longest + 1, "truncate", tmp_path / "cache")
+    again = tokenise_conversations(corpus, template, longest + 1, "truncate", tmp_path / "cache")
+    assert caplog.text.count("3 conversations are longer than") == 2
+    assert [cut[i]["tokens"].tolist() for i in range(len(cut))] == [
+        again[i]["tokens"].tolist() for i in range(len(again))
+    ]
+    assert all((cut[i]["labels"] != IGNORED).any() and len(cut[i]["tokens"]) <= longest for i in range(len(cut)))
+    with pytest.raises(ConfigError, match="all 6 conversations are longer than 3 tokens"):
+        tokenise_conversations(corpus, template, 3, "drop", tmp_path / "cache")
+
+
+def test_d8_every_conversation_that_cannot_be_used_is_listed(tmp_path: Path) -> None:
+    """By file and line, with the reason."""
+    user, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+    rows = [{"messages": [user]}, {"messages": [user, answer]}, {"messages": "x"}, {"messages": [answer, user]}]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus = open_corpus(str(path), field="messages", messages=True)
+    template = ChatTemplate(chat_tokenizer(tmp_path / "t", "{{ 1 / (messages | length - 1) }}" + MARKED))
+    with pytest.raises(ConfigError) as caught:
+        tokenise_conversations(corpus, template, 500, "error", tmp_path / "cache")
+    assert [p.partition(f"{path}:")[2][0] for p in caught.value.problems] == ["1", "3"]

@@ -1,0 +1,145 @@
+"""Corpora: which files a name means, what their rows are, and what is said of those that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow import Table, parquet
+
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.training.data.corpus import open_corpus
+
+TEXTS = ["One document about checkpoints.\n", "Another — with ünïcode, 数字 and\u2028tabs.", "  leading spaces\n\n\n"]
+CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+
+
+def jsonl(path: Path, *rows: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+def texts(name: Path | str, **settings: Any) -> list[str]:
+    return [*open_corpus(str(name), **settings).documents()]
+
+
+def test_the_builtin_corpus_is_half_a_megabyte_of_text() -> None:
+    """Every Python carries the text that the demo trains on."""
+    documents = texts("builtin")
+    assert len(documents) > 70
+    assert 400_000 < sum(map(len, documents)) < 700_000
+    assert open_corpus("builtin").digest == open_corpus("builtin").digest
+
+
+def test_d8_text_jsonl_and_parquet_hold_the_same_documents(tmp_path: Path) -> None:
+    """A text file is one document; a line and a row are one; blank ones are none; the field is one's own."""
+    for i, text in enumerate(TEXTS):
+        (tmp_path / f"{i}.txt").write_text(text)
+    lines = jsonl(tmp_path / "l" / "a.jsonl", *({"body": text, "id": 1} for text in [*TEXTS, " "]))
+    lines.write_text(lines.read_text() + "\n")
+    parquet.write_table(Table.from_pylist([{"body": text, "n": 1} for text in [*TEXTS, ""]]), tmp_path / "a.parquet")
+    assert texts(tmp_path / "*.txt") == TEXTS
+    assert texts(lines, field="body") == TEXTS
+    assert texts(tmp_path / "a.parquet", field="body") == TEXTS
+    assert texts(tmp_path / "1.txt") == [TEXTS[1]]
+
+
+def test_d8_a_folder_and_a_pattern_are_all_of_their_files_in_order(tmp_path: Path) -> None:
+    """At any depth, by name, of all kinds at once, without other files and hidden ones; names may have brackets."""
+    jsonl(tmp_path / "b[1]" / "x.jsonl", {"text": "3"}, {"text": "4"})
+    (tmp_path / "a").mkdir()
+    for name, text in {"a/1.txt": "1", "a/2.md": "2", "c.txt": "5", ".hidden.txt": "no", "picture.png": "no"}.items():
+        (tmp_path / name).write_text(text)
+    assert texts(tmp_path) == ["1", "2", "3", "4", "5"]
+    assert texts(tmp_path / "**" / "*.jsonl") == ["3", "4"]
+    assert texts(tmp_path / "b[1]") == ["3", "4"]
+    rows = [row.place for row in open_corpus(str(tmp_path)).rows(1, start=1)]
+    assert rows == [f"{tmp_path}/b[1]/x.jsonl:2"]
+
+
+def test_a_digest_follows_the_files(tmp_path: Path) -> None:
+    """What is cached of a corpus is made anew when a file of it changes, or another field is read."""
+    path = jsonl(tmp_path / "a.jsonl", {"text": "a", "x": "b"})
+    before = open_corpus(str(path)).digest
+    assert open_corpus(str(path)).digest == before != open_corpus(str(path), field="x").digest
+    os.utime(path, ns=(1, 1))
+    assert open_corpus(str(path)).digest != before
+
+
+def test_d8_conversations_come_as_they_are_written(tmp_path: Path) -> None:
+    """In jsonl to the letter; in parquet without the empty fields that Arrow adds to messages unlike others."""
+    call = [*CHAT, {"role": "tool", "content": "5", "name": "add"}]
+    rows = [{"chat": CHAT}, {"chat": call, "tools": [{"type": "function"}]}]
+    parquet.write_table(Table.from_pylist([{"tools": None, **row} for row in rows]), tmp_path / "a.parquet")
+    for path in (jsonl(tmp_path / "a.jsonl", *rows), tmp_path / "a.parquet"):
+        found = [*open_corpus(str(path), field="chat", messages=True).all_rows([])]
+        assert [(row.value, row.tools) for row in found] == [(CHAT, None), (call, [{"type": "function"}])]
+
+
+def bad(folder: Path) -> None:
+    """Make the files of the cases below."""
+    (folder / "empty").mkdir()
+    (folder / "pictures").mkdir()
+    (folder / "pictures" / "x.png").touch()
+    (folder / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    (folder / "blank.txt").write_text(" \n")
+    (folder / "x.csv").touch()
+    (folder / "no.parquet").write_text("x" * 100)
+    parquet.write_table(Table.from_pylist([{"body": "x"}]), folder / "body.parquet")
+    (folder / "bad.jsonl").write_text('{"text": "x"}\n{"txt": "y"}\nnot json\n[]\n{"text": 1}\n')
+    jsonl(folder / "chat.jsonl", {"m": CHAT}, {"m": []}, {"m": "hi"}, {"m": [{"from": "x"}]}, {"m": [1]}, {"x": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        ("absent.txt", {}, [r"absent\.txt is not there; expected a file, a folder, a pattern"]),
+        ("*.nope", {}, [r"\*\.nope matches 0 paths and none is a \.txt"]),
+        ("empty", {}, [r"the folder empty holds nothing; expected a \.txt, \.md, \.jsonl or \.parquet file"]),
+        ("pictures", {}, [r"the folder pictures holds 1 other files; expected"]),
+        ("x.csv", {}, [r"x\.csv: expected a \.txt.*, found the suffix '\.csv'"]),
+        ("binary.txt", {}, [r"binary\.txt is not UTF-8"]),
+        ("blank.txt", {}, [r"blank\.txt holds no text"]),
+        ("no.parquet", {}, [r"no\.parquet is no parquet file: "]),
+        ("body.parquet", {}, [r"body\.parquet: expected a column 'text', found body; name .* data\.field"]),
+        (
+            "bad.jsonl",
+            {},
+            [
+                r':2: expected an object with a string "text", found the fields txt; name the right one in data\.field',
+                r":3: not JSON: .*; expected an object",
+                r":4: expected an object .*, found list",
+                r":5: .*, found int",
+            ],
+        ),
+        (
+            "chat.jsonl",
+            {"field": "m", "messages": True},
+            [
+                r":2: expected .*list of messages, each with \"role\" and \"content\", as \"m\", found an empty list",
+                r":3: .*, found str",
+                r":4: .*, found message 0 with the fields from",
+                r":5: .*, found a int as message 0",
+                r":6: .*, found the fields x; name the right one in data\.messages",
+            ],
+        ),
+        ("blank.txt", {"messages": True}, [r"blank\.txt: text holds no conversations; use \.jsonl or \.parquet"]),
+    ],
+)  # fmt: skip
+def test_d8_what_cannot_be_read_is_one_error_that_names_file_and_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any], expected: list[str]
+) -> None:
+    """Every bad row of a corpus is in it: where, what was expected, what was found, and what to do."""
+    monkeypatch.chdir(tmp_path)
+    bad(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        texts(name, **settings)
+    assert len(caught.value.problems) == len(expected), caught.value.problems
+    for problem, pattern in zip(caught.value.problems, expected, strict=True):
+        assert problem.startswith("data.corpus: ")
+        with pytest.raises(ConfigError, match=pattern):
+            raise ConfigError([problem])

@@ -1,0 +1,102 @@
+"""Conversations as tokens, and which of the tokens are learned: what the assistant says.
+
+Owns rendering by the tokenizer's chat template, and the mask. A template marks what the assistant says with
+{% generation %} blocks; for one without, it is what a rendering has beyond that of the messages before. A conversation
+whose mask would not be exact is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.training.data.tokenizer import TextTokenizer
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Span = tuple[int, int]
+"""Begin and end in a rendered text, in characters."""
+
+
+class ChatError(ValueError):
+    """A conversation cannot be rendered, or its mask is not exact."""
+
+
+class ChatTemplate:
+    """Turns a conversation into token ids and the mask of those that are learned."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        """Raises: ConfigError if the tokenizer's folder has no template, or without the extra `hf`."""
+        self._encode = tokenizer.backend.encode
+        self.template, self._special = _read_template(tokenizer.folder)
+        self.has_marks = _GENERATION.search(self.template) is not None
+        self.digest = hashlib.sha256(f"{tokenizer.digest}{self.template}{self._special}".encode()).hexdigest()
+
+    def __call__(self, messages: Sequence[dict[str, Any]], tools: Any = None) -> tuple[list[int], list[bool]]:
+        """Return the ids of a conversation, and for each whether it is learned. Raises: ChatError."""
+        text, spans = self._marked(messages, tools) if self.has_marks else self._compared(messages, tools)
+        encoded = self._encode(text, add_special_tokens=False)
+        mask, left = [], [*spans]
+        for first, last in encoded.offsets:
+            while left and left[0][1] <= first:
+                left.pop(0)
+            mask.append(bool(left) and left[0][0] < last)
+            if mask[-1] and not left[0][0] <= first <= last <= left[0][1]:
+                raise ChatError(
+                    f"the token {text[first:last]!r} is learned in part, because the assistant's text begins or ends "
+                    "inside it; a template that ends a message with a special token avoids this"
+                )
+        if not any(mask[1:]):
+            raise ChatError("the assistant says nothing in it, so there is nothing to learn; leave it out")
+        return encoded.ids, mask
+
+    def _marked(self, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
+        text, spans = self._render(messages, tools, return_assistant_tokens_mask=True)
+        return text, spans[0]
+
+    def _compared(self, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
+        """Return the text, and where each assistant's message is: between the prompt for it and what follows it."""
+        text = self._render(messages, tools)
+        spans = []
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt = self._render(messages[:i], tools, add_generation_prompt=True)
+                answered = self._render(messages[: i + 1], tools)
+                if not answered.startswith(prompt) or not text.startswith(answered):
+                    raise ChatError(
+                        f"message {i} cannot be masked: the template renders what comes before it differently once it, "
+                        "or a later message, is there; mark the assistant's text with {% generation %} in the template"
+                    )
+                spans.append((len(prompt), len(answered)))
+        return text, spans
+
+    def _render(self, messages: Sequence[dict[str, Any]], tools: Any, **options: Any) -> Any:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            rendered = render_jinja_template(
+                [list(messages)], tools=tools, chat_template=self.template, **options, **self._special
+            )
+        except Exception as error:  # a template is a program, and may fail in any way
+            raise ChatError(f"the chat template cannot render its first {len(messages)} messages: {error}") from None
+        return (rendered[0][0], rendered[1]) if "return_assistant_tokens_mask" in options else rendered[0][0]
+
+
+def _read_template(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the chat template of a tokenizer, and the special tokens that it may name. Raises: ConfigError."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError([f'data.messages: needs transformers ({error}); pip install "titan-ckpt[hf]"']) from error
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not template:
+        expected = "expected chat_template.jinja, or chat_template in tokenizer_config.json"
+        choices = "name the tokenizer of the model's chat version in data.tokenizer.folder, or add its template"
+        raise ConfigError([f"data.messages: the tokenizer in {folder} has no chat template; {expected}: {choices}"])
+    return template, dict(tokenizer.special_tokens_map)

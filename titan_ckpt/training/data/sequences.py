@@ -1,0 +1,176 @@
+"""Sequences in one order that all ranks share, of which each takes its part.
+
+Owns the order: sequence number k of all ranks together is the same whatever the number of ranks, of worker processes
+and of sequences in a batch. So the position in the data is one number, and a run goes on from it in any layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.training.data.batch import Batch
+from titan_ckpt.training.data.tokens import Conversations
+
+Bookmark = dict[str, Any] | None
+"""Where a stream can be read on from after a sequence; None for data that is found by number."""
+
+
+class OrderedDataset(IterableDataset[Batch]):
+    """Endless sequences in an order of which this data-parallel rank takes every `num_ranks`-th."""
+
+    fingerprint: str
+    """Digest of all that a position depends on."""
+    batch_size: int = 1
+    """Sequences per batch. Worker processes of a loader make whole batches in turn, so they need it."""
+    next_index: int = 0
+    """Number of sequences that all ranks together have taken before this iteration."""
+    bookmark: Bookmark = None
+
+    def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
+        """`rank` and `num_ranks` count data-parallel ranks; ranks that read the same data have the same `rank`."""
+        self.rank = rank
+        self.num_ranks = num_ranks
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (sample for sample, _ in self.samples())
+
+    def samples(self) -> Iterator[tuple[Batch, Bookmark]]:
+        """Yield this rank's sequences, or in a worker process this worker's, from `next_index` on without end."""
+        raise NotImplementedError
+
+    def indices(self) -> Iterator[int]:
+        """Yield the numbers of these sequences."""
+        worker = get_worker_info()
+        num_workers, first = (worker.num_workers, worker.id) if worker is not None else (1, 0)
+        batch = first
+        while True:
+            for within in range(self.batch_size):
+                yield self.next_index + (batch * self.batch_size + within) * self.num_ranks + self.rank
+            batch += num_workers
+
+    def epoch(self, index: int) -> int:
+        """Return the pass over the data that a sequence belongs to, counted from 0; equal on every rank."""
+        return 0
+
+
+class IndexedDataset(OrderedDataset):
+    """Sequences that are found by their number, in a new order in each epoch."""
+
+    num_sequences: int
+    shuffle: bool = True
+
+    def __init__(self, seed: int, rank: int = 0, num_ranks: int = 1) -> None:
+        super().__init__(rank, num_ranks)
+        self.seed = seed
+
+    def sequence(self, number: int) -> Batch:
+        """Return a sequence by its place in the data."""
+        raise NotImplementedError
+
+    def samples(self) -> Iterator[tuple[Batch, Bookmark]]:
+        epoch, order = -1, torch.empty(0, dtype=torch.int64)
+        for index in self.indices():
+            number = index % self.num_sequences
+            if self.shuffle:
+                if index // self.num_sequences != epoch:
+                    epoch = index // self.num_sequences
+                    generator = torch.Generator().manual_seed(self.seed + 0x9E3779B1 * epoch)
+                    order = torch.randperm(self.num_sequences, generator=generator)
+                number = int(order[number])
+            yield self.sequence(number), None
+
+    def epoch(self, index: int) -> int:
+        return index // self.num_sequences
+
+
+class PackedDataset(IndexedDataset):
+    """The sequences of a token stream."""
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        sequence_length: int,
+        seed: int,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        shuffle: bool = True,
+    ) -> None:
+        """Cut `tokens` (1-D) into sequences that overlap by one token: a last label is the next first token.
+
+        Raises: ConfigError if the tokens do not fill one sequence.
+        """
+        super().__init__(seed, rank, num_ranks)
+        self.num_sequences = (len(tokens) - 1) // sequence_length
+        if self.num_sequences < 1:
+            raise ConfigError(
+                [f"data.sequence_length: {sequence_length} is too long for a corpus of {len(tokens)} tokens"]
+            )
+        self.tokens = tokens
+        self.sequence_length = sequence_length
+        self.shuffle = shuffle
+        self.fingerprint = _fingerprint(tokens, sequence_length, seed, shuffle)
+
+    def sequence(self, number: int) -> Batch:
+        start = number * self.sequence_length
+        window = self.tokens[start : start + self.sequence_length + 1].long()
+        return {"tokens": window[:-1], "labels": window[1:]}
+
+
+class ConversationDataset(IndexedDataset):
+    """Conversations, one in each sequence."""
+
+    def __init__(
+        self,
+        conversations: Conversations,
+        numbers: range,
+        seed: int,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        shuffle: bool = True,
+    ) -> None:
+        """`numbers`: the conversations to take. Raises: ConfigError if there are none."""
+        super().__init__(seed, rank, num_ranks)
+        if not numbers:
+            raise ConfigError([f"data.held_out: it leaves none of {len(conversations)} conversations"])
+        self.conversations = conversations
+        self.numbers = numbers
+        self.num_sequences = len(numbers)
+        self.shuffle = shuffle
+        self.fingerprint = _fingerprint(conversations.labels, len(conversations), numbers, seed, shuffle)
+
+    def sequence(self, number: int) -> Batch:
+        return self.conversations[self.numbers[number]]
+
+
+class DummyDataset(IndexedDataset):
+    """Random tokens; the same numbers for the same seed."""
+
+    shuffle = False
+    num_sequences = 2**48
+
+    def __init__(self, vocab_size: int, sequence_length: int, seed: int, *, rank: int = 0, num_ranks: int = 1) -> None:
+        super().__init__(seed, rank, num_ranks)
+        self.vocab_size = vocab_size
+        self.sequence_length = sequence_length
+        self.fingerprint = f"dummy {vocab_size} {sequence_length} {seed}"
+
+    def sequence(self, number: int) -> Batch:
+        generator = torch.Generator().manual_seed((self.seed * 0x9E3779B1 + number) % 2**63)
+        ids = torch.randint(self.vocab_size, (self.sequence_length + 1,), generator=generator)
+        return {"tokens": ids[:-1], "labels": ids[1:]}
+
+
+def _fingerprint(ids: torch.Tensor, *settings: object) -> str:
+    """Return a digest of ids and settings; a sample of the ids is enough to identify them."""
+    sample = ids[:: max(1, len(ids) // 65536)].contiguous()
+    hasher = hashlib.sha256(repr((len(ids), *settings)).encode())
+    hasher.update(sample.numpy().tobytes())
+    return hasher.hexdigest()[:32]

@@ -152,7 +152,8 @@ class Trainer(BuildSteps):
         micro_batches = [next(batches) for _ in range(self.config.training.accumulation)]
         local_tokens = sum(map(num_predicted, micro_batches))
         num_tokens = int(self.ranks.sum(torch.tensor(local_tokens, device=self.ranks.device), over_data=True))
-        loss = self.accumulate_gradients(micro_batches, num_tokens)
+        divisor = max(num_tokens, 1)  # a step may hold nothing but conversations without a loss
+        loss = self.accumulate_gradients(micro_batches, divisor)
         grad_norm = clip_gradients(self.trainable(), self.config.training.max_grad_norm, self.ranks)
         self.callbacks.on_pre_optimizer(self, step, grad_norm)
         lr = float(self.optimizer.param_groups[0]["lr"])
@@ -168,7 +169,7 @@ class Trainer(BuildSteps):
         total, of_ranks = self.ranks.sum(torch.stack([loss, torch.full_like(loss, seconds)])).tolist()
         self.state.seconds += of_ranks / self.ranks.size
         self.manager.last_step.complete(step)
-        return StepMetrics(step, total / num_tokens, grad_norm, lr, num_tokens, seconds)
+        return StepMetrics(step, total / divisor, grad_norm, lr, num_tokens, seconds)
 
     def accumulate_gradients(self, micro_batches: Sequence[Batch], num_tokens: int) -> torch.Tensor:
         """Run forward and backward of every micro-batch; ranks exchange gradients only after the last one.

@@ -1,0 +1,58 @@
+"""Every kind of data in a run: what [data] asks for is what the trainer takes, evaluates and resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chats import chat_tokenizer, write_chats
+from tests.tiny_run import losses, rows, settings
+from titan_ckpt.training.data.sequences import ConversationDataset, DummyDataset
+from titan_ckpt.training.data.stream import StreamDataset
+from titan_ckpt.training.trainer import Trainer
+
+
+def chats(root: Path, **more: Any) -> dict[str, Any]:
+    if not (root / "tokenizer").exists():
+        chat_tokenizer(root / "tokenizer")
+    path = str(write_chats(root / "chats.jsonl", 10))
+    tokenizer = {"folder": str(root / "tokenizer")}
+    return {"corpus": path, "messages": "messages", "sequence_length": 100, "tokenizer": tokenizer, **more}
+
+
+def streamed_text(root: Path) -> dict[str, Any]:
+    chat_tokenizer(root / "tokenizer", None)
+    (root / "text").mkdir(exist_ok=True)
+    lines = [json.dumps({"body": f"{i} and {i + 1} are neighbours, as {i + 2} is. " * (1 + i % 5)}) for i in range(20)]
+    (root / "text" / "a.jsonl").write_text("\n".join(lines))
+    tokenizer = {"folder": str(root / "tokenizer")}
+    return {"corpus": str(root / "text"), "field": "body", "streaming": True, "tokenizer": tokenizer}
+
+
+@pytest.mark.parametrize("kind", ["dummy", "stream", "conversations"])
+def test_d8_every_kind_of_data_trains_and_goes_on_where_it_was(tmp_path: Path, kind: str) -> None:
+    """Two steps and two more have the losses of four; a run without a tokenizer has none."""
+    made = {"dummy": {"corpus": "dummy", "tokenizer": {}}}
+    data = made[kind] if kind in made else streamed_text(tmp_path) if kind == "stream" else chats(tmp_path)
+    constant = {"kind": "constant", "warmup_ratio": 0.0}
+    for name, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
+        trainer = Trainer(settings(tmp_path / name, data=data, training={"steps": steps}, schedule=constant))
+        trainer.run()
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == 4
+    kinds = {"dummy": DummyDataset, "stream": StreamDataset, "conversations": ConversationDataset}
+    assert isinstance(trainer.dataset, kinds[kind])
+    assert (trainer.tokenizer is None) == (kind == "dummy")
+
+
+def test_d8_held_out_conversations_are_evaluated_and_not_trained_on(tmp_path: Path) -> None:
+    """The last share of them, each in a batch padded to its longest."""
+    trainer = Trainer(settings(tmp_path, data=chats(tmp_path, held_out=0.3), evaluation={"interval": 3}))
+    trainer.run()
+    assert isinstance(trainer.dataset, ConversationDataset)
+    assert trainer.dataset.numbers == range(7)
+    held_out = trainer.held_out()
+    assert isinstance(held_out, ConversationDataset) and held_out.numbers == range(7, 10)
+    assert rows(tmp_path)[-1]["eval/loss"] > 0

@@ -22,11 +22,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from titan_ckpt.training.callbacks.console import read_metrics
+
+if TYPE_CHECKING:
+    from docs.examples.demo_checks import Story
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUTS = Path("outputs/demo")
@@ -101,8 +105,9 @@ class Stage:
     """Runs any number of train.py processes with progress bars. On exit, processes that still run are killed."""
 
     def __init__(self) -> None:
-        columns = (TextColumn("  {task.description:<34}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, TextColumn("{task.fields[loss]}"), console=CONSOLE)
+        title, loss = TextColumn("  {task.description:<34}"), TextColumn("{task.fields[loss]}")
+        wide = (BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(title, *(wide if CONSOLE.width >= 80 else wide[1:2]), loss, console=CONSOLE)
         self._running: list[tuple[Attempt, subprocess.Popen[bytes], TaskID]] = []
 
     def __enter__(self) -> Stage:
@@ -174,9 +179,8 @@ def docstrings() -> Iterator[str]:
             yield "\n\n".join(dict.fromkeys(text for text in texts if text))
 
 
-def main() -> int:
-    """Run the whole demo and return the exit code."""
-    started = time.perf_counter()
+def train() -> Story | None:
+    """Make all runs of the demo and return them; None if one of them failed, which is said."""
     logging.disable(logging.WARNING)  # hide the logs of loads for the comparisons
     shutil.rmtree(OUTPUTS, ignore_errors=True)
     OUTPUTS.mkdir(parents=True)
@@ -219,12 +223,23 @@ def main() -> int:
             stage.finish()
     except RunFailedError as error:
         CONSOLE.print(str(error), style="red", markup=False)
-        return 1
-    from docs.examples.demo_checks import Story, report
+        return None
+    from docs.examples.demo_checks import Story
 
-    passed = report(Story(whole, killed, first, second, before_kill), CONSOLE)
+    return Story(whole, killed, first, second, before_kill)
+
+
+def main() -> int:
+    """Run the whole demo and return the exit code."""
+    started = time.perf_counter()
+    story = train()
+    if story is None:
+        return 1
+    from docs.examples.demo_checks import report
+
+    passed = report(story, CONSOLE)
     CONSOLE.print(f"{time.perf_counter() - started:.0f} s in all\n", highlight=False)
-    CONSOLE.print(f"Go on: titan-ckpt inspect {first.folder}/checkpoints/step-{LORA_STEPS}", highlight=False)
+    CONSOLE.print(f"Go on: titan-ckpt inspect {story.first.folder}/checkpoints/step-{LORA_STEPS}", highlight=False)
     return 0 if passed else 1
 
 

@@ -15,6 +15,7 @@ import pytest
 from tests.tiny_run import settings
 from titan_ckpt.cli.main import main
 from titan_ckpt.telemetry.events import TELEMETRY, read_events
+from titan_ckpt.tools.charts import lines
 from titan_ckpt.tools.listing import list_run, size
 from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.trainer import Trainer
@@ -112,7 +113,8 @@ def test_the_page_has_the_figures_of_the_files(run: Path, capsys: pytest.Capture
     assert (second[2:4], re.fullmatch(r"[\d: -]+", second[5]) is not None) == (["4", "8"], True)
     assert page.tables["exports"][1][:2] == ["exports/step-8", "hf"]
     deleted = sorted({2, 4, 6, 8} - {step.step for step in listing.steps})
-    assert f"Retention has deleted {len(deleted)} steps: {', '.join(map(str, deleted))}." in text
+    count = f"{len(deleted)} step{'s' * (len(deleted) > 1)}"
+    assert f"Retention has deleted {count}: {', '.join(map(str, deleted))}." in text
     versions: dict[str, str] = dict(page.tables["settings"])
     start = [event for event in events if event["event"] == "start"][-1]
     assert start["versions"].items() <= versions.items()
@@ -131,6 +133,14 @@ def test_the_page_needs_nothing_from_elsewhere(run: Path) -> None:
     assert "url(" not in text
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
     assert "@media print" in text
+    assert "@media screen and (prefers-color-scheme: dark)" in text, "paper is white"
+
+
+def test_the_numbers_beside_a_chart_fit_their_place() -> None:
+    """A phone shows them in larger letters: six characters and a sign."""
+    for value, text in ((0.004, "0.004"), (1 / 3000, "3.3e-4"), (7.6312, "7.63"), (-123456.0, "-1.2e5"), (0, "0")):
+        chart = lines([(0, value), (1, value + 1)], "--a")
+        assert f">{text}</text>" in chart
 
 
 def test_a_run_with_hostile_names_cannot_inject_html(tmp_path: Path) -> None:

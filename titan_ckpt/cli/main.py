@@ -7,9 +7,15 @@ codes of its own (titan_ckpt/training/launch/command.py). Completion of your she
 
 from __future__ import annotations
 
+import io
+import shutil
 import sys
+from contextlib import redirect_stdout
+from typing import TextIO
 
 import tyro
+from rich.console import Console
+from rich.text import Text
 
 from titan_ckpt.cli.arguments import Command
 from titan_ckpt.training.launch import command as train
@@ -25,10 +31,38 @@ def main(args: list[str] | None = None) -> int:
 
         sys.stdout.write(f"titan-ckpt {version('titan-ckpt')}\n")
         return 0
-    command = tyro.cli(Command, args=given, prog="titan-ckpt", description=__doc__)
+    command = _parsed(given)
     from titan_ckpt.cli.commands import run  # not before the arguments are known to be good
 
     return run(command)
+
+
+class _Paragraphs(io.StringIO):
+    """Standard output on which lines are cut between words; tyro leaves long ones to the terminal, which cuts words."""
+
+    def isatty(self) -> bool:
+        return sys.__stdout__ is not None and sys.__stdout__.isatty()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(sys.__stdout__, "encoding", None) or "utf-8"
+
+    def flush_to(self, out: TextIO) -> None:
+        usage, newline, rest = self.getvalue().partition("\n")
+        text = Text.from_ansi(usage.replace(",", ", ") + newline + rest)
+        Console(file=out, width=shutil.get_terminal_size().columns).print(text, end="")
+
+
+def _parsed(given: list[str]) -> Command:
+    """Return the command; the process ends after --help and with code 2 after arguments that cannot be understood."""
+    if not {"-h", "--help"} & {*given}:
+        return tyro.cli(Command, args=given, prog="titan-ckpt", description=__doc__)
+    shown = _Paragraphs()
+    try:
+        with redirect_stdout(shown):
+            return tyro.cli(Command, args=given, prog="titan-ckpt", description=__doc__)
+    finally:
+        shown.flush_to(sys.stdout)
 
 
 if __name__ == "__main__":

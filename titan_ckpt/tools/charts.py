@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 _WIDTH = 720
-_LEFT, _RIGHT, _TOP, _BOTTOM = 84, 12, 12, 28
+_LEFT, _RIGHT, _TOP, _BOTTOM = 106, 12, 12, 28
+_PITCH = 24
 _MAX_POINTS = 600
 
 
@@ -44,7 +45,7 @@ def lines(points: Sequence[tuple[float, float]], color: str, *, marks: Iterable[
                 f'stroke-dasharray="4 3"><title>resumed from step {mark:g}</title></line>'
             )
     for value, y in ((high, _TOP + 10), (low, bottom)):
-        drawn.append(f'<text x="{_LEFT - 6}" y="{y}" text-anchor="end">{value:.3g}</text>')
+        drawn.append(f'<text x="{_LEFT - 6}" y="{y}" text-anchor="end">{_short(value)}</text>')
     drawn.append(f'<text x="{_LEFT}" y="{height - 8}">step {first:g}</text>')
     drawn.append(f'<text x="{_WIDTH - _RIGHT}" y="{height - 8}" text-anchor="end">step {last:g}</text>')
     drawn.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}" stroke="var(--line)"/>')
@@ -61,18 +62,27 @@ def bars(rows: Sequence[Bar], unit: str) -> str:
         drawn.append(f'<text x="{across + 16:.0f}" y="14">{html.escape(name)}</text>')
         across += 40 + 10 * len(name)
     for index, row in enumerate(rows):
-        top, at = 26 + 18 * index, float(_LEFT)
-        drawn.append(f'<text x="{_LEFT - 6}" y="{top + 11}" text-anchor="end">{html.escape(row.label)}</text>')
+        top, at = 30 + _PITCH * index, float(_LEFT)
+        drawn.append(f'<text x="{_LEFT - 6}" y="{top + 14}" text-anchor="end">{html.escape(row.label)}</text>')
         for name, length, color in row.parts:
-            width = length / longest * (_WIDTH - _LEFT - _RIGHT - 60)
+            width = length / longest * (_WIDTH - _LEFT - _RIGHT - 80)
             drawn.append(
-                f'<rect x="{at:.1f}" y="{top}" width="{width:.1f}" height="13" fill="var({color})">'
+                f'<rect x="{at:.1f}" y="{top}" width="{width:.1f}" height="17" fill="var({color})">'
                 f"<title>{html.escape(name)}: {length:.3f} {unit}</title></rect>"
             )
             at += width
         total = sum(length for _, length, _ in row.parts)
-        drawn.append(f'<text x="{at + 6:.1f}" y="{top + 11}">{total:.2f} {unit}</text>')
-    return _svg(30 + 18 * len(rows), drawn)
+        drawn.append(f'<text x="{at + 6:.1f}" y="{top + 14}">{total:.2f} {unit}</text>')
+    return _svg(34 + _PITCH * len(rows), drawn)
+
+
+def _short(value: float) -> str:
+    """Return a number in at most six characters, or seven if it is negative, because labels are large on a phone."""
+    text = f"{value:.3g}"
+    if len(text.lstrip("-")) <= 6:
+        return text
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -20,8 +20,8 @@ _MAX_ROWS = 60
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --soft: #5d6778; --line: #d9dee6; --page: #fff; --card: #f6f8fa;
   --a: #2563c9; --b: #c2571a; --c: #2e8b57; --d: #8b5cb5; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #9aa5b5; --line: #333c4a; --page: #14181f;
-  --card: #1b212a; --a: #6ea8ff; --b: #f0955a; --c: #5fc98d; --d: #bf95e8; } }
+@media screen and (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #9aa5b5; --line: #333c4a;
+  --page: #14181f; --card: #1b212a; --a: #6ea8ff; --b: #f0955a; --c: #5fc98d; --d: #bf95e8; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1rem; max-width: 60rem; background: var(--page); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; }
@@ -32,12 +32,15 @@ p { margin: .3rem 0; } .soft, figcaption { color: var(--soft); font-size: .85rem
 .cards b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .85rem; }
 th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } td.w { white-space: normal; min-width: 10rem; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
+td.w { white-space: normal; overflow-wrap: anywhere; min-width: 10rem; }
 figure { margin: 0; }
 svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft); font-size: 12px; }
 .bad { color: var(--b); } pre { background: var(--card); padding: .8rem; overflow-x: auto; font-size: .8rem; }
-@media (max-width: 40rem) { svg text { font-size: 17px; } }
-@media print { body { max-width: none; font-size: 11pt; } details > pre { white-space: pre-wrap; }
+@media (max-width: 40rem) { svg text { font-size: 20px; } }
+@media print { body { max-width: none; padding: 0; font-size: 11pt; } .wide { overflow: visible; }
+  table { font-size: 8pt; } th, td { white-space: normal; padding-right: .5rem; } td.w { min-width: 0; }
+  details > pre { white-space: pre-wrap; }
   h2 { break-after: avoid; } tr, figure { break-inside: avoid; } }
 """
 
@@ -187,7 +190,8 @@ def _steps(figures: Figures) -> Iterator[str]:
     deleted = [step for save in figures.saves for step in save.get("expired", []) or []]
     if deleted:
         newest = ", ".join(map(str, deleted[-20:]))
-        yield f"<p>Retention has deleted {len(deleted)} steps: {'..., ' if len(deleted) > 20 else ''}{newest}.</p>"
+        count = f"{len(deleted)} step{'s' * (len(deleted) > 1)}"
+        yield f"<p>Retention has deleted {count}: {'..., ' if len(deleted) > 20 else ''}{newest}.</p>"
     for name, reason in listing.rejected:
         yield f'<p class="bad">{_text(name)} cannot be loaded: {_text(reason)}</p>'
 
@@ -251,7 +255,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[object]], total: int)
 
 
 def _class(is_number: bool, cell: str = "") -> str:
-    return ' class="n"' if is_number else ' class="w"' if len(cell) > 40 else ""
+    return ' class="n"' if is_number else ' class="w"' if len(cell) >= 40 else ""
 
 
 def _is_number(cell: object) -> bool:

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from tests.integrations.phases import Phase
 from tests.integrations.playing import Run, assert_same_run, both_results, play_all
 from titan_ckpt import CheckpointConfig, ExportConfig
 from titan_ckpt.formats.safetensors.container import read_header
@@ -22,10 +24,14 @@ RUNS = {
 }
 
 
+OTHERS = [("run_other_base", "base", ()), ("run_signal", "signal", ()), ("run", "signal", (3, None))]
+
+
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("trainers")
-    play_all("tests.integrations.trainer_runs", RUNS, root)
+    others = [Phase(function, str(root / folder), 1, arguments) for function, folder, arguments in OTHERS]
+    assert play_all("tests.integrations.trainer_runs", RUNS, root, others) == [[0]] * len(others)
     return root
 
 
@@ -43,6 +49,18 @@ def test_a_step_of_an_adapter_holds_the_adapter_alone(played: Path) -> None:
     names = {name for file in files for name in read_header(file).entries if name.startswith("model.")}
     assert names
     assert all(".lora_" in name for name in names)
+
+
+def test_an_adapter_goes_on_over_its_own_base_only(played: Path) -> None:
+    """One different number in the base is a BaseMismatchError, as run_other_base has seen."""
+    assert (played / "base" / "checkpoints").is_dir()
+
+
+def test_a_signal_stops_the_trainer_with_everything_saved(played: Path) -> None:
+    """After SIGTERM, the same program finishes the run, bit for bit."""
+    found = torch.load(played / "signal" / "result-0.pt")
+    expected = torch.load(played / "Trainer within an epoch" / "whole" / "result-0.pt")
+    assert_same_run(found, expected)
 
 
 def trainer(**changed: Any) -> Any:

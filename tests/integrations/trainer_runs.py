@@ -6,15 +6,16 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -30,6 +31,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from titan_ckpt import CheckpointConfig, SaveConfig
+from titan_ckpt.errors import BaseMismatchError
 from titan_ckpt.integrations.transformers import attach
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
@@ -103,6 +105,41 @@ def run(folder: str, interval: int, killed_at: int | None) -> None:
     attach(trainer, CheckpointConfig(save=SaveConfig(interval=interval)))
     trainer.train()
     write(path, trainer, data.num_read)
+
+
+def run_signal(folder: str) -> None:
+    """Stop a run by SIGTERM within its fourth step."""
+    path = Path(folder)
+    data, args = Tokens(18), TrainingArguments(**arguments(path))
+    trainer = Trainer(model(), args, train_dataset=data, eval_dataset=Tokens(4), callbacks=[Signal()])
+    checkpoint = attach(trainer, CheckpointConfig(save=SaveConfig(interval=100)))
+    trainer.train()
+    assert checkpoint.stopped == "SIGTERM to rank 0"
+    assert checkpoint.manager.last_step.saved == trainer.state.global_step < 10
+
+
+class Signal(TrainerCallback):
+    """Sends SIGTERM to this process, and lets steps take as long as it takes to be noticed."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if state.global_step >= 3:
+            time.sleep(0.5)
+
+
+def run_other_base(folder: str) -> None:
+    """Train an adapter for a step, and again over a base with one different number."""
+    for changed in (False, True):
+        base = model()
+        if changed:
+            base.model.norm.weight.data[0] += 1
+        adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))
+        args = TrainingArguments(**arguments(Path(folder), max_steps=1 + changed, eval_strategy="no"))
+        trainer = Trainer(adapted, args, train_dataset=Tokens(8))
+        attach(trainer, CheckpointConfig(save=SaveConfig(interval=1)))
+        with pytest.raises(BaseMismatchError, match="another base") if changed else nullcontext():
+            trainer.train()
 
 
 def write(folder: Path, trainer: Trainer, num_read: int) -> None:

@@ -169,11 +169,11 @@ class TitanCheckpoint:
         if not (self._config.export or self._config.initial_load) or not isinstance(model, PreTrainedModel):
             return None
         own = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
+        config = model.config.to_dict()
+        config["architectures"] = config.get("architectures") or [own.__name__]
         tokenizer = getattr(self._trainer.processing_class, "name_or_path", None)
         assets = Path(tokenizer) if tokenizer and Path(tokenizer).is_dir() else None
-        return StateDictTransforms(
-            find_key_map(model), {"architectures": [own.__name__], **model.config.to_dict()}, assets
-        )
+        return StateDictTransforms(find_key_map(model), config, assets)
 
 
 class _Attached(Trainer):

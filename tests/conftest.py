@@ -44,12 +44,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--dry-run", action="store_true", help="run tests marked gpu on the CPU, where that means something"
-    )
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests that need a CUDA device where there is none, and begin with the folders that take long.
 

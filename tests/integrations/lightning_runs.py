@@ -51,7 +51,7 @@ def run_fabric(folder: str, interval: int, killed_at: int | None) -> None:
     fabric.launch()
     fabric.seed_everything(0, verbose=False)
     network, optimizer = fabric.setup(bare := model(), torch.optim.AdamW(bare.parameters(), lr=1e-2))
-    loader = fabric.setup_dataloaders(DataLoader(data, batch_size=2, shuffle=True))
+    loader: Any = fabric.setup_dataloaders(DataLoader(data, batch_size=2, shuffle=True))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.optimizer, T_max=20)
     config = CheckpointConfig(save=SaveConfig(interval=interval))
     with fabric_manager(
@@ -87,7 +87,8 @@ class Regression(L.LightningModule):
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         die_at(self.global_step, *self.death)
-        return (self.network(batch[:, :4]) - batch[:, 4:]).square().mean()
+        loss: torch.Tensor = (self.network(batch[:, :4]) - batch[:, 4:]).square().mean()
+        return loss
 
     def validation_step(self, batch: torch.Tensor, index: int) -> None:
         loss = (self.network(batch[:, :4]) - batch[:, 4:]).square().mean()

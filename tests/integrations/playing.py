@@ -36,7 +36,7 @@ def play_all(module: str, runs: dict[str, Run], root: Path, others: Sequence[Pha
         assert program.wait(280) == 0, program.text()
     finally:
         program.kill()
-    codes = json.loads((root / "codes.json").read_text())
+    codes: list[list[int]] = json.loads((root / "codes.json").read_text())
     expected = [[code] * run.ranks for run in runs.values() for code in (0, -signal.SIGKILL, 0)]
     assert codes[: len(expected)] == expected, program.text()
     print(program.text())

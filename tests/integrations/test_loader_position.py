@@ -129,7 +129,7 @@ def test_only_what_follows_is_read() -> None:
 
 
 def share(rank: int, size: int) -> PositionedLoader:
-    sampler = DistributedSampler(Plain(24), size, rank, seed=5)
+    sampler: DistributedSampler[int] = DistributedSampler(Plain(24), size, rank, seed=5)
     return PositionedLoader(DataLoader(Plain(24), 2, sampler=sampler), data_rank=DataRank(rank, size))
 
 

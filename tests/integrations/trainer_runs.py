@@ -34,7 +34,13 @@ from titan_ckpt import CheckpointConfig, SaveConfig
 from titan_ckpt.errors import BaseMismatchError
 from titan_ckpt.integrations.transformers import attach
 
-SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
+SHAPE: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+}
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -146,7 +152,8 @@ def write(folder: Path, trainer: Trainer, num_read: int) -> None:
     """Write the weights, the log and the number of samples that were read, of this rank."""
     timings = ("runtime", "per_second", "train_loss")
     logs = [{k: v for k, v in e.items() if not any(t in k for t in timings)} for e in trainer.state.log_history]
-    shards = trainer.model.state_dict()
+    model: Any = trainer.model
+    shards = model.state_dict()
     weights = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in shards.items()}
     is_sharded = any(isinstance(v, DTensor) for v in shards.values())
     result = {"weights": weights, "logs": logs, "num_read": num_read, "is_sharded": is_sharded}
@@ -189,7 +196,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words = {word: number for number, word in enumerate(["<pad>", "<eos>", *(f"w{i}" for i in range(30))])}
     bare = Tokenizer(WordLevel(words, unk_token="<pad>"))
     bare.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="<pad>", eos_token="<eos>")
+    kind: Any = PreTrainedTokenizerFast
+    return kind(tokenizer_object=bare, pad_token="<pad>", eos_token="<eos>")  # type: ignore[no-any-return]
 
 
 @contextmanager

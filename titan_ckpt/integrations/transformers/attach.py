@@ -9,13 +9,13 @@ Source: transformers 5, trainer.py `_inner_training_loop` and the methods that i
 from __future__ import annotations
 
 import numbers
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, Trainer
-from transformers import trainer as trainer_module
 
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
@@ -104,8 +104,9 @@ class TitanCheckpoint:
     def epoch(self) -> Iterator[None]:
         """Let the loader skip batches, instead of transformers, and complete the last step of the epoch."""
         self._rank.begin()
+        trainer_module: Any = sys.modules[Trainer.__module__]
         skip = trainer_module.skip_first_batches
-        trainer_module.skip_first_batches = lambda loader, _: loader  # type: ignore[assignment]
+        trainer_module.skip_first_batches = lambda loader, _: loader
         try:
             yield
         finally:
@@ -201,15 +202,19 @@ class _Attached(Trainer):
     ) -> tuple[int, int]:
         """Prepare everything now, because only a load can tell where the training begins."""
         super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, None, trial)
-        self._prepared = super()._prepare_for_training(max_steps, self.titan_ckpt.loader, None)
+        own: Any = super()
+        self._prepared = own._prepare_for_training(max_steps, self.titan_ckpt.loader, None)  # noqa: SLF001 - its own
         return self.titan_ckpt.resume(max_steps, num_train_epochs)
 
     def _prepare_for_training(self, *_: Any) -> Any:
         return self._prepared
 
-    def _run_epoch(self, **arguments: Any) -> None:
+    def _run_epoch(self, **arguments: Any) -> None:  # type: ignore[override]  # the Trainer names every argument
+        own: Any = super()
         with self.titan_ckpt.epoch():
-            super()._run_epoch(**arguments | {"resume_from_checkpoint": self.args.output_dir})
+            own._run_epoch(  # noqa: SLF001 - its own
+                **arguments | {"resume_from_checkpoint": self.args.output_dir}
+            )
 
     def _load_rng_state(self, checkpoint: Any) -> None:
         """Leave it to the loader, which knows the state before the first batch."""

@@ -196,5 +196,9 @@ def _refused(assets: Path, folder: Path) -> None:
     assert faults("llama3_debugmodel", **plain) == expected
     assert faults(THEIRS, last_save_adapter="peft") == ["checkpoint.last_save_adapter"]
     assert faults(THEIRS, last_save_adapter="adapter") == ["checkpoint.last_save_adapter"]
+    trained = config(assets, folder, THEIRS, **BOTH, initial_load_path=str(folder))
+    trained.parallelism.spmd_backend = "spmd_types"  # makes frozen parameters trainable
+    with pytest.raises(ConfigError, match=r"last_save_adapter, include_base: .* trains 45 parameters, such as tok_emb"):
+        trained.build()
     path = {"additional_load_path": str(folder), "initial_load_path": str(folder), "initial_load_model_only": False}
     assert faults(THEIRS, **path) == ["checkpoint.additional_load_path"]

@@ -19,7 +19,7 @@ from converters.container import ModelConverters
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.torchtitan import settings
 from titan_ckpt.integrations.torchtitan.adapter import find_key_map, with_stored_forms
-from titan_ckpt.integrations.torchtitan.hooks import adapted_modules, find_hooks
+from titan_ckpt.integrations.torchtitan.hooks import adapted_modules, find_hooks, trained_beside_adapters
 from titan_ckpt.integrations.torchtitan.model_config import config_json
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.types import Stateful
@@ -107,7 +107,8 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
             )
         assets = getattr(sd_adapter, "hf_assets_path", None)
         hooks = find_hooks(model_parts)
-        settings.check(config, base_folder, states, assets, adapted_modules(hooks))
+        trained = trained_beside_adapters(model_parts, hooks)
+        settings.check(config, base_folder, states, assets, adapted_modules(hooks), trained)
         self._config, self._folder = config, Path(base_folder, config.folder)
         excluded = set(config.exclude_from_loading)
         self.manager = CheckpointManager(

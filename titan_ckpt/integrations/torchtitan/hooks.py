@@ -10,6 +10,8 @@ from converters.container import ModelConverters
 from converters.lora.converter import LoRAConverter
 from titan_ckpt.integrations.torchtitan.converters import converters_of
 from titan_ckpt.integrations.torchtitan.lora import find_lora
+from titan_ckpt.weights.names import clean_fqn
+from titan_ckpt.weights.wrapper import ModelWrapper
 
 
 def find_hooks(model_parts: Sequence[nn.Module]) -> ModelConverters | None:
@@ -25,3 +27,12 @@ def adapted_modules(hooks: ModelConverters | None) -> dict[str, bool]:
     """Return fqn -> whether its weight is tied, of each module with an adapter."""
     converters = [converter for converter in hooks or () if isinstance(converter, LoRAConverter)]
     return {fqn: weight.tied for converter in converters for fqn, weight in converter.adapted.items()}
+
+
+def trained_beside_adapters(model_parts: Sequence[nn.Module], hooks: ModelConverters | None) -> list[str]:
+    """Return the parameters that are trained and that no adapter owns; none for a model without adapters."""
+    if not adapted_modules(hooks):
+        return []
+    wrapper = ModelWrapper(model_parts, hooks)
+    trained = (clean_fqn(name) for part in model_parts for name, p in part.named_parameters() if p.requires_grad)
+    return [fqn for fqn in trained if not wrapper.owns(fqn)]

@@ -6,7 +6,7 @@ Owns what each setting means here. Builds nothing and imports no torchtitan: a c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -58,13 +58,19 @@ def check(
     states: Mapping[str, Any],
     hf_assets_path: str | None,
     tied: Mapping[str, bool] | None = None,
+    trained: Sequence[str] = (),
 ) -> None:
     """Check what this checkpointer cannot do.
 
-    `tied`: for each module with an adapter, whether its weight is that of a second module too.
+    `tied`: for each module with an adapter, whether its weight is that of a second module too. `trained`: the
+    parameters that are trained beside the adapters.
     Raises: ConfigError listing every fault by torchtitan's names.
     """
-    faults = [*_faults(config, base_folder, states, hf_assets_path), *_faults_of_adapters(config, tied or {})]
+    faults = [
+        *_faults(config, base_folder, states, hf_assets_path),
+        *_faults_of_adapters(config, tied or {}),
+        *_trained(config, trained),
+    ]
     if faults:
         raise ConfigError([f"checkpoint.{fault}" for fault in faults])
 
@@ -98,6 +104,21 @@ def _faults_of_adapters(config: Any, adapted: Mapping[str, bool]) -> Iterator[st
         yield "additional_load_path: name the adapter's base, by initial_load_path or initial_load_in_hf"
     if not config.initial_load_model_only:
         yield "additional_load_path: with initial_load_model_only=False the run has the adapter of initial_load_path"
+
+
+def _trained(config: Any, names: Sequence[str]) -> Iterator[str]:
+    """Yield the fault of settings that keep adapters alone while other parameters are trained."""
+    asked = []
+    if config.last_save_in_hf and config.last_save_adapter != "merged":
+        asked.append("last_save_adapter")
+    if not config.include_base and (config.initial_load_path or config.initial_load_in_hf):
+        asked.append("include_base")
+    if names and asked:
+        yield (
+            f"{', '.join(asked)}: beside its adapters the model trains {len(names)} parameters, such as {names[0]}, "
+            "which adapters alone would lose. torchtitan's spmd_types makes frozen parameters trainable: set "
+            'parallelism.spmd_backend = "partial_dtensor", or keep the base by include_base and export merged weights'
+        )
 
 
 def _faults(config: Any, base_folder: str, states: Mapping[str, Any], hf_assets_path: str | None) -> Iterator[str]:

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from titan_ckpt import progress
 from titan_ckpt.components.files import MODEL, model_tensors
 from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
 from titan_ckpt.disk import posix
@@ -187,7 +188,8 @@ def write_native(
     """
     staged = StagedFolder.begin(target)
     try:
-        record = write_stream(staged.path, {MODEL + fqn: value for fqn, value in tensors.items()})
+        with progress.shown(f"writing {target.name}", sum(value.info.nbytes for value in tensors.values())):
+            record = write_stream(staged.path, {MODEL + fqn: value for fqn, value in tensors.items()})
         manifest = Manifest(
             step=0,
             kind=kind,

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import re
 import shutil
+import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from converters import from_tables
 from tests.tools.steps import LORA, save_step
+from titan_ckpt import progress
 from titan_ckpt.cli.main import main
 
 FORMATS = {
@@ -252,3 +259,79 @@ def test_input_that_is_no_checkpoint_is_one_line_and_exit_code_2(
     assert main(["ls", str(root / "hf")]) == 2
     assert main(["inspect", str(root / "hf"), "no.such.tensor"]) == 2
     assert "near it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["verify run2/checkpoints/step-1", "verify hf", "diff dcp hf", "convert hf OUT --to native",
+     "convert dcp OUT --to torch", "convert run1/checkpoints/step-1 OUT --to dcp", "merge hf peft1 OUT"],
+)  # fmt: skip
+def test_a_command_that_takes_long_shows_bytes_speed_and_time_left(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    """On a console, after the delay; into a pipe nothing is drawn."""
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(progress, "DELAY_SECONDS", 0.0)
+    for terminal in (True, False):
+        shown = io.StringIO()
+        monkeypatch.setattr(progress, "CONSOLE", Console(file=shown, force_terminal=terminal, width=80))
+        assert main(words.replace("OUT", str(tmp_path / f"out-{terminal}")).split()) == 0
+        drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
+        bar = re.search(r"[\d.]+/[\d.]+ (bytes|kB|MB) ([\d.]+ (bytes|kB|MB)/s|\?) (\d+:\d\d:\d\d|-:--:--)", drawn)
+        assert (bar is not None) is terminal, drawn
+
+
+def test_a_folder_or_file_without_permission_is_one_line(root: Path, tmp_path: Path) -> None:
+    """Another user's folder, and one such file in a readable one: path and reason, exit code 2, nothing written."""
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o755)  # the other user may pass
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    sources = {name: tmp_path / name for name in ("hf", "dcp", "peft1")}
+    for name, path in sources.items():
+        shutil.copytree(root / name, path)
+    step = tmp_path / "run/checkpoints/step-1"
+    shutil.copytree(root / "run1/checkpoints/step-1", step)
+    files = [
+        next(sources["hf"].glob("*.safetensors")), sources["dcp"] / ".metadata", step / "MANIFEST.json",
+        sources["peft1"] / "adapter_config.json", step / "rank-00000.safetensors",
+    ]  # fmt: skip
+    for file in files:
+        folder = file.parent
+        commands = [["inspect", folder], ["diff", folder, folder], ["convert", folder, tmp_path / "out", "--to", "dcp"]]
+        for locked in (file, folder):
+            mode = locked.stat().st_mode
+            locked.chmod(0)
+            try:
+                codes, said = as_nobody(commands)
+            finally:
+                locked.chmod(mode)
+            assert set(codes) == {2}, (locked, codes, said)
+            assert len(said) == len(commands), said
+            for line in said:
+                assert re.search("Permission denied|not readable|cannot be read", line), line
+                assert str(folder) in line
+            assert not (tmp_path / "out").exists()
+
+
+def as_nobody(commands: list[list[Any]]) -> tuple[list[int], list[str]]:
+    """Run commands in a forked process of a user without rights; return their exit codes and lines of errors."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.chdir("/")
+            sys.stderr = io.StringIO()
+            if os.getuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            codes = [main([*map(str, words)]) for words in commands]
+            os.write(write, json.dumps([codes, sys.stderr.getvalue().splitlines()]).encode())
+        except BaseException:
+            os.write(write, json.dumps([[-1], traceback.format_exc().splitlines()]).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        codes, said = json.loads(pipe.read())
+    os.waitpid(pid, 0)
+    return codes, said

@@ -24,7 +24,7 @@ CheckpointError
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from titan_ckpt.types import LoadReport
@@ -40,7 +40,18 @@ def listed(lines: Sequence[str], separator: str = "; ", last: str | None = None,
 
 
 class CheckpointError(Exception):
-    """Base of all errors that this package raises on purpose."""
+    """Base of all errors that this package raises on purpose. Each can be pickled, as between processes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), str(self), self.__dict__)
+
+
+def _restored(kind: type[CheckpointError], message: str, carried: Mapping[str, object]) -> CheckpointError:
+    """Return an error as it was, without its constructor, which may take other arguments than a message."""
+    error = kind.__new__(kind)
+    Exception.__init__(error, message)
+    error.__dict__.update(carried)
+    return error
 
 
 class ConfigError(CheckpointError, ValueError):

@@ -167,6 +167,11 @@ class Exporter:
                 )
             if config.format == "peft" and not (owned and hooks is not None and hooks.state_dict_adapter() is not None):
                 problems.append('peft: no converter owns adapter weights; add [[converters]] kind = "lora"')
+            if config.format == "peft" and (trained := self._model.trained_base()):
+                problems.append(
+                    f"peft: {len(trained)} parameters of the base are trained too, such as {trained[0]}, and an "
+                    'adapter does not hold them; freeze them, or export merged weights (format = "hf")'
+                )
             if config.names == "torchtitan" and (lacking := self._unknown_to_torchtitan()):
                 problems.append(
                     f"dcp: there are no names of torchtitan for {listed(lacking)}; the manager takes them from "

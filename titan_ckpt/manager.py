@@ -24,7 +24,7 @@ from titan_ckpt.directory.manifest import Kind
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.encoding.strict_json import Json
-from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, ExportError, listed
+from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, ExportError, ExportSettingError, listed
 from titan_ckpt.exporting import Exporter, ExportJob
 from titan_ckpt.failures import Failures
 from titan_ckpt.gc_paused import gc_paused
@@ -128,6 +128,7 @@ class CheckpointManager:
         )
         """The last completed step; RunGuard and the Trainer use it."""
         self._base: dict[str, Any] | None = None
+        self._base_buffers: dict[str, Any] = {}
         self._resumed_from: dict[str, Any] | None = None
         self._is_last_save = False
         """Whether no later save can make up for the one in flight."""
@@ -167,6 +168,8 @@ class CheckpointManager:
             restored = self._restorer.restore(step if step >= 0 else self.config.resume.step)
         event.note(resumed_from=restored.resumed_from, num_tensors=len(restored.result.report.loaded))
         self._base, self._resumed_from = restored.base, restored.resumed_from
+        self._base_buffers = self._model.base_buffers() if self._adapter_only else {}
+        self._knows_state = False
         self.last_step.saved = restored.result.step if restored.resumed_from else None
         if self._saver is not None:  # before step 1: lease, permissions and space for the saves to come
             with event.phase("preflight"):
@@ -203,6 +206,7 @@ class CheckpointManager:
         due = force or policy.is_due(step, self.config.save, last_step)
         if self._saver is not None and not self._knows_state:
             self._coordinator.together("first step", self._run.check_stepped)
+            self._keep_a_base_that_changes()
             self._knows_state = True
             if not due:  # there is time to make the memory of the first save ready
                 model = self._model_to_save
@@ -369,6 +373,31 @@ class CheckpointManager:
         base_is_stored = self._base is not None and self._base["path"] is not None
         return base_is_stored and self.config.save is not None and not self.config.save.include_base
 
+    def _changes_of_base(self) -> list[str]:
+        """Return the tensors of the base on this rank that are trained, or that have changed since the load."""
+        changed = [fqn for fqn, digest in self._model.base_buffers().items() if digest != self._base_buffers.get(fqn)]
+        return self._model.trained_base() + changed
+
+    def _keep_a_base_that_changes(self) -> None:
+        """After the first step, let saves hold the base too if the step has changed it. Collective.
+
+        Raises: ExportSettingError for an export of the adapter alone, which would lose the changes.
+        """
+        if not self._adapter_only:
+            return
+        of_ranks = self._coordinator.gather_results("base", self._changes_of_base)
+        changed = [fqn for of_rank in of_ranks for fqn in of_rank]
+        if not changed:
+            return
+        what = f"training changes {len(changed)} tensors of the base, such as {changed[0]}"
+        if any(export.format == "peft" for export in self.config.export):
+            raise ExportSettingError(
+                f"checkpoint.export: peft: {what}, which an adapter does not hold: export merged weights "
+                '(format = "hf"), or freeze the base, its buffers included'
+            )
+        logger.warning("%s: every save holds the base, not the adapter alone", what)
+        self._base = None
+
     def _kind(self, model_only: str | None) -> Kind:
         if self.config.external:
             return "external"
@@ -389,6 +418,12 @@ class CheckpointManager:
         state = self._model.state("full", room=room)
         if not self._adapter_only:
             return state
+        if self._knows_state and (changed := self._changes_of_base()):
+            problem = (
+                f"save.include_base: {len(changed)} tensors of the base, such as {changed[0]}, are trained or have "
+                "changed since the first step, and saves of the adapter alone lose them: set it to true"
+            )
+            raise ConfigError([problem], "checkpoint")
         return replace(state, tensors={fqn: value for fqn, value in state.tensors.items() if self._model.owns(fqn)})
 
     def _before_optimizer_step(self) -> None:

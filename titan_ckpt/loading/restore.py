@@ -397,12 +397,13 @@ class Restorer:
 
         `in_place`: the base is in a step of torchtitan's in the run's own folder, which no setting names. Saves hold
         the base then, so that a resume needs no such step; so they do if parts of the base were initialised, which no
-        source has.
+        source has, or are trained beside the adapter. Return None for a base that is trained, or was.
         """
         if not any(self._coordinator.gather("owned", bool(self._run.model.owned_state_dict()))):
             return None
         origin = manifest.base if manifest is not None and manifest.kind == "full" else None
         is_seed = manifest is not None and manifest.kind == "model"  # retention may delete it: saves hold the base
+        was_trained = manifest is not None and manifest.kind == "full" and manifest.base is None
         fresh = {*prepared.report.initialised, *prepared.report.grown} - set(self._run.model.owned_state_dict())
         # a pipeline stage may have initialised nothing, and its saves are of the same kind as the others'
         is_partly_new = bool(load_plan.sources) and any(self._coordinator.gather("fresh base", bool(fresh)))
@@ -414,7 +415,9 @@ class Restorer:
             check_base(base, manifest.base, f"step {manifest.step}")
         for path, recorded in prepared.adapter_bases():
             check_base(base, recorded, str(path))
-        return base
+        # a pipeline stage may train nothing of its base
+        is_trained = any(self._coordinator.gather("trained base", bool(self._run.model.trained_base())))
+        return None if is_trained or was_trained else base
 
     def _describe(self, source: InitialLoadConfig) -> tuple[Format, bool]:
         path = Path(source.path)

@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from titan_ckpt.errors import ConverterError, LoadMismatchError, StateEncodingError, listed
-from titan_ckpt.geometry.chunks import local_tensor
+from titan_ckpt.geometry.chunks import blocks_of, info_of, local_tensor
 from titan_ckpt.types import ModelHooks, StateDict, StateDictMode
+from titan_ckpt.weights.digest import Partial, partial_digest
 from titan_ckpt.weights.inner_tensors import is_made_of_others, with_inner_tensors
 from titan_ckpt.weights.live_memory import is_same
 from titan_ckpt.weights.names import clean_fqn, named_modules
@@ -158,6 +159,18 @@ class ModelWrapper:
     def owns(self, fqn: str) -> bool:
         """Return whether a converter owns this key."""
         return self.hooks is not None and self.hooks.key_filter(fqn)
+
+    def trained_base(self) -> list[str]:
+        """Return the parameters that are trained and that no converter owns; a save of the owned ones loses them."""
+        return [fqn for value, fqn in self.parameter_names().items() if value.requires_grad and not self.owns(fqn)]
+
+    def base_buffers(self) -> dict[str, list[Partial]]:
+        """Return a digest of each persistent buffer that no converter owns, as this rank holds it, by fqn."""
+        return {
+            fqn: [partial_digest(info_of(value), block.chunk, block.data) for block in blocks_of(value)]
+            for fqn, value in self.buffers().items()
+            if not self.owns(fqn) and not is_made_of_others(value)
+        }
 
     def extra_state(self) -> dict[str, Any]:
         """Return the extra state of modules (`get_extra_state`) by fqn."""

@@ -1,0 +1,161 @@
+"""A base that training changes beside its adapter: saves hold it, and an export of the adapter alone is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import converters
+from tests.interop.test_lora_run import LoraRun, write_base
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig
+from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
+from titan_ckpt.errors import ConfigError, ExportSettingError
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A tiny Llama that transformers wrote."""
+    return write_base(tmp_path / "base", seed=0)
+
+
+def unfrozen(base: Path, seed: int) -> LoraRun:
+    """Build a run with adapters that trains a norm of the base, too."""
+    run = LoraRun.build(base, seed=seed)
+    run.model.get_parameter("norm.weight").requires_grad_(True)
+    run.optimizer = torch.optim.AdamW([p for p in run.model.parameters() if p.requires_grad], lr=1e-2)
+    return run
+
+
+def kind(folder: Path, step: int) -> str:
+    path = folder / f"checkpoints/step-{step}" / MANIFEST_NAME
+    return Manifest.from_bytes(path.read_bytes(), str(path)).kind
+
+
+def test_a_base_that_is_trained_is_saved_with_its_adapter(
+    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Saves of the adapter alone would lose the norm; the steps of a run that freezes it later hold it, too."""
+    first = unfrozen(base, seed=1)
+    with first.manager(tmp_path / "run", [base]) as manager:
+        manager.load()
+        first.step()
+        manager.save(1)
+        first.step()
+        manager.save(2)
+        first.step()
+    assert kind(tmp_path / "run", 2) == "full"
+    second = unfrozen(base, seed=2)
+    with second.manager(tmp_path / "run", [base]) as manager:
+        assert manager.load().step == 2
+        second.step()
+    assert torch.equal(second.logits(), first.logits())
+
+    frozen = unfrozen(base, seed=3)
+    frozen.model.get_parameter("norm.weight").requires_grad_(False)
+    with frozen.manager(tmp_path / "run", [base]) as manager:
+        assert manager.load().step == 2
+        frozen.step()
+        manager.save(4)
+    assert kind(tmp_path / "run", 4) == "full"
+    last = unfrozen(base, seed=4)
+    with last.manager(tmp_path / "run", [base]) as manager:
+        assert manager.load().step == 4
+    assert torch.equal(last.logits(), frozen.logits())
+
+
+def test_an_export_of_the_adapter_alone_is_refused_before_training(tmp_path: Path, base: Path) -> None:
+    export = (ExportConfig("peft"),)
+    with pytest.raises(ExportSettingError, match=r"1 parameters of the base are trained too, such as norm\.weight"):
+        unfrozen(base, seed=1).manager(tmp_path / "run", [base], export=export)
+
+
+def test_a_base_that_is_unfrozen_after_the_first_step_is_refused(tmp_path: Path, base: Path) -> None:
+    run = LoraRun.build(base, seed=1)
+    with run.manager(tmp_path / "run", [base]) as manager:
+        manager.load()
+        run.step()
+        manager.save(1)
+        run.model.get_parameter("norm.weight").requires_grad_(True)
+        with pytest.raises(ConfigError, match=r"save\.include_base: 1 tensors of the base, such as norm\.weight"):
+            manager.save(2)
+
+
+class Normed(nn.Module):
+    """A model whose running statistics are buffers that every step of training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.norm(self.first(x)))
+        return result
+
+
+class NormedRun:
+    """A run of such a model, with adapters over a folder or whole."""
+
+    def __init__(self, folder: Path, seed: int, source: Path | None = None, **settings: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = Normed()
+        table = {"kind": "lora", "rank": 2, "target_modules": ["first"]}
+        hooks = None if source is None else converters.from_tables([table])
+        if hooks is not None:
+            hooks.convert(self.model)
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
+        sources = () if source is None else (InitialLoadConfig(str(source)),)
+        self.manager = CheckpointManager(
+            CheckpointConfig(initial_load=sources, save=SaveConfig(interval=2), **settings),
+            model_parts=[self.model],
+            optimizers=[self.optimizer],
+            model_converters=hooks,
+            base_folder=folder,
+        )
+
+    def step(self) -> None:
+        self.model(torch.randn(6, 4)).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def pretrained(folder: Path) -> Path:
+    """Train and save a whole model; return the step's folder."""
+    run = NormedRun(folder, seed=0)
+    with run.manager as manager:
+        run.step()
+        manager.save(2)
+    return folder / "checkpoints/step-2"
+
+
+def test_statistics_that_change_beside_an_adapter_are_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log says why the steps are full ones; an evaluation after the resume has the statistics of training."""
+    source = pretrained(tmp_path / "base")
+    first = NormedRun(tmp_path / "run", 1, source)
+    with first.manager as manager:
+        manager.load()
+        for step in (1, 2):
+            first.step()
+            manager.save(step)
+    assert kind(tmp_path / "run", 2) == "full"
+    assert "tensors of the base, such as norm.running_mean" in caplog.text
+    second = NormedRun(tmp_path / "run", 2, source)
+    with second.manager as manager:
+        assert manager.load().step == 2
+    assert all(torch.equal(a, b) for a, b in zip(first.model.buffers(), second.model.buffers(), strict=True))
+
+
+def test_statistics_that_rest_leave_saves_to_the_adapter(tmp_path: Path) -> None:
+    first = NormedRun(tmp_path / "run", 1, pretrained(tmp_path / "base"))
+    first.model.eval()
+    with first.manager as manager:
+        manager.load()
+        for step in (1, 2):
+            first.step()
+            manager.save(step)
+    assert kind(tmp_path / "run", 2) == "adapter"

@@ -13,6 +13,8 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     WANDB_MODE="offline",
 )
+for name in ("COLUMNS", "LINES"):  # workers of pytest-xdist have them, and a console keeps the width that they say
+    os.environ.pop(name, None)
 
 import pytest
 import torch

@@ -13,8 +13,9 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     WANDB_MODE="offline",
 )
-for name in ("COLUMNS", "LINES"):  # workers of pytest-xdist have them, and a console keeps the width that they say
-    os.environ.pop(name, None)
+# Workers of pytest-xdist have these two, and a console keeps the size that they say.
+os.environ.pop("COLUMNS", None)
+os.environ.pop("LINES", None)
 
 import pytest
 import torch

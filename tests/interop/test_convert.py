@@ -150,7 +150,7 @@ def test_an_adapter_is_not_a_model(tmp_path: Path) -> None:
         {f"{name}A.weight": torch.ones(2, 4), f"{name}B.weight": torch.ones(4, 2)},
         adapter / "adapter_model.safetensors",
     )
-    with pytest.raises(NotACheckpointError, match="titan-ckpt merge BASE .* writes a model"):
+    with pytest.raises(NotACheckpointError, match=r"titan-ckpt merge BASE .* writes a model"):
         convert(adapter, tmp_path / "native", "native")
 
 

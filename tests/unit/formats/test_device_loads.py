@@ -9,13 +9,16 @@ import torch
 from safetensors.torch import save_file
 
 from tests.fake_cuda import DEVICE, OnDevice, on_device
+from tests.unit.formats.quantised.test_reading import fp8_folder
 from titan_ckpt.disk.direct import IO_BYTES, FileReader
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.native import scatter
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import WritePlan
-from titan_ckpt.formats.safetensors import reader
+from titan_ckpt.formats.open import open_reader
+from titan_ckpt.formats.safetensors import reader, regions
 from titan_ckpt.formats.safetensors.container import read_header
 from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
 from titan_ckpt.geometry.chunks import Chunk
@@ -34,6 +37,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(scatter, "upload", upload)
     monkeypatch.setattr(reader, "upload", upload)
+    monkeypatch.setattr(regions, "upload", upload)
     copy = torch.Tensor.copy_
 
     def copy_(into: torch.Tensor, values: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -97,3 +101,20 @@ def test_a_safetensors_file_is_read_into_a_device(
         assert torch.equal(target, value[chunk.within(Chunk.whole(value.shape))].to(target.dtype))
     files.close()
     assert max(uploads) <= IO_BYTES
+
+
+def test_folders_of_other_kinds_pass_the_same_buffers(tmp_path: Path, uploads: list[int]) -> None:
+    """DCP and quantised values, cast and strided, are copied to the device in pieces of at most a buffer."""
+    value = torch.randn(1200, 1000)
+    assert value.nbytes > IO_BYTES
+    folder = tmp_path / "dcp"
+    DcpExport({"a.weight": value}).write(folder, Coordinator.current())
+    quantised = tmp_path / "fp8"
+    quantised.mkdir()
+    computed = fp8_folder(quantised, 1200, 1000)
+    for path, expected in ((folder, value), (quantised, computed)):
+        for target, chunk in requests(value):
+            with open_reader(path) as opened:
+                opened.read([ReadRequest("a.weight", chunk, target)])
+            assert torch.equal(target, expected[chunk.within(Chunk.whole(value.shape))].to(target.dtype))
+    assert uploads and max(uploads) <= IO_BYTES

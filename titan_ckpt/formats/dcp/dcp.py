@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.dcp.metadata import METADATA, read_metadata, saved_paths, storage_table
+from titan_ckpt.formats.safetensors.regions import copy_from_host
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo, info_of
 from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
@@ -135,7 +136,7 @@ class DcpReader(TensorReader):
                 part = stored.chunk.intersect(request.chunk)
                 assert part is not None
                 if tuple(request.into.shape) == request.chunk.sizes:
-                    request.into[part.within(request.chunk)].copy_(data[part.within(stored.chunk)])
+                    copy_from_host(request.into[part.within(request.chunk)], data[part.within(stored.chunk)])
                 else:
                     self._copy_reshaped(request, part, data[part.within(stored.chunk)])
             if sum(part.numel for r in wanting if (part := stored.chunk.intersect(r.chunk))) >= stored.chunk.numel:

@@ -23,6 +23,7 @@ from titan_ckpt.formats.native.header import RankFile, header_bytes, parse_heade
 from titan_ckpt.formats.native.layout import Entry, rank_file_name
 from titan_ckpt.formats.native.scatter import Transfer
 from titan_ckpt.formats.native.transfers import BlockReader, execute
+from titan_ckpt.formats.safetensors.regions import copy_from_host
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
@@ -159,7 +160,7 @@ class NativeReader(TensorReader):
             with gc_paused():
                 execute(files)
             for target, values in arranged:
-                target.copy_(values.view(target.shape))
+                copy_from_host(target, values.view(target.shape))
 
         return fill
 

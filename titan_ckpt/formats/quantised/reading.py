@@ -15,7 +15,7 @@ from titan_ckpt.disk.direct import IO_BYTES, run_workers
 from titan_ckpt.formats.quantised.values import Values
 from titan_ckpt.formats.safetensors.container import Entry, SafetensorsHeader
 from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
-from titan_ckpt.formats.safetensors.regions import boxes, windows
+from titan_ckpt.formats.safetensors.regions import boxes, copy_from_host, windows
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import boxes_of_range
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
@@ -107,7 +107,7 @@ def _compute(batch: Sequence[_Fetched]) -> None:
     for fetched in batch:
         piece = fetched.piece
         for box, into in cut(piece.box, piece.into, _COMPUTED_ELEMENTS, piece.values.order):
-            into.copy_(piece.values.read(box, fetched.load).reshape(into.shape))
+            copy_from_host(into, piece.values.read(box, fetched.load).reshape(into.shape))
 
 
 def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:

@@ -34,7 +34,7 @@ from titan_ckpt.disk.direct import (
 from titan_ckpt.disk.memory import ALIGNMENT, Buffer, bytes_at, is_plain_memory
 from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.formats.safetensors.container import Entry, SafetensorsHeader
-from titan_ckpt.formats.safetensors.regions import mapped_boxes, windows
+from titan_ckpt.formats.safetensors.regions import copy_from_host, mapped_boxes, windows
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import element_span, is_run
 from titan_ckpt.geometry.chunks import Chunk
@@ -240,12 +240,5 @@ def _values(data: torch.Tensor, job: _Run) -> torch.Tensor:
 
 def _copy_region(job: _Region) -> None:
     """Copy a strided box from a mapping of the file, some rows at a time."""
-    most = RUN_BYTES // job.entry.info.dtype.itemsize
     for box, into in mapped_boxes(job.entry, job.chunk, job.into, job.file.map):
-        if into.is_cpu:
-            into.copy_(box)
-            continue
-        for target, values in zip(windows(into, most), windows(box, most), strict=True):
-            with bounce_buffer() as buffer:
-                row = buffer.tensor[: values.nbytes].view(values.dtype).view(values.shape).copy_(values)
-                target.copy_(upload(row, target.device))
+        copy_from_host(into, box)

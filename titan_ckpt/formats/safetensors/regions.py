@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from titan_ckpt.disk.cuda import upload
+from titan_ckpt.disk.direct import IO_BYTES, bounce_buffer
 from titan_ckpt.disk.memory import round_up
 from titan_ckpt.formats.safetensors.container import Entry
 from titan_ckpt.geometry.boxes import element_span
@@ -35,6 +37,21 @@ def windows(view: torch.Tensor, max_elements: int) -> Iterator[torch.Tensor]:
     step = max_elements // row
     for start in range(0, view.shape[0], step):
         yield view[start : start + step]
+
+
+def copy_from_host(into: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values in host memory to a tensor of the same shape, and of any dtype, strides and device.
+
+    A device gets them through page-locked buffers, in their own dtype, and casts them itself.
+    """
+    if into.is_cpu:
+        into.copy_(values)
+        return
+    most = IO_BYTES // values.dtype.itemsize
+    for target, window in zip(windows(into, most), windows(values, most), strict=True):
+        with bounce_buffer() as buffer:
+            row = buffer.tensor[: window.nbytes].view(values.dtype).view(window.shape).copy_(window)
+            target.copy_(upload(row, target.device))
 
 
 def boxes(chunk: Chunk, max_elements: int) -> Iterator[Chunk]:

@@ -416,6 +416,7 @@ class Adapters:
 def adapted(base: Path, folder: Path) -> tuple[Net, CheckpointManager]:
     [net] = pipeline()
     assert isinstance(net, Net)
+    net.requires_grad_(requires_grad=False)  # a base that is trained would be saved
     if dist.get_rank() == 0:
         net.layers["0"].register_parameter("lora", nn.Parameter(torch.zeros(3)))
     config = CheckpointConfig(

@@ -40,6 +40,15 @@ class Qwen3MoeConfig(DecoderConfig):
     """Numbers of the layers that have one feed-forward for all tokens."""
     sparse_step: int = 1
     """Layers outside `dense_layers` are sparse if their number plus one is divisible by this."""
+    output_router_logits: bool = False
+    """Whether transformers adds the load-balancing loss to the loss that it returns."""
+    router_aux_loss_coef: float = 0.001
+    """Factor of the load-balancing loss."""
+
+    @property
+    def balance_coefficient(self) -> float:
+        """Return the factor of the load-balancing loss that config.json asks for; 0 if it asks for none."""
+        return self.router_aux_loss_coef if self.output_router_logits else 0.0
 
     def problems(self) -> Iterator[str]:
         yield from DecoderConfig.problems(self)
@@ -70,6 +79,8 @@ class Qwen3MoeConfig(DecoderConfig):
             norm_topk_prob=config["norm_topk_prob"],
             dense_layers=tuple(config.get("mlp_only_layers") or ()),
             sparse_step=config.get("decoder_sparse_step", 1),
+            output_router_logits=bool(config.get("output_router_logits", False)),
+            router_aux_loss_coef=float(config.get("router_aux_loss_coef", 0.001)),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -85,8 +96,8 @@ class Qwen3MoeConfig(DecoderConfig):
             "norm_topk_prob": self.norm_topk_prob,
             "mlp_only_layers": list(self.dense_layers),
             "decoder_sparse_step": self.sparse_step,
-            "output_router_logits": False,
-            "router_aux_loss_coef": 0.001,
+            "output_router_logits": self.output_router_logits,
+            "router_aux_loss_coef": self.router_aux_loss_coef,
         }
 
 
@@ -136,6 +147,10 @@ class Router(ExactBuffers):
 
     tokens: torch.Tensor
     probability: torch.Tensor
+    is_watched: bool = False
+    """Keep `last`. A layer that is computed again in the backward pass must not: that would hold its graph."""
+    last: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Of the last forward pass while watched: tokens of each expert, and their summed probabilities with gradient."""
 
     def __init__(self, config: Qwen3MoeConfig) -> None:
         super().__init__()
@@ -156,9 +171,11 @@ class Router(ExactBuffers):
         if self.norm_topk_prob:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         if self.training:
-            with torch.no_grad():
-                self.tokens += torch.bincount(chosen.flatten(), minlength=len(self.tokens))
-                self.probability += probabilities.sum(dim=0)
+            tokens, probability = torch.bincount(chosen.flatten(), minlength=len(self.tokens)), probabilities.sum(dim=0)
+            self.tokens += tokens
+            self.probability += probability.detach()
+            if self.is_watched:
+                self.last = tokens, probability
         return weights.type_as(x), chosen
 
     def load(self) -> RouterLoad:

@@ -45,7 +45,7 @@ from titan_ckpt.training.data.sequences import IndexedDataset
 from titan_ckpt.training.data.stream import Encoder
 from titan_ckpt.training.data.tokenizer import TextTokenizer
 from titan_ckpt.training.folders import check_folders
-from titan_ckpt.training.loss import summed_cross_entropy
+from titan_ckpt.training.loss import BalanceLoss, balance_coefficient, summed_cross_entropy
 from titan_ckpt.training.model_folder import checkpoint_settings
 from titan_ckpt.training.own_code import check_names, make_optimizer, make_scheduler
 from titan_ckpt.training.parallel.apply import parallelise
@@ -98,6 +98,8 @@ class BuildSteps:
     model_parts: Sequence[nn.Module]
     """This rank's parts of the model: its pipeline stages, or the one model."""
     pipeline: Pipeline | None
+    balance_loss: BalanceLoss | None = None
+    """The load-balancing loss of a mixture of experts, if one is asked for."""
     optimizer: Optimizer
     lr_scheduler: LRScheduler | None
     training_context: Callable[[], AbstractContextManager[object]]
@@ -130,6 +132,7 @@ class BuildSteps:
         """
         check_folders(self.config)
         check_names(self.config)
+        balance_coefficient(self.config, self.read_shape())
         torch.use_deterministic_algorithms(self.config.training.deterministic)
         # warning filters that a step adds end with the run
         with process_group(self.config.training.device, self.find_degrees()) as ranks, warnings.catch_warnings():
@@ -221,6 +224,8 @@ class BuildSteps:
             materialise(part, self.ranks.device)
         assert isinstance(parts[0], LanguageModel), "a stage is a model"
         self.model = parts[0]
+        if coefficient := balance_coefficient(self.config, self.read_shape()):
+            self.balance_loss = BalanceLoss(parts, self.ranks, coefficient)
         place = self.ranks.place
         seed_generators(self.config.seed + 1 + self.ranks.data_rank * self.ranks.degrees.pp + place.pp)
         return parts

@@ -187,6 +187,9 @@ class TrainingConfig(Checked):
     """Micro-batches per optimizer step."""
     max_grad_norm: PositiveNumber | None = None
     """Gradients are scaled down to this global norm. Absent: gradients are not clipped."""
+    router_aux_loss_coef: Annotated[float, Check("a number, 0 or more", lambda x: x >= 0)] | None = None
+    """Factor of the load-balancing loss of a mixture of experts. Absent: what the model's config.json asks for, that is
+    router_aux_loss_coef if output_router_logits is true, else 0."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of matrix products; trained parameters and optimizer state stay float32. With bfloat16, frozen parameters
     that are loaded from a 16-bit dtype keep that dtype."""

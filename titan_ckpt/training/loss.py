@@ -1,12 +1,23 @@
-"""The loss of a batch, as a sum. Pure."""
+"""The loss of a batch as a sum, and the loss that keeps the load of a mixture's experts even."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.models.layers import local_tensor
+from titan_ckpt.models.qwen3_moe import Qwen3MoeConfig, Router
+from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.data.batch import IGNORED, Batch
+from titan_ckpt.training.parallel.ranks import Ranks
+
+_SETTING = "training.router_aux_loss_coef"
 
 
 def num_predicted(batch: Batch) -> int:
@@ -22,3 +33,87 @@ def summed_cross_entropy(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(
         local_tensor(logits).flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
     )
+
+
+def balance_coefficient(config: RunConfig, shape: Any) -> float:
+    """Return the factor of the load-balancing loss: that of the run, or else that of the model's config.json.
+
+    `shape`: the model's, from registry.py. Raises: ConfigError for a loss that cannot be computed.
+    """
+    wanted = config.training.router_aux_loss_coef
+    if isinstance(shape, Qwen3MoeConfig):
+        coefficient = shape.balance_coefficient if wanted is None else wanted
+        if coefficient and config.parallel.pipeline_parallel > 1:
+            problem = (
+                f"the load-balancing loss (factor {coefficient:g}) is one of all layers together, and with "
+                "pipeline_parallel no rank has all of them: set it to 0.0, or pipeline_parallel to 1"
+            )
+            raise ConfigError([f"{_SETTING}: {problem}"])
+        return coefficient
+    if wanted:
+        raise ConfigError([f'{_SETTING}: only model.name = "qwen3_moe" has this loss; leave it out'])
+    if isinstance(shape, Mapping) and wanted is None and _asks_for_balance(shape):
+        problem = (
+            'config.json asks for a load-balancing loss (output_router_logits), which model.name = "hf" does not '
+            "compute: set it to 0.0 to train without that loss, or train a qwen3_moe under its own name"
+        )
+        raise ConfigError([f"{_SETTING}: {problem}"])
+    return 0.0
+
+
+def _asks_for_balance(config: Mapping[str, Any]) -> bool:
+    """Return whether transformers would add a load-balancing loss for this config.json."""
+    texts = [config, config.get("text_config") or {}]
+    return any(text.get("output_router_logits") and text.get("router_aux_loss_coef", 0.001) for text in texts)
+
+
+class BalanceLoss:
+    """The load-balancing loss of all sparse layers and all ranks, equal to transformers' load_balancing_loss_func.
+
+    E * sum over the experts e of f_e * P_e: f_e is the share of the tokens that were routed to e, and P_e is the mean
+    probability of e, both over the tokens of all layers and all ranks. Each rank adds to its own loss the part with its
+    own tokens' probabilities, so that the sum of all ranks' gradients is the gradient of the whole.
+    Source: arXiv 2101.03961, eq. 4; transformers, models/mixtral/modeling_mixtral.py.
+    """
+
+    def __init__(self, model_parts: Sequence[nn.Module], ranks: Ranks, coefficient: float) -> None:
+        self._routers = [module for part in model_parts for module in part.modules() if isinstance(module, Router)]
+        self._ranks = ranks
+        self._coefficient = coefficient
+        self._values: list[torch.Tensor] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the routers during the forward pass of one micro-batch."""
+        for router in self._routers:
+            router.is_watched = True
+        try:
+            yield
+        finally:
+            for router in self._routers:
+                router.is_watched = False
+
+    def share(self) -> torch.Tensor:
+        """Return this rank's share of the loss of the micro-batch that was watched, times the factor. Collective."""
+        counts, sums = [], []
+        for router in self._routers:
+            assert router.last is not None, "watching() precedes share()"
+            tokens, probability = router.last
+            router.last = None
+            counts.append(tokens)
+            sums.append(probability)
+        local = torch.stack(sums).double().sum(dim=0)
+        here = torch.stack([torch.stack(counts).sum(dim=0).double(), local.detach()])
+        # tensor-parallel ranks have routed the same tokens
+        tokens, probability = self._ranks.sum(here if self._ranks.place.tp == 0 else torch.zeros_like(here))
+        rows = tokens.sum() / self._routers[0].experts_per_token
+        factor = len(tokens) * tokens / rows.square()
+        self._values.append((factor * probability).sum())
+        share: torch.Tensor = self._coefficient * (factor * local).sum()
+        return share
+
+    def take_mean(self) -> float:
+        """Return the mean of the loss over the micro-batches since the last call, without the factor."""
+        mean = float(torch.stack(self._values).mean())
+        self._values.clear()
+        return mean

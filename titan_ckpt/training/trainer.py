@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -163,6 +164,8 @@ class Trainer(BuildSteps):
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.optimizer.zero_grad()
+        if self.balance_loss is not None and self.is_log_due(step):
+            self.measurements["moe/balance_loss"] = self.balance_loss.take_mean()
         self.state.step = step
         self.state.num_tokens += num_tokens
         seconds = time.perf_counter() - started
@@ -190,9 +193,12 @@ class Trainer(BuildSteps):
         for index, batch in enumerate(batches):
             self.callbacks.on_substep_begin(self, index)
             sync_gradients(self.model_parts, when=index == len(batches) - 1)
-            with self.training_context():
+            with self.training_context(), self.balance_loss.watching() if self.balance_loss else nullcontext():
                 loss = self.compute_loss(batch)
-            (loss / num_tokens).backward()
+            objective = loss / num_tokens
+            if self.balance_loss is not None:
+                objective = objective + self.balance_loss.share() / len(batches)
+            objective.backward()
             total += loss.detach()
             self.callbacks.on_substep_end(self, index)
             self.guard.check()

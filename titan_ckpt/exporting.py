@@ -23,7 +23,7 @@ from titan_ckpt.config import ExportConfig, InitialLoadConfig
 from titan_ckpt.distributed.coordinator import Coordinator, bounded
 from titan_ckpt.errors import CheckpointError, ConverterError, ExportError, ExportSettingError, listed
 from titan_ckpt.formats.dcp.writer import DcpExport
-from titan_ckpt.formats.huggingface.export import OUTPUTS, Base, HuggingFaceExport
+from titan_ckpt.formats.huggingface.export import Base, HuggingFaceExport
 from titan_ckpt.formats.huggingface.peft import PeftExport
 from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.formats.open import detect_format
@@ -365,10 +365,11 @@ class Exporter:
         """Return the export of these tensors, or of the base, as a Hugging Face folder, under the names of its base."""
         tensors = self._model.state_dict("base") if tensors == "base" else tensors
         base = self._base_of(config)
-        table = self._transforms.key_map if base is None else base.key_map
+        known = self._transforms.key_map if base is None else base.key_map
         table = with_tied_names(
-            table, self._model.tied, lambda key: key not in OUTPUTS if base is None else key in base.tensors
+            known, self._model.tied, self._model.linear_weights(), None if base is None else base.tensors
         )
+        base = None if base is None else base.without(key for key, _ in table.repeats)
         transforms = replace(self._transforms, key_map=table)
         assets = Path(config.assets) if config.assets else transforms.assets
         if assets is None and base is not None and base.path.is_dir():

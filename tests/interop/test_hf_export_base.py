@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.interop.folders import open_strictly
+from tests.zoo.tiny_models import species, tiny_config
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.errors import ConfigError, ExportError, LoadMismatchError
 from titan_ckpt.models.llama3 import FLAVORS, Llama3, Llama3Config
@@ -163,7 +164,7 @@ def odd_manager(folder: Path, base: Path | None) -> CheckpointManager:
 
 def test_what_an_export_would_refuse_is_refused_before_the_first_step(tmp_path: Path) -> None:
     """Without a base nothing says that weights and config.json belong together: load() refuses, not the last save."""
-    with odd_manager(tmp_path, None) as manager, pytest.raises(ExportError, match=r"export has no lm_head\.weight"):
+    with odd_manager(tmp_path, None) as manager, pytest.raises(ExportError, match=r"no lm_head\.weight, nor two"):
         manager.load()
 
 
@@ -181,3 +182,22 @@ def test_a_base_with_the_same_keys_and_shapes_is_trusted(tmp_path: Path) -> None
     (base / "config.json").write_text(json.dumps(ODD | {"vocab_size": 64}))
     with odd_manager(tmp_path / "other", base) as manager, pytest.raises(ExportError, match=r"no lm_head\.weight"):
         manager.load()
+
+
+@pytest.mark.parametrize("name", ["biogpt", "electra", "roberta", "rwkv", "xlnet"])
+def test_an_output_matrix_with_a_name_of_its_own_needs_no_base(name: str, tmp_path: Path) -> None:
+    """The model of transformers in a loop of one's own: its export opens with the same weights, the output too."""
+    (kind,) = (kind for kind in species() if str(kind) == name)
+    config = tiny_config(kind)
+    config.tie_word_embeddings = False
+    model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    assert "lm_head.weight" not in model.state_dict()
+    about = {**config.to_dict(), "architectures": [type(model).__name__]}
+    settings = CheckpointConfig(export=(ExportConfig("hf"),))
+    transforms = StateDictTransforms(hf_config=about)
+    with CheckpointManager(settings, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path) as manager:
+        manager.load()
+        manager.save(1, last_step=True)
+    opened = open_strictly(type(model), tmp_path / "exports" / "step-1").state_dict()
+    assert opened.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, opened[key]) for key, value in model.state_dict().items())

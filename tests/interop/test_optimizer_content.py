@@ -128,7 +128,7 @@ class Columns(Plain):
             return p.grad
         flat = p.grad.reshape(p.shape[0], -1)
         state["factor"] = (flat @ flat.T).T.contiguous().T
-        state["factors"] = [state["factor"][:, :2].T, state["factor"].clone()]
+        state["factors"] = deque([state["factor"][:, :2].T, state["factor"].clone()])
         return (state["factor"] @ flat).reshape(p.shape)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import converters
+from converters.lora.placement import misplaced
 from tests.zoo.model_runs import Outcome, lora_outcomes, write_base
 from tests.zoo.tiny_models import species, tiny_config
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.errors import ExportError
+from titan_ckpt.formats.huggingface.peft import PREFIX
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.models import hf, qwen3_moe
 
@@ -156,6 +159,22 @@ def test_an_adapter_that_peft_would_ignore_is_refused_before_training(name: str,
         run.manager(ExportConfig("peft"))
     assert torch.equal(torch.get_rng_state(), state)
     run.manager(ExportConfig("hf")).close()
+
+
+def test_tensors_that_peft_drops_without_a_word_are_named() -> None:
+    """The gate by its name in old releases and by its new one: PEFT takes one of them and reports nothing."""
+
+    def pair(module: str, inputs: int, outputs: int) -> dict[str, list[int]]:
+        return {f"{PREFIX}{module}.lora_A.weight": [2, inputs], f"{PREFIX}{module}.lora_B.weight": [outputs, 2]}
+
+    hf_config = {"model_type": "mixtral", **TINY, "num_hidden_layers": 1, "num_local_experts": 2}
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["gate"], "inference_mode": True}
+    old, new = (pair(f"model.layers.0.{parent}.gate", 32, 2) for parent in ("block_sparse_moe", "mlp"))
+    assert misplaced(new, config, hf_config) == []
+    (line,) = misplaced({**old, **new}, config, hf_config)
+    assert re.fullmatch(
+        r"PEFT would not put .*\.gate\.lora_A\.weight, .*\.gate\.lora_B\.weight on exactly one module", line
+    )
 
 
 def test_without_peft_the_names_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,17 +76,18 @@ def test_a_converted_folder_has_the_first_name_alone(tmp_path: Path) -> None:
 class HeadFirst(nn.Module):
     """A model whose output matrix is registered before the embeddings that it is tied to."""
 
-    def __init__(self) -> None:
+    def __init__(self, head: str) -> None:
         super().__init__()
-        self.lm_head = nn.Linear(8, 32, bias=False)
+        self.add_module(head, nn.Linear(8, 32, bias=False))
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(32, 8)
-        self.lm_head.weight = self.model.embed_tokens.weight
+        self.get_submodule(head).weight = self.model.embed_tokens.weight
 
 
+@pytest.mark.parametrize("head", ["lm_head", "lm_loss"])
 @pytest.mark.parametrize("with_base", [True, False])
 def test_a_head_that_is_registered_first_has_the_name_of_the_embeddings_in_files(
-    with_base: bool, tmp_path: Path
+    with_base: bool, head: str, tmp_path: Path
 ) -> None:
     """A folder has the embeddings alone, or a copy of the head: both are read, and the export has the embeddings."""
     torch.manual_seed(0)
@@ -94,9 +95,9 @@ def test_a_head_that_is_registered_first_has_the_name_of_the_embeddings_in_files
     (tmp_path / "base").mkdir()
     config = {"model_type": "x", "architectures": ["XForCausalLM"], "tie_word_embeddings": True}
     (tmp_path / "base/config.json").write_text(json.dumps(config))
-    for copies in ({}, {"lm_head.weight": table.clone()}):
+    for copies in ({}, {f"{head}.weight": table.clone()}):
         save_file({"model.embed_tokens.weight": table, **copies}, tmp_path / "base/model.safetensors", {"format": "pt"})
-        model = HeadFirst()
+        model = HeadFirst(head)
         settings = CheckpointConfig(
             initial_load=(InitialLoadConfig(str(tmp_path / "base")),) if with_base else (),
             export=(ExportConfig("hf", folder=f"{len(copies)}"),),
@@ -108,7 +109,7 @@ def test_a_head_that_is_registered_first_has_the_name_of_the_embeddings_in_files
             manager.load()
             manager.save(1, last_step=True)
         if with_base:
-            assert torch.equal(model.lm_head.weight, table)
+            assert torch.equal(model.get_parameter(f"{head}.weight"), table)
         exported = tensors(tmp_path / f"run/{len(copies)}/step-1")
         assert exported.keys() == {"model.embed_tokens.weight"}
-        assert torch.equal(exported["model.embed_tokens.weight"], model.lm_head.weight)
+        assert torch.equal(exported["model.embed_tokens.weight"], model.get_parameter(f"{head}.weight"))

@@ -24,6 +24,8 @@ from titan_ckpt.errors import ConverterError
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.weights.wrapper import ModelWrapper
 
+FLOORS = {"": 28}
+"""Classes that are exact at the least."""
 ROOT = Path(transformers.models.__path__[0])
 _CLASS = re.compile(r"^class (\w+)\((?:nn\.Linear|nn\.Embedding|Conv1D)\):", re.MULTILINE)
 _SIZE = 8

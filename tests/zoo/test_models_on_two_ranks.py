@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.zoo.sample import chosen
-from tests.zoo.test_models import rows_of
+from tests.zoo.test_models import FLOORS, rows_of
 from tests.zoo.tiny_models import species
 from tests.zoo.worlds import Row, judged
+
+__all__ = ["FLOORS"]
 
 
 @pytest.mark.timeout(3000)

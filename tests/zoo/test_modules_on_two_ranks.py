@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from tests.zoo.sample import chosen
-from tests.zoo.test_modules import builders, rows_of
+from tests.zoo.test_modules import FLOORS, builders, rows_of
 from tests.zoo.worlds import Row, judged
+
+__all__ = ["FLOORS"]
 
 
 def test_a_sharded_module_resumes_exactly() -> None:

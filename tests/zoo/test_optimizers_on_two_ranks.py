@@ -13,9 +13,11 @@ from torch.distributed.fsdp import fully_shard
 from tests.interop.test_optimizer_content import EXACT
 from tests.zoo.optimizer_runs import Case, judge
 from tests.zoo.sample import chosen
-from tests.zoo.test_optimizers import REFUSED, cases
+from tests.zoo.test_optimizers import FLOORS, REFUSED, cases
 from tests.zoo.worlds import Row, judged
 from titan_ckpt.testing.ranks import distributed
+
+__all__ = ["FLOORS"]
 
 
 @distributed(nproc=2)

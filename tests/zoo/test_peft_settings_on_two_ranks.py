@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from tests.zoo.sample import chosen
-from tests.zoo.test_peft_settings import CASES, rows_of
+from tests.zoo.test_peft_settings import CASES, FLOORS, rows_of
 from tests.zoo.worlds import Row, judged
+
+__all__ = ["FLOORS"]
 
 
 def test_a_setting_of_peft_is_exact_or_refused_on_shards() -> None:

@@ -240,7 +240,7 @@ def _plan(
             )
     if isinstance(reader, HuggingFaceReader):
         keys = reader.tensors.keys() - selected(reader.tensors, source.ignore)
-        table = with_tied_names(transforms.key_map.of_folder(keys), wrapper.tied, keys.__contains__)
+        table = with_tied_names(transforms.key_map.of_folder(keys), wrapper.tied, wrapper.linear_weights(), keys)
         reader.leave_out(table.repeats)
         transforms = replace(transforms, key_map=table)
     if source.format not in ("native", "dcp"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -105,12 +105,17 @@ class StateDictTransforms:
         return plan.result(self.key_map)
 
 
-def with_tied_names(key_map: KeyMap, tied: Mapping[str, str], fits: Callable[[str], bool]) -> KeyMap:
-    """Return the table in which a tied tensor has the file key of whichever of its names has one that fits.
+def with_tied_names(
+    key_map: KeyMap, tied: Mapping[str, str], linear: Collection[str], folder: Collection[str] | None
+) -> KeyMap:
+    """Return the table in which a tied tensor has the file key of one of its names, that of no linear module if it can.
+
+    transformers looks for the embeddings, and ties the output matrix to them.
 
     `tied`: alias -> first name of the same tensor, by which the model's state dict knows it. A folder may know it by a
-    second name, such as that of the embeddings if the output matrix is registered first. `fits`: whether a file key is
-    one to read or to write. If several are, `repeats` has those that the first one stands for.
+    second name, such as that of the embeddings if the output matrix is registered first. `linear`: names of the weights
+    of linear modules. `folder`: the file keys of the folder that is read or written like; None if there is none. If
+    several fit, `repeats` has those that the chosen one stands for.
     """
     names: dict[str, list[str]] = {}
     for alias, first in tied.items():
@@ -118,7 +123,9 @@ def with_tied_names(key_map: KeyMap, tied: Mapping[str, str], fits: Callable[[st
     rules: list[KeyRule] = []
     repeats = list(key_map.repeats)
     for first, same in names.items():
-        groups = [group for group in _known(key_map, same) if group.op is IDENTITY and fits(group.keys[0])]
+        plain = [group for group in _known(key_map, same) if group.op is IDENTITY]
+        fitting = [group for group in plain if folder is None or group.keys[0] in folder]
+        groups = sorted(fitting, key=lambda group: group.fqns[0] in linear)
         if not groups:
             continue
         if groups[0].fqns != (first,):

@@ -193,6 +193,11 @@ class ModelWrapper:
             names.setdefault(cast("nn.Parameter", value), fqn)
         return names
 
+    def linear_weights(self) -> set[str]:
+        """Return the fqns of the weights of linear modules, tied aliases included."""
+        modules = (pair for part in self.parts for pair in named_modules(part))
+        return {f"{prefix}weight" for prefix, module in modules if isinstance(module, nn.Linear)}
+
     def buffers(self) -> StateDict:
         """Return the persistent buffers, which a forward pass may change, by fqn, aliases included."""
         return {

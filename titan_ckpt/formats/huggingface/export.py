@@ -7,8 +7,8 @@ Source: transformers, `modeling_utils.py` save_pretrained; huggingface_hub, `ser
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,8 @@ _OF_SHAPE = ("tie_word_embeddings", "vocab_size", "hidden_size", "num_hidden_lay
 """Fields of config.json that decide which keys and shapes transformers expects; absent ones have their defaults."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _OUTPUT = "lm_head.weight"
-OUTPUTS = (_OUTPUT, "embed_out.weight", "head.weight", "decoder.weight", "output_projection.weight")
-"""Names of the output matrix: nearly always the first; the others in GPT-NeoX, RWKV, ModernBERT and BioGPT."""
+"""Name of the output matrix of nearly all models; a dozen have names of their own."""
+_IN_LAYER = re.compile(r"\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,14 @@ class Base:
         with HuggingFaceReader(path, ignore=ignore) as reader:
             used = reader.tensors.keys() - selected(reader.tensors, ignore)
             table = key_map.of_folder(used)
-            left = {key for key, _ in table.repeats}
-            tensors = {k: reader.tensors[k] for k in used if k not in left and not table.ignores(k)}
-            return Base(path, table, tensors, reader.file_of, reader.metadata(), initialise)
+            tensors = {k: reader.tensors[k] for k in used if not table.ignores(k)}
+            base = Base(path, table, tensors, reader.file_of, reader.metadata(), initialise)
+            return base.without(key for key, _ in table.repeats)
+
+    def without(self, keys: Iterable[str]) -> Base:
+        """Return the base without some tensors, such as copies of tied ones."""
+        left = {*keys}
+        return replace(self, tensors={key: info for key, info in self.tensors.items() if key not in left})
 
     @property
     def dtype(self) -> str | None:
@@ -183,7 +188,7 @@ class HuggingFaceExport:
         if self.quantiser is not None:
             made["quantization_config"] = self.quantiser.config(plan.infos, plan.quantised)
         if not (self.verified or (self.base is not None and self.base.describes(made))):
-            _check_tied(made, {*plan.infos, *plan.quantised})
+            _check_tied(made, plan)
             _check_shape(made, plan)
         files[CONFIG] = to_json(made)
         if GENERATION_CONFIG not in files:
@@ -254,15 +259,34 @@ def _dtype(infos: Mapping[str, TensorInfo], base: Base | None) -> str:
     return dtype_name(max(num_bytes, key=num_bytes.__getitem__, default=torch.float32))
 
 
-def _check_tied(config: Mapping[str, Any], keys: Collection[str]) -> None:
+def _check_tied(config: Mapping[str, Any], plan: ExportPlan) -> None:
     """Raise if config and weights disagree on the output matrix: transformers would untie it, or initialise one."""
     tied = config.get("tie_word_embeddings")
     causal = any(str(name).endswith("ForCausalLM") for name in config["architectures"])
-    wrong = "config says tie_word_embeddings = {} and the export has {} {}: one of them is wrong"
-    if tied and _OUTPUT in keys:
-        raise ExportError(wrong.format("true", "a", _OUTPUT))
-    if tied is False and causal and not any(key in keys for key in OUTPUTS):
-        raise ExportError(wrong.format("false", "no", _OUTPUT))
+    has_output = _OUTPUT in plan.infos or _OUTPUT in plan.quantised
+    wrong = f"config says tie_word_embeddings = {str(tied).lower()} and the export has"
+    if tied and has_output:
+        raise ExportError(f"{wrong} a {_OUTPUT}: one of them is wrong")
+    if tied is False and causal and not has_output and len(_tables(config, plan)) < 2:
+        raise ExportError(
+            f"{wrong} no {_OUTPUT}, nor two matrices outside its layers with vocab_size = {_vocabulary(config)} rows, "
+            "as embeddings and an output with a name of its own would be: one of them is wrong"
+        )
+
+
+def _tables(config: Mapping[str, Any], plan: ExportPlan) -> list[str]:
+    """Return the matrices outside numbered layers that have a row for each token, or are quantised.
+
+    An output matrix is one of them, whatever its name is.
+    """
+    rows = _vocabulary(config)
+    plain = [key for key, info in plan.infos.items() if len(info.shape) == 2 and info.shape[0] == rows]
+    return [key for key in (*plain, *plan.quantised) if not _IN_LAYER.search(key)]
+
+
+def _vocabulary(config: Mapping[str, Any]) -> Any:
+    """Return the number of tokens: of models that read images, too, it is in a table of its own."""
+    return config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
 
 
 def _check_shape(config: Mapping[str, Any], plan: ExportPlan) -> None:

@@ -188,8 +188,8 @@ def write_native(
     """
     staged = StagedFolder.begin(target)
     try:
-        with progress.shown(f"writing {target.name}", sum(value.info.nbytes for value in tensors.values())):
-            record = write_stream(staged.path, {MODEL + fqn: value for fqn, value in tensors.items()})
+        with progress.shown(f"writing {target.name}", sum(value.info.nbytes for value in tensors.values())) as count:
+            record = write_stream(staged.path, {MODEL + fqn: value for fqn, value in tensors.items()}, count)
         manifest = Manifest(
             step=0,
             kind=kind,

@@ -1,19 +1,21 @@
 """A progress bar on the console during a long load or export: on rank 0 only, and never in files or pipes.
 
-Owns when a bar is shown. The code that moves bytes only calls `advance` and knows no console.
+Owns when a bar is shown. The code that moves bytes only calls the function that `shown` yields and knows no console.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+Count = Callable[[int], None]
+"""Counts so many more bytes as done. Any thread may call it."""
 CONSOLE = Console(stderr=True)
 """Console of the whole package, so that this bar and a training's bar are drawn together."""
 DELAY_SECONDS = 1.5
@@ -46,31 +48,29 @@ class _Bar:
             self._progress.stop()
 
 
-_current: _Bar | None = None
+_is_shown = False
+
+
+def uncounted(_num_bytes: int) -> None:
+    """Count nothing."""
 
 
 @contextmanager
-def shown(title: str, total_bytes: int) -> Iterator[None]:
+def shown(title: str, total_bytes: int) -> Iterator[Count]:
     """Show how much of `total_bytes` is done while the block runs, if it takes long and the console is a terminal.
 
-    Only in the main thread, so that background work shows no bar, and not while another bar is shown.
+    Yields the function that counts. Only in the main thread, so that background work shows no bar. While a bar is
+    shown, another one is not: what it would count, such as reads for the sake of a write, is a part of the first.
     """
-    global _current
+    global _is_shown
     first_rank = not dist.is_initialized() or dist.get_rank() == 0
     in_main_thread = threading.current_thread() is threading.main_thread()
-    if _current is not None or not (first_rank and in_main_thread and CONSOLE.is_terminal):
-        yield
+    if _is_shown or not (first_rank and in_main_thread and CONSOLE.is_terminal):
+        yield uncounted
         return
-    _current = bar = _Bar(title, total_bytes)
+    _is_shown, bar = True, _Bar(title, total_bytes)
     try:
-        yield
+        yield bar.advance
     finally:
-        _current = None
+        _is_shown = False
         bar.close()
-
-
-def advance(num_bytes: int) -> None:
-    """Count bytes as done. Any thread may call it."""
-    bar = _current
-    if bar is not None:
-        bar.advance(num_bytes)

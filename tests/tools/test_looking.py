@@ -263,22 +263,37 @@ def test_input_that_is_no_checkpoint_is_one_line_and_exit_code_2(
 
 @pytest.mark.parametrize(
     "words",
-    ["verify run2/checkpoints/step-1", "verify hf", "diff dcp hf", "convert hf OUT --to native",
-     "convert dcp OUT --to torch", "convert run1/checkpoints/step-1 OUT --to dcp", "merge hf peft1 OUT"],
+    ["verify run2/checkpoints/step-1", "verify hf", "verify dcp", "diff dcp hf", "convert hf OUT --to native",
+     "diff run1/checkpoints/step-1 run2/checkpoints/step-1", "diff run1/checkpoints/step-1 hf --weights",
+     "convert dcp OUT --to torch", "convert run1/checkpoints/step-1 OUT --to dcp", "merge hf peft1 OUT",
+     "convert run1/checkpoints/step-1 OUT --to native", "convert run2/checkpoints/step-1 OUT --to hf --config hf",
+     "merge hf lora/checkpoints/step-1 OUT", "inspect run2/checkpoints/step-1 tok_embeddings.weight"],
 )  # fmt: skip
 def test_a_command_that_takes_long_shows_bytes_speed_and_time_left(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
-    """On a console, after the delay; into a pipe nothing is drawn."""
+    """On a console, after the delay, and at the end every byte was counted once; into a pipe nothing is drawn."""
+    bars: list[tuple[str, int, int]] = []
+    close = progress._Bar.close
+
+    def closed(bar: progress._Bar) -> None:
+        bars.append((bar._title, bar._done, bar._total))
+        close(bar)
+
+    monkeypatch.setattr(progress._Bar, "close", closed)
     monkeypatch.chdir(root)
     monkeypatch.setattr(progress, "DELAY_SECONDS", 0.0)
     for terminal in (True, False):
         shown = io.StringIO()
         monkeypatch.setattr(progress, "CONSOLE", Console(file=shown, force_terminal=terminal, width=80))
-        assert main(words.replace("OUT", str(tmp_path / f"out-{terminal}")).split()) == 0
+        assert main(words.replace("OUT", str(tmp_path / f"out-{terminal}")).split()) in (0, 1)
         drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
         bar = re.search(r"[\d.]+/[\d.]+ (bytes|kB|MB) ([\d.]+ (bytes|kB|MB)/s|\?) (\d+:\d\d:\d\d|-:--:--)", drawn)
         assert (bar is not None) is terminal, drawn
+    for title, done, total in bars:
+        assert 0.99 * total <= done <= total, title
+    of_adapter = "loading peft1" if "peft1" in words else "loading"  # its factors are read before the base
+    assert [title for title, *_ in bars if title != of_adapter][1:] == ["exporting out-True"] * ("lora" in words)
 
 
 def test_a_folder_or_file_without_permission_is_one_line(root: Path, tmp_path: Path) -> None:

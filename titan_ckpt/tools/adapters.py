@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from titan_ckpt import progress
 from titan_ckpt.components.files import model_tensors
 from titan_ckpt.converting import stored_tensor, translated_tensors
 from titan_ckpt.errors import (
@@ -288,9 +289,17 @@ class RecordedBase:
             if lacking := [name for name in table.tensors if name not in tensors]:
                 self._lacking += lacking
                 continue
-            yield base_digest({name: digest_of(value) for name, value in tensors.items()})
+            yield self._digest(tensors)
             floats = {v.info.dtype for v in tensors.values() if v.info.dtype in CASTABLE}
             for dtype in _DTYPES:
                 if floats != {dtype}:
                     cast: Any = cast_all(dict(tensors), dtype)
-                    yield base_digest({name: digest_of(value) for name, value in cast.items()})
+                    yield self._digest(cast)
+
+    def _digest(self, tensors: Mapping[str, LazyTensor]) -> str:
+        digests = {}
+        with progress.shown(f"reading {self._path.name}", sum(v.info.nbytes for v in tensors.values())) as count:
+            for name, value in tensors.items():
+                digests[name] = digest_of(value)
+                count(value.info.nbytes)
+        return base_digest(digests)

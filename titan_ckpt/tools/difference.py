@@ -96,18 +96,17 @@ def compare(left: Path, right: Path, *, config: Path | None = None, weights_only
     """
     with open_reader(left) as a, open_reader(right) as b:
         aligned = align(a, b, config)
-        total = sum(value.info.nbytes for value in (*aligned.left.values(), *aligned.right.values()))
-        with progress.shown("comparing", total):
-            components = [_component("model", aligned.left, aligned.right)]
-            state: tuple[SettingDifference, ...] = ()
-            not_compared: list[str] = []
-            if not weights_only:
-                others = [*_others(a, b, not_compared)]
-                components += others
-                state = _states(a, b, not_compared)
+        not_compared: list[str] = []
+        sides: dict[str, tuple[Tensors, Tensors]] = {"model": (aligned.left, aligned.right)}
+        if not weights_only:
+            sides |= _others(a, b, not_compared)
+        total = sum(value.info.nbytes for pair in sides.values() for side in pair for value in side.values())
+        with progress.shown("comparing", total) as count:
+            components = tuple(_component(name, *pair, count) for name, pair in sides.items())
+        state = () if weights_only else _states(a, b, not_compared)
         described = () if weights_only else _described(a, b, aligned, not_compared)
         return Difference(
-            str(left), str(right), a.format, b.format, aligned.names, tuple(components), state, described,
+            str(left), str(right), a.format, b.format, aligned.names, components, state, described,
             tuple(not_compared),
         )  # fmt: skip
 
@@ -130,17 +129,17 @@ def _described(
     return _settings(mine, theirs)
 
 
-def _others(a: TensorReader, b: TensorReader, not_compared: list[str]) -> Iterator[ComponentDifference]:
-    """Yield the comparison of the tensors that are not the model's, if both sides have them under common names."""
+def _others(a: TensorReader, b: TensorReader, not_compared: list[str]) -> dict[str, tuple[Tensors, Tensors]]:
+    """Return the tensors that are not the model's as one more component, if both sides have some of the same names."""
     mine, theirs = other_keys(a), other_keys(b)
     for reader, keys, other in ((a, mine, theirs), (b, theirs, mine)):
         if keys and not other:
             not_compared.append(f"{reader.path} also holds {len(keys)} tensors of training state")
     if mine and theirs:
         if mine.keys() & theirs.keys():
-            yield _component("training state", stored(a, mine), stored(b, theirs))
-        else:
-            not_compared.append("the training states name their tensors differently")
+            return {"training state": (stored(a, mine), stored(b, theirs))}
+        not_compared.append("the training states name their tensors differently")
+    return {}
 
 
 def _states(a: TensorReader, b: TensorReader, not_compared: list[str]) -> tuple[SettingDifference, ...]:
@@ -170,18 +169,19 @@ def _settings(left: Mapping[str, Any], right: Mapping[str, Any], prefix: str = "
     )
 
 
-def _component(component: str, left: Tensors, right: Tensors) -> ComponentDifference:
+def _component(component: str, left: Tensors, right: Tensors, count: progress.Count) -> ComponentDifference:
     differences: list[TensorDifference] = []
     digests: tuple[dict[str, str], dict[str, str]] = ({}, {})
     num_equal = 0
     for name in dict.fromkeys((*left, *right)):
         a, b = left.get(name), right.get(name)
         if a is not None and b is not None and a.info == b.info:
-            difference = _same_info(name, a, b, digests)
+            difference = _same_info(name, a, b, digests, count)
         else:
             for value, table in zip((a, b), digests, strict=True):
                 if value is not None:
                     table[name] = digest.digest_of(value)
+                    count(value.info.nbytes)
             difference = _other_info(name, a, b)
         if difference is None:
             num_equal += 1
@@ -205,7 +205,7 @@ def _importance(difference: TensorDifference) -> tuple[bool, float, str]:
 
 
 def _same_info(
-    name: str, a: LazyTensor, b: LazyTensor, digests: tuple[dict[str, str], dict[str, str]]
+    name: str, a: LazyTensor, b: LazyTensor, digests: tuple[dict[str, str], dict[str, str]], count: progress.Count
 ) -> TensorDifference | None:
     """Compare two tensors of the same shape and dtype in one pass; differing ones are read again for the figures."""
     sums = [(0, 0), (0, 0)]
@@ -216,6 +216,7 @@ def _same_info(
         equal &= same
         second = first if same else digest.partial_digest(b.info, other.chunk, other.data)
         sums = [digest.add(sums[0], first), digest.add(sums[1], second)]
+        count(one.data.nbytes + other.data.nbytes)
     for table, total in zip(digests, sums, strict=True):
         table[name] = digest.finish(a.info, total)
     return None if equal else TensorDifference(name, "values", str(a.info), str(b.info), *_figures(a, b))

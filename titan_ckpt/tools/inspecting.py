@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
+from titan_ckpt import progress
 from titan_ckpt.components.files import OTHER_COMPONENTS
 from titan_ckpt.converting import stored_tensor
 from titan_ckpt.errors import CheckpointNotFoundError
 from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
-from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, dtype_name
+from titan_ckpt.geometry.chunks import Chunk, LazyTensor, Shape, TensorInfo, dtype_name
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.tools.state import run_state
 from titan_ckpt.weights import digest
@@ -181,26 +182,39 @@ def statistics(path: Path, name: str) -> TensorStatistics:
             raise CheckpointNotFoundError(f"{path} has no tensor {name}; near it: {', '.join(near)}")
         info = reader.tensors[key]
         value = stored_tensor(reader, key)
-        total = 0, 0
-        sums = _Sums()
-        for block in value.blocks():
-            total = digest.add(total, digest.partial_digest(info, block.chunk, block.data))
-            for piece in block.data.reshape(-1).split(_PIECE):
-                sums.take(piece)
-        counts = torch.zeros(BINS, dtype=torch.int64)
-        if sums.count and sums.maximum > sums.minimum:
-            for block in value.blocks():
-                for piece in block.data.reshape(-1).split(_PIECE):
-                    numbers = _finite(piece)
-                    counts += torch.histc(numbers, BINS, sums.minimum, sums.maximum).to(torch.int64)
-        elif sums.count:
-            counts[0] = sums.count
+        with progress.shown("reading twice", 2 * info.nbytes) as count:
+            total, sums = _summed(value, count)
+            counts = _counts(value, sums, count)
         width = (sums.maximum - sums.minimum) / BINS if sums.count else 0.0
         bins = [(sums.minimum + i * width, sums.minimum + (i + 1) * width, int(counts[i])) for i in range(BINS)]
         return TensorStatistics(
             key, info.shape, dtype_name(info.dtype), info.nbytes, _shardings(reader)[key], digest.finish(info, total),
             sums.num_nan, sums.num_infinite, sums.num_zero, *sums.figures(), tuple(bins) if sums.count else (),
         )  # fmt: skip
+
+
+def _summed(value: LazyTensor, count: progress.Count) -> tuple[digest.Partial, _Sums]:
+    total, sums = (0, 0), _Sums()
+    for block in value.blocks():
+        total = digest.add(total, digest.partial_digest(value.info, block.chunk, block.data))
+        for piece in block.data.reshape(-1).split(_PIECE):
+            sums.take(piece)
+        count(block.data.nbytes)
+    return total, sums
+
+
+def _counts(value: LazyTensor, sums: _Sums, count: progress.Count) -> torch.Tensor:
+    """Return the number of values in each bin of the histogram."""
+    counts = torch.zeros(BINS, dtype=torch.int64)
+    if not sums.count or sums.maximum == sums.minimum:
+        counts[0] = sums.count
+        count(value.info.nbytes)
+        return counts
+    for block in value.blocks():
+        for piece in block.data.reshape(-1).split(_PIECE):
+            counts += torch.histc(_finite(piece), BINS, sums.minimum, sums.maximum).to(torch.int64)
+        count(block.data.nbytes)
+    return counts
 
 
 class _Sums:

@@ -33,9 +33,9 @@ def write_torch_file(target: Path, tensors: StateDict) -> None:
         total = sum(info_of(value).nbytes for value in tensors.values())
         fd = os.open(draft, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            with progress.shown(f"writing {target.name}", total):
+            with progress.shown(f"writing {target.name}", total) as count:
                 for offset, value in zip(offsets, tensors.values(), strict=True):
-                    _fill(fd, offset, value)
+                    _fill(fd, offset, value, count)
             posix.fsync(fd)
         finally:
             posix.close(fd)
@@ -56,7 +56,7 @@ def _reserve(path: Path, tensors: StateDict) -> list[int]:
     return [reader.get_record_offset(f"data/{index}") for index in range(len(tensors))]
 
 
-def _fill(fd: int, offset: int, value: torch.Tensor | LazyTensor) -> None:
+def _fill(fd: int, offset: int, value: torch.Tensor | LazyTensor, count: progress.Count) -> None:
     info = info_of(value)
     row_bytes = info.nbytes // info.shape[0] if info.shape and info.shape[0] else info.nbytes
     for block in blocks_of(value):
@@ -65,4 +65,4 @@ def _fill(fd: int, offset: int, value: torch.Tensor | LazyTensor) -> None:
         start = block.chunk.offsets[0] * row_bytes if info.shape else 0
         data = block.data.contiguous().view(-1).view(torch.uint8).numpy()
         posix.pwrite_all(fd, data, offset + start)
-        progress.advance(data.nbytes)
+        count(data.nbytes)

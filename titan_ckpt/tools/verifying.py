@@ -44,8 +44,8 @@ def verify(path: Path) -> Verified:
         return _native(path)
     with open_reader(path) as reader:
         total = sum(info.nbytes for info in reader.tensors.values())
-        with progress.shown("verifying", total):
-            faults = [*_unreadable(reader)]
+        with progress.shown("verifying", total) as count:
+            faults = [*_unreadable(reader, count)]
         notes: list[str] = []
         checks = ["every tensor is read whole; this format has no digests"]
         if isinstance(reader, HuggingFaceReader):
@@ -63,8 +63,7 @@ def verify(path: Path) -> Verified:
 
 
 def _native(path: Path) -> Verified:
-    with progress.shown("verifying", sum(file.stat().st_size for file in path.glob("*.safetensors"))):
-        step = verify_step(path)
+    step = verify_step(path)
     with open_reader(path) as reader:
         num_tensors = len(reader.tensors)
     checks = (
@@ -75,12 +74,12 @@ def _native(path: Path) -> Verified:
     return Verified(str(path), "native", num_tensors, step.num_bytes, checks, notes)
 
 
-def _unreadable(reader: TensorReader) -> Iterator[str]:
+def _unreadable(reader: TensorReader, count: progress.Count) -> Iterator[str]:
     """Read every tensor and yield a line for each that cannot be read."""
     for key in reader.tensors:
         try:
-            for _ in stored_tensor(reader, key).blocks():
-                pass
+            for block in stored_tensor(reader, key).blocks():
+                count(block.data.nbytes)
         except (CheckpointError, OSError) as error:
             yield f"{key}: {error}"
 

@@ -43,6 +43,10 @@ class DigestedFile(io.RawIOBase):
         self._first = 0
         self._digest = xxhash.xxh3_128()
 
+    @property
+    def num_bytes(self) -> int:
+        return self._position
+
     def open(self) -> None:
         """Create the file. Raises: OSError."""
         self._fd = posix.open_exclusive(self._path)
@@ -89,14 +93,14 @@ class DigestedFile(io.RawIOBase):
             posix.close(fd)
 
     @gc_paused()
-    def prove(self) -> None:
+    def prove(self, count: progress.Count) -> None:
         """Read the file back and compare it with what was written. Raises: ExportError naming items that differ."""
         wrong: set[str] = set()
         file = FileReader(self._path)
 
         def compare(pieces: Sequence[_Piece]) -> None:
             start, stop = pieces[0].first, pieces[-1].stop
-            progress.advance(stop - start)
+            count(stop - start)
             with bounce_buffer() as buffer:
                 file.read_blocks(buffer.view[: stop - start], start)
                 for piece in pieces:

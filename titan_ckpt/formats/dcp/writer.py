@@ -59,16 +59,20 @@ class DcpExport:
         total = 2 * sum(info_of(value).nbytes for value in self.tensors.values())  # written, and read back
         with (
             published(folder, coordinator, "dcp-", lambda: None) as (path, _),
-            progress.shown(f"exporting {folder.name}", total // coordinator.world_size),
+            progress.shown(f"exporting {folder.name}", total // coordinator.world_size) as count,
         ):
             try:
-                write_dcp(path, self.tensors, coordinator, self.values)
+                write_dcp(path, self.tensors, coordinator, self.values, count)
             except ExportError as error:
                 raise ExportError(f"export to {folder} failed, nothing was published: {error}") from error
 
 
 def write_dcp(
-    folder: Path, tensors: StateDict, coordinator: Coordinator, values: Mapping[str, StoredValue] | None = None
+    folder: Path,
+    tensors: StateDict,
+    coordinator: Coordinator,
+    values: Mapping[str, StoredValue] | None = None,
+    count: progress.Count = progress.uncounted,
 ) -> None:
     """Write a state dict so that plain `dcp.load` reads it. Lazy tensors are resolved one at a time.
 
@@ -88,11 +92,17 @@ def write_dcp(
     first = _first_holders([of_rank["values"] for of_rank in of_ranks])
     mine = {name: value for name, value in values.items() if first[name] == coordinator.rank}
     file = DigestedFile(folder / f"__{coordinator.rank}_0.distcp")
+    counted = 0
+
+    def count_written(num_bytes: int) -> None:
+        nonlocal counted
+        counted += num_bytes
+        count(num_bytes)
 
     def write() -> dict[str, Any]:
         infos = {name: info_of(value) for name, value in tensors.items()}
         return {
-            "places": _write_chunks(file, tensors, None if alone else own, mine),
+            "places": _write_chunks(file, tensors, None if alone else own, mine, count_written),
             "infos": {name: [list(info.shape), dtype_name(info.dtype)] for name, info in infos.items()},
             "paths": {name: list(value.path) for name, value in mine.items()},
         }
@@ -102,7 +112,7 @@ def write_dcp(
     def prove() -> None:
         if coordinator.rank == 0:
             _write_metadata(folder, written)
-        file.prove()
+        file.prove(lambda num_bytes: count(num_bytes * counted // file.num_bytes))  # pickles are larger than tensors
 
     coordinator.together("dcp-prove", prove)
 
@@ -138,6 +148,7 @@ def _write_chunks(
     tensors: StateDict,
     own: Mapping[str, Collection[tuple[int, ...]]] | None,
     values: Mapping[str, StoredValue],
+    count: progress.Count,
 ) -> list[Json]:
     """Create the file, write chunks and values to it, sync and close it; return the place of each.
 
@@ -152,7 +163,7 @@ def _write_chunks(
             for name, value in todo:
                 for block in blocks_of(value):
                     if own is None or block.chunk.offsets in own.get(name, ()):
-                        progress.advance(block.data.nbytes)
+                        count(block.data.nbytes)
                         place = file.append(name, partial(torch.save, _alone(block.data)))
                         places.append([name, [*block.chunk.offsets], [*block.chunk.sizes], *place])
             for name, stored in values.items():

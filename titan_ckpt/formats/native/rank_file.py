@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import xxhash
 
+from titan_ckpt import progress
 from titan_ckpt.directory.manifest import FileRecord
 from titan_ckpt.disk.direct import IO_BYTES, NUM_WORKERS, FileWriter, bounce_buffer, run_workers
 from titan_ckpt.disk.memory import Buffer, round_up
@@ -50,7 +51,7 @@ def write_rank_file(path: Path, layout: Layout, pieces: Pieces, num_workers: int
     return digest
 
 
-def write_stream(folder: Path, tensors: Mapping[str, torch.Tensor | LazyTensor]) -> FileRecord:
+def write_stream(folder: Path, tensors: Mapping[str, torch.Tensor | LazyTensor], count: progress.Count) -> FileRecord:
     """Write all tensors as the file of rank 0, holding one block and one I/O buffer at a time.
 
     The blocks of a tensor must be runs of whole rows, in order and without gaps. The file is durable when this
@@ -68,10 +69,11 @@ def write_stream(folder: Path, tensors: Mapping[str, torch.Tensor | LazyTensor])
         filled = 0
         while filled < stop - start:
             values = rest if len(rest) else next(blocks).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            count = min(len(values), stop - start - filled)
-            bounce.tensor[filled : filled + count] = values[:count]
-            rest = values[count:]
-            filled += count
+            taken = min(len(values), stop - start - filled)
+            bounce.tensor[filled : filled + taken] = values[:taken]
+            rest = values[taken:]
+            filled += taken
+        count(filled)
         yield bounce.view[: round_up(filled)]
 
     name = rank_file_name(0)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from titan_ckpt import progress
 from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, FileRecord, Manifest
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.direct import FileReader
@@ -164,10 +165,10 @@ class NativeReader(TensorReader):
 
         return fill
 
-    def verify(self) -> None:
+    def verify(self, count: progress.Count = progress.uncounted) -> None:
         """Check every byte of every rank's file, and that the stored chunks of each tensor cover it exactly once.
 
-        A load checks in the same way what it reads. Writes to no tensor.
+        A load checks in the same way what it reads. Writes to no tensor; `count` is called with the bytes of tensors.
         Raises: CorruptCheckpointError listing every file and tensor that is not as it was written; OSError.
         """
         problems: list[str] = []
@@ -176,7 +177,7 @@ class NativeReader(TensorReader):
             try:
                 source = self._open(rank)
                 entries = [source.header.entry(i) for i in range(len(source.header.names))]
-                _check_blocks(source, entries)
+                _check_blocks(source, entries, count)
             except CorruptCheckpointError as error:
                 problems.append(str(error))
                 continue
@@ -274,11 +275,11 @@ def read_header(file: FileReader) -> RankFile:
     return parse_header(file.read(0, length), file.num_bytes, path)
 
 
-def _check_blocks(source: _Source, entries: Sequence[Entry]) -> None:
+def _check_blocks(source: _Source, entries: Sequence[Entry], count: progress.Count) -> None:
     """Check the digests of all blocks of a file. Raises: CorruptCheckpointError."""
     scratch = torch.empty(0)
     reader = BlockReader(*source, [_transfer(entry, entry.chunk, scratch) for entry in entries if entry.nbytes])
-    execute([reader], fill=False)
+    execute([reader], count)
 
 
 def _transfer(entry: Entry, part: Chunk, into: torch.Tensor) -> Transfer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 
 import xxhash
@@ -38,8 +39,8 @@ MIN_DIRECT_BYTES = 256 << 10
 """Tensors are read without a bounce buffer if a block has so many bytes of each on average."""
 
 
-def execute(readers: Sequence[BlockReader], *, fill: bool = True) -> None:
-    """Do all transfers of all files; or, without `fill`, verify their blocks and write to no tensor.
+def execute(readers: Sequence[BlockReader], check: progress.Count | None = None) -> None:
+    """Do all transfers of all files; or, with `check`, which counts, verify their blocks and write to no tensor.
 
     Raises: CorruptCheckpointError naming every damaged block, its tensors, and the tensors overwritten so far.
     """
@@ -47,9 +48,9 @@ def execute(readers: Sequence[BlockReader], *, fill: bool = True) -> None:
 
     def read(item: tuple[BlockReader, Window]) -> None:
         reader, window = item
-        progress.advance(window[1] - window[0])
+        count(window[1] - window[0])
         try:
-            if fill:
+            if check is None:
                 reader.fill_window(window)
             else:
                 reader.check_window(window)
@@ -62,7 +63,7 @@ def execute(readers: Sequence[BlockReader], *, fill: bool = True) -> None:
     total = sum(stop - start for _, (start, stop) in todo)
     cause: CorruptCheckpointError | None = None
     try:
-        with progress.shown("loading" if fill else "verifying", total):
+        with nullcontext(check) if check else progress.shown("loading", total) as count:
             run_workers(todo, read, num_workers)
             finish_uploads()
     except CorruptCheckpointError as error:

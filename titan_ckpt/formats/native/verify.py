@@ -10,6 +10,7 @@ from pathlib import Path
 
 import xxhash
 
+from titan_ckpt import progress
 from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
 from titan_ckpt.directory.names import read_manifest_bytes
 from titan_ckpt.disk import posix
@@ -36,8 +37,11 @@ def verify_step(folder: Path) -> VerifiedStep:
     states = [record for record in manifest.files if not record.name.endswith(".safetensors")]
     problems = [fault for record in states if (fault := _state_fault(folder / record.name, record))]
     try:
-        with NativeReader(folder, manifest.files) as reader:
-            reader.verify()
+        with (
+            NativeReader(folder, manifest.files) as reader,
+            progress.shown("verifying", sum(info.nbytes for info in reader.tensors.values())) as count,
+        ):
+            reader.verify(count)
     except CorruptCheckpointError as error:
         problems.append(str(error))
     if problems:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from titan_ckpt import progress
 from titan_ckpt.disk.direct import IO_BYTES, NUM_WORKERS, bounce_buffer, run_workers
 from titan_ckpt.disk.memory import ALIGNMENT, Buffer, bytes_at
 from titan_ckpt.errors import ExportError
@@ -63,7 +64,9 @@ def digest(data: memoryview) -> bytes:
 
 
 @gc_paused()
-def prove(regions: Sequence[Written], reader: TensorReader, sources: Mapping[str, Sequence[str]]) -> None:
+def prove(
+    regions: Sequence[Written], reader: TensorReader, sources: Mapping[str, Sequence[str]], count: progress.Count
+) -> None:
     """Read every region back and compare it with what was written.
 
     `sources`: key -> native names that were written to it; several names are tied tensors, which must be equal.
@@ -72,6 +75,7 @@ def prove(regions: Sequence[Written], reader: TensorReader, sources: Mapping[str
     wrong: dict[str, set[Chunk]] = {}
 
     def compare(batch: Sequence[_Block]) -> None:
+        count(sum(block.num_bytes for block in batch))
         with bounce_buffer() as buffer:
             reader.read([request for block in batch for request in _requests(block, buffer)])
             for block in batch:

@@ -111,8 +111,8 @@ class _Export:
         own_files = list(plan.layouts)[rank::world_size]
         share = 2 * plan.num_bytes // world_size  # written, and read back
         with (
-            progress.shown(f"exporting {self.folder.name}", share),
-            ExportWriter(path, plan) as writer,
+            progress.shown(f"exporting {self.folder.name}", share) as count,
+            ExportWriter(path, plan, count) as writer,
         ):
             rounds_and_pieces = self._peers(plan, writer)
 

@@ -61,8 +61,10 @@ Place = tuple[str, tuple[int, ...], tuple[int, ...]]
 class ExportWriter:
     """Writes this rank's slices into files that exist already. A context manager; leaving it closes the files."""
 
-    def __init__(self, folder: Path, plan: ExportPlan) -> None:
+    def __init__(self, folder: Path, plan: ExportPlan, count: progress.Count) -> None:
+        """Open no file yet. `count` is called with the bytes that are written, and again with those that are proved."""
         self._folder = folder
+        self._count = count
         self._plan = plan
         self._files: dict[str, SharedFile] = {}
         self._opening = threading.Lock()
@@ -121,7 +123,7 @@ class ExportWriter:
 
     def prove(self, reader: TensorReader) -> None:
         """Read every region that this rank wrote and compare it. Raises: ExportError naming the tensors that differ."""
-        prove(self._written, reader, self._sources)
+        prove(self._written, reader, self._sources, self._count)
 
     def _add(self, group: FileGroup, index: int, block: Block) -> None:
         """Queue this rank's pieces of a block. Values of a lazy tensor are written before the next ones are computed.
@@ -161,7 +163,7 @@ class ExportWriter:
         rows, num_bytes = assembled.rows, len(assembled.data)
         with assembled.lease:
             self._file(rows.key).write(assembled.data, assembled.offset)
-        progress.advance(num_bytes)
+        self._count(num_bytes)
         info = self._plan.infos[rows.key]
         blocks = [(num_bytes, b"")]
         self._written.append(Written(rows.key, rows.chunk, info, assembled.offset, blocks, assembled.parts))
@@ -172,7 +174,8 @@ class ExportWriter:
     def _write_queued(self) -> None:
         queue, self._queue = self._queue, []
         few = sum(piece.view.nbytes for piece in queue) < _FEW_BYTES
-        run_workers((block for piece in queue for block in self._blocks(piece)), _write, 1 if few else NUM_WORKERS)
+        blocks = (block for piece in queue for block in self._blocks(piece))
+        run_workers(blocks, lambda block: _write(block, self._count), 1 if few else NUM_WORKERS)
 
     def _blocks(self, piece: FilePiece) -> Iterator[_Block]:
         """Cut a piece into blocks that fit a bounce buffer, in row-major order; one run is cut at blocks of the file.
@@ -267,11 +270,11 @@ def _run_windows(view: torch.Tensor, offset: int, itemsize: int) -> Iterator[tor
         start = stop
 
 
-def _write(block: _Block) -> None:
+def _write(block: _Block, count: progress.Count) -> None:
     """Cast, digest and write one block; without a bounce buffer if the tensor's own memory can be written as it is."""
     view, target, dtype = block.view, block.target, block.written.info.dtype
     num_bytes = view.numel() * dtype.itemsize
-    progress.advance(num_bytes)
+    count(num_bytes)
     if isinstance(target, tuple):
         file, offset = target
         as_it_is = view.dtype == dtype and is_plain_memory(view)

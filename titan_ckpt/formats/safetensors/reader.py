@@ -120,8 +120,8 @@ class SafetensorsFiles:
         num_workers = NUM_WORKERS if cold else num_copy_workers()
         total = sum(job.num_bytes for job in jobs)
         try:
-            with progress.shown(f"loading {self._headers[0].path.parent.name}", total):
-                run_workers(jobs, lambda job: _fill(job, cold), min(num_workers, len(jobs)))
+            with progress.shown(f"loading {self._headers[0].path.parent.name}", total) as count:
+                run_workers(jobs, lambda job: _fill(job, cold, count), min(num_workers, len(jobs)))
                 finish_uploads()
         except EOFError as error:
             raise CorruptCheckpointError(f"{error}: it was cut short while it was open") from error
@@ -197,9 +197,9 @@ def _cold_files(jobs: Sequence[_Run | _Region]) -> set[FileReader]:
     return {file for file, (first, stop) in spans.items() if not file.is_cached(first, stop - first)}
 
 
-def _fill(job: _Run | _Region, cold: set[FileReader]) -> None:
+def _fill(job: _Run | _Region, cold: set[FileReader], count: progress.Count) -> None:
     """Do one read."""
-    progress.advance(job.num_bytes)
+    count(job.num_bytes)
     if isinstance(job, _Region):
         _copy_region(job)
         return

@@ -31,7 +31,7 @@ from titan_ckpt.formats.publish.columns import row_peers
 from titan_ckpt.formats.publish.record import MadeExports
 from titan_ckpt.geometry.chunks import LazyTensor, Stage, TensorInfo, can_freeze, frozen, info_of, local_tensor
 from titan_ckpt.types import ModelHooks, PlacesTensors, StateDict
-from titan_ckpt.weights.identity import BASE_RECORD
+from titan_ckpt.weights.identity import base_settings
 from titan_ckpt.weights.quantise import QuantisesWeights, WeightQuantiser, quantised
 from titan_ckpt.weights.transforms import StateDictTransforms, with_tied_names
 from titan_ckpt.weights.write_view import FileDtype, FileGroup, cast_all
@@ -346,7 +346,7 @@ class Exporter:
             assert adapter is not None, "check() comes first"
             about = adapter.file_config(self._transforms.key_map)
             if base is not None:
-                about |= {"base_model_name_or_path": base["path"], "revision": base["revision"], BASE_RECORD: base}
+                about |= base_settings(base)
             writer = PeftExport(self._transforms.to_file(tensors, hooks, dtype), about)
         return ExportJob(config, step, self._folder(config, step), writer, self._made)
 

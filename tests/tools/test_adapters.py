@@ -121,6 +121,32 @@ def test_our_own_adapter_becomes_what_its_run_would_export(root: Path, tmp_path:
     assert call("diff", root / OWN, tmp_path / "native", "--weights") == 0
 
 
+def test_a_base_that_is_known_by_its_name_alone_stays_known(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PEFT records no digest: the name goes to native and back, and a base of another name is told at a merge."""
+    theirs, native, dcp, back = (tmp_path / name for name in ("theirs", "native", "dcp", "back"))
+    shutil.copytree(root / "peft1", theirs)
+    config = json.loads((theirs / "adapter_config.json").read_text())
+    named = {"base_model_name_or_path": "someone/a-llama", "revision": "v1"}
+    (theirs / "adapter_config.json").write_text(json.dumps(config | named))
+    where = ("--config", root / "hf")
+    assert call("convert", theirs, native, "--to", "native", *where) == 0
+    base = json.loads((native / "MANIFEST.json").read_text())["base"]
+    assert base == {"path": "someone/a-llama", "revision": "v1", "format": None, "digest": None}
+    assert call("convert", native, dcp, "--to", "dcp") == 0
+    for source, more in ((native, ()), (dcp, ("--settings", native))):
+        assert call("convert", source, back, "--to", "peft", *where, *more) == 0
+        converted = json.loads((back / "adapter_config.json").read_text())
+        assert {key: converted.get(key) for key in (*named, "titan_ckpt_base")} == {**named, "titan_ckpt_base": None}
+        shutil.rmtree(back)
+    other = tmp_path / "other"
+    shutil.copytree(root / "hf", other)
+    (other / "config.json").write_text(json.dumps(SHAPE.to_hf() | {"_name_or_path": "someone/another"}))
+    assert call("merge", other, native, tmp_path / "merged") == 0
+    assert "was trained on someone/a-llama, and the base of this run" in caplog.text
+
+
 def test_diff_compares_a_peft_folder_with_our_own_adapter(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

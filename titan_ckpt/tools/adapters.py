@@ -36,7 +36,7 @@ from titan_ckpt.training.run_file import converter_tables
 from titan_ckpt.types import ModelHooks
 from titan_ckpt.weights import lora_names
 from titan_ckpt.weights.digest import digest_of
-from titan_ckpt.weights.identity import BASE_RECORD, base_digest
+from titan_ckpt.weights.identity import base_digest, named_base
 from titan_ckpt.weights.lora_names import LoRARecord, lora_tensor
 from titan_ckpt.weights.write_view import CASTABLE, cast_all
 
@@ -111,7 +111,7 @@ def with_settings(adapter: Adapter, path: Path, folder: Path | None, table: Mode
         mine, theirs = ({name: v.info.shape for name, v in a.tensors.items()} for a in (adapter, other))
         if mine != theirs:
             raise LoadMismatchError(f"{folder} has settings of another adapter: its tensors are not those of {path}")
-    return Adapter(adapter.tensors, other.converters, adapter.base)
+    return Adapter(adapter.tensors, other.converters, adapter.base or other.base)
 
 
 def _weights(adapter: Adapter) -> set[str]:
@@ -154,7 +154,7 @@ def _of_peft(reader: PeftReader, table: ModelTable) -> Adapter:
             f"{reader.path} does not fit the model ({table.architecture}): {listed(faults)}. Is it an adapter of "
             "another model? Name the folder of its base's config.json with --config"
         )
-    return Adapter(tensors, hooks.describe(), reader.metadata().get(BASE_RECORD), hooks)
+    return Adapter(tensors, hooks.describe(), named_base(reader.metadata()), hooks)
 
 
 class _Site(NamedTuple):
@@ -248,7 +248,8 @@ def effects(adapter: Adapter, source: Path) -> dict[str, str]:
         raise LoadMismatchError(f"{source}: its manifest describes a LoRA that cannot be read: {error}") from None
     parts = [part for name in adapter.tensors if (part := lora_tensor(name)) is not None and part.role == lora_names.A]
     scales = {f"{part.site} scale": f"{record.scaling_of(part.site):.9g}" for part in parts}
-    base = {} if adapter.base is None else {"base.digest": str(adapter.base.get("digest"))}
+    digest = None if adapter.base is None else adapter.base.get("digest")
+    base = {} if digest is None else {"base.digest": str(digest)}
     return {**scales, "use_dora": str(record.use_dora), **base}
 
 

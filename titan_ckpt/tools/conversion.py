@@ -42,7 +42,7 @@ from titan_ckpt.tools.models import ModelTable, find_config, find_table, require
 from titan_ckpt.tools.torch_file import write_torch_file
 from titan_ckpt.tools.weights import model_keys
 from titan_ckpt.types import Format
-from titan_ckpt.weights.identity import BASE_RECORD
+from titan_ckpt.weights.identity import BASE_RECORD, base_settings
 from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.write_view import cast_all
 
@@ -148,8 +148,7 @@ def _write_peft(target: Path, adapter: Adapter, table: ModelTable, options: Opti
     assert names is not None, "LoRA has one"
     config = dict(names.file_config(table.key_map))
     if adapter.base is not None:
-        config |= {"base_model_name_or_path": adapter.base.get("path"), "revision": adapter.base.get("revision")}
-        config[BASE_RECORD] = adapter.base
+        config |= base_settings(adapter.base)
     tensors: dict[str, Any] = dict(adapter.tensors)
     groups = StateDictTransforms(table.key_map).to_file(tensors, hooks, options.dtype)
     PeftExport(groups, config).write(target, Coordinator.current())
@@ -265,8 +264,8 @@ def _opened(
     path = reader.path
     if isinstance(reader, PeftReader):
         reader.require_supported()
-        format_: Format = "hf" if base_format == "hf" else "native"
-        check_named_base(path, reader.metadata(), LoadSource(base, format_))
+    format_: Format = "hf" if base_format == "hf" else "native"
+    check_named_base(path, reader.metadata(), LoadSource(base, format_))
     check_mergeable(reader)
     shapes: dict[str, Any] = {
         fqn: torch.empty(value.info.shape, dtype=value.info.dtype, device="meta") for fqn, value in tensors.items()

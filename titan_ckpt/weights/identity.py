@@ -18,8 +18,8 @@ from titan_ckpt.weights.digest import logical_digests
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 BaseIdentity = dict[str, Any]
-"""{"path": str | None, "revision": str | None, "format": str | None, "digest": hex}; path is None for a base that
-the run initialised and never loaded."""
+"""{"path": str | None, "revision": str | None, "format": str | None, "digest": hex | None}; path is None for a base
+that the run initialised and never loaded, digest for that of a converted adapter which names its base alone."""
 BASE_RECORD = "titan_ckpt_base"
 """Key of the base's identity in an adapter folder's metadata."""
 Description = Mapping[str, Any]
@@ -40,9 +40,25 @@ def base_digest(digests: Mapping[str, str]) -> str:
     return xxhash.xxh3_128_hexdigest("\n".join(f"{fqn} {digests[fqn]}" for fqn in sorted(digests)).encode())
 
 
+def base_settings(base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an adapter folder's settings say of a base: its name, and its record if that has a digest."""
+    named = {"base_model_name_or_path": base.get("path"), "revision": base.get("revision")}
+    return named if base.get("digest") is None else {**named, BASE_RECORD: dict(base)}
+
+
+def named_base(settings: Mapping[str, Any]) -> BaseIdentity | None:
+    """Return the base that an adapter folder's settings record or name; None if they do neither."""
+    name = settings.get("base_model_name_or_path")
+    by_name = {"path": name, "revision": settings.get("revision"), "format": None, "digest": None} if name else None
+    return settings.get(BASE_RECORD) or by_name
+
+
 def check_base(found: Mapping[str, Any], expected: Mapping[str, Any], adapter: str) -> None:
-    """Check that the base found in this run is the one that the adapter records. Raises: BaseMismatchError."""
-    if found["digest"] != expected["digest"]:
+    """Check that the base found in this run is the one that the adapter records. Raises: BaseMismatchError.
+
+    A converted adapter may know its base by name alone, which proves nothing (loading/bases.py).
+    """
+    if expected["digest"] not in (None, found["digest"]):
         where = expected.get("path") or "a base initialised by its own run"
         raise BaseMismatchError(
             f"{adapter} was trained on another base\n"

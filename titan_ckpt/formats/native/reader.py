@@ -29,7 +29,7 @@ from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
-from titan_ckpt.weights.identity import BASE_RECORD
+from titan_ckpt.weights.identity import base_settings
 
 _AGAIN = "Load another step, or copy the folder again from where it is whole"
 
@@ -79,9 +79,9 @@ class NativeReader(TensorReader):
             return {**first.infos(), **first.elsewhere}
 
     def metadata(self) -> dict[str, Any]:
-        """Return the base under the adapter of a step that the manifest records, under BASE_RECORD."""
+        """Return the base under an adapter, which the manifest records: under BASE_RECORD, or as PEFT names it."""
         base = None if self.manifest is None else self.manifest.base
-        return {} if base is None else {BASE_RECORD: base}
+        return {} if base is None else base_settings(base)
 
     def _open(self, rank: int) -> _Source:
         """Open and check one rank's file, once."""

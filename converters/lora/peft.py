@@ -20,6 +20,7 @@ from converters.lora.merge import AdaptedWeight
 from converters.lora.placement import misplaced
 from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers
+from titan_ckpt.formats.huggingface.peft_fields import targets_parameter
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import (
     IDENTITY,
@@ -168,6 +169,12 @@ class PeftAdapter:
         numbers = ModuleNumbers(found)
         try:
             for target, key in ((t, key) for t in targets_of(self.adapted.values(), base) for key in t.modules):
+                if target.adapters[0].form == "embedding" and targets_parameter(found, key):
+                    problems.append(
+                        f"{key}: target_parameters adapts its weight as a matrix, and here it is an embedding, whose "
+                        "product is stored another way round: merge the adapter into its base (merge = true, or "
+                        "titan-ckpt merge BASE ADAPTER TARGET)"
+                    )
                 rank, scaling = numbers.rank(key), numbers.scaling(key)
                 fits = target.accepts(rank, key, found.get(PARTS) or {})
                 if not fits or not math.isclose(scaling, target.scaling):

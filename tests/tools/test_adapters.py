@@ -215,6 +215,10 @@ def test_what_is_no_adapter_or_says_no_scale_is_refused(
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text(json.dumps(SHAPE.to_hf() | {"num_hidden_layers": 1}))
+    base: Any = LlamaForCausalLM.from_pretrained(root / "hf")
+    matrix = tmp_path / "matrix"
+    settings = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["embed_tokens.weight"])
+    get_peft_model(base, settings).save_pretrained(str(matrix))
     cases: list[tuple[tuple[object, ...], str]] = [
         (("convert", root / "peft1", out, "--to", "hf"), f"titan-ckpt merge BASE {root / 'peft1'} {out}"),
         (("convert", root / "hf", out, "--to", "peft"), "holds whole weights: no adapter is in it"),
@@ -224,6 +228,7 @@ def test_what_is_no_adapter_or_says_no_scale_is_refused(
         (("convert", root / "peft1", out, "--to", "native", "--config", other), "the model (llama3) has no place for"),
         (("convert", root / "peft1", root / "peft2", "--to", "peft", *config), "is there already"),
         (("merge", root / "hf", tmp_path / "dcp", out), "says no rank and no alpha"),
+        (("convert", matrix, out, "--to", "native", *config), "embed_tokens: target_parameters adapts its weight as a"),
     ]
     capsys.readouterr()
     for words, reason in cases:

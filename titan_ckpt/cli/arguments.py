@@ -102,8 +102,10 @@ class Prune(Shared):
 
     folder: tyro.conf.Positional[Path]
     """The run's folder, or its checkpoint folder."""
-    keep: str
+    keep: str | None = None
     """The policy, as in [checkpoint.save]: --keep "latest = 2, every = 1000"."""
+    set_aside: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Also delete the steps that the run set aside when it went back to an earlier one; no policy counts them."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Delete nothing and say what would be deleted."""
     take_lease: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

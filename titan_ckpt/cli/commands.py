@@ -182,13 +182,17 @@ def _merge(command: Merge, console: Console) -> int:
 def _prune(command: Prune, console: Console) -> int:
     from titan_ckpt.tools.retention import prune, read_policy
 
-    keep = read_policy(command.keep)
-    found = prune(command.folder, keep, dry_run=command.dry_run, take_lease=command.take_lease)
+    if command.keep is None and not command.set_aside:
+        raise ConfigError(['nothing says what to delete; name a policy, such as --keep "latest = 2", or --set-aside'])
+    keep = None if command.keep is None else read_policy(command.keep)
+    found = prune(
+        command.folder, keep, set_aside=command.set_aside, dry_run=command.dry_run, take_lease=command.take_lease
+    )
     if command.json:
         _json(found, dry_run=command.dry_run)
     else:
-        tables.pruned(found, console, dry_run=command.dry_run)
-    return DIFFERENT if found.left_over else SAME
+        tables.pruned(found, console, dry_run=command.dry_run, set_aside=command.set_aside)
+    return DIFFERENT if found.left_over or found.held else SAME
 
 
 def _pin(command: Pin | Unpin, console: Console) -> int:

@@ -208,11 +208,17 @@ def written(found: Written, console: Console) -> None:
         say(console, line)
 
 
-def pruned(found: Pruned, console: Console, *, dry_run: bool) -> None:
+def pruned(found: Pruned, console: Console, *, dry_run: bool, set_aside: bool) -> None:
     verb = "would delete" if dry_run else "deleted"
     steps = ", ".join(map(str, found.deleted)) or "nothing"
     kept = ", ".join(map(str, found.kept)) or "nothing"
     say(console, f"{found.checkpoints}: {verb} {steps} ({size(found.num_bytes)}); kept {kept}")
+    if found.set_aside:
+        number = len(found.set_aside)
+        what = f"{number} step{'s' * (number > 1)} that a rollback set aside ({size(found.set_aside_bytes)})"
+        say(console, f"{verb} {what}" if set_aside else f"kept {what}; see --set-aside")
+    for line in found.held:
+        say(console, f"kept: {line}")
     for name in found.left_over:
         say(console, f"left for the next run: {name}")
 

@@ -23,7 +23,10 @@ PIN_NAME = "PINNED"
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _ATTEMPT = re.compile(r"step-(?:0|[1-9][0-9]{0,18})\.[0-9a-f]{32}")
 _TRASHED = re.compile(r"(?:removed|dead|preflight)-step-(?:0|[1-9][0-9]{0,18})\.[0-9a-f]{32}")
+_SET_ASIDE = re.compile(r"step-(?:0|[1-9][0-9]{0,18})\.abandoned-[0-9a-f]{8}")
+_OF_A_STEP = re.compile(r"MANIFEST\.json|state\.json|rank-[0-9]{5,}\.(?:safetensors|json)")
 _LOOKS_LIKE_A_STEP = re.compile(r"(?i).*(?:step|checkpoint|ckpt|epoch|iter)[-_.]?[0-9]+.*")
+_WAS_LEFT = "set aside when its run went back to an earlier step; `titan-ckpt prune RUN --set-aside` deletes it"
 _MAX_LISTED = 10
 
 
@@ -51,6 +54,16 @@ def is_attempt_name(name: str) -> bool:
 def is_trashed_name(name: str) -> bool:
     """Return whether this is the name of a folder being deleted, in the trash folder."""
     return _TRASHED.fullmatch(name) is not None
+
+
+def is_set_aside_name(name: str) -> bool:
+    """Return whether this is the name of a step that a run left when it went back to an earlier one."""
+    return _SET_ASIDE.fullmatch(name) is not None
+
+
+def is_name_in_a_step(name: str) -> bool:
+    """Return whether a save may have written a file of this name."""
+    return _OF_A_STEP.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +121,7 @@ def survey(root: Path) -> Survey:
                     is_current &= os.path.lexists(path)
                     rejected.append((name, str(error).removeprefix(f"{path}: ").removeprefix(f"{path}/")))
             elif not name.startswith(".") and path.is_dir() and _looks_like_a_checkpoint(path):
-                rejected.append((name, "not named step-N"))
+                rejected.append((name, _WAS_LEFT if is_set_aside_name(name) else "not named step-N"))
         now = names if is_current else posix.list_folder(root)
         if now == names:
             return Survey(tuple(sorted(steps, key=lambda step: step.step)), tuple(sorted(dcp)), tuple(rejected))

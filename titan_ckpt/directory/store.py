@@ -29,6 +29,7 @@ from titan_ckpt.directory.names import (
     CommittedStep,
     Survey,
     inspect,
+    is_name_in_a_step,
     listed_steps,
     step_name,
     step_of,
@@ -210,6 +211,14 @@ class StepStore:
         content = {MANIFEST_NAME, *(record.name for record in step.manifest.files)}
         self._report(trash.discard(self.root, step.path, "removed", content))
 
+    def remove_set_aside(self, folder: Path) -> None:
+        """Delete a step that a rollback set aside, damaged or not. Raises: as `remove`."""
+        self.open().check()
+        names = posix.list_folder(folder)
+        if foreign := [name for name in names if not is_name_in_a_step(name)]:
+            raise SaveError(f"{folder}: holds what is not ours: {', '.join(foreign)}. Take it out first")
+        self._report(trash.discard(self.root, folder, "removed", names))
+
     def pin(self, step: int) -> None:
         """Write a file PINNED into a step; a step that holds a foreign file never expires."""
         if PIN_NAME not in self.inspect(step).foreign:
@@ -243,7 +252,10 @@ class StepStore:
         step = self._rolled_back_to
         if step is not None:
             for name in trash.set_aside(self.root, step):
-                logger.warning("%s: set aside as %s: this run went back to step %d", self.root, name, step)
+                logger.warning(
+                    "%s: set aside as %s, because this run went back to step %d. Retention does not delete it; "
+                    "`titan-ckpt prune RUN --set-aside` does", self.root, name, step
+                )  # fmt: skip
         self._rolled_back_to = None  # only now: if a rename failed, the next save tries it again
 
     def _refuse_conflict(self, step: int) -> None:

@@ -138,12 +138,13 @@ def _of_peft(reader: PeftReader, table: ModelTable) -> Adapter:
     hooks = attached(table, lora_settings(reader, table), str(reader.path / CONFIG))
     names = hooks.state_dict_adapter()
     assert names is not None, "LoRA has one"
-    faults = names.misfits(table.key_map, reader.metadata())
+    if faults := names.misfits(table.key_map, reader.metadata()):
+        raise LoadMismatchError(f"{reader.path} cannot be read as a LoRA of this package: {listed(faults)}")
     key_map = names.key_map(table.key_map, reader.tensors)
     reader.leave_out(key_map.repeats)
     tensors = translated_tensors(reader, key_map)
     own = {name: info_of(value).shape for name, value in table.modules[""].state_dict().items()}
-    faults += [f"{name} is not there" for name in own if hooks.key_filter(name) and name not in tensors]
+    faults = [f"{name} is not there" for name in own if hooks.key_filter(name) and name not in tensors]
     faults += [
         f"{name}: expected {list(own[name])}, found {list(value.info.shape)}"
         for name, value in tensors.items()

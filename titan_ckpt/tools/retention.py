@@ -9,15 +9,17 @@ import contextlib
 import os
 import time
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from titan_ckpt.config import KeepConfig, from_dict
 from titan_ckpt.directory.lease import holder_of
-from titan_ckpt.directory.names import PIN_NAME, TRASH, survey
+from titan_ckpt.directory.names import PIN_NAME, TRASH, is_set_aside_name, survey
 from titan_ckpt.directory.store import StepStore
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, ConfigError, SaveError
+from titan_ckpt.telemetry.events import folder_bytes
 from titan_ckpt.tools.listing import committed_step, find_checkpoints, resumed_from
 
 _SETTLE_SECONDS = 5.0
@@ -33,6 +35,11 @@ class Pruned:
     kept: tuple[int, ...]
     num_bytes: int
     """Size of the deleted steps."""
+    set_aside: tuple[str, ...] = ()
+    """Names of the steps that rollbacks set aside and that are deleted, or would be if it was asked for."""
+    set_aside_bytes: int = 0
+    held: tuple[str, ...] = ()
+    """One line for each other of these, which stays because it holds other files, such as a pin."""
     left_over: tuple[str, ...] = ()
     """Folders whose deletion could not be finished; the next run or `prune` tries again."""
 
@@ -45,9 +52,12 @@ def read_policy(text: str) -> KeepConfig:
         raise ConfigError([f'{text!r} is no TOML ({error}); expected such as "latest = 2"'], "--keep") from None
 
 
-def prune(folder: Path, keep: KeepConfig, *, dry_run: bool, take_lease: bool = False) -> Pruned:
+def prune(
+    folder: Path, keep: KeepConfig | None, *, set_aside: bool = False, dry_run: bool, take_lease: bool = False
+) -> Pruned:
     """Delete the steps of a run that a policy no longer keeps; with `dry_run`, only say which.
 
+    `set_aside`: also delete the steps that a rollback set aside, which no policy counts.
     Pinned steps, the step that the run resumed from, and steps with foreign files stay. The lease of the folder is held
     meanwhile. `take_lease` takes it from a process of another machine, whose end cannot be seen from here.
     Raises: CommitConflictError beside a live writer; SaveError; as find_checkpoints.
@@ -62,6 +72,9 @@ def prune(folder: Path, keep: KeepConfig, *, dry_run: bool, take_lease: bool = F
         expired = store.expired(keep, resumed_from(step.manifest for step in committed))
         for step in expired if not dry_run else ():
             store.remove(step)
+        names = [name for name in posix.list_folder(checkpoints) if is_set_aside_name(name)]
+        aside = {name: folder_bytes(checkpoints / name) for name in names}
+        held = _remove_set_aside(store, aside) if set_aside and not dry_run else {}
         gone = {step.step for step in expired}
         left_over = () if dry_run else tuple(posix.list_folder(checkpoints / TRASH))
         return Pruned(
@@ -69,10 +82,26 @@ def prune(folder: Path, keep: KeepConfig, *, dry_run: bool, take_lease: bool = F
             tuple(step.step for step in expired),
             tuple(step.step for step in committed if step.step not in gone),
             sum(file.num_bytes for step in expired for file in step.manifest.files),
+            tuple(name for name in aside if name not in held),
+            sum(num_bytes for name, num_bytes in aside.items() if name not in held),
+            tuple(held.values()),
             left_over,
         )
     finally:
         store.close()
+
+
+def _remove_set_aside(store: StepStore, names: Iterable[str]) -> dict[str, str]:
+    """Delete the folders, and return the reason for each that stays because it holds other files."""
+    held = {}
+    for name in names:
+        try:
+            store.remove_set_aside(store.root / name)
+        except CommitConflictError:
+            raise
+        except SaveError as error:
+            held[name] = str(error)
+    return held
 
 
 def _refuse_unseen_writer(checkpoints: Path, *, take_lease: bool) -> None:

@@ -76,6 +76,44 @@ def test_prune_keeps_what_the_run_would_keep(
     assert deletes() == []
 
 
+def test_steps_that_a_rollback_left_are_offered_and_deleted_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run says how to delete them, ls and prune show them, --set-aside deletes all but a pinned one."""
+    config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled"))
+    with CheckpointManager(config, model_parts=[nn.Linear(2, 3)], base_folder=tmp_path) as manager:
+        for step in range(1, 5):
+            manager.save(step)
+    assert main(["pin", str(tmp_path / "checkpoints/step-4")]) == 0
+    with CheckpointManager(config, model_parts=[nn.Linear(2, 3)], base_folder=tmp_path) as manager:
+        manager.load(1)
+        manager.save(2)
+    assert "`titan-ckpt prune RUN --set-aside` does" in caplog.text
+    run, policy = str(tmp_path), ("--keep", "latest = 1")
+
+    def aside() -> list[str]:
+        return sorted(p.name.partition(".")[0] for p in (tmp_path / "checkpoints").glob("step-*.abandoned-*"))
+
+    capsys.readouterr()
+    assert main(["ls", run]) == 0
+    assert "set aside when its run went back" in " ".join(capsys.readouterr().out.split())
+    assert main(["prune", run, *policy]) == 0
+    assert "kept 3 steps that a rollback set aside" in capsys.readouterr().out
+    assert main(["prune", run, "--set-aside", "--dry-run"]) == 0
+    assert "would delete 3 steps that a rollback" in capsys.readouterr().out
+    assert aside() == ["step-2", "step-3", "step-4"]
+    assert main(["prune", run, "--set-aside"]) == 1
+    said = capsys.readouterr().out
+    assert "deleted 2 steps that a rollback" in said
+    assert "holds what is not ours: PINNED" in said
+    assert aside() == ["step-4"]
+    next((tmp_path / "checkpoints").glob("*.abandoned-*/PINNED")).unlink()
+    assert main(["prune", run, "--set-aside"]) == 0
+    assert (aside(), sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*"))) == ([], ["step-1", "step-2"])
+    assert main(["prune", run]) == 2
+    assert "nothing says what to delete" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "report", "plan"])
 def test_a_missing_folder_is_one_line(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2 and a message, no traceback."""

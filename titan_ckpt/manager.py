@@ -34,6 +34,7 @@ from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.saving import LastStep, SaveHandle, Saver, SaveRequest
 from titan_ckpt.telemetry.events import Event, Telemetry, folder_bytes
 from titan_ckpt.types import ModelHooks, Stateful
+from titan_ckpt.weights.identity import TrackedBase
 from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelState, ModelWrapper
 from titan_ckpt.weights.write_view import CASTABLE
@@ -127,8 +128,7 @@ class CheckpointManager:
             is_watched=bool(self._step_hooks),
         )
         """The last completed step; RunGuard and the Trainer use it."""
-        self._base: dict[str, Any] | None = None
-        self._base_buffers: dict[str, Any] = {}
+        self._base = TrackedBase(self._model, coordinator)
         self._resumed_from: dict[str, Any] | None = None
         self._is_last_save = False
         """Whether no later save can make up for the one in flight."""
@@ -167,8 +167,9 @@ class CheckpointManager:
         with event.phase("restore"):
             restored = self._restorer.restore(step if step >= 0 else self.config.resume.step)
         event.note(resumed_from=restored.resumed_from, num_tensors=len(restored.result.report.loaded))
-        self._base, self._resumed_from = restored.base, restored.resumed_from
-        self._base_buffers = self._model.base_buffers() if self._adapter_only else {}
+        self._base.loaded(restored.base)
+        self._refuse_adapter_of_changed_base(self.config.export)
+        self._resumed_from = restored.resumed_from
         self._knows_state = False
         self.last_step.saved = restored.result.step if restored.resumed_from else None
         if self._saver is not None:  # before step 1: lease, permissions and space for the saves to come
@@ -262,6 +263,8 @@ class CheckpointManager:
         return bool(due)
 
     def _export(self, exports: Sequence[ExportConfig], step: int, last_step: bool) -> None:
+        if any(export.format == "peft" for export in exports):
+            self._refuse_adapter_of_changed_base(exports, self._base.forget_if_changed())
         saver = self._saver
         facts: list[Json] = [saver is not None and saver.has_staged(step), saver is not None and saver.busy]
         of_ranks: list[Any] = self._coordinator.gather("export-staged", facts)
@@ -269,7 +272,7 @@ class CheckpointManager:
         way = policy.way_to_export(last_step, staged, busy, self.config.save)
         if way == "background":
             assert saver is not None
-            jobs = self._exporter.stage(exports, step, self._base, *saver.staged())
+            jobs = self._exporter.stage(exports, step, self._base.identity, *saver.staged())
             saver.export(step, [partial(self._timed_export, job) for job in jobs])
         elif way == "left out":
             logger.warning("step %d is due for export and left out: what came before it is still being written", step)
@@ -294,7 +297,7 @@ class CheckpointManager:
         about = {"step": step, "format": export.format, "folder": str(folder), "background": False}
         try:
             with self.telemetry.event("export", **about) as event:
-                self._exporter.export(export, step, self._base)
+                self._exporter.export(export, step, self._base.identity)
                 event.note(num_bytes=folder_bytes(folder))
         except Exception as e:
             error = e
@@ -326,11 +329,13 @@ class CheckpointManager:
         except ExportError as error:  # raised below: this step is saved all the same
             failed = error
         self._look_before_saving(step)
+        if not self._adapter_only:
+            self._base.forget_if_changed()  # a resume would find another digest than the record's
         request = SaveRequest(
             step,
             self._kind(model_only),
             converters=self._hooks.describe() if self._hooks else [],
-            base=None if self.config.external or model_only else self._base,
+            base=None if self.config.external or model_only else self._base.identity,
             resumed_from=self._resumed_from,
             metrics=metrics,
             expire=mark is None,
@@ -370,33 +375,25 @@ class CheckpointManager:
     @property
     def _adapter_only(self) -> bool:
         """Whether a save leaves out the base, because it is on disk already."""
-        base_is_stored = self._base is not None and self._base["path"] is not None
-        return base_is_stored and self.config.save is not None and not self.config.save.include_base
-
-    def _changes_of_base(self) -> list[str]:
-        """Return the tensors of the base on this rank that are trained, or that have changed since the load."""
-        changed = [fqn for fqn, digest in self._model.base_buffers().items() if digest != self._base_buffers.get(fqn)]
-        return self._model.trained_base() + changed
+        return self._base.is_stored and self.config.save is not None and not self.config.save.include_base
 
     def _keep_a_base_that_changes(self) -> None:
         """After the first step, let saves hold the base too if the step has changed it. Collective.
 
         Raises: ExportSettingError for an export of the adapter alone, which would lose the changes.
         """
-        if not self._adapter_only:
-            return
-        of_ranks = self._coordinator.gather_results("base", self._changes_of_base)
-        changed = [fqn for of_rank in of_ranks for fqn in of_rank]
-        if not changed:
-            return
-        what = f"training changes {len(changed)} tensors of the base, such as {changed[0]}"
-        if any(export.format == "peft" for export in self.config.export):
+        was_left_out = self._adapter_only
+        changed = self._base.forget_if_changed()
+        self._refuse_adapter_of_changed_base(self.config.export, changed)
+        if changed and was_left_out:
+            logger.warning("%s: every save holds the base, not the adapter alone", _changes(changed))
+
+    def _refuse_adapter_of_changed_base(self, exports: Sequence[ExportConfig], changed: Sequence[str] = ()) -> None:
+        if self._base.is_changed and any(export.format == "peft" for export in exports):
             raise ExportSettingError(
-                f"checkpoint.export: peft: {what}, which an adapter does not hold: export merged weights "
-                '(format = "hf"), or freeze the base, its buffers included'
+                f"checkpoint.export: peft: {_changes(changed)}, which an adapter does not hold: export merged weights "
+                '(format = "hf"), or start a run whose base is frozen, its buffers included'
             )
-        logger.warning("%s: every save holds the base, not the adapter alone", what)
-        self._base = None
 
     def _kind(self, model_only: str | None) -> Kind:
         if self.config.external:
@@ -418,7 +415,7 @@ class CheckpointManager:
         state = self._model.state("full", room=room)
         if not self._adapter_only:
             return state
-        if self._knows_state and (changed := self._changes_of_base()):
+        if self._knows_state and (changed := self._base.changes()):
             problem = (
                 f"save.include_base: {len(changed)} tensors of the base, such as {changed[0]}, are trained or have "
                 "changed since the first step, and saves of the adapter alone lose them: set it to true"
@@ -514,3 +511,8 @@ class CheckpointManager:
                 raise
             # the run's own error must reach the user
             logger.exception("the last save failed while the run was stopping because of another error")
+
+
+def _changes(changed: Sequence[str]) -> str:
+    what = f"{len(changed)} tensors of the base, such as {changed[0]}" if changed else "the base"
+    return f"training changes {what}"

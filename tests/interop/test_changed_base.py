@@ -99,63 +99,80 @@ class Normed(nn.Module):
 
 
 class NormedRun:
-    """A run of such a model, with adapters over a folder or whole."""
+    """A run of such a model, whole or with adapters over a folder or over initial values."""
 
-    def __init__(self, folder: Path, seed: int, source: Path | None = None, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, seed: int, source: Path | None = None, *, adapted: bool = True, **settings: Any
+    ) -> None:
         torch.manual_seed(seed)
         self.model = Normed()
         table = {"kind": "lora", "rank": 2, "target_modules": ["first"]}
-        hooks = None if source is None else converters.from_tables([table])
+        hooks = converters.from_tables([table]) if adapted else None
         if hooks is not None:
             hooks.convert(self.model)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
         sources = () if source is None else (InitialLoadConfig(str(source)),)
         self.manager = CheckpointManager(
-            CheckpointConfig(initial_load=sources, save=SaveConfig(interval=2), **settings),
+            CheckpointConfig(initial_load=sources, **{"save": SaveConfig(interval=2)} | settings),
             model_parts=[self.model],
             optimizers=[self.optimizer],
             model_converters=hooks,
             base_folder=folder,
         )
 
-    def step(self) -> None:
-        self.model(torch.randn(6, 4)).square().sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def train(self) -> None:
+        """Resume or start, make two steps, and save the second."""
+        with self.manager as manager:
+            resumed = manager.load().step
+            for step in (resumed + 1, resumed + 2):
+                self.model(torch.randn(6, 4)).square().sum().backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                manager.save(step)
 
 
-def pretrained(folder: Path) -> Path:
-    """Train and save a whole model; return the step's folder."""
-    run = NormedRun(folder, seed=0)
-    with run.manager as manager:
-        run.step()
-        manager.save(2)
-    return folder / "checkpoints/step-2"
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A step of a whole model."""
+    NormedRun(tmp_path / "base", seed=0, adapted=False).train()
+    return tmp_path / "base/checkpoints/step-2"
 
 
-def test_statistics_that_change_beside_an_adapter_are_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The log says why the steps are full ones; an evaluation after the resume has the statistics of training."""
-    source = pretrained(tmp_path / "base")
-    first = NormedRun(tmp_path / "run", 1, source)
-    with first.manager as manager:
-        manager.load()
-        for step in (1, 2):
-            first.step()
-            manager.save(step)
+INCLUDING = SaveConfig(interval=2, include_base=True)
+
+
+@pytest.mark.parametrize("kind_of_run", ["base left out", "base included", "base initialised"])
+def test_statistics_that_change_beside_an_adapter_are_saved(
+    tmp_path: Path, source: Path, caplog: pytest.LogCaptureFixture, kind_of_run: str
+) -> None:
+    """A resumed run has the statistics of training; the log says why steps are full ones that would not have been."""
+    base = None if kind_of_run == "base initialised" else source
+    settings = {"save": INCLUDING} if kind_of_run == "base included" else {}
+    first = NormedRun(tmp_path / "run", 1, base, **settings)
+    first.train()
     assert kind(tmp_path / "run", 2) == "full"
-    assert "tensors of the base, such as norm.running_mean" in caplog.text
-    second = NormedRun(tmp_path / "run", 2, source)
+    assert ("tensors of the base, such as norm.running_mean" in caplog.text) is (kind_of_run == "base left out")
+    second = NormedRun(tmp_path / "run", 2, base, **settings)
     with second.manager as manager:
         assert manager.load().step == 2
     assert all(torch.equal(a, b) for a, b in zip(first.model.buffers(), second.model.buffers(), strict=True))
 
 
-def test_statistics_that_rest_leave_saves_to_the_adapter(tmp_path: Path) -> None:
-    first = NormedRun(tmp_path / "run", 1, pretrained(tmp_path / "base"))
-    first.model.eval()
-    with first.manager as manager:
-        manager.load()
-        for step in (1, 2):
-            first.step()
-            manager.save(step)
+def test_an_adapter_beside_changed_statistics_is_not_exported(tmp_path: Path, source: Path) -> None:
+    """PEFT would put it on the base as it was: refused also if an earlier run of the folder has changed the base."""
+    peft = (ExportConfig("peft"),)
+    refused = "such as norm.running_mean, which an adapter does not hold"
+    with pytest.raises(ExportSettingError, match=refused):
+        NormedRun(tmp_path / "run", 1, source, save=INCLUDING, export=peft).train()
+    with pytest.raises(ExportSettingError, match=refused):
+        NormedRun(tmp_path / "initialised", 1, export=peft).train()
+    NormedRun(tmp_path / "run", 1, source).train()
+    with pytest.raises(ExportSettingError, match="training changes the base, which an adapter does not hold"):
+        NormedRun(tmp_path / "run", 1, source, export=peft).train()
+
+
+def test_statistics_that_rest_leave_saves_to_the_adapter(tmp_path: Path, source: Path) -> None:
+    run = NormedRun(tmp_path / "run", 1, source, export=(ExportConfig("peft"),))
+    run.model.eval()
+    run.train()
     assert kind(tmp_path / "run", 2) == "adapter"

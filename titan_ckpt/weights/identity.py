@@ -14,7 +14,7 @@ import xxhash
 
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import BaseMismatchError, ConverterError
-from titan_ckpt.weights.digest import logical_digests
+from titan_ckpt.weights.digest import Partial, logical_digests
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 BaseIdentity = dict[str, Any]
@@ -68,6 +68,43 @@ def check_base(found: Mapping[str, Any], expected: Mapping[str, Any], adapter: s
             expected,
             found,
         )
+
+
+class TrackedBase:
+    """The base under a run's adapters: its identity, and whether training has changed it since the load."""
+
+    def __init__(self, model: ModelWrapper, coordinator: Coordinator) -> None:
+        self._model = model
+        self._coordinator = coordinator
+        self._buffers: dict[str, list[Partial]] = {}
+        self.identity: BaseIdentity | None = None
+        """None without adapters, before a load, and for a base that training changes: no other folder holds that."""
+        self.is_changed = False
+        """Whether training has changed it, in this run or in the one that was resumed."""
+
+    @property
+    def is_stored(self) -> bool:
+        """Return whether a source of the run holds the base, so that saves may leave it out."""
+        return self.identity is not None and self.identity["path"] is not None
+
+    def loaded(self, identity: BaseIdentity | None) -> None:
+        """Take over what a load has found: None for a base that was changed, and for a run without adapters."""
+        self.identity, self.is_changed = identity, identity is None
+        self._buffers = {} if identity is None else self._model.base_buffers()
+
+    def changes(self) -> list[str]:
+        """Return the tensors of the base on this rank that are trained, or that have changed since the load."""
+        now = self._model.base_buffers()
+        return self._model.trained_base() + [fqn for fqn in now if now[fqn] != self._buffers.get(fqn)]
+
+    def forget_if_changed(self) -> list[str]:
+        """Forget the identity of a base that any rank has changed, and return the changed tensors. Collective."""
+        if self.identity is None:
+            return []
+        changed = [fqn for of_rank in self._coordinator.gather_results("base", self.changes) for fqn in of_rank]
+        if changed:
+            self.identity, self.is_changed = None, True
+        return changed
 
 
 def check_converters(saved: Sequence[Description], running: Sequence[Description], step: int) -> None:

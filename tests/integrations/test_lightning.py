@@ -7,6 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from lightning_fabric.wrappers import _FabricDataLoader
+from torch.utils.data import DataLoader
 
 from tests.integrations.playing import Run, assert_same_run, both_results, play_all
 from titan_ckpt import CheckpointConfig
@@ -56,3 +59,17 @@ def test_a_trainer_is_told_all_that_does_not_fit_at_once() -> None:
     )
     with pytest.raises(ConfigError, match=r"(?s)enable_checkpointing.*reload_dataloaders_every_n_epochs"):
         attach(trainer, CheckpointConfig())
+
+
+def test_batches_of_any_nesting_go_to_the_device_of_fabric() -> None:
+    """Every tensor within dicts and tuples is moved, as Fabric does; a second manager may take the same loader."""
+    samples: Any = [{"x": torch.ones(2), "y": (torch.zeros(1), "name")}] * 4
+    loader: Any = _FabricDataLoader(DataLoader(samples, 2), torch.device("meta"))
+    fabric = SimpleNamespace(strategy=SimpleNamespace(precision=None))
+    for _ in range(2):
+        model = torch.nn.Linear(1, 1)
+        fabric_manager(fabric, CheckpointConfig(), model=SimpleNamespace(module=model), dataloader=loader).close()
+        (first, *_) = loader
+        assert (first["x"].device.type, first["y"][0].device.type) == ("meta", "meta")
+        assert first["y"][1] == ("name", "name")
+        assert loader.titan_ckpt.num_batches == 0, "the epoch has ended"

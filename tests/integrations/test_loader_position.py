@@ -157,6 +157,15 @@ def test_a_position_in_other_batches_is_refused() -> None:
         PositionedLoader(DataLoader(Numbers(), 3)).load_state_dict(loader.state_dict())
 
 
+def test_another_number_of_ranks_reads_the_same_samples() -> None:
+    """A position in a dataset of a different size means nothing, although the ranks' lengths differ anyway."""
+    loaders = [share(rank, 2) for rank in range(2)]
+    sampler: DistributedSampler[int] = DistributedSampler(Plain(40), 4, 0, seed=5)
+    other = PositionedLoader(DataLoader(Plain(40), 2, sampler=sampler), data_rank=DataRank(0, 4))
+    with pytest.raises(LoadMismatchError, match="samples was 24, now 40"):
+        other.load_state_dicts([old.state_dict() for old in loaders])
+
+
 class Unknown(IterableDataset[int]):
     """A stream that does not know where it is."""
 

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from tests.integrations.phases import Phase
 from tests.integrations.playing import Run, assert_same_run, both_results, play_all
 from titan_ckpt import CheckpointConfig, ExportConfig
 from titan_ckpt.formats.safetensors.container import read_header
+from titan_ckpt.integrations.transformers.loader import TrainerLoader
 from titan_ckpt.integrations.transformers.refusals import problems
 
 RUNS = {
@@ -110,3 +113,25 @@ def test_settings_that_do_not_fit_are_all_told_at_once() -> None:
     ):
         assert name in faults
     assert [*problems(trainer(), CheckpointConfig(), has_adapter=True)] == []
+
+
+def share(rank: int, size: int, *, split: bool) -> TrainerLoader:
+    """Return one rank's loader of 64 numbers, as accelerate prepares it."""
+    sampler: Any = BatchSampler(SequentialSampler(range(64)), 8, drop_last=False)
+    if size > 1:
+        sampler = BatchSamplerShard(sampler, size, rank, split_batches=split)
+    return TrainerLoader(DataLoader(range(64), batch_sampler=sampler))  # type: ignore[arg-type]  # numbers are a dataset
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_another_number_of_ranks_goes_on_after_what_all_ranks_have_read(split: bool) -> None:
+    """If accelerate splits each batch among the ranks, together they read as many batches as one of them."""
+    loaders = [share(rank, 2, split=split) for rank in range(2)]
+    runs = [iter(loader) for loader in loaders]
+    read = [number for _ in range(2) for run in runs for number in next(run).tolist()]
+    for size in (1, 4):
+        resumed = [share(rank, size, split=split) for rank in range(size)]
+        for loader in resumed:
+            loader.load_state_dicts([old.state_dict() for old in loaders])
+        rest = [number for loader in resumed for batch in loader for number in batch.tolist()]
+        assert sorted(read + rest) == [*range(64)]

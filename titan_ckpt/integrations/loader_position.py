@@ -49,8 +49,10 @@ class PositionedLoader:
     # for subclasses
 
     def begin_epoch(self) -> None:
-        """Do what the trainer does before it iterates."""
-        set_sampler_epoch(self.inner, self.epoch)
+        """Do what the trainer does before it iterates: tell every sampler the epoch, as DistributedSampler requires."""
+        for sampler in _samplers(self.inner):
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(self.epoch)
 
     def deliver(self, batch: Any) -> Any:
         """Return the batch as the trainer gives it to the loop."""
@@ -58,6 +60,11 @@ class PositionedLoader:
 
     def end_epoch(self) -> None:
         """Do what the trainer does after the last batch."""
+
+    @property
+    def num_batches_at_once(self) -> int:
+        """Return how many of the sampler's batches all ranks read together, while each of them reads one."""
+        return self.dp_world_size
 
     # a DataLoader
 
@@ -150,6 +157,7 @@ class PositionedLoader:
             "batches": 0 if done else self.num_batches,
             "start": self._start if within else None,
             "now": self._get_random(),
+            "at_once": self.num_batches_at_once,
             "is_kept": getattr(self.inner, "persistent_workers", False) and self._start is not None,
             "source": None if source is None else source.state_dict(),
             "facts": self._facts(),
@@ -157,14 +165,7 @@ class PositionedLoader:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at a position. Raises: LoadMismatchError for a position in different batches."""
-        found, expected = self._facts(), state_dict["facts"]
-        if wrong := [
-            f"{name} was {expected[name]}, now {found[name]}" for name in found if found[name] != expected[name]
-        ]:
-            raise LoadMismatchError(
-                f"the checkpoint's position is batch {state_dict['batches']} of epoch {state_dict['epoch']} of other "
-                f"batches: {'; '.join(wrong)}. Give the run the data settings it had, {_AFRESH}"
-            )
+        self._check_facts(state_dict, self._facts())
         self._resumed = state_dict
         self.epoch, self.num_batches = state_dict["epoch"], state_dict["batches"]
 
@@ -174,22 +175,31 @@ class PositionedLoader:
         Raises: LoadMismatchError.
         """
         first = state_dicts[0]
-        total = first["batches"] * len(state_dicts)
+        self._check_facts(first, {name: fact for name, fact in self._facts().items() if name != "length"})
+        total = first["batches"] * first["at_once"]
         alike = all((s["epoch"], s["batches"]) == (first["epoch"], first["batches"]) for s in state_dicts)
         stored, own = first["start"] or first["now"], self._get_random()
         same_order = len(stored["generators"]) == len(own["generators"]) and self._has_own_order
-        found, expected = self._facts(), first["facts"]
-        same_order &= all(found[name] == expected[name] for name in ("batch_size", "seed"))
-        if not alike or total % self.dp_world_size or first["source"] is not None or not same_order:
+        if not alike or total % self.num_batches_at_once or first["source"] is not None or not same_order:
             raise LoadMismatchError(
                 f"the checkpoint has the positions of {len(state_dicts)} data-parallel ranks, {first['batches']} "
                 f"batches each, and {self.dp_world_size} ranks cannot continue there: resume with {len(state_dicts)}, "
                 f"{_AFRESH}"
             )
-        batches = total // self.dp_world_size
+        batches = total // self.num_batches_at_once
         start = {"random": None, "generators": stored["generators"]}
         self._resumed = {**first, "batches": batches, "start": start, "now": start, "is_kept": False}
         self.epoch, self.num_batches = first["epoch"], batches
+
+    def _check_facts(self, state_dict: dict[str, Any], found: dict[str, Any]) -> None:
+        """Compare facts of the data with those of a position. Raises: LoadMismatchError with both values of each."""
+        expected = state_dict["facts"]
+        wrong = [f"{name} was {expected[name]}, now {found[name]}" for name in found if found[name] != expected[name]]
+        if wrong:
+            raise LoadMismatchError(
+                f"the checkpoint's position is batch {state_dict['batches']} of epoch {state_dict['epoch']} of other "
+                f"batches: {'; '.join(wrong)}. Give the run the data settings it had, {_AFRESH}"
+            )
 
     @property
     def _source(self) -> Any:
@@ -234,13 +244,15 @@ class PositionedLoader:
         seeds = [getattr(s, name) for s in samplers for name in ("initial_seed", "seed") if hasattr(s, name)]
         sizes = [s.batch_size for s in samplers if hasattr(s, "batch_size")]
         size = sizes[0] if sizes else getattr(self.inner, "batch_size", None)
-        return {"length": self._length(), "batch_size": size, "seed": [seed for seed in seeds if isinstance(seed, int)]}
+        return {
+            "length": self._length(),
+            "samples": _length_of(getattr(self.inner, "dataset", None)),
+            "batch_size": size,
+            "seed": [seed for seed in seeds if isinstance(seed, int)],
+        }
 
     def _length(self) -> int | None:
-        try:
-            return len(self.loader)
-        except TypeError:  # an IterableDataset without a length
-            return None
+        return _length_of(self.loader)
 
     def _get_random(self) -> dict[str, Any]:
         return {"random": self._random.state_dict(), "generators": [g.get_state() for g in self._generators()]}
@@ -258,13 +270,6 @@ class PositionedLoader:
         return [*{id(g): g for g in found if isinstance(g, torch.Generator)}.values()]
 
 
-def set_sampler_epoch(loader: Any, epoch: int) -> None:
-    """Tell every sampler of a loader the epoch, as torch's DistributedSampler requires."""
-    for sampler in _samplers(loader):
-        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-            set_epoch(epoch)
-
-
 def _samplers(loader: Any) -> list[Any]:
     """Return a loader's samplers, from the outermost to the innermost."""
     found: list[Any] = []
@@ -275,6 +280,13 @@ def _samplers(loader: Any) -> list[Any]:
             found.append(sampler)
             waiting += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
     return found
+
+
+def _length_of(data: Any) -> int | None:
+    try:
+        return len(data)
+    except TypeError:  # an IterableDataset without a length
+        return None
 
 
 def _has_state(value: Any) -> bool:

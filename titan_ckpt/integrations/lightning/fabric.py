@@ -5,6 +5,7 @@ Source: lightning 2.6, fabric/wrappers.py.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.lightning.strategies import problems
-from titan_ckpt.integrations.loader_position import PositionedLoader, set_sampler_epoch
+from titan_ckpt.integrations.loader_position import PositionedLoader
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.types import ModelHooks, Stateful
 from titan_ckpt.weights.transforms import StateDictTransforms
@@ -62,10 +63,10 @@ def _with_position(loader: Any) -> Stateful:
         raise ConfigError(
             [f"dataloader: {type(loader).__name__} is not what fabric.setup_dataloaders returns: pass it through that"]
         )
-    position = _FabricPosition(loader)
+    loader.titan_ckpt = position = _FabricPosition(loader)
     own = type(loader)
-    loader.__class__ = type(own.__name__, (_Positioned, own), {"__module__": own.__module__})
-    loader.titan_ckpt = position
+    if not issubclass(own, _Positioned):  # else an earlier manager in this process has changed it
+        loader.__class__ = type(own.__name__, (_Positioned, own), {"__module__": own.__module__})
     return position
 
 
@@ -84,17 +85,9 @@ class _FabricPosition(PositionedLoader):
     def __init__(self, wrapper: Any) -> None:
         super().__init__(wrapper._dataloader)  # noqa: SLF001 - the wrapper has no public name for it
         self._device = wrapper.device
-
-    def begin_epoch(self) -> None:
-        """Tell the sampler the epoch, as Fabric does."""
-        set_sampler_epoch(self.inner, self.epoch)
+        package = type(wrapper).__module__.rpartition(".")[0]
+        self._to_device = importlib.import_module(f"{package}.utilities.apply_func").move_data_to_device
 
     def deliver(self, batch: Any) -> Any:
         """Return the batch on Fabric's device."""
-        return batch if self._device is None else _moved(batch, self._device)
-
-
-def _moved(batch: Any, device: Any) -> Any:
-    from lightning_utilities.core.apply_func import apply_to_collection
-
-    return apply_to_collection(batch, object, lambda v: v.to(device, non_blocking=True) if hasattr(v, "to") else v)
+        return batch if self._device is None else self._to_device(batch, self._device)

@@ -41,6 +41,12 @@ class TrainerLoader(PositionedLoader):
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(epoch)
 
+    @property
+    def num_batches_at_once(self) -> int:
+        """Return how many of the sampler's batches all ranks read together: one, if accelerate splits it among them."""
+        is_split = getattr(getattr(self.inner, "batch_sampler", None), "split_batches", False)
+        return 1 if is_split else self.dp_world_size
+
     def begin_epoch(self) -> None:
         """Bring the ranks' order together, as accelerate does."""
         if not self._is_prepared:

@@ -61,14 +61,14 @@ def test_a_trainer_is_told_all_that_does_not_fit_at_once() -> None:
         attach(trainer, CheckpointConfig())
 
 
-def test_batches_of_any_nesting_go_to_the_device_of_fabric() -> None:
+def test_batches_of_any_nesting_go_to_the_device_of_fabric(tmp_path: Path) -> None:
     """Every tensor within dicts and tuples is moved, as Fabric does; a second manager may take the same loader."""
     samples: Any = [{"x": torch.ones(2), "y": (torch.zeros(1), "name")}] * 4
     loader: Any = _FabricDataLoader(DataLoader(samples, 2), torch.device("meta"))
     fabric = SimpleNamespace(strategy=SimpleNamespace(precision=None))
     for _ in range(2):
-        model = torch.nn.Linear(1, 1)
-        fabric_manager(fabric, CheckpointConfig(), model=SimpleNamespace(module=model), dataloader=loader).close()
+        model = SimpleNamespace(module=torch.nn.Linear(1, 1))
+        fabric_manager(fabric, CheckpointConfig(), model=model, dataloader=loader, base_folder=tmp_path).close()
         (first, *_) = loader
         assert (first["x"].device.type, first["y"][0].device.type) == ("meta", "meta")
         assert first["y"][1] == ("name", "name")

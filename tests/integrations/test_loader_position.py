@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from titan_ckpt.components.data_position import DataRank
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.loader_position import PositionedLoader
@@ -130,12 +129,16 @@ def test_only_what_follows_is_read() -> None:
 
 def share(rank: int, size: int) -> PositionedLoader:
     sampler: DistributedSampler[int] = DistributedSampler(Plain(24), size, rank, seed=5)
-    return PositionedLoader(DataLoader(Plain(24), 2, sampler=sampler), data_rank=DataRank(rank, size))
+    return PositionedLoader(DataLoader(Plain(24), 2, sampler=sampler))
 
 
 def test_another_number_of_ranks_goes_on_at_the_same_batch() -> None:
-    """Two ranks' positions become four ranks' positions, if whole batches were read by then; else it is refused."""
+    """Two ranks' positions become four ranks' positions, if whole batches were read by then; else it is refused.
+
+    The sampler says how many shares there are: ranks of tensor parallelism read the same one.
+    """
     loaders = [share(rank, 2) for rank in range(2)]
+    assert [(loader.dp_rank, loader.dp_world_size) for loader in loaders] == [(0, 2), (1, 2)]
     runs = [steps(loader) for loader in loaders]
     read = [number for _ in range(2) for run in runs for number in next(run)[0]]
     resumed = [share(rank, 4) for rank in range(4)]
@@ -161,7 +164,7 @@ def test_another_number_of_ranks_reads_the_same_samples() -> None:
     """A position in a dataset of a different size means nothing, although the ranks' lengths differ anyway."""
     loaders = [share(rank, 2) for rank in range(2)]
     sampler: DistributedSampler[int] = DistributedSampler(Plain(40), 4, 0, seed=5)
-    other = PositionedLoader(DataLoader(Plain(40), 2, sampler=sampler), data_rank=DataRank(0, 4))
+    other = PositionedLoader(DataLoader(Plain(40), 2, sampler=sampler))
     with pytest.raises(LoadMismatchError, match="samples was 24, now 40"):
         other.load_state_dicts([old.state_dict() for old in loaders])
 

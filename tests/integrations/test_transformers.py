@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.data_loader import BatchSamplerShard
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from tests.integrations.phases import Phase
@@ -113,6 +113,15 @@ def test_settings_that_do_not_fit_are_all_told_at_once() -> None:
     ):
         assert name in faults
     assert [*problems(trainer(), CheckpointConfig(), has_adapter=True)] == []
+
+
+def test_ranks_of_tensor_parallelism_have_one_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate gives the whole loader to each of them: two ranks have read one batch, not two."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    loader = TrainerLoader(DataLoaderShard(range(8), batch_size=2))
+    assert (loader.dp_rank, loader.dp_world_size) == (0, 1)
 
 
 def share(rank: int, size: int, *, split: bool) -> TrainerLoader:

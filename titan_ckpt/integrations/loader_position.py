@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titan_ckpt.components.data_position import DataRank
 from titan_ckpt.errors import ConfigError, LoadMismatchError
@@ -37,7 +37,7 @@ class PositionedLoader:
         self.epoch = 0
         self.num_batches = 0
         """Batches of this epoch that were returned."""
-        self._data_rank = data_rank or DataRank.of(self.inner, *_rank_and_world())
+        self._data_rank = data_rank or _share_of(self.inner)
         self._random = RandomState()
         self._start: dict[str, Any] | None = None
         self._resumed: dict[str, Any] | None = None
@@ -293,10 +293,14 @@ def _has_state(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
-def _rank_and_world() -> tuple[int, int]:
-    if not torch.distributed.is_initialized():
-        return 0, 1
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+def _share_of(loader: Any) -> DataRank:
+    """Return the share that a distributed sampler takes, which ranks of tensor parallelism have in common."""
+    for sampler in _samplers(loader):
+        if isinstance(sampler, DistributedSampler) and not hasattr(loader, "dp_rank"):
+            return DataRank(sampler.rank, sampler.num_replicas)
+    is_alone = not torch.distributed.is_initialized()
+    rank, size = (0, 1) if is_alone else (torch.distributed.get_rank(), torch.distributed.get_world_size())
+    return DataRank.of(loader, rank, size)
 
 
 class _Through:

@@ -11,6 +11,7 @@ from typing import Any
 
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard
 from accelerate.utils import send_to_device, synchronize_rng_states
+from torch.utils.data import IterableDataset
 
 from titan_ckpt.components.data_position import DataRank
 from titan_ckpt.errors import ConfigError
@@ -33,7 +34,7 @@ class TrainerLoader(PositionedLoader):
         inner = loader.base_dataloader if self._is_prepared else loader
         if is_dispatched or isinstance(getattr(inner, "dataset", None), IterableDatasetShard):
             raise ConfigError([_DIVIDED])
-        super().__init__(loader, inner, _share(inner))
+        super().__init__(loader, inner, _share(inner, is_prepared=self._is_prepared))
 
     def set_epoch(self, epoch: int) -> None:
         """Remember the epoch, as the Trainer says it."""
@@ -44,8 +45,8 @@ class TrainerLoader(PositionedLoader):
     @property
     def num_batches_at_once(self) -> int:
         """Return how many of the sampler's batches all ranks read together: one, if accelerate splits it among them."""
-        is_split = getattr(getattr(self.inner, "batch_sampler", None), "split_batches", False)
-        return 1 if is_split else self.dp_world_size
+        sampler = _sharding(self.inner)
+        return 1 if sampler is not None and sampler.split_batches else self.dp_world_size
 
     def begin_epoch(self) -> None:
         """Bring the ranks' order together, as accelerate does."""
@@ -71,9 +72,18 @@ class TrainerLoader(PositionedLoader):
             self.loader.end()
 
 
-def _share(inner: Any) -> DataRank | None:
-    """Return which batches accelerate gives to this process; ranks of tensor parallelism get the same."""
-    sampler = getattr(inner, "batch_sampler", None)
-    if isinstance(sampler, BatchSamplerShard):
+def _sharding(inner: Any) -> BatchSamplerShard | None:
+    """Return the sampler by which accelerate divides batches among processes; None if it divides none."""
+    samplers = (getattr(inner, "batch_sampler", None), getattr(inner, "sampler", None))
+    return next((sampler for sampler in samplers if isinstance(sampler, BatchSamplerShard)), None)
+
+
+def _share(inner: Any, *, is_prepared: bool) -> DataRank | None:
+    """Return which batches accelerate gives to this process; None for streams and loaders of your own.
+
+    Ranks of tensor parallelism get the same batches: accelerate leaves a loader whole if there are no other ranks.
+    """
+    if (sampler := _sharding(inner)) is not None:
         return DataRank(sampler.process_index, sampler.num_processes)
-    return None
+    is_whole = is_prepared and not isinstance(inner.dataset, IterableDataset)
+    return DataRank(0, 1) if is_whole else None

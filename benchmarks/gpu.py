@@ -54,7 +54,7 @@ Measures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a part runs, and at which size."""
+    """The device and the size of one part of the benchmark."""
 
     results: Path
     folder: Path

@@ -236,7 +236,7 @@ def test_a_save_that_is_due_meanwhile_waits_or_is_skipped(
 
 
 def test_the_last_step_waits_for_the_save_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When save(last_step=True) returns, the step is committed."""
+    """The step is committed when save(last_step=True) returns."""
     with manager(tmp_path, "thread") as m:
         assert m._saver is not None
         write = StagedFile.write

@@ -57,7 +57,7 @@ def fine_tune_on_two(root: Path) -> None:
 
 
 def test_d8_loss_and_gradients_of_conversations_are_those_of_transformers(tmp_path: Path) -> None:
-    """Of one padded batch there, and here of any number of batches and ranks, each padded to its own longest."""
+    """The reference is one padded batch; here each batch is padded to its own longest, on any number of ranks."""
     torch.manual_seed(1)
     shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, vocab_size=300))

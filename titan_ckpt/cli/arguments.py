@@ -71,7 +71,7 @@ class Convert(Shared):
     config: Path | None = None
     """Folder of the model's config.json, if the source has none."""
     model: str | None = None
-    """Whose tensor names the native side has: llama3, qwen3, qwen3_moe or hf. Absent: found from config.json."""
+    """The native side has the names of this model: llama3, qwen3, qwen3_moe or hf. Absent: found from config.json."""
     dtype: Dtype | None = None
     """Dtype of floating-point tensors in the target; absent: each keeps its own."""
     max_shard_bytes: int = 5_000_000_000
@@ -137,7 +137,7 @@ class Save(Shared):
     pin: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Pin the step, so that retention never deletes it."""
     timeout_seconds: float = 600.0
-    """How long to wait for the answer."""
+    """Longest time to wait for the answer."""
 
 
 @dataclass(frozen=True)

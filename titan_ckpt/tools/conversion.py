@@ -51,12 +51,12 @@ Target = Literal["native", "dcp", "hf", "torch", "peft"]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a target is written."""
+    """Settings with which a target is written."""
 
     config: Path | None = None
     """Folder of the model's config.json; absent: the source's own, or one that the source's run left."""
     architecture: str | None = None
-    """Whose names the native side has: llama3, qwen3, qwen3_moe or hf; absent: found from config.json and the names."""
+    """The native side has the names of this model: llama3, qwen3, qwen3_moe or hf; absent: found from config.json."""
     dtype: torch.dtype | None = None
     max_shard_bytes: int = 5_000_000_000
     settings: Path | None = None
@@ -72,7 +72,7 @@ class Written:
     num_tensors: int
     num_bytes: int
     names: str
-    """Whose tensor names it has."""
+    """The program whose tensor names it has."""
     merged: int = 0
     """Number of weights that adapters changed."""
     notes: tuple[str, ...] = ()

@@ -28,7 +28,7 @@ class TokenizerConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class DataConfig(Checked):
-    """What is trained on: text, cut into sequences of one length, or conversations, one in each sequence."""
+    """The training data: text, cut into sequences of one length, or conversations, one in each sequence."""
 
     FOREIGN_KEYS: ClassVar[Mapping[str, str]] = foreign(
         "another library's key",
@@ -58,7 +58,7 @@ class DataConfig(Checked):
     """The field that holds a conversation: a list of messages with role and content. It is rendered by the tokenizer's
     chat template, and only what the assistant says is learned. Absent: the corpus is text."""
     too_long: Literal["error", "truncate", "drop"] = "error"
-    """What happens to a conversation that is longer than a sequence."""
+    """A conversation that is longer than a sequence is an error, is cut at its end, or is left out."""
     sequence_length: PositiveInt = 256
     """Length of one training sequence in tokens; of a conversation the largest length."""
     tokenizer: TokenizerConfig = default(default_factory=TokenizerConfig)

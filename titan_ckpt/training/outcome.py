@@ -20,7 +20,7 @@ STOPPED = "stopped.json"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Where a run ended."""
+    """The last step of a run, and why it ended there."""
 
     step: int
     """The last completed step."""

@@ -38,7 +38,7 @@ class Trainer(BuildSteps):
     """
 
     outcome: Outcome
-    """How the run ended; set at the end of `run`."""
+    """The end of the run; set when `run` returns."""
 
     def run(self) -> TrainState:
         """Build, load, train to the last step and save. Return the progress of the run."""

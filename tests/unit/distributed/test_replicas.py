@@ -1,4 +1,4 @@
-"""Which part of its copies a rank compares before a save."""
+"""Replicas: the part of its copies that a rank compares before a save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a tensor's values lie."""
+"""Chunks, blocks and layouts: the place of each value of a tensor."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_d8_a_folder_and_a_pattern_are_all_of_their_files_in_order(tmp_path: Pat
 
 
 def test_a_digest_follows_the_files(tmp_path: Path) -> None:
-    """What is cached of a corpus is made anew when a file of it changes, or another field is read."""
+    """A cached corpus is built again when one of its files changes, or a different field is read."""
     path = jsonl(tmp_path / "a.jsonl", {"text": "a", "x": "b"})
     before = open_corpus(str(path)).digest
     assert open_corpus(str(path)).digest == before != open_corpus(str(path), field="x").digest

@@ -141,7 +141,7 @@ def test_d1_a_step_of_ones_own_replaces_a_build_step(tmp_path: Path) -> None:
 
 
 def test_c3_a_trainers_method_delivers_the_weights_at_the_start_and_at_a_resume(tmp_path: Path) -> None:
-    """Where components leave the model out; a trainer without the method says so before anything is written."""
+    """Components leave the model out; a trainer without the method says so before anything is written."""
     components = ["optimizer", "lr_scheduler", "dataloader", "rng", "states"]
 
     class Worker(Trainer):

@@ -35,7 +35,7 @@ _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": ""}
 """The process sees no device, so that nothing it imports can take memory of one."""
 
 _LOOK_SECONDS = 1.0
-"""How long a writer may outlive its trainer if its input stays open."""
+"""Longest time that a writer outlives its trainer if its input stays open."""
 
 
 class WriterProcess:

@@ -24,7 +24,7 @@ Collate = Callable[[Sequence[Batch]], Batch]
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """How batches are made ahead."""
+    """Settings of the processes that make batches ahead."""
 
     num_workers: int = 0
     """Processes that make batches; with 0 this process makes them."""

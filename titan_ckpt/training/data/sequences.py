@@ -18,7 +18,7 @@ from titan_ckpt.training.data.batch import Batch
 from titan_ckpt.training.data.tokens import Conversations
 
 Bookmark = dict[str, Any] | None
-"""Where a stream can be read on from after a sequence; None for data that is found by number."""
+"""The place in a stream after a sequence, from which it can be read on; None for data that is found by number."""
 
 
 class OrderedDataset(IterableDataset[Batch]):

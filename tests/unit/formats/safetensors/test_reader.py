@@ -176,7 +176,7 @@ def test_a_file_behind_a_link_is_read(tmp_path: Path) -> None:
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
-    """Which of the two values counts cannot be known."""
+    """A key that is there twice is refused, because nobody can know which value counts."""
     for name in ("a", "b"):
         save_file({"x": torch.ones(3)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(CorruptCheckpointError, match=r"x is in a\.safetensors and in b\.safetensors"):

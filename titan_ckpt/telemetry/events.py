@@ -6,9 +6,11 @@ Owns how an event is timed and written. A sink or a disk that fails is logged on
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -130,9 +132,9 @@ class Telemetry:
         """Append an event to the file. A start that comes to nothing makes no folder: its lines wait for the next."""
         self._waiting.append(values)
         if self._path.parent.is_dir() or (values["event"] not in ("start", "end") and not values["error"]):
-            for each in self._waiting:
-                append_line(self._path, each)
-            self._waiting.clear()
+            while self._waiting:  # one by one: a disk that is full for a while gets no line twice
+                append_line(self._path, self._waiting[0])
+                del self._waiting[0]
 
     def _try(self, what: str, act: Callable[[], None]) -> None:
         try:
@@ -154,10 +156,16 @@ def folder_bytes(folder: Path) -> int:
 
 
 def append_line(path: Path, values: Mapping[str, Any]) -> None:
-    """Append one JSON object in a line, in one write; a line that a kill has cut stays alone. Raises: OSError."""
+    """Append one JSON object in a line, in one write; a line that a kill has cut stays alone.
+
+    Raises: OSError, also for a pipe of that name, for whose reader nothing waits.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(path, flags, 0o644)
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         line = json.dumps(values, default=str) + "\n"
         if _is_cut(path):
             line = "\n" + line

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, KeepConfig, SaveConfig
 from titan_ckpt.errors import SaveError
-from titan_ckpt.telemetry.events import TELEMETRY, append_line, read_events
+from titan_ckpt.telemetry.events import TELEMETRY, Telemetry, append_line, read_events
 from titan_ckpt.telemetry.start import git_revision
 
 
@@ -115,9 +116,12 @@ def test_a_failed_save_is_a_line_with_its_error(tmp_path: Path, monkeypatch: pyt
     assert "full" in saves[0]["error"]
 
 
-def test_a_sink_or_a_disk_that_fails_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each is named once in the log; the saves are made, and the other sinks get every event."""
-    (tmp_path / TELEMETRY).mkdir()
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_a_sink_or_a_disk_that_fails_ends_no_run(
+    make: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is named once in the log; the saves are made, and other sinks get every event. A pipe holds nobody up."""
+    make(tmp_path / TELEMETRY)
 
     def broken(values: Mapping[str, Any]) -> None:
         raise ValueError("no such server")
@@ -129,6 +133,23 @@ def test_a_sink_or_a_disk_that_fails_ends_no_run(tmp_path: Path, caplog: pytest.
     assert [event["event"] for event in seen].count("save") == 3
     assert sum("no such server" in record.getMessage() for record in caplog.records) == 1
     assert sum(TELEMETRY in record.getMessage() for record in caplog.records) == 2
+
+
+def test_lines_that_wait_for_a_disk_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that refuses the second of two lines has the first one already."""
+    path, refused = tmp_path / "run" / TELEMETRY, [False, True]
+
+    def append(path: Path, values: Mapping[str, Any]) -> None:
+        if refused and refused.pop(0):
+            raise OSError(28, "full")
+        append_line(path, values)
+
+    monkeypatch.setattr("titan_ckpt.telemetry.events.append_line", append)
+    telemetry = Telemetry(tmp_path / "run", 0, 1, None)
+    for step in (1, 2):  # there is no folder before the first load
+        telemetry._emit({"event": "load", "step": step, "error": None if step > 1 else "no base"})
+    telemetry._emit({"event": "save", "step": 3, "error": None})
+    assert [event["step"] for event in read_events(path)] == [1, 2, 3]
 
 
 def test_a_line_that_a_kill_has_cut_costs_no_other(tmp_path: Path) -> None:

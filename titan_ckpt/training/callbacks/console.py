@@ -141,7 +141,7 @@ class MetricsFile:
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a metrics.jsonl in the order of their steps; no rows if there is no file."""
-    if not path.exists():
+    if not path.is_file():
         return
     for line in path.read_text().splitlines():
         try:

@@ -160,6 +160,14 @@ def test_a_position_in_other_batches_is_refused() -> None:
         PositionedLoader(DataLoader(Numbers(), 3)).load_state_dict(loader.state_dict())
 
 
+def test_a_loop_that_leaves_the_rest_of_an_epoch_out_begins_the_next_one() -> None:
+    """The sampler is told another epoch after a break, as Fabric tells it: its order is a new one."""
+    loader = share(0, 2)
+    for expected in range(3):
+        next(iter(loader))
+        assert (loader.epoch, loader.inner.sampler.epoch) == (expected, expected)
+
+
 def test_another_number_of_ranks_reads_the_same_samples() -> None:
     """A position in a dataset of a different size means nothing, although the ranks' lengths differ anyway."""
     loaders = [share(rank, 2) for rank in range(2)]

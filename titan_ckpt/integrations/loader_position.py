@@ -37,7 +37,9 @@ class PositionedLoader:
         self.epoch = 0
         self.num_batches = 0
         """Batches of this epoch that were returned."""
-        self._data_rank = data_rank or _share_of(self.inner)
+        share = data_rank or _share_of(self.inner)
+        self.dp_rank, self.dp_world_size = share.rank, share.size
+        """Which share of the data this process reads, and the number of shares."""
         self._random = RandomState()
         self._start: dict[str, Any] | None = None
         self._resumed: dict[str, Any] | None = None
@@ -77,16 +79,6 @@ class PositionedLoader:
         return len(self.loader)
 
     @property
-    def dp_rank(self) -> int:
-        """Return which share of the data this process reads."""
-        return self._data_rank.rank
-
-    @property
-    def dp_world_size(self) -> int:
-        """Return the number of shares."""
-        return self._data_rank.size
-
-    @property
     def at_end(self) -> bool:
         """Return whether every batch of this epoch was returned; False while the length is unknown."""
         return self.num_batches > 0 and self.num_batches == self._length()
@@ -97,6 +89,8 @@ class PositionedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, None
+        if self.num_batches and not resumed:  # the loop has left the rest of an epoch out
+            self.next_epoch()
         self.num_batches = resumed["batches"] if resumed else 0
         if resumed and not self.num_batches and not resumed["is_kept"]:
             self._set_random(resumed["now"])

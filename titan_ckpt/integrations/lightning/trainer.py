@@ -84,8 +84,12 @@ class TitanCheckpoint:
         self.manager = self._opened.enter_context(self._new_manager(trainer, pl_module))
         self._completed = step = self.manager.load().step
         iter(fit._data_fetcher)  # noqa: SLF001 - as above
-        _extend(fit.epoch_loop, "on_advance_end", self._batch_ended, unless=_skips_validation)
-        _extend(fit, "on_advance_end", self._epoch_ended)
+        for loop, then, unless in (
+            (fit.epoch_loop, self._batch_ended, _skips_validation),
+            (fit, self._epoch_ended, lambda _: False),
+        ):
+            _extend(loop, "on_advance_end", then, unless)
+            self._opened.callback(vars(loop).pop, "on_advance_end", None)
         if step and fit.done:
             self.manager.save(step, last_step=True)  # its exports may be missing
 
@@ -99,8 +103,6 @@ class TitanCheckpoint:
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Finish the last save."""
-        for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
-            vars(loop).pop("on_advance_end", None)
         self._opened.close()
 
     def _batch_ended(self) -> None:
@@ -210,7 +212,7 @@ def _skips_validation(loop: Any) -> bool:
     return bool(skips)
 
 
-def _extend(loop: Any, name: str, then: Any, unless: Any = lambda loop: False) -> None:
+def _extend(loop: Any, name: str, then: Any, unless: Any) -> None:
     """Call `then` after each call of a loop's method; leave both out `unless` a condition is false."""
     own = getattr(loop, name)
 

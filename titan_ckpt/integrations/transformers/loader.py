@@ -37,8 +37,10 @@ class TrainerLoader(PositionedLoader):
         super().__init__(loader, inner, _share(inner, is_prepared=self._is_prepared))
 
     def set_epoch(self, epoch: int) -> None:
-        """Remember the epoch, as the Trainer says it."""
+        """Remember the epoch, as the Trainer says it before it iterates."""
         self.epoch = epoch
+        if self._resumed is None:
+            self.num_batches = 0
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(epoch)
 

@@ -64,17 +64,8 @@ class RankProgress:
     def __init__(self, trainer: Trainer, loader: TrainerLoader) -> None:
         self._trainer = trainer
         self.loader = loader
+        self.dp_rank, self.dp_world_size = loader.dp_rank, loader.dp_world_size
         self._since_log: dict[str, Any] | None = None
-
-    @property
-    def dp_rank(self) -> int:
-        """Return which share of the data this process reads."""
-        return self.loader.dp_rank
-
-    @property
-    def dp_world_size(self) -> int:
-        """Return the number of shares."""
-        return self.loader.dp_world_size
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the sums. TRL's trainers keep metrics and a number of tokens of their own."""

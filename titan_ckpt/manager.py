@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from titan_ckpt import policy
 from titan_ckpt.components.optimizer_content import steppers
-from titan_ckpt.components.run_state import Mark, RunState, Snapshot
+from titan_ckpt.components.run_state import RunState
+from titan_ckpt.components.snapshot import Mark, Snapshot
 from titan_ckpt.config import CheckpointConfig, ExportConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import Kind
@@ -25,13 +26,16 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, ExportError, ExportSettingError, listed
-from titan_ckpt.exporting import Exporter, ExportJob
+from titan_ckpt.exporting.exporter import Exporter
+from titan_ckpt.exporting.job import ExportJob
 from titan_ckpt.failures import Failures
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.loading.external import ExternalWeights
 from titan_ckpt.loading.half_loaded import HalfLoaded
 from titan_ckpt.loading.restore import LoadResult, Restorer
-from titan_ckpt.saving import LastStep, SaveHandle, Saver, SaveRequest
+from titan_ckpt.saving.handle import SaveHandle
+from titan_ckpt.saving.last_step import LastStep
+from titan_ckpt.saving.saver import Saver, SaveRequest
 from titan_ckpt.telemetry.events import Event, Telemetry, folder_bytes
 from titan_ckpt.types import ModelHooks, Stateful
 from titan_ckpt.weights.identity import TrackedBase

@@ -147,7 +147,7 @@ def test_statistics_that_change_beside_an_adapter_are_saved(
 ) -> None:
     """A resumed run has the statistics of training; the log says why steps are full ones that would not have been."""
     base = None if kind_of_run == "base initialised" else source
-    settings = {"save": INCLUDING} if kind_of_run == "base included" else {}
+    settings: dict[str, Any] = {"save": INCLUDING} if kind_of_run == "base included" else {}
     first = NormedRun(tmp_path / "run", 1, base, **settings)
     first.train()
     assert kind(tmp_path / "run", 2) == "full"

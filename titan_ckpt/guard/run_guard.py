@@ -23,7 +23,7 @@ from titan_ckpt.errors import CheckpointError
 from titan_ckpt.guard import outside_request as save_request
 from titan_ckpt.guard.notices import Notice, NoticeBoard
 from titan_ckpt.manager import CheckpointManager
-from titan_ckpt.saving import SaveHandle
+from titan_ckpt.saving.handle import SaveHandle
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from tests.tiny_run import Recorder, losses, rows, settings
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.loading.external import ExternalLoad
 from titan_ckpt.loading.restore import LoadResult
-from titan_ckpt.saving import Saver
+from titan_ckpt.saving.saver import Saver
 from titan_ckpt.training.callbacks import Callback
 from titan_ckpt.training.callbacks.console import MetricsFile, read_metrics
 from titan_ckpt.training.data.batch import Batch

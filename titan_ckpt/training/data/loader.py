@@ -50,14 +50,14 @@ def build_dataloader(
     if workers.num_workers:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it ends at a fork, with a warning
     if isinstance(dataset, OrderedDataset):
-        return PositionedLoader(dataset, batch_size, collate, seed, workers)
+        return OrderedLoader(dataset, batch_size, collate, seed, workers)
     generator = torch.Generator().manual_seed(seed)
     with warnings.catch_warnings():  # torchdata 0.11 calls torch.set_vital, which torch 2.13 has deprecated
         warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
         return StatefulDataLoader(dataset, batch_size, collate_fn=collate, generator=generator, **workers.settings())
 
 
-class PositionedLoader:
+class OrderedLoader:
     """Batches of an OrderedDataset, whose position can be restored on any number of ranks and workers."""
 
     def __init__(self, dataset: OrderedDataset, batch_size: int, collate: Collate, seed: int, workers: Workers) -> None:

@@ -1,4 +1,4 @@
-"""Exports: the model in a format for other programs, in folders that resuming never reads.
+"""Exporter: decides the exports of a run, and checks before training that all of them can be made.
 
 Owns which tensors go into which kind of export, and the folder. Each format writes and proves its own files.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -22,6 +22,7 @@ from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import ExportConfig, InitialLoadConfig
 from titan_ckpt.distributed.coordinator import Coordinator, bounded
 from titan_ckpt.errors import CheckpointError, ConverterError, ExportError, ExportSettingError, listed
+from titan_ckpt.exporting.job import ExportJob, FolderWriter
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.huggingface.export import Base, HuggingFaceExport
 from titan_ckpt.formats.huggingface.peft import PeftExport
@@ -34,46 +35,9 @@ from titan_ckpt.types import ModelHooks, PlacesTensors, StateDict
 from titan_ckpt.weights.identity import base_settings
 from titan_ckpt.weights.quantise import QuantisesWeights, WeightQuantiser, quantised
 from titan_ckpt.weights.transforms import StateDictTransforms, with_tied_names
-from titan_ckpt.weights.write_view import FileDtype, FileGroup, cast_all
+from titan_ckpt.weights.write_view import FileDtype, cast_all
 
 logger = logging.getLogger(__name__)
-
-
-class FolderWriter(Protocol):
-    """The tensors of an export, and how a format writes, proves and publishes them as a folder."""
-
-    @property
-    def groups(self) -> Sequence[FileGroup]:
-        """Return the tensors whose columns ranks may put together; none if the format stores shards as they are."""
-
-    def write(self, folder: Path, coordinator: Coordinator) -> object:
-        """Publish the folder. Collective; any thread may call it. Raises: an error, with nothing under its name."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExportJob:
-    """One export that is decided and not yet made."""
-
-    config: ExportConfig
-    step: int
-    folder: Path
-    writer: FolderWriter
-    made: MadeExports
-
-    def run(self, coordinator: Coordinator) -> None:
-        """Publish the folder, record it, and remove exports that have expired. Collective. Raises: ExportError."""
-        became = "failed"
-        try:
-            self.writer.write(self.folder, coordinator)
-            became = "is published, and what follows it failed"
-            logger.info("exported %s to %s", self.config.format, self.folder)
-            if coordinator.rank == 0:
-                self.made.record(self.config, self.step)
-            coordinator.on_rank_0("export-expire", lambda: self.made.expire(self.config, self.step))
-        except ExportError:
-            raise
-        except Exception as error:
-            raise ExportError(f"export of step {self.step} to {self.folder} {became}: {error}") from error
 
 
 class Exporter:

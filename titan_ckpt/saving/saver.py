@@ -1,4 +1,4 @@
-"""One save at a time: stage, write, agree, commit, expire, in this thread or in a helper thread and its process.
+"""Saver: stages, writes, agrees, commits and expires, in this thread or in a helper thread and its process.
 
 Owns the order of a save and who waits for whom. policy.py decides when a save is due, directory/ what a checkpoint is.
 Knows no file format beyond asking the native writer for its files.
@@ -6,9 +6,7 @@ Knows no file format beyond asking the native writer for its files.
 
 from __future__ import annotations
 
-import atexit
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,11 +19,11 @@ from typing import Any
 import xxhash
 
 from titan_ckpt.components.files import RUN_STATE, divide, rank_state_name, run_parts
-from titan_ckpt.components.run_state import Mark, RunState, Snapshot
+from titan_ckpt.components.snapshot import Snapshot
 from titan_ckpt.config import SaveConfig
 from titan_ckpt.directory.directory import CheckpointDirectory, os_errors_as
 from titan_ckpt.directory.manifest import FileRecord, Kind, Manifest
-from titan_ckpt.disk import cuda, posix
+from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.replicas import check_replicas
 from titan_ckpt.encoding import typed_json
@@ -34,6 +32,7 @@ from titan_ckpt.formats.native.arena import StagingHandle
 from titan_ckpt.formats.native.writer import StagedFile, WritePlan
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import LazyTensor
+from titan_ckpt.saving.handle import SaveHandle
 from titan_ckpt.telemetry.events import Event, Telemetry
 from titan_ckpt.types import StateDict
 
@@ -52,71 +51,6 @@ class SaveRequest:
     metrics: dict[str, float] = field(default_factory=dict)
     expire: bool = True
     """Expire older steps after the commit. Not after a save that an exception caused: its state may be broken."""
-
-
-@dataclass(slots=True)
-class SaveHandle:
-    """A save in flight. `wait` raises its error, once."""
-
-    step: int
-    _done: threading.Event = field(default_factory=threading.Event)
-    _error: BaseException | None = None
-    _failed: bool = False
-
-    @property
-    def done(self) -> bool:
-        return self._done.is_set()
-
-    @property
-    def error(self) -> BaseException | None:
-        """Return the error so far; `wait` still raises it."""
-        return self._error
-
-    def run(self, act: Callable[[], None]) -> None:
-        """Call `act`, keep its error for `wait` and mark the save as ended; called once."""
-        try:
-            act()
-        except BaseException as error:
-            self._error, self._failed = error, True
-            _unheard[id(self)] = self
-        self._done.set()
-
-    def start(self, act: Callable[[], None], name: str) -> None:
-        """Do the same in a thread, whose device is this thread's."""
-        as_here = cuda.as_here()
-
-        def run() -> None:
-            as_here()
-            act()
-
-        threading.Thread(target=self.run, args=(run,), name=name).start()
-
-    def succeeded(self) -> bool:
-        """Block until the save has ended and return whether it is committed; `wait` still raises its error."""
-        self._done.wait()
-        return not self._failed
-
-    def wait(self) -> None:
-        """Block until the save is committed. Raises: the save's error, the first time only."""
-        self._done.wait()
-        error, self._error = self._error, None
-        _unheard.pop(id(self), None)
-        if error is not None:
-            raise error
-
-
-_unheard: dict[int, SaveHandle] = {}
-"""Failed saves that nobody has waited for yet."""
-
-
-def _report_unheard() -> None:
-    """Log unheard failures when the process ends without `close`; the threads of saves have ended by then."""
-    for handle in _unheard.values():
-        error = handle.error
-        logger.critical("what was saved or exported of step %d is not there: %s", handle.step, error, exc_info=error)
-
-
-atexit.register(_report_unheard)
 
 
 class Saver:
@@ -365,58 +299,6 @@ class Saver:
                 event.note(expired=self._directory.expire(self._config.keep))
         self._seconds.append(time.perf_counter() - started)
         logger.info("step %d saved in %.2f s", request.step, self._seconds[-1])
-
-
-@dataclass(slots=True)
-class LastStep:
-    """The last completed step of a run, for RunGuard, which saves it when the next one is interrupted."""
-
-    run: RunState
-    saver: Saver | None
-    coordinator: Coordinator
-    save_mark: Callable[[Mark | None], None]
-    """Saves a marked step, unless it is saved already, and waits for it."""
-    expected_bytes: Callable[[], int]
-    """Estimates this rank's bytes in a save."""
-    is_half_loaded: Callable[[], bool]
-    """Whether a load has overwritten a part of the run and failed; no step of such a run is marked."""
-    is_watched: bool
-    """Whether the optimizers say when they are about to step."""
-    saved: int | None = None
-    """The step that was saved or resumed last, or is being saved."""
-    mark: Mark | None = None
-    is_changing: bool = False
-    """Whether an optimizer may have changed the marked step."""
-
-    def complete(self, step: int) -> None:
-        """Mark the run's state as that of the completed `step`, so that it can still be saved during the next step.
-
-        Call it after the optimizer, schedulers and counters of the step. Not collective, and cheap.
-        """
-        if self.saver is not None and not self.is_half_loaded():
-            self.mark, self.is_changing = self.run.mark(step), False
-
-    @property
-    def marked(self) -> int | None:
-        """Return the step that `save` would save; None if none is, or an optimizer may have changed it."""
-        return None if self.mark is None or self.is_changing or not self.is_watched else self.mark.step
-
-    def save(self) -> None:
-        """Save the marked step as it was at its end, and wait for it; no older step expires. Collective.
-
-        Raises: SaveError; HalfLoadedError.
-        """
-        self.save_mark(self.mark)
-
-    def line(self) -> Coordinator:
-        """Return a Coordinator of its own for the caller. Collective."""
-        return self.coordinator.background()
-
-    def save_seconds(self) -> float:
-        """Estimate the seconds from copy to commit: the longest of the last saves, or 5 s plus 100 MB/s before any."""
-        if self.saver is None:
-            return 0.0
-        return self.saver.longest_seconds or 5.0 + self.expected_bytes() / 1e8
 
 
 def _make_all(exports: Sequence[Callable[[Coordinator], None]], coordinator: Coordinator) -> None:

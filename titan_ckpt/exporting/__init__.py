@@ -1,0 +1,1 @@
+"""Exports: the model in a format for other programs, in folders that resuming never reads."""

@@ -1,0 +1,1 @@
+"""One save at a time: staged, written, agreed upon and committed; and the last step, which RunGuard can still save."""

@@ -51,7 +51,7 @@ def reference(root: Path) -> None:
     twin.save_pretrained(root / "qwen3_moe")
     tokens = torch.randint(0, 301, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(5))
     out = twin(input_ids=tokens[:, :-1], output_router_logits=True)
-    balance = load_balancing_loss_func(out.router_logits, SHAPE.num_experts, SHAPE.experts_per_token)
+    balance: Any = load_balancing_loss_func(out.router_logits, SHAPE.num_experts, SHAPE.experts_per_token)
     loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), tokens[:, 1:].flatten())
     (loss + SHAPE.router_aux_loss_coef * balance).backward()
     (root / "expected.json").write_text(json.dumps([loss.item(), balance.item()]))
@@ -76,7 +76,7 @@ def check(root: Path, table: Mapping[str, Any]) -> None:
             grad = found[name].grad
             assert grad is not None, name
             whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-            torch.testing.assert_close(whole, expected.detach(), rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(whole, expected.detach(), rtol=0, atol=1e-6, msg=name)
 
 
 @distributed(nproc=2)
@@ -102,7 +102,7 @@ def test_d3_a_balance_loss_that_cannot_be_computed_is_refused_before_anything_is
         (tmp_path / model).mkdir()
         (tmp_path / model / "config.json").write_text(json.dumps(shape.to_hf()))
 
-    def refusal(name: str, folder: str, coefficient: float | None = None, **parallel: int) -> str:
+    def refusal(name: str, folder: str, coefficient: float | None = None, **parallel: Any) -> str:
         config = settings(tmp_path, folder, {}, {}, tmp_path / "run")
         config = replace(config, model=replace(config.model, name=name), parallel=ParallelConfig(**parallel))
         trainer = Trainer(replace(config, training=replace(config.training, router_aux_loss_coef=coefficient)))

@@ -47,7 +47,7 @@ from titan_ckpt.training.data.tokenizer import TextTokenizer
 from titan_ckpt.training.folders import check_folders
 from titan_ckpt.training.loss import BalanceLoss, balance_coefficient, summed_cross_entropy
 from titan_ckpt.training.model_folder import checkpoint_settings
-from titan_ckpt.training.own_code import check_names, make_optimizer, make_scheduler
+from titan_ckpt.training.own_code import check_names, make_optimizer, make_patterns, make_scheduler
 from titan_ckpt.training.parallel.apply import parallelise
 from titan_ckpt.training.parallel.data_parallel import is_sharded
 from titan_ckpt.training.parallel.degrees import Degrees, find_degrees
@@ -146,7 +146,7 @@ class BuildSteps:
         """
         config = self.config.model
         shape: dict[str, Any] = {"flavor": config.flavor, "folder": config.folder, "settings": config.settings}
-        model = construct(lambda: build_model(config.name, **shape))
+        model = construct(lambda: build_model(config.name, **shape), config.construct, make_patterns(self.config))
         if self.converters is not None:
             self.converters.convert(model)
         return model

@@ -6,6 +6,7 @@ are built.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -18,6 +19,27 @@ from titan_ckpt.training.parallel.config import ParallelConfig
 
 PositiveNumber = Annotated[float, Check("a positive number", lambda x: x > 0)]
 Ratio = Annotated[float, Check("a number from 0 to 1", lambda x: 0 <= x <= 1)]
+
+
+def is_pattern(text: str) -> bool:
+    """Return whether a text is a regular expression."""
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class InitialValuesConfig(Checked):
+    """Initial values of the parameters whose names match a pattern."""
+
+    names: Annotated[str, Check("a regular expression", is_pattern)]
+    """Regular expression for the whole name; the first table that matches counts."""
+    function: ImportName
+    """Fills a tensor in place, as "package.module:Name", such as "torch.nn.init:normal_"."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function, such as { std = 0.02 }."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +69,13 @@ class ModelConfig(Checked):
     [[checkpoint.initial_load]] names no sources; its tokenizer is the default of [data.tokenizer]."""
     load_weights: bool = True
     """With false, only the shape of `folder` is used, and a new run starts from random values."""
+    construct: Literal["default", "meta", "device"] = "default"
+    """Where the values come from that no source provides. "default": those that one CPU would give, bit for bit; every
+    rank makes all of them, tensor by tensor. "device": the same distributions, drawn in seconds on the device, by each
+    rank for its own shards; skips the values of one CPU. "meta": skips initialisation; a weight that no source has is
+    an error."""
+    initial_values: tuple[InitialValuesConfig, ...] = ()
+    """Fill the parameters by patterns of their names, instead of by the model's own code; each must match one."""
     freeze: tuple[NonEmpty, ...] = ()
     """Parameters that are not trained, as patterns over their names, such as "tok_embeddings.*"."""
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -5,9 +5,12 @@ Owns how each is found, called and checked. All names are imported before anythi
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
@@ -16,6 +19,7 @@ from titan_ckpt.encoding.named import BadNameError, call_named, import_named, is
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.config import OptimizerConfig, RunConfig
 from titan_ckpt.training.data.batch import Batch
+from titan_ckpt.weights.initialize import NamePattern
 
 
 def check_names(config: RunConfig) -> None:
@@ -39,7 +43,23 @@ def _names(config: RunConfig) -> Iterator[tuple[str, str]]:
         "schedule.kind": config.schedule.kind,
     }
     yield from ((setting, str(name)) for setting, name in single.items() if is_import_name(name))
+    yield from ((f"model.initial_values.{i}.function", v.function) for i, v in enumerate(config.model.initial_values))
     yield from ((f"callbacks.{i}", name) for i, name in enumerate(config.callbacks))
+
+
+def make_patterns(config: RunConfig) -> list[NamePattern]:
+    """Return what fills the parameters by `model.initial_values`. Raises: ConfigError for settings that do not fit."""
+    made, problems = [], []
+    for i, table in enumerate(config.model.initial_values):
+        function = import_named(table.function)
+        try:
+            inspect.signature(function).bind(torch.empty(0), **table.settings)
+        except TypeError as error:
+            problems.append(f"model.initial_values.{i}.settings: {table.function!r}: {error}")
+        made.append(NamePattern(table.names, partial(function, **table.settings)))
+    if problems:
+        raise ConfigError(problems)
+    return made
 
 
 def make_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> Optimizer:

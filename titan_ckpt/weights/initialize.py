@@ -7,21 +7,23 @@ that it has on one device, whatever the sharding. Loads nothing (loading/) and c
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
-from titan_ckpt.errors import CheckpointError, LoadMismatchError, listed
+from titan_ckpt.errors import CheckpointError, ConfigError, LoadMismatchError, listed
 from titan_ckpt.geometry.chunks import fill
 from titan_ckpt.rng import RandomState
 from titan_ckpt.weights.names import clean_fqn, named_modules
 from titan_ckpt.weights.own_state import own_tensors
+from titan_ckpt.weights.shard_fills import ShardFills
 from titan_ckpt.weights.single_device import Place, ValuesGoneError, WholeTensors, named_tensors, tensor_at
 from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -36,6 +38,29 @@ _ORIGIN = "_titan_ckpt_origin"
 _HF_MARK = "_is_hf_initialized"
 """transformers' own mark of tensors and modules that keep their values. Source: transformers, initialization.py."""
 _LISTED = 12
+_CPU = torch.device("cpu")
+
+
+InitialValues = Literal["default", "meta", "device"]
+"""Where the values come from that no source provides.
+
+- "default": those that one CPU would give, bit for bit. Skips nothing; every rank makes all values, tensor by tensor.
+- "device": the same distributions, drawn on the device, by each rank for its own shards. Skips the values of one CPU.
+- "meta": nowhere. Skips initialisation: it is an error if a source lacks a tensor that checkpoints hold.
+"""
+_SKIPS = {
+    "default": "as one CPU would; every rank makes all values, tensor by tensor",
+    "device": "on the device, in shards: they are not those of one CPU",
+    "meta": "not at all",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NamePattern:
+    """Gives the tensors whose whole name matches `names`, a regular expression, their values by `function(tensor)`."""
+
+    names: str
+    function: Callable[[torch.Tensor], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,28 +69,74 @@ class _Origin:
 
     build: Callable[[], nn.Module]
     random: dict[str, Any]
+    values: InitialValues
+    patterns: Sequence[NamePattern]
+
+    def fill(self, model: nn.Module) -> None:
+        """Give a rebuilt model its values."""
+        if not self.patterns:
+            _with_values(model)
+            return
+        parameters = dict(model.named_parameters())
+        for fqn, pattern in match_patterns(parameters, self.patterns).items():
+            pattern.function(parameters[fqn])
+        if callable(reset := getattr(model, "reset_buffers", None)):
+            reset()
 
 
-def construct(build: Callable[[], ModelT]) -> ModelT:
+def construct(
+    build: Callable[[], ModelT], values: InitialValues = "default", patterns: Sequence[NamePattern] = ()
+) -> ModelT:
     """Build a model on meta: shapes without memory. It gets memory by `materialise` and values by the manager's `load`.
 
-    In a new run the values are those that `build()` on the CPU and the model's `init_weights()` would give now, with
-    the present state of the generators, at any number of ranks.
-    A model that needs values to be built (it calls `.item()`, say) is built whole on the CPU instead, with a warning.
+    `values`: where those come from that no source provides. With "default" they are those that `build()` on the CPU and
+    the model's `init_weights()` would give now, with the present state of the generators, at any number of ranks.
+    `patterns`: fill the parameters instead of `init_weights()`, each by the first pattern that matches its name.
+    A model that needs values to be built (it calls `.item()`, say) is built whole on the CPU instead, with a warning;
+    with other `values` than "default" it is refused.
+    Raises: ConfigError for parameters that no pattern matches, and for patterns that match none.
     """
-    origin = _Origin(build, RandomState().state_dict())
+    origin = _Origin(build, RandomState().state_dict(), values, patterns)
     try:
         with torch.device("meta"):
             model = build()
         if any(value.is_meta for _, _, value in named_tensors(model)):
+            match_patterns(dict(model.named_parameters()), patterns)
             model.__dict__[_ORIGIN] = origin
             return model
     except CheckpointError:
         raise
     except Exception as error:  # code may fail for lack of values; a real fault raises again below
+        if values != "default":
+            cause = f"{values!r} needs a model that can be built on meta, and this one cannot: {error}"
+            raise ConfigError([f'model.construct: {cause}. Use "default"']) from error
         logger.warning("the model cannot be built on meta, so every rank builds all of it on the CPU: %s", error)
     RandomState().load_state_dict(origin.random)
-    return _with_values(build())
+    model = build()
+    origin.fill(model)
+    return model
+
+
+def match_patterns(parameters: Collection[str], patterns: Sequence[NamePattern]) -> dict[str, NamePattern]:
+    """Return the first pattern that matches each name. Raises: ConfigError listing names and patterns without one."""
+    matched: dict[str, NamePattern] = {}
+    used: set[int] = set()
+    for fqn in parameters if patterns else ():
+        numbers = [i for i, pattern in enumerate(patterns) if re.fullmatch(pattern.names, clean_fqn(fqn))]
+        used.update(numbers)
+        if numbers:
+            matched[fqn] = patterns[numbers[0]]
+    bare = [fqn for fqn in parameters if fqn not in matched] if patterns else []
+    problems = [f"model.initial_values: no pattern matches {listed(bare, ', ', ' ', _LISTED)}"] if bare else []
+    problems += [
+        f"model.initial_values.{i}.names: {pattern.names!r} matches no parameter; names look like {fqn}"
+        for i, pattern in enumerate(patterns)
+        for fqn in [*parameters][:1]
+        if i not in used
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return matched
 
 
 def materialise(model: nn.Module, device: torch.device | str) -> None:
@@ -121,7 +192,16 @@ def initialise(wrapper: ModelWrapper, owned: Collection[str] = ()) -> None:
             continue
         kept = {fqn for prefix, module in named_modules(part) for fqn, _ in own_tensors(prefix, module)}
         persistent = any(fqn in kept for fqn, _ in own)
-        logger.info("initialising %d tensors that are not in the checkpoint, such as %s", len(own), own[0][0])
+        values = origin.values if origin is not None and persistent else "default"
+        if values == "meta":
+            lacking = [fqn for fqn, _ in own if fqn in kept]
+            raise LoadMismatchError(
+                f"{len(lacking)} tensors were not loaded: {listed(lacking, ', ', ' ', _LISTED)}. The model was "
+                'constructed for a load (model.construct = "meta"), which skips initial values: name a source that has '
+                'them in [[checkpoint.initial_load]], or use "default" or "device"'
+            )
+        how = f" ({_SKIPS[values]})" if persistent else ""
+        logger.info("initialising %d tensors that are not in the checkpoint, such as %s%s", len(own), own[0][0], how)
         if origin is not None and persistent:
             _replay(part, origin, own)
         else:
@@ -172,19 +252,22 @@ def _initialiser(model: nn.Module) -> Callable[[], object] | None:
 def _replay(part: nn.Module, origin: _Origin, own: Sequence[tuple[str, Place]]) -> None:
     """Build the model again from the same generators, as on one device, and keep this rank's part of its tensors.
 
-    Takes memory for one tensor at a time. Does not fill tensors that only the constructor fills.
+    Takes memory for one tensor at a time, and does not fill tensors that only the constructor fills; with the values
+    of "device" it takes memory for one tile, and the constructor's fills count.
     """
     places: dict[str, list[Place]] = {}
     for fqn, place in own:
         places.setdefault(fqn, []).append(place)
-    if _pretrained_class(part) is None and _initialiser(part) is None:
+    in_shards = origin.values == "device"
+    if not in_shards and not origin.patterns and _pretrained_class(part) is None and _initialiser(part) is None:
         return
-    with _generators(origin), WholeTensors(torch.device("cpu"), building=True) as mode:
+    device = tensor_at(own[0][1]).device
+    with _generators(origin), ShardFills(device) if in_shards else WholeTensors(_CPU, building=True) as mode:
         try:
             again = origin.build()
             mode.building = False
             mode.watch(again, lambda fqn, _: (tuple(places.get(clean_fqn(fqn), ())), False))
-            _with_values(again)
+            origin.fill(again)
         except ValuesGoneError as error:
             logger.debug("%s", error)
             return
@@ -254,7 +337,8 @@ def _copy_from_rebuilt(origin: _Origin, left: Sequence[tuple[str, Place]]) -> No
         listed([fqn for fqn, _ in left], ", ", " ", _LISTED),
     )
     with _generators(origin):
-        again = _with_values(origin.build())
+        again = origin.build()
+        origin.fill(again)
     values = {clean_fqn(fqn): value for fqn, _, value in named_tensors(again)}
     for fqn, place in left:
         if fqn in values:

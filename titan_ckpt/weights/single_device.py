@@ -59,7 +59,7 @@ class ValuesGoneError(RuntimeError):
 
 
 @dataclass(slots=True, eq=False)
-class _Seen:
+class Seen:
     """The record of one tensor of the model that code works on."""
 
     name: str
@@ -75,6 +75,8 @@ class _Seen:
     written: bool = False
     gone: bool = False
     """It had values, and they are lost."""
+    fill: Any = None
+    """The values that it is to have, a Fill of shard_fills.py."""
 
     def targets(self) -> list[torch.Tensor]:
         """Return the live tensors, each once."""
@@ -93,9 +95,9 @@ class WholeTensors(TorchFunctionMode):
         super().__init__()
         self.building = building
         self._device = device
-        self._seen: dict[int, _Seen] = {}
-        self._at: dict[tuple[int, str], _Seen] = {}
-        self._open: list[_Seen] = []
+        self._seen: dict[int, Seen] = {}
+        self._at: dict[tuple[int, str], Seen] = {}
+        self._open: list[Seen] = []
         self._watched: list[tuple[nn.Module, str]] = []
         self._warned = False
 
@@ -106,9 +108,10 @@ class WholeTensors(TorchFunctionMode):
                 self._close(made)
             for fqn, place, value in named_tensors(model):
                 places, kept = resolve(fqn, place)
-                record = self._seen.get(_key(value))
+                record = self._seen.get(key_of(value))
                 if record is None or not record.name:
-                    record = self._seen[_key(value)] = _Seen(fqn, value, gone=record is not None and record.gone)
+                    gone, fill = (record.gone, record.fill) if record is not None else (False, None)
+                    record = self._seen[key_of(value)] = Seen(fqn, value, gone=gone, fill=fill)
                     if not value.is_meta and places != (place,):  # made with values, to be copied to `places`
                         record.whole, record.in_place, record.written = value.detach(), True, True
                         self._open.append(record)
@@ -131,7 +134,7 @@ class WholeTensors(TorchFunctionMode):
             record = self._at.get((id(module), name))
             if record is None:
                 return value
-            if (other := self._seen.get(_key(value))) is not None:
+            if (other := self._seen.get(key_of(value))) is not None:
                 return self._tie(module, name, record, other)
             if record.kept:
                 return record.seen
@@ -154,10 +157,10 @@ class WholeTensors(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.building and func is torch.empty and torch.device(kwargs.get("device") or "cpu").type == "cpu":
             made: torch.Tensor = func(*args, **{**kwargs, "device": "meta"})
-            self._seen[_key(made)] = _Seen("", made)
+            self._seen[key_of(made)] = Seen("", made)
             return made
         given = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, torch.Tensor)]
-        records = {id(value): record for value in given if (record := self._seen.get(_key(value))) is not None}
+        records = {id(value): record for value in given if (record := self._seen.get(key_of(value))) is not None}
         if not records or func in _ABOUT:
             return func(*args, **kwargs)
         into = args[0] if args else kwargs.get("tensor")
@@ -185,7 +188,7 @@ class WholeTensors(TorchFunctionMode):
         result = func(*_mapped(args, whole), **{name: _mapped(value, whole) for name, value in kwargs.items()})
         return next((value for value in given if id(value) in records and whole(value) is result), result)
 
-    def _set_data(self, record: _Seen, value: torch.Tensor) -> None:
+    def _set_data(self, record: Seen, value: torch.Tensor) -> None:
         if isinstance(record.seen, DTensor):
             raise RuntimeError(  # noqa: TRY004 - the type is right, the statement is not
                 f"{record.name}.data = ... on a sharded tensor would be lost: write self.<name> = nn.Parameter(value), "
@@ -194,7 +197,7 @@ class WholeTensors(TorchFunctionMode):
         if not record.kept:
             self._store(record, value.detach())
 
-    def _tie(self, module: nn.Module, name: str, record: _Seen, other: _Seen) -> torch.Tensor:
+    def _tie(self, module: nn.Module, name: str, record: Seen, other: Seen) -> torch.Tensor:
         """Let a place share a second tensor of the model, as `self.a = self.b` does."""
         if record is not other:
             self._open_whole(other, [record, other], fresh=False)
@@ -207,7 +210,7 @@ class WholeTensors(TorchFunctionMode):
             self._at[id(module), name] = other
         return other.seen
 
-    def _store(self, record: _Seen, value: torch.Tensor) -> torch.Tensor:
+    def _store(self, record: Seen, value: torch.Tensor) -> torch.Tensor:
         """Copy a whole value to the live tensors, in their placement."""
         self._forget(record)
         record.written = True
@@ -231,10 +234,10 @@ class WholeTensors(TorchFunctionMode):
                     dict.__setitem__(module.__dict__["_buffers"], name, moved)
                 if target is record.seen:
                     record.seen = moved
-                    self._seen[_key(moved)] = record
+                    self._seen[key_of(moved)] = record
         return record.seen
 
-    def _warn_of_waste(self, record: _Seen, target: DTensor) -> None:
+    def _warn_of_waste(self, record: Seen, target: DTensor) -> None:
         if not self._warned and any(not isinstance(p, Replicate) for p in target.placements):
             self._warned = True
             warnings.warn(
@@ -244,13 +247,13 @@ class WholeTensors(TorchFunctionMode):
                 stacklevel=5,
             )
 
-    def _device_of(self, record: _Seen) -> torch.device:
+    def _device_of(self, record: Seen) -> torch.device:
         if self._device is not None:
             return self._device
         targets = record.targets()
         return targets[0].device if targets else torch.device("cpu")
 
-    def _open_whole(self, record: _Seen, in_use: Sequence[_Seen], *, fresh: bool) -> None:
+    def _open_whole(self, record: Seen, in_use: Sequence[Seen], *, fresh: bool) -> None:
         """Give a record its whole tensor and close others that nothing refers to. `fresh`: its values do not matter."""
         if record.whole is not None:
             return
@@ -274,7 +277,7 @@ class WholeTensors(TorchFunctionMode):
         record.version = record.whole._version
         self._open.append(record)
 
-    def _close(self, record: _Seen) -> None:
+    def _close(self, record: Seen) -> None:
         """Copy a whole tensor's values to the live tensors, and drop it."""
         assert record.whole is not None
         changed = record.whole._version != record.version
@@ -290,7 +293,7 @@ class WholeTensors(TorchFunctionMode):
             for target in record.targets():
                 fill(target, whole)
 
-    def _forget(self, record: _Seen) -> None:
+    def _forget(self, record: Seen) -> None:
         record.whole = None
         if record in self._open:
             self._open.remove(record)
@@ -326,14 +329,14 @@ def tensor_at(place: Place) -> torch.Tensor:
     return value
 
 
-def _key(value: torch.Tensor) -> int:
+def key_of(value: torch.Tensor) -> int:
     """Return a key of a tensor: its identity, or on meta its memory, which a Parameter shares with its source."""
     if value.is_meta and not isinstance(value, DTensor):
         return int(value.untyped_storage()._cdata)
     return id(value)
 
 
-def _has_views(record: _Seen) -> bool:
+def _has_views(record: Seen) -> bool:
     """Return whether code still holds a view of the whole tensor, through which it may change."""
     assert record.whole is not None
     storage = record.whole.untyped_storage()

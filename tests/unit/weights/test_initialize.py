@@ -31,7 +31,7 @@ from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.qwen3_moe import FLAVORS, Router
 from titan_ckpt.models.registry import build_model
 from titan_ckpt.testing import distributed
-from titan_ckpt.weights.initialize import construct, empty_tensors, initialise, mark_filled, materialise
+from titan_ckpt.weights.initialize import InitialValues, construct, empty_tensors, initialise, mark_filled, materialise
 from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -56,9 +56,9 @@ def on_one_device(name: str) -> LanguageModel:
     return model
 
 
-def on_meta(name: str) -> LanguageModel:
+def on_meta(name: str, values: InitialValues = "default") -> LanguageModel:
     torch.manual_seed(3)
-    return construct(MODELS[name])
+    return construct(MODELS[name], values)
 
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -113,9 +113,9 @@ def test_b4_values_from_scratch_are_those_of_one_device(name: str, tmp_path: Pat
     assert torch.equal(generators, torch.get_rng_state()), "initialisation must not move the run's generators"
 
 
-def laid_out(name: str, layout: str) -> LanguageModel:
+def laid_out(name: str, layout: str, values: InitialValues = "default") -> LanguageModel:
     """Return what this one of two ranks has of a model: on meta until it is laid out, then in memory that is spoilt."""
-    model, mesh = on_meta(name), init_device_mesh("cpu", (2,))
+    model, mesh = on_meta(name, values), init_device_mesh("cpu", (2,))
     if layout == "sharded":
         for layer in model.layers.children():
             fully_shard(layer, mesh=mesh)
@@ -458,7 +458,7 @@ MEASURE = """
 import json, resource, sys, torch
 from torch import nn
 from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig
-from titan_ckpt.weights.initialize import construct, materialise
+from titan_ckpt.weights.initialize import InitialValues, construct, materialise
 
 def rss():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -2,6 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 TITAN := .venv-torchtitan
+SERVERS := .venv-servers
 CORE := tests/test_without_extras.py tests/test_golden_native.py tests/test_manager.py tests/test_manager_lifecycle.py \
 	$(addprefix tests/unit/,cli components directory disk distributed formats geometry guard loading/test_external.py) \
 	$(addprefix tests/unit/weights/test_,digest.py quantise.py single_device.py transforms.py wrapper.py) \
@@ -25,7 +26,7 @@ test check: $(READY)
 	wait $$titan; titan=$$?; cat $$log; rm $$log; exit $$((here | titan))
 
 # The tests of the core come first, in processes that refuse every optional package. tests/conftest.py orders the files.
-test-here: $(READY)
+test-here: $(READY) $(SERVERS)/.ready
 	PYTHONPATH=tests/without_extras $(BIN)/python -m pytest $(WORKERS) $(CORE)
 	$(BIN)/python -m pytest $(WORKERS) $(CORE:%=--ignore=%)
 
@@ -57,7 +58,7 @@ site: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.all
 
-soak: $(READY)
+soak: $(READY) $(SERVERS)/.ready
 	TITAN_CKPT_SOAK=1 $(BIN)/python -m pytest --timeout=14400 -o faulthandler_timeout=14000 tests/faults tests/distributed
 
 # The table of docs/compatibility.md: everything that the installed libraries offer, about half an hour on two cores.
@@ -80,4 +81,12 @@ $(TITAN)/.ready: tests/torchtitan/constraints.txt
 	$(TITAN)/bin/python -m pip install --quiet -c $< "$$(grep '^torch==' $<)"
 	$(TITAN)/bin/python -m pip install --quiet -c $< torchtitan triton torchao transformers peft xxhash tomli rich \
 		pytest pytest-timeout
+	touch $@
+
+# Servers of buckets, which the tests of tests/stores start. They need other versions of some packages, too.
+$(SERVERS)/.ready: tests/stores/constraints.txt tests/stores/package.json
+	$(PYTHON) -m venv $(SERVERS)
+	$(SERVERS)/bin/python -m pip install --quiet -c $< 'moto[s3]' flask flask-cors localbucket
+	cp tests/stores/package.json $(SERVERS)
+	npm install --prefix $(SERVERS) --silent --no-audit --no-fund
 	touch $@

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HOOK = ROOT / "tests" / "without_extras"
-EXTRAS = ["datasets", "peft", "tokenizers", "torchao", "torchdata", "transformers", "wandb"]
+EXTRAS = ["datasets", "obstore", "peft", "tokenizers", "torchao", "torchdata", "transformers", "wandb"]
 
 
 def python(code: str, folder: Path) -> str:

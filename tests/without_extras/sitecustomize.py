@@ -8,8 +8,8 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-REFUSED = {"accelerate", "datasets", "lightning", "lightning_fabric", "peft", "pytorch_lightning", "tensorboard"}
-REFUSED |= {"tokenizers", "torchao", "torchdata", "transformers", "trl", "wandb"}
+REFUSED = {"accelerate", "datasets", "lightning", "lightning_fabric", "obstore", "peft", "pytorch_lightning"}
+REFUSED |= {"tensorboard", "tokenizers", "torchao", "torchdata", "transformers", "trl", "wandb"}
 
 
 class _Refuse(MetaPathFinder):

@@ -1,0 +1,74 @@
+"""Servers of buckets: each is started once, when the first test asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from tests.stores import servers
+from tests.stores.servers import Server
+from titan_ckpt.stores.bucket import BucketPath, open_location
+from titan_ckpt.stores.settings import StoreConfig
+
+SECONDS = 5.0
+"""How long a request is retried in tests."""
+
+
+@pytest.fixture(autouse=True)
+def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in servers.CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    servers.require_installed()
+    with servers.moto(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    servers.require_installed()
+    with servers.azurite(tmp_path_factory.mktemp("azurite")) as server:
+        yield server
+
+
+@pytest.fixture(params=["s3", "azure"])
+def server(request: pytest.FixtureRequest) -> Server:
+    """Both stores that are as they should be."""
+    value = request.getfixturevalue(request.param)
+    assert isinstance(value, Server)
+    return value
+
+
+def place_in(server: Server, **settings: object) -> BucketPath:
+    """Return a new, empty place in a server's bucket."""
+    config = StoreConfig(**{"endpoint": server.endpoint, "retry_seconds": SECONDS, **settings})  # type: ignore[arg-type]
+    location = open_location(f"{server.url}/runs/{uuid.uuid4().hex[:8]}", config)
+    assert isinstance(location, BucketPath)
+    return location
+
+
+@pytest.fixture
+def place(server: Server) -> BucketPath:
+    return place_in(server)
+
+
+@contextlib.contextmanager
+def behind(server: Server, fault: servers.Fault, method: str, suffix: str, times: int = 1) -> Iterator[servers.Proxy]:
+    """Break the first requests of a method to an object; `suffix`: the end of its name."""
+    left = times
+
+    def decide(asked: str, path: str) -> servers.Fault:
+        nonlocal left
+        if asked == method and path.partition("?")[0].endswith(suffix) and left > 0:
+            left -= 1
+            return fault
+        return None
+
+    with servers.Proxy(server.endpoint, decide) as proxy:
+        yield proxy

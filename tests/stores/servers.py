@@ -1,0 +1,236 @@
+"""Object stores of packages, as processes: moto (S3), azurite (Azure), and two that do not keep conditional puts.
+
+Knows no checkpoints. A proxy in front of one breaks requests as a network does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import hmac
+import os
+import re
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = ROOT / ".venv-servers"
+"""Made by `make`, from constraints.txt and package.json of this folder."""
+PYTHON = str(ENVIRONMENT / "bin" / "python")
+BIN = ENVIRONMENT / "node_modules" / ".bin"
+
+AZURE_ACCOUNT = "devstoreaccount1"
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""The account that azurite has, the same everywhere."""
+
+# the names that s3rver knows; the others take any
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "S3RVER",
+    "AWS_SECRET_ACCESS_KEY": "S3RVER",
+    "AZURE_STORAGE_ACCOUNT_NAME": AZURE_ACCOUNT,
+    "AZURE_STORAGE_ACCOUNT_KEY": AZURE_KEY,
+}
+
+_MOTO = """
+import logging, sys, threading
+logging.disable()
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=int(sys.argv[1]), verbose=False)
+server.start()
+threading.Event().wait()
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server: `url` of a bucket in it, and the endpoint."""
+
+    url: str
+    endpoint: str
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _process(command: list[str], port: int, folder: Path) -> Iterator[None]:
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            deadline = time.monotonic() + 60
+            while True:
+                with contextlib.suppress(OSError):
+                    socket.create_connection(("127.0.0.1", port)).close()
+                    break
+                assert process.poll() is None and time.monotonic() < deadline, (folder / "server.log").read_text()
+                time.sleep(0.05)
+            yield
+        finally:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def moto(folder: Path) -> Iterator[Server]:
+    """S3 as it should be, in memory."""
+    port = free_port()
+    with _process([PYTHON, "-c", _MOTO, str(port)], port, folder):
+        yield _s3(f"http://127.0.0.1:{port}")
+
+
+@contextlib.contextmanager
+def azurite(folder: Path) -> Iterator[Server]:
+    """Azure as it should be, in memory."""
+    port = free_port()
+    options = ["--inMemoryPersistence", "--silent", "--skipApiVersionCheck", "--disableTelemetry"]
+    with _process([str(BIN / "azurite-blob"), *options, "--blobPort", str(port)], port, folder):
+        endpoint = f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}"
+        _make_container(endpoint, "box")
+        yield Server("az://box", endpoint)
+
+
+@contextlib.contextmanager
+def s3rver(folder: Path) -> Iterator[Server]:
+    """A store that ignores If-None-Match."""
+    port = free_port()
+    options = ["-d", str(folder / "data"), "-s", "-a", "127.0.0.1", "-p", str(port), "--configure-bucket", "box"]
+    with _process([str(BIN / "s3rver"), *options], port, folder):
+        yield Server("s3://box", f"http://127.0.0.1:{port}")
+
+
+@contextlib.contextmanager
+def localbucket(folder: Path) -> Iterator[Server]:
+    """A store that keeps If-None-Match and accepts a stale If-Match."""
+    port = free_port()
+    command = [PYTHON, "-m", "localbucket", "--port", str(port), str(folder / "data")]
+    (folder / "data" / "box").mkdir(parents=True)
+    with _process(command, port, folder):
+        yield Server("s3://box", f"http://127.0.0.1:{port}")
+
+
+def _s3(endpoint: str) -> Server:
+    with urllib.request.urlopen(urllib.request.Request(f"{endpoint}/box", method="PUT")):
+        return Server("s3://box", endpoint)
+
+
+def _make_container(endpoint: str, name: str) -> None:
+    """Make a container. Source of the string to sign: learn.microsoft.com, "Authorize with Shared Key"."""
+    date = datetime.now(UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
+    version = "2021-08-06"
+    resource = f"/{AZURE_ACCOUNT}/{AZURE_ACCOUNT}/{name}\nrestype:container"
+    to_sign = "PUT" + "\n" * 12 + f"x-ms-date:{date}\nx-ms-version:{version}\n{resource}"
+    digest = hmac.new(base64.b64decode(AZURE_KEY), to_sign.encode(), hashlib.sha256).digest()
+    headers = {
+        "x-ms-date": date,
+        "x-ms-version": version,
+        "Authorization": f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(digest).decode()}",
+    }
+    url = f"{endpoint}/{name}?restype=container"
+    with urllib.request.urlopen(urllib.request.Request(url, method="PUT", headers=headers)):
+        pass
+
+
+Fault = Literal["503", "SlowDown", "cut", "stall"] | None
+"""cut: the server has processed the request, and its answer is lost. stall: nothing is answered."""
+
+
+class Proxy:
+    """A proxy that asks `fault(method, path)` what happens to each request. A context manager."""
+
+    def __init__(self, endpoint: str, fault: Callable[[str, str], Fault]) -> None:
+        self.requests: list[tuple[str, str]] = []
+        self._upstream = re.fullmatch(r"http://([^:/]+):(\d+)(.*)", endpoint)
+        self._fault = fault
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self.port = free_port()
+
+    @property
+    def endpoint(self) -> str:
+        assert self._upstream is not None
+        return f"http://127.0.0.1:{self.port}{self._upstream[3]}"
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        server = self._loop.run_until_complete(asyncio.start_server(self._connected, "127.0.0.1", self.port))
+        self._ready.set()
+        self._loop.run_forever()
+        server.close()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.run_until_complete(asyncio.sleep(0))  # transports close when the loop turns once more
+        self._loop.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                while await self._one(reader, writer):
+                    pass
+        finally:
+            writer.close()
+
+    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Serve one request; return whether the connection goes on."""
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        length = re.search(r"(?i)\ncontent-length: (\d+)", head)
+        body = await reader.readexactly(int(length[1])) if length else b""
+        method, path = head.split(" ", 2)[:2]
+        self.requests.append((method, path))
+        fault = self._fault(method, path)
+        if fault == "stall":
+            await asyncio.sleep(3600)
+        if fault in ("503", "SlowDown"):
+            code = "ServiceUnavailable" if fault == "503" else "SlowDown"
+            text = f"<Error><Code>{code}</Code><Message>Please reduce your request rate.</Message></Error>".encode()
+            writer.write(f"HTTP/1.1 503 Busy\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)
+            await writer.drain()
+            return True
+        answer = await self._forward(head, body)
+        if fault == "cut":
+            return False
+        writer.write(answer)
+        await writer.drain()
+        return False
+
+    async def _forward(self, head: str, body: bytes) -> bytes:
+        assert self._upstream is not None
+        reader, writer = await asyncio.open_connection(self._upstream[1], int(self._upstream[2]))
+        head = re.sub(r"(?i)\r\nconnection: [^\r]*", "", head).replace("\r\n\r\n", "\r\nConnection: close\r\n\r\n")
+        try:
+            writer.write(head.encode("latin-1") + body)
+            await writer.drain()
+            return await reader.read()
+        finally:
+            writer.close()
+
+    def __enter__(self) -> Proxy:
+        self._thread.start()
+        self._ready.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+def require_installed() -> None:
+    """Raises: FileNotFoundError that says how the servers are installed."""
+    for path in (PYTHON, BIN / "azurite-blob", BIN / "s3rver"):
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"{path} is not there: run `make .venv-servers/.ready`")

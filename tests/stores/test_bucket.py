@@ -1,0 +1,204 @@
+"""The bucket client on S3 and Azure: what it puts and reads, what a lost answer means, and what an error says."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.stores import servers
+from tests.stores.conftest import behind, place_in
+from tests.stores.servers import Server
+from titan_ckpt.errors import ConfigError, PreflightError
+from titan_ckpt.stores.answers import store_error
+from titan_ckpt.stores.bucket import Bucket, BucketPath, StoreError, open_location
+from titan_ckpt.stores.probe import probe
+from titan_ckpt.stores.settings import StoreConfig, split_url
+
+
+def through(place: BucketPath, proxy: servers.Proxy, **settings: object) -> BucketPath:
+    """Return the same place, asked through the proxy."""
+    config = StoreConfig(**{"endpoint": proxy.endpoint, "retry_seconds": 3.0, **settings})  # type: ignore[arg-type]
+    return BucketPath(Bucket(place.bucket.scheme, place.bucket.name, config), place.key)
+
+
+def test_objects_are_created_once_and_replaced_by_version(place: BucketPath) -> None:
+    """A second create, and a replace of an old version, fail and change nothing; two calls of one put are one."""
+    bucket, key = place.bucket, (place / "a.json").key
+    bucket.create(key, b"first")
+    bucket.create(key, b"first")
+    with pytest.raises(FileExistsError):
+        bucket.create(key, b"second")
+    content, version = bucket.read(key)
+    assert content == b"first"
+    bucket.replace(key, b"third", version)
+    with pytest.raises(FileExistsError):
+        bucket.replace(key, b"fourth", version)
+    assert (place / "a.json").read() == b"third"
+    bucket.delete([key])
+    with pytest.raises(FileExistsError):
+        bucket.replace(key, b"fifth", version)
+    with pytest.raises(FileNotFoundError):
+        bucket.read(key)
+    bucket.delete([key])
+
+
+def test_one_of_many_writers_creates(place: BucketPath) -> None:
+    """Eight threads create one object at the same time: one returns, the others are told."""
+    barrier, won = threading.Barrier(8), []
+
+    def write(number: int) -> None:
+        barrier.wait()
+        try:
+            place.bucket.create((place / "commit").key, b"%d" % number)
+            won.append(number)
+        except FileExistsError:
+            pass
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert (place / "commit").read() == b"%d" % won[0]
+
+
+def test_large_objects_are_uploaded_from_views_and_read_by_range(server: Server) -> None:
+    """Parts are views of memory that the caller keeps, and no more of them are asked for than may be in flight."""
+    place = place_in(server, part_mib=5, concurrency=2)
+    data = bytes(range(256)) * (4 << 12) + b"the end"
+    source = memoryview(bytearray(data * 4))
+    given = 0
+
+    def parts() -> Iterator[memoryview]:
+        nonlocal given
+        for start in range(0, len(source), 5 << 20):
+            given += 1
+            yield source[start : start + (5 << 20)]
+
+    key = (place / "big").key
+    place.bucket.upload(key, parts())
+    assert given == 4
+    assert place.bucket.read_head(key, 10) == (data[:10], len(source))
+    assert place.bucket.read_range(key, 100, 6 << 20) == source[100 : 6 << 20]
+    with pytest.raises(EOFError):
+        place.bucket.read_range(key, len(source) - 5, len(source) + 5)
+    assert [(f.key, f.num_bytes) for f in place.bucket.list(place.key)] == [(key, len(source))]
+    assert place.bucket.list(place.key[:-1]) == []  # a prefix ends where a name does
+
+
+def test_an_upload_whose_source_fails_leaves_no_object(place: BucketPath) -> None:
+    """The source's own error is raised."""
+
+    def parts() -> Iterator[memoryview]:
+        yield memoryview(bytes(5 << 20))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        place.bucket.upload((place / "big").key, parts())
+    assert place.bucket.list(place.key) == []
+
+
+@pytest.mark.parametrize("fault", ["503", "SlowDown"])
+def test_a_busy_store_is_asked_again(s3: Server, fault: servers.Fault) -> None:
+    """Two refusals cost time and nothing else."""
+    place = place_in(s3)
+    with behind(s3, fault, "PUT", "/a", times=2) as proxy:
+        through(place, proxy).bucket.create((place / "a").key, b"x")
+    assert (place / "a").read() == b"x"
+    assert [method for method, _ in proxy.requests] == ["PUT"] * 3
+
+
+def test_a_lost_answer_is_read_back(server: Server) -> None:
+    """The server has created or replaced the object and the connection is cut: the call succeeds, as the put did."""
+    place = place_in(server)
+    with behind(server, "cut", "PUT", "/a") as proxy:
+        through(place, proxy).bucket.create((place / "a").key, b"x")
+    version = place.bucket.read((place / "a").key)[1]
+    with behind(server, "cut", "PUT", "/a") as proxy:
+        through(place, proxy).bucket.replace((place / "a").key, b"y", version)
+    assert (place / "a").read() == b"y"
+
+
+def test_a_give_up_names_rank_object_seconds_and_the_last_answer(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And comes within the retry time, for refusals and for stalls."""
+    monkeypatch.setenv("RANK", "3")
+    place = place_in(s3)
+    expected = {
+        "SlowDown": r"s3://box/runs/\w+/a: rank 3 could not write it in [\d.]+ s; the last answer: 503 .*\(SlowDown: ",
+        "stall": r"s3://box/runs/\w+/a: rank 3 could not write it in [\d.]+ s; the last answer: .*(?i:time)",
+    }
+    for fault, message in expected.items():
+        started = time.monotonic()
+        with behind(s3, fault, "PUT", "/a", times=99) as proxy, pytest.raises(StoreError, match=message):  # type: ignore[arg-type]
+            through(place, proxy, retry_seconds=0.5).bucket.create((place / "a").key, b"x")
+        assert time.monotonic() - started < 5
+
+
+def test_no_error_holds_a_credential(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the key nor the secret is in the text of any error, whatever the server puts into its answer."""
+    place = place_in(s3)
+    leak = f"<Error><Code>SignatureDoesNotMatch</Code><Message>{servers.CREDENTIALS['AWS_SECRET_ACCESS_KEY']}</Message>"
+    text = f"Error performing GET https://user:pw@h/b?sig=abc - status code: 403 Forbidden: {leak}S3RVER"
+    error = store_error(RuntimeError(text), "read", str(place), 1.0)
+    assert "SignatureDoesNotMatch" in str(error) and error.is_final
+    assert not any(secret in str(error) for secret in (*servers.CREDENTIALS.values(), "sig=", "user:pw"))
+
+
+def test_a_bucket_that_is_not_there_is_said_at_once(server: Server) -> None:
+    """For every request, without retries, with the next step."""
+    place = open_location(f"{server.url}-none/x", StoreConfig(endpoint=server.endpoint, retry_seconds=60.0))
+    assert isinstance(place, BucketPath)
+    started = time.monotonic()
+    for act in (
+        lambda: place.bucket.create("x/a", b""),
+        lambda: place.bucket.read("x/a"),
+        lambda: place.bucket.list("x"),
+        lambda: place.bucket.upload("x/a", iter([memoryview(b"x")])),
+        lambda: probe(place),
+    ):
+        with pytest.raises(StoreError, match="Create the bucket"):
+            act()
+    assert time.monotonic() - started < 10
+
+
+def test_the_probe_accepts_what_keeps_conditions(place: BucketPath) -> None:
+    """And leaves nothing."""
+    probe(place)
+    assert place.bucket.list(place.key) == []
+
+
+def test_the_probe_refuses_stores_by_name_of_what_they_lack(tmp_path: Path) -> None:
+    """s3rver ignores If-None-Match, localbucket a stale If-Match; a single writer may use s3rver all the same."""
+    servers.require_installed()
+    cases = [
+        (servers.s3rver, "a put with If-None-Match: \\* overwrites what is there"),
+        (servers.localbucket, "a put with an old If-Match overwrites what is there"),
+    ]
+    for start, lack in cases:
+        folder = tmp_path / start.__name__
+        folder.mkdir()
+        with start(folder) as server:
+            with pytest.raises(PreflightError, match=lack):
+                probe(place_in(server, retry_seconds=0.5))
+            if start is servers.s3rver:  # localbucket deletes no list of objects
+                probe(place_in(server, single_writer=True))
+
+
+def test_urls_name_a_bucket_and_a_key() -> None:
+    """In the form that pathlib gives them, too; what is no such URL is a path."""
+    assert split_url("s3://b/run/ckpt/") == ("s3", "b", "run/ckpt")
+    assert split_url(Path("gs://b/run")) == ("gs", "b", "run")
+    assert split_url("az://c") == ("az", "c", "")
+    for text in ("/data/run", "s3://", "s3://b/../x", "s3://b//x", "hf://b/x", "file:///x", "s3://user@b/x", "s3:b"):
+        assert split_url(text) is None, text
+
+
+def test_an_endpoint_with_a_password_is_refused() -> None:
+    """Settings are written to manifests and logs."""
+    with pytest.raises(ConfigError, match="without user, password or query"):
+        StoreConfig(endpoint="https://user:pw@host")

@@ -1,0 +1,1 @@
+"""Buckets of S3, GCS and Azure: objects instead of files, conditional puts instead of renames. Knows no checkpoints."""

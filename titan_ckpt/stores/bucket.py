@@ -1,0 +1,294 @@
+"""Bucket: the requests that checkpoints need of an object store, each bounded in time.
+
+Owns the client (obstore, of the extra `remote`), retries, and what a lost answer means. Knows no checkpoints.
+Source: obstore, https://developmentseed.org/obstore; retries with jitter inside one request are its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from configparser import ConfigParser
+from configparser import Error as ConfigParserError
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.stores.answers import StoreError, lacks_bucket, store_error
+from titan_ckpt.stores.settings import SCHEMES, StoreConfig, split_url
+
+_REQUEST_SECONDS = 60.0
+"""Longest time of one request; a part of 64 MiB needs 1.1 MB/s to meet it."""
+_ENDLESS = 10_000
+"""More retries than fit into any retry time: the time alone bounds them."""
+
+Version = Mapping[str, str]
+"""What tells two contents of one object apart: its ETag, and on GCS its generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectFacts:
+    """One line of a listing."""
+
+    key: str
+    num_bytes: int
+    version: Version
+
+
+class Bucket:
+    """One bucket. Objects are named by key; every error names the object by its URL. Threads may share it."""
+
+    def __init__(self, scheme: str, name: str, settings: StoreConfig) -> None:
+        """Make the client; nothing is sent. Raises: ConfigError if the extra is not installed or a setting is wrong."""
+        self.settings = settings
+        self.scheme = scheme
+        self.name = name
+        try:
+            import obstore
+        except ImportError:
+            raise ConfigError(
+                [f'{scheme}://{name}: needs the extra "remote": pip install titan-ckpt[remote]']
+            ) from None
+        self._api = obstore
+        try:
+            self._store = _client(scheme, name, settings)
+        except (obstore.exceptions.BaseError, ValueError) as error:
+            raise ConfigError([str(store_error(error, "open", self.url(""), 0.0))], "checkpoint.store") from None
+
+    def url(self, key: str) -> str:
+        """Return the URL of an object."""
+        return f"{self.scheme}://{self.name}/{key}" if key else f"{self.scheme}://{self.name}"
+
+    def create(self, key: str, data: bytes) -> None:
+        """Put an object that must not exist.
+
+        `data` is unlike what anyone else would put, as an attempt's id makes it: where an answer was lost, the object
+        is read back, and is this call's own if it holds the same bytes.
+        Raises: FileExistsError; StoreError, after which the object may exist or come to exist.
+        """
+        self._put_once(key, data, "create")
+
+    def replace(self, key: str, data: bytes, version: Version) -> None:
+        """Put an object over the content of that version only; otherwise as `create`."""
+        self._put_once(key, data, dict(version))
+
+    def _put_once(self, key: str, data: bytes, mode: str | dict[str, str]) -> None:
+        if self.settings.single_writer:
+            if mode == "create" and self._content(key) not in (None, data):
+                raise FileExistsError(errno.EEXIST, "is there already", self.url(key))
+            mode = "overwrite"
+        started = time.monotonic()
+        pause = 0.1
+        while True:
+            try:
+                self._api.put(self._store, key, data, mode=mode, use_multipart=False)
+                return
+            except (self._api.exceptions.AlreadyExistsError, self._api.exceptions.PreconditionError) as error:
+                content = self._content(key)
+                if content == data:  # an answer was lost, and this is the second request
+                    return
+                if content is not None or mode != "create":
+                    raise FileExistsError(errno.EEXIST, "another writer's content is there", self.url(key)) from None
+                failure = store_error(error, "create", self.url(key), time.monotonic() - started)
+            except FileNotFoundError as error:
+                if not lacks_bucket(error):
+                    raise FileExistsError(errno.EEXIST, "was deleted by another writer", self.url(key)) from None
+                raise store_error(error, "write", self.url(key), time.monotonic() - started) from None
+            except self._api.exceptions.BaseError as error:
+                failure = store_error(error, "write", self.url(key), time.monotonic() - started)
+                if not failure.is_final and self._content(key) == data:
+                    return
+            if failure.is_final or time.monotonic() - started > self.settings.retry_seconds:
+                raise failure
+            time.sleep(pause * random.uniform(0.5, 1.5))
+            pause = min(2 * pause, 5.0)
+
+    def _content(self, key: str) -> bytes | None:
+        with contextlib.suppress(FileNotFoundError):
+            return self.read(key)[0]
+        return None
+
+    def upload(self, key: str, parts: Iterable[memoryview]) -> None:
+        """Put a large object whose parts may be views of live memory, which must not change meanwhile.
+
+        At most `concurrency` parts are in flight; the parts before them have been released. Whoever retries an upload
+        puts the same bytes, so an object of this name is replaced. Raises: StoreError; what `parts` raises.
+        """
+        errors: list[BaseException] = []
+
+        def watched() -> Iterator[memoryview]:
+            try:
+                yield from parts
+            except BaseException as error:  # the client would wrap it in an error of its own
+                errors.append(error)
+                raise
+
+        try:
+            with self._asking("write", key):
+                self._api.put(
+                    self._store,
+                    key,
+                    watched(),
+                    use_multipart=True,
+                    chunk_size=self.settings.part_mib << 20,
+                    max_concurrency=self.settings.concurrency,
+                )
+        except BaseException:
+            if errors:
+                raise errors[0] from None
+            raise
+
+    def read(self, key: str) -> tuple[bytes, Version]:
+        """Return a small object and its version. Raises: FileNotFoundError; StoreError."""
+        with self._asking("read", key):
+            answer = self._api.get(self._store, key)
+            return answer.bytes().to_bytes(), _version(answer.meta)
+
+    def read_head(self, key: str, num_bytes: int) -> tuple[bytes, int]:
+        """Return the first bytes of an object, and its size; it is not empty. Raises: FileNotFoundError; StoreError."""
+        with self._asking("read", key):
+            answer = self._api.get(self._store, key, options={"range": (0, num_bytes)})
+            return answer.bytes().to_bytes(), int(answer.meta["size"])
+
+    def read_range(self, key: str, start: int, stop: int) -> memoryview:
+        """Return bytes [start, stop). Raises: FileNotFoundError; EOFError if the object is shorter; StoreError."""
+        with self._asking("read", key):
+            data = memoryview(self._api.get_range(self._store, key, start=start, end=stop))
+        if len(data) != stop - start:
+            raise EOFError(f"{self.url(key)} ends at byte {start + len(data)}")
+        return data
+
+    def list(self, prefix: str) -> list[ObjectFacts]:
+        """Return the objects below `prefix`, which ends where a name does, by key. Raises: StoreError."""
+        with self._asking("list", prefix):
+            found = self._api.list(self._store, prefix or None).collect()
+        return sorted((ObjectFacts(m["path"], int(m["size"]), _version(m)) for m in found), key=lambda f: f.key)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; one that is not there is no error. Raises: StoreError."""
+        if not keys:
+            return
+        try:
+            with self._asking("delete", keys[0]):
+                self._api.delete(self._store, list(keys))
+        except FileNotFoundError:
+            for key in keys:
+                with contextlib.suppress(FileNotFoundError), self._asking("delete", key):
+                    self._api.delete(self._store, key)
+
+    @contextlib.contextmanager
+    def _asking(self, verb: str, key: str) -> Iterator[None]:
+        """Raise the client's errors as StoreError or FileNotFoundError."""
+        started = time.monotonic()
+        try:
+            yield
+        except FileNotFoundError as error:
+            if not lacks_bucket(error):
+                raise FileNotFoundError(errno.ENOENT, "no such object", self.url(key)) from None
+            raise store_error(error, verb, self.url(key), time.monotonic() - started) from None
+        except self._api.exceptions.BaseError as error:
+            raise store_error(error, verb, self.url(key), time.monotonic() - started) from None
+
+    def __repr__(self) -> str:
+        return f"Bucket({self.url('')!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPath:
+    """A place in a bucket: an object, or what objects have before a slash. Its text is its URL.
+
+    It has `/`, `name` and `parent` as a Path has, and no __fspath__: nothing takes it for a local file.
+    """
+
+    bucket: Bucket
+    key: str
+
+    def __truediv__(self, name: str) -> BucketPath:
+        return BucketPath(self.bucket, f"{self.key}/{name}" if self.key else name)
+
+    @property
+    def name(self) -> str:
+        """Return what is after the last slash."""
+        return self.key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> BucketPath:
+        return BucketPath(self.bucket, self.key.rpartition("/")[0])
+
+    def __str__(self) -> str:
+        return self.bucket.url(self.key)
+
+    def read(self) -> bytes:
+        """Return the whole object. Raises: FileNotFoundError; StoreError."""
+        return self.bucket.read(self.key)[0]
+
+
+Location = Path | BucketPath
+"""Where a file or a folder is: on a mounted file system, or in a bucket."""
+
+
+def open_location(text: str | os.PathLike[str], settings: StoreConfig | None = None) -> Location:
+    """Return the place that a text names. Sends nothing.
+
+    Raises: ConfigError for a URI of another scheme, with the list of the known ones.
+    """
+    parts = split_url(text)
+    if parts is None:
+        return Path(text)
+    return BucketPath(Bucket(parts[0], parts[1], settings or StoreConfig()), parts[2])
+
+
+def _version(meta: Mapping[str, Any]) -> Version:
+    return {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
+
+
+def _client(scheme: str, name: str, settings: StoreConfig) -> Any:
+    from obstore.store import AzureStore, GCSStore, S3Store
+
+    endpoint = settings.endpoint
+    common: dict[str, Any] = {
+        "client_options": {
+            "timeout": timedelta(seconds=min(_REQUEST_SECONDS, settings.retry_seconds)),
+            "connect_timeout": timedelta(seconds=min(10.0, settings.retry_seconds)),
+            "allow_http": endpoint is not None and endpoint.startswith("http://"),
+        },
+        "retry_config": {
+            "max_retries": _ENDLESS,
+            "retry_timeout": timedelta(seconds=settings.retry_seconds),
+            "backoff": {"max_backoff": timedelta(seconds=min(15.0, max(0.2, settings.retry_seconds / 4)))},
+        },
+    }
+    if scheme == "s3":
+        own = {"endpoint": endpoint, "region": settings.region}
+        given = {key: value for key, value in own.items() if value is not None}
+        return S3Store(name, **given, **_shared_credentials(), **common)
+    if scheme == "gs":
+        return GCSStore(name, **({"base_url": endpoint} if endpoint else {}), **common)
+    assert scheme == "az", SCHEMES
+    return AzureStore(name, **({"endpoint": endpoint} if endpoint else {}), **common)
+
+
+def _shared_credentials() -> dict[str, str]:
+    """Return the keys of AWS's shared credentials file, which the client does not read; {} if others come first."""
+    others = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
+    if any(os.environ.get(name) for name in (*others, "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE")):
+        return {}
+    path = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or Path.home() / ".aws" / "credentials")
+    profile = os.environ.get("AWS_PROFILE", "default")
+    parser = ConfigParser(interpolation=None)
+    with contextlib.suppress(OSError, ConfigParserError, UnicodeDecodeError):
+        parser.read(path)
+    if not parser.has_section(profile):
+        return {}
+    names = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key",
+             "aws_session_token": "session_token"}  # fmt: skip
+    return {ours: parser[profile][theirs] for theirs, ours in names.items() if theirs in parser[profile]}
+
+
+__all__ = ["Bucket", "BucketPath", "Location", "ObjectFacts", "StoreError", "Version", "open_location"]

@@ -1,0 +1,59 @@
+"""Settings of a bucket, and the texts that name a place in one. Opens nothing, so that a config needs no client.
+
+Owns the list of known schemes. Credentials are no settings: they come by the provider's own environment and files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+from titan_ckpt.encoding.toml import Check, Checked
+
+SCHEMES = ("s3", "gs", "az")
+"""Amazon S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage."""
+
+_BUCKET_URL = re.compile(rf"({'|'.join(SCHEMES)}):/{{1,2}}([^/?#@\s]+)((?:/[^/?#\s]+)*)/?")
+_ENDPOINT = re.compile(r"https?://[^/?#@\s]+(/[^?#@\s]*)?")
+
+_Endpoint = Annotated[str, Check("http(s)://host[:port][/path] without user, password or query", _ENDPOINT.fullmatch)]
+_Concurrency = Annotated[int, Check("1 to 256 (requests)", lambda n: 1 <= n <= 256)]
+_PartMib = Annotated[int, Check("5 to 512 (MiB)", lambda n: 5 <= n <= 512)]
+_Seconds = Annotated[float, Check("a positive number (seconds)", lambda s: s > 0)]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig(Checked):
+    """[checkpoint.store]: how the bucket in `checkpoint.folder` is reached."""
+
+    endpoint: _Endpoint | None = None
+    """URL of a server other than the provider's own, such as MinIO's; absent: the provider's."""
+    region: str | None = None
+    """Region of an S3 bucket; absent: AWS_REGION, or us-east-1."""
+    concurrency: _Concurrency = 16
+    """Requests that one rank has in flight."""
+    part_mib: _PartMib = 16
+    """Size of the parts in which a file is uploaded; one file has at most 10,000 parts."""
+    retry_seconds: _Seconds = 120.0
+    """A request that has failed for this long is given up, and the save or load fails with the last answer."""
+    single_writer: bool = False
+    """You promise that one run at a time writes to the folder. Accepts stores without conditional puts, which cannot
+    keep a second writer out."""
+
+    def problems(self) -> Iterator[str]:
+        if self.region is not None and not self.region.strip():
+            yield "region: expected a name, such as eu-central-1, or nothing at all"
+
+
+def split_url(text: str | os.PathLike[str]) -> tuple[str, str, str] | None:
+    """Return (scheme, bucket, key) of a bucket's URL, None for any other text; key "" is the bucket itself.
+
+    Reads also what pathlib makes of a URL: Path("s3://bucket/run") is "s3:/bucket/run".
+    """
+    match = _BUCKET_URL.fullmatch(os.fspath(text))
+    if match is None or any(part in (".", "..") for part in match[3].split("/")):
+        return None
+    return match[1], match[2], match[3].strip("/")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from html.parser import HTMLParser
 from pathlib import Path
@@ -156,6 +157,13 @@ def test_a_run_with_hostile_names_cannot_inject_html(tmp_path: Path) -> None:
     text = (tmp_path / "run/report.html").read_text()
     assert "<script" not in text
     assert "&lt;script&gt;alert(1)" in text
+
+
+def test_steps_alone_make_a_page(run: Path, tmp_path: Path) -> None:
+    """The telemetry of a run may be lost, or never have been written."""
+    steps = Path(shutil.copytree(run / "checkpoints", tmp_path / "run/checkpoints")).parent
+    assert main(["report", str(steps)]) == 0
+    assert "step" in (steps / "report.html").read_text()
 
 
 def test_a_folder_without_a_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

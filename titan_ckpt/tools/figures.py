@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def _sessions(events: Sequence[Mapping[str, Any]]) -> Iterator[Session]:
     starts = [i for i, event in enumerate(events) if event.get("event") == "start"]
-    for first, after in zip(starts, [*starts[1:], len(events)], strict=True):
+    for first, after in pairwise([*starts, len(events)]):
         own = events[first:after]
         saved = [e.get("step") for e in own if e.get("event") == "save" and e.get("error") is None]
         loaded = [e.get("step") for e in own if e.get("event") == "load" and e.get("error") is None]

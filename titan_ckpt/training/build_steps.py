@@ -8,7 +8,8 @@ from __future__ import annotations
 import fnmatch
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import IterableDataset
@@ -28,7 +30,7 @@ from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.loading.external import ExternalWeights
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.language_model import LanguageModel
-from titan_ckpt.models.registry import build_model, read_config
+from titan_ckpt.models.registry import build_model, find_architecture, read_config
 from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue
 from titan_ckpt.training.callbacks.base import import_callbacks
 from titan_ckpt.training.callbacks.checkpoint import Checkpointing, Export
@@ -38,7 +40,7 @@ from titan_ckpt.training.callbacks.health import GradientHealth
 from titan_ckpt.training.callbacks.monitors import LoadBalance, MemoryMonitor
 from titan_ckpt.training.callbacks.process import GarbageCollection, Profiler
 from titan_ckpt.training.callbacks.trackers import TensorBoard, Wandb
-from titan_ckpt.training.config import RunConfig
+from titan_ckpt.training.config import DEFAULT_STEPS, RunConfig
 from titan_ckpt.training.data.batch import Batch, collate
 from titan_ckpt.training.data.loader import Workers, build_dataloader
 from titan_ckpt.training.data.sequences import IndexedDataset
@@ -49,14 +51,14 @@ from titan_ckpt.training.loss import BalanceLoss, balance_coefficient, summed_cr
 from titan_ckpt.training.model_folder import checkpoint_settings
 from titan_ckpt.training.own_code import check_names, make_optimizer, make_patterns, make_scheduler
 from titan_ckpt.training.parallel.apply import parallelise
-from titan_ckpt.training.parallel.data_parallel import is_sharded
-from titan_ckpt.training.parallel.degrees import Degrees, find_degrees
+from titan_ckpt.training.parallel.data_parallel import is_sharded, sum_gradients
+from titan_ckpt.training.parallel.degrees import Degrees, find_degrees, micro_batches
 from titan_ckpt.training.parallel.pipeline import Pipeline
 from titan_ckpt.training.parallel.ranks import Ranks, process_group, world_size
 from titan_ckpt.training.parallel.tensor_parallel import Plan
-from titan_ckpt.training.precision import keep_stored_dtypes
+from titan_ckpt.training.precision import determinism, keep_stored_dtypes
 from titan_ckpt.training.run_data import find_encoder, find_tokenizer, make_data, make_held_out
-from titan_ckpt.training.schedule import rate_factor, schedule_record
+from titan_ckpt.training.schedule import rate_factor
 from titan_ckpt.training.train_state import TrainState
 from titan_ckpt.types import ModelHooks
 from titan_ckpt.weights.initialize import construct, materialise
@@ -117,7 +119,11 @@ class BuildSteps:
         self.config = config
         self.converters = converters
         self.user_callbacks = tuple(callbacks)
-        self.state = TrainState(schedule_record(config))
+        self.state = TrainState()
+        self.num_steps = config.training.steps or DEFAULT_STEPS
+        """The last step of the run; with training.epochs it is known when the data is built, and again after a load."""
+        self.log_history: deque[Mapping[str, LogValue]] = deque(maxlen=config.training.log_history)
+        """The newest rows of metrics.jsonl, those before a resume included; on rank 0, and empty on the others."""
         self.measurements: dict[str, LogValue] = {}
         """Values that callbacks measured in the current step, to be logged with it; equal on every rank."""
 
@@ -132,10 +138,14 @@ class BuildSteps:
         """
         check_folders(self.config)
         check_names(self.config)
+        training, degrees = self.config.training, self.find_degrees()
         balance_coefficient(self.config, self.read_shape())
-        torch.use_deterministic_algorithms(self.config.training.deterministic)
         # warning filters that a step adds end with the run
-        with process_group(self.config.training.device, self.find_degrees()) as ranks, warnings.catch_warnings():
+        with (
+            process_group(training.device, degrees, self.config.parallel.backend) as ranks,
+            determinism(training.deterministic),
+            warnings.catch_warnings(),
+        ):
             seed_generators(self.config.seed)
             yield ranks
 
@@ -218,11 +228,16 @@ class BuildSteps:
         Parameters that were on meta before this step get their values from `load`.
         """
         fit = self.converters.parallel_plan if self.converters is not None else dict
-        length = self.config.data.sequence_length
-        parts = parallelise(self.model, self.ranks, self.config.parallel, self._compute_dtype, length, fit)
+        length, architecture = self.config.data.sequence_length, find_architecture(self.config.model.name)
+        own = None if architecture is None else architecture.parallelise
+        distribute = parallelise if own is None else own
+        parts = distribute(self.model, self.ranks, self.config.parallel, self._compute_dtype, length, fit)
         for part in parts:
+            sum_gradients(part)
             materialise(part, self.ranks.device)
-        assert isinstance(parts[0], LanguageModel), "a stage is a model"
+        if not isinstance(parts[0], LanguageModel):
+            found = f"its parallelise returns a {type(parts[0]).__name__} first, expected a LanguageModel"
+            raise ConfigError([f"model.name: {self.config.model.name!r}: {found}; distribute the model in place"])
         self.model = parts[0]
         if coefficient := balance_coefficient(self.config, self.read_shape()):
             self.balance_loss = BalanceLoss(parts, self.ranks, coefficient)
@@ -239,17 +254,21 @@ class BuildSteps:
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         if is_import_name(config.name):
             return make_optimizer(config, groups)
-        return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        way: dict[str, Any] = {None: {}, "fused": {"fused": True}, "foreach": {"foreach": True}}.get(
+            config.implementation, {"foreach": False, "fused": False}
+        )
+        return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **way)
 
     def build_lr_scheduler(self) -> LRScheduler | None:
         """Return the scheduler of the learning rate."""
         if is_import_name(self.config.schedule.kind):
-            return make_scheduler(self.config, self.optimizer)
-        return LambdaLR(self.optimizer, rate_factor(self.config.schedule, self.config.training.steps))
+            return make_scheduler(self.config, self.optimizer, self.num_steps)
+        # a load may change the number of steps
+        return LambdaLR(self.optimizer, lambda index: rate_factor(self.config.schedule, self.num_steps)(index))
 
     def build_training_context(self) -> Callable[[], AbstractContextManager[object]]:
         """Return the context of every forward pass: autocast, unless FSDP2 already computes in bfloat16."""
-        if self._compute_dtype is torch.float32 or is_sharded(self.ranks):
+        if self._compute_dtype is torch.float32 or isinstance(self.model, FSDPModule):
             return nullcontext
         return lambda: torch.autocast(self.ranks.device.type, self._compute_dtype)
 
@@ -287,27 +306,57 @@ class BuildSteps:
     def find_degrees(self) -> Degrees:
         """Return how many ranks each kind of parallelism has. Raises: ConfigError for all that does not fit."""
         training = self.config.training
+        shape = self.read_shape()
+        architecture = find_architecture(self.config.model.name)
         return find_degrees(
             self.config.parallel,
             world_size(),
-            self.read_shape(),
+            shape,
             batch_size=training.batch_size,
             accumulation=training.accumulation,
             sequence_length=self.config.data.sequence_length,
+            global_batch_size=training.global_batch_size,
+            parallelises_itself=architecture is not None and architecture.parallelise is not None,
         )
+
+    @property
+    def accumulation(self) -> int:
+        """Return the number of micro-batches per optimizer step."""
+        training = self.config.training
+        whole = training.global_batch_size
+        return micro_batches(training.batch_size, training.accumulation, whole, self.ranks.data_size)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Return the number of sequences per optimizer step over all ranks."""
+        return self.config.training.batch_size * self.accumulation * self.ranks.data_size
+
+    def find_num_steps(self) -> int:
+        """Return the last step, as the position in the data says it: training.steps, or the end of training.epochs.
+
+        Raises: ConfigError for epochs of data whose length is not known.
+        """
+        training = self.config.training
+        if training.epochs is None:
+            return training.steps or DEFAULT_STEPS
+        if not hasattr(self.dataloader, "end_after"):
+            kind = type(self.dataloader).__name__
+            raise ConfigError([f"training.epochs: {kind} does not say how long the data is; set training.steps"])
+        left: int = self.dataloader.end_after(training.epochs)
+        of_epochs = self.state.step + -(-left // self.global_batch_size)
+        return of_epochs if training.steps is None else min(of_epochs, training.steps)
 
     def build_pipeline(self) -> Pipeline | None:
         """Return the object that runs the pipeline stages, or None without pipeline parallelism."""
         if self.ranks.degrees.pp == 1:
             return None
-        training = self.config.training
         return Pipeline(
             self.model_parts,
             self.ranks,
             self.config.parallel,
             summed_cross_entropy,
-            batch_size=training.batch_size,
-            accumulation=training.accumulation,
+            batch_size=self.config.training.batch_size,
+            accumulation=self.accumulation,
             sequence_length=self.config.data.sequence_length,
             dtype=self._compute_dtype if is_sharded(self.ranks) else torch.float32,
         )
@@ -323,8 +372,7 @@ class BuildSteps:
 
     def is_log_due(self, step: int) -> bool:
         """Return whether the end of a step is reported even if no callback measured anything in it."""
-        training = self.config.training
-        return step % training.log_interval == 0 or step in (1, training.steps)
+        return step % self.config.training.log_interval == 0 or step in (1, self.num_steps)
 
     @property
     def epoch(self) -> int:
@@ -357,5 +405,5 @@ class BuildSteps:
             base_folder=self.config.output_folder,
         )
         converters = self.converters.describe() if self.converters is not None else []
-        manager.telemetry.settings = {**asdict(self.config), "converters": converters}
+        manager.telemetry.settings = {**asdict(self.config), "converters": converters, "numerics": self.state.numerics}
         return manager

@@ -17,6 +17,7 @@ from titan_ckpt.encoding.toml import Check, Checked, foreign
 from titan_ckpt.training.data_config import BelowOne, DataConfig
 from titan_ckpt.training.parallel.config import ParallelConfig
 
+DEFAULT_STEPS = 1000
 PositiveNumber = Annotated[float, Check("a positive number", lambda x: x > 0)]
 Ratio = Annotated[float, Check("a number from 0 to 1", lambda x: 0 <= x <= 1)]
 
@@ -61,7 +62,7 @@ class ModelConfig(Checked):
 
     name: Literal["llama3", "qwen3", "qwen3_moe", "hf"] | ImportName = "llama3"
     """The architecture; "hf" is any causal language model of the transformers library and needs `folder`. Your own:
-    "package.module:Name", a subclass of LanguageModel or a function that returns one."""
+    "package.module:Name", an Architecture, a subclass of LanguageModel, or a function that returns one."""
     flavor: NonEmpty | None = None
     """A shape by name, such as "debug-2m" or "8B"."""
     folder: LocalPath | None = None
@@ -83,9 +84,9 @@ class ModelConfig(Checked):
 
     def problems(self) -> Iterator[str]:
         if is_import_name(self.name):
-            yield from (f"{key}: your own model takes its shape from model.settings; leave {key} out"
-                        for key in ("flavor", "folder") if getattr(self, key) is not None)  # fmt: skip
-            return
+            if self.flavor is not None and self.folder is not None:
+                yield "flavor: the shape comes from flavor or from folder; leave one of them out"
+            return  # registry.py knows whether the name leads to an architecture with flavors
         if self.settings:
             yield f"settings: {self.name} has none; they are the keyword arguments of your own model"
         if (self.flavor is None) == (self.folder is None):
@@ -103,7 +104,6 @@ class OptimizerConfig(Checked):
             {
                 "beta1": "optimizer.betas = [beta1, beta2]",
                 "beta2": "optimizer.betas = [beta1, beta2]",
-                "implementation": "nothing; torch chooses foreach or fused",
                 "early_step_in_backward": "nothing; the optimizer steps after the backward pass",
             },
         ),
@@ -120,6 +120,9 @@ class OptimizerConfig(Checked):
     """Added to the denominator of AdamW's update."""
     weight_decay: Annotated[float, Check("a number, 0 or more", lambda x: x >= 0)] = 0.1
     """Weight decay of matrices; vectors (norms, biases, magnitudes) are not decayed."""
+    implementation: Literal["fused", "foreach", "for-loop"] | None = None
+    """How AdamW computes its update: one kernel for all parameters, one operation at a time over all of them, or one
+    parameter after the other. They round differently. Absent: torch chooses."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of your own optimizer."""
 
@@ -128,7 +131,7 @@ class OptimizerConfig(Checked):
             if self.settings:
                 yield "settings: they are the keyword arguments of your own optimizer; adamw has betas and eps"
             return
-        for key, default in (("betas", (0.9, 0.95)), ("eps", 1e-8)):
+        for key, default in (("betas", (0.9, 0.95)), ("eps", 1e-8), ("implementation", None)):
             if getattr(self, key) != default:
                 yield f"{key}: a setting of adamw; give it to {self.name} as optimizer.settings.{key}"
 
@@ -150,7 +153,7 @@ class ScheduleConfig(Checked):
 
     kind: Literal["constant", "linear", "cosine", "wsd"] | ImportName = "cosine"
     """Course of the rate after warm-up; "wsd": warm-up, stable, decay. Your own as "package.module:Name" is called with
-    the optimizer and `settings` and returns an LRScheduler; parameters `steps` and `total_steps` get training.steps."""
+    the optimizer and `settings` and returns an LRScheduler; parameters `steps` and `total_steps` get the last step."""
     warmup_ratio: Ratio = 0.05
     """Share of the steps with linear warm-up, rounded up to whole steps."""
     decay_ratio: Ratio = 0.2
@@ -180,7 +183,6 @@ class TrainingConfig(Checked):
             "torchtitan's key",
             {
                 "local_batch_size": "training.batch_size",
-                "global_batch_size": "training.batch_size x training.accumulation x the data-parallel ranks",
                 "seq_len": "data.sequence_length",
                 "max_norm": "training.max_grad_norm",
                 "dataset": "data.corpus",
@@ -199,7 +201,10 @@ class TrainingConfig(Checked):
                 "per_device_train_batch_size": "training.batch_size",
                 "gradient_accumulation_steps": "training.accumulation",
                 "max_steps": "training.steps",
-                "num_train_epochs": "training.steps, the optimizer steps of the whole run",
+                "num_train_epochs": "training.epochs",
+                "average_tokens_across_devices": "training.loss_average",
+                "full_determinism": "training.deterministic",
+                "ddp_backend": "parallel.backend",
                 "learning_rate": "optimizer.lr",
                 "logging_steps": "training.log_interval",
                 "save_steps": "checkpoint.save.interval",
@@ -208,12 +213,21 @@ class TrainingConfig(Checked):
         ),
     }
 
-    steps: PositiveSteps = 1000
-    """Optimizer steps of the whole run, including those before a resume."""
+    steps: PositiveSteps | None = None
+    """Optimizer steps of the whole run, including those before a resume. Absent: as many as `epochs` take, or 1000."""
+    epochs: PositiveInt | None = None
+    """The run ends after this many passes over the data, unless `steps` end it before. Every sequence comes once in
+    each pass; the last step has fewer if they do not fill it."""
     batch_size: PositiveInt = 8
     """Sequences per micro-batch on one rank."""
     accumulation: PositiveInt = 1
     """Micro-batches per optimizer step."""
+    global_batch_size: PositiveInt | None = None
+    """Sequences per optimizer step over all ranks, from which `accumulation` follows. Absent: batch_size x accumulation
+    x the ranks with different data."""
+    loss_average: Literal["token", "rank"] = "token"
+    """A step's loss is the mean over all predicted tokens, or the mean of the ranks' own means, in which a token counts
+    more on a rank that predicts fewer."""
     max_grad_norm: PositiveNumber | None = None
     """Gradients are scaled down to this global norm. Absent: gradients are not clipped."""
     router_aux_loss_coef: Annotated[float, Check("a number, 0 or more", lambda x: x >= 0)] | None = None
@@ -224,10 +238,22 @@ class TrainingConfig(Checked):
     that are loaded from a 16-bit dtype keep that dtype."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """With "auto", CUDA is used if it is available."""
-    deterministic: bool = False
-    """Refuse operations without a deterministic implementation. On CPU a run repeats bit for bit without this."""
+    deterministic: bool | Literal["warn"] = False
+    """Refuse operations without a deterministic implementation, or only warn of them. On CPU a run repeats bit for bit
+    without this."""
     log_interval: PositiveSteps = 1
     """Steps between reports on the console, in metrics.jsonl, in TensorBoard and in W&B."""
+    log_history: NonNegative = 10_000
+    """Number of newest reports that `trainer.log_history` holds, those before a resume included. metrics.jsonl has all
+    of them."""
+
+    def problems(self) -> Iterator[str]:
+        if (whole := self.global_batch_size) is None:
+            return
+        if self.accumulation != 1:
+            yield f"accumulation: it follows from global_batch_size {whole}; leave one of them out"
+        if whole % self.batch_size:
+            yield f"global_batch_size: {whole} is no multiple of training.batch_size {self.batch_size}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,3 +388,6 @@ class RunConfig(Checked):
     def problems(self) -> Iterator[str]:
         if self.evaluation is not None and self.evaluation.corpus is None and not self.data.held_out:
             yield "evaluation: nothing to measure; name evaluation.corpus, or keep a share back with data.held_out"
+        if self.training.epochs is not None and (self.data.streaming or self.data.corpus == "dummy"):
+            kind = "a stream's length is not known" if self.data.streaming else "random tokens have no end"
+            yield f"training.epochs: {kind}; set training.steps, or data.streaming = false for a corpus"

@@ -38,9 +38,10 @@ def header(trainer: Trainer) -> Iterator[str]:
 
 def position(trainer: Trainer) -> str:
     """Return the line that says where the run begins, after the load."""
-    step, steps = trainer.state.step, trainer.config.training.steps
+    step, epochs = trainer.state.step, trainer.config.training.epochs
     begins = f"goes on after step {step}" if step else "starts at step 1"
-    return f"run     {trainer.config.output_folder}, {begins} of {steps}"
+    passes = "" if epochs is None else f", at most {epochs} epoch{'s' if epochs > 1 else ''}"
+    return f"run     {trainer.config.output_folder}, {begins} of {trainer.num_steps}{passes}"
 
 
 def short(number: int) -> str:
@@ -56,8 +57,7 @@ def _device(device: torch.device) -> str:
 
 
 def _data(trainer: Trainer) -> str:
-    data, training = trainer.config.data, trainer.config.training
-    per_step = training.batch_size * training.accumulation * trainer.ranks.data_size
+    data, per_step = trainer.config.data, trainer.global_batch_size
     known = isinstance(trainer.dataset, IndexedDataset) and not isinstance(trainer.dataset, DummyDataset)
     count = f"{trainer.dataset.num_sequences:,} " if known else ""  # type: ignore[union-attr]
     kind = "sequences of" if data.messages is None else "conversations of up to"

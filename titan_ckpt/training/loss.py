@@ -1,10 +1,11 @@
-"""The loss of a batch as a sum, and the loss that keeps the load of a mixture's experts even."""
+"""The loss of a batch as a sum, the divisor of the sums of a step, and the loss that keeps a mixture's load even."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,44 @@ _SETTING = "training.router_aux_loss_coef"
 def num_predicted(batch: Batch) -> int:
     """Return how many labels of the batch count in the loss."""
     return int((batch["labels"] != IGNORED).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """The predicted tokens of a step. Ranks that read the same data count as one."""
+
+    here: int
+    """Of this rank's data."""
+    everywhere: torch.Tensor
+    """Of all ranks, int64 on the run's device, so that nothing waits for it."""
+    num_ranks: torch.Tensor
+    """Number of ranks that have any."""
+
+    @staticmethod
+    def of(batches: Sequence[Batch], ranks: Ranks, *, is_whole: bool) -> Predicted:
+        """Count. `is_whole`: every label of every rank counts, so there is nothing to exchange; otherwise collective.
+
+        Raises: RuntimeError for a label without a loss in data that has said to have none.
+        """
+        here = sum(map(num_predicted, batches))
+        if is_whole:
+            if here != (size := sum(batch["labels"].numel() for batch in batches)):
+                raise RuntimeError(
+                    f"every_label_counts of the dataset is true, and {size - here} labels of a step do not"
+                )
+            counts = torch.tensor([here * ranks.data_size, ranks.data_size], device=ranks.device)
+        else:
+            counts = ranks.sum(torch.tensor([here, min(here, 1)], device=ranks.device), over_data=True)
+        return Predicted(here, counts[0], counts[1])
+
+    def divisor(self, average: Literal["token", "rank"]) -> torch.Tensor:
+        """Return what this rank's summed loss is divided by, 1 or more, so that the sum over ranks is their average.
+
+        A step may hold nothing but conversations without a loss. A rank without predicted tokens has no mean.
+        """
+        if average == "token":
+            return self.everywhere.clamp(min=1)
+        return self.num_ranks.clamp(min=1) * max(self.here, 1)
 
 
 def summed_cross_entropy(logits: torch.Tensor, batch: Batch) -> torch.Tensor:

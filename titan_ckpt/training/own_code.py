@@ -75,9 +75,8 @@ def make_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> Opt
     return made
 
 
-def make_scheduler(config: RunConfig, optimizer: Optimizer) -> LRScheduler:
+def make_scheduler(config: RunConfig, optimizer: Optimizer, steps: int) -> LRScheduler:
     """Return the schedule that `schedule.kind` names; it is offered the run's number of steps. Raises: ConfigError."""
-    steps = config.training.steps
     offered = {"steps": steps, "total_steps": steps}
     settings, name = config.schedule.settings, config.schedule.kind
     made: LRScheduler = _called(

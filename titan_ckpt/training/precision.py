@@ -1,13 +1,16 @@
-"""Dtypes of parameters: trained ones are float32, frozen ones have the dtype of the weights that they are loaded from.
+"""Dtypes of parameters, and the settings of this process that decide the last bits of a step.
 
-Owns this decision only. training.compute_dtype sets the dtype of matrix products; the load checks what fits.
+Trained parameters are float32, frozen ones have the dtype of the weights that they are loaded from.
+training.compute_dtype sets the dtype of matrix products; the load checks what fits.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
@@ -20,6 +23,50 @@ from titan_ckpt.models.language_model import LanguageModel
 
 _KEPT = (torch.bfloat16, torch.float16)
 """Stored dtypes that are kept; values of smaller dtypes must be converted before a computation."""
+
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@contextmanager
+def determinism(wanted: bool | Literal["warn"]) -> Iterator[None]:
+    """Refuse operations without a deterministic implementation, or warn of them; afterwards all is as it was.
+
+    cuBLAS is deterministic with a fixed workspace, which it reads before its first product.
+    Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    if wanted:
+        os.environ.setdefault(_WORKSPACE, ":4096:8")
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    torch.use_deterministic_algorithms(bool(wanted), warn_only=wanted == "warn")
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+
+
+def numerics(device: torch.device, **of_run: Any) -> dict[str, Any]:
+    """Return the settings of this process that the last bits of a step depend on, and those of its run."""
+    warn = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: dict[str, Any] = {
+        "torch": str(torch.__version__),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled() and ("warn" if warn else True),
+        "float32 products": torch.get_float32_matmul_precision(),
+        **of_run,
+    }
+    if device.type == "cuda":
+        settings |= {
+            "cuDNN deterministic": torch.backends.cudnn.deterministic,
+            "cuDNN benchmark": torch.backends.cudnn.benchmark,
+            _WORKSPACE: os.environ.get(_WORKSPACE, ""),
+        }
+    else:
+        settings["threads"] = torch.get_num_threads()
+    return settings
 
 
 def keep_stored_dtypes(model: LanguageModel, config: CheckpointConfig, base_folder: Path) -> None:

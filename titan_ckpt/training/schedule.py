@@ -32,14 +32,14 @@ def rate_factor(config: ScheduleConfig, num_steps: int) -> Callable[[int], float
     return factor
 
 
-def schedule_record(config: RunConfig) -> dict[str, Any]:
+def schedule_record(config: RunConfig, num_steps: int) -> dict[str, Any]:
     """Return the settings that the learning rate of a step depends on, by their keys; a checkpoint records them."""
     settings = {f"schedule.{k}": v for k, v in asdict(config.schedule).items() if v != {}}
-    return {"training.steps": config.training.steps, **settings}
+    return {"training.steps": num_steps, **settings}
 
 
-def schedule_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return every setting that differs, from its old value to its new one; "" if the schedule is the same.
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return every setting that differs, from its old value to its new one; "" if all are the same.
 
     A checkpoint of an earlier version records nothing, and nothing is known to have changed.
     """

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 
 class TrainState:
     """The progress of a run; saved in its checkpoints."""
 
-    def __init__(self, schedule: Mapping[str, Any] | None = None) -> None:
-        """Start at step 0. `schedule`: the settings that the learning rate depends on, to be compared on a resume."""
+    def __init__(self) -> None:
+        """Start at step 0."""
         self.step = 0
         self.num_tokens = 0
         self.seconds = 0.0
-        """Time spent in steps since step 0, over all resumes; equal on every rank."""
-        self.schedule = dict(schedule or {})
+        """Time spent in steps since step 0, over all resumes, by this rank's clock; a checkpoint has that of rank 0."""
+        self.numerics: dict[str, Any] = {}
+        """The settings that the last bits of a step depend on (precision.py)."""
+        self.saved_numerics: dict[str, Any] = {}
+        """Those of the run that saved the checkpoint; empty before a load and in checkpoints without them."""
+        self.schedule: dict[str, Any] = {}
+        """The settings that the learning rate depends on, to be compared on a resume."""
         self.saved_schedule: dict[str, Any] = {}
         """The schedule of the run that saved the checkpoint; empty before a load and in checkpoints without one."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "num_tokens": self.num_tokens, "seconds": self.seconds, "schedule": self.schedule}
+        return {
+            "step": self.step,
+            "num_tokens": self.num_tokens,
+            "seconds": self.seconds,
+            "schedule": self.schedule,
+            "numerics": self.numerics,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step, self.num_tokens, self.seconds = (state_dict[name] for name in ("step", "num_tokens", "seconds"))
         self.saved_schedule = dict(state_dict.get("schedule", {}))
+        self.saved_numerics = dict(state_dict.get("numerics", {}))

@@ -14,16 +14,18 @@ from pathlib import Path
 import torch
 
 from titan_ckpt.guard.run_guard import RunGuard
+from titan_ckpt.models.registry import find_architecture
 from titan_ckpt.training.build_steps import BuildSteps
-from titan_ckpt.training.callbacks import StepMetrics
+from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.data.batch import Batch, checked, to_device
 from titan_ckpt.training.header import count_parameters, header, position
-from titan_ckpt.training.loss import num_predicted, summed_cross_entropy
+from titan_ckpt.training.loss import Predicted, summed_cross_entropy
 from titan_ckpt.training.model_folder import other_choices
 from titan_ckpt.training.outcome import STOPPED, Outcome, forget_stop, record_stop
 from titan_ckpt.training.parallel.context_parallel import share_of
-from titan_ckpt.training.parallel.data_parallel import clip_gradients, sync_gradients
-from titan_ckpt.training.schedule import schedule_changes
+from titan_ckpt.training.parallel.data_parallel import free_gathered, prepare_backward, sum_and_clip
+from titan_ckpt.training.precision import numerics
+from titan_ckpt.training.schedule import changes, schedule_record
 from titan_ckpt.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,17 @@ class Trainer(BuildSteps):
 
     outcome: Outcome
     """The end of the run; set when `run` returns."""
+
+    def add_callback(self, callback: Callback) -> None:
+        """Add a callback after the others, before `run` or from inside it; it gets the events from then on.
+
+        Raises: TypeError for anything else than a Callback.
+        """
+        if not isinstance(callback, Callback):
+            raise TypeError(f"add_callback: expected an object of a subclass of Callback, found {callback!r}")
+        self.user_callbacks += (callback,)
+        if hasattr(self, "callbacks"):
+            self.callbacks.user += (callback,)
 
     def run(self) -> TrainState:
         """Build, load, train to the last step and save. Return the progress of the run."""
@@ -57,7 +70,7 @@ class Trainer(BuildSteps):
 
     def _find_outcome(self) -> Outcome:
         """Return how the run ended; rank 0 logs it, and writes stopped.json if the run is to be started again."""
-        step, steps = self.state.step, self.config.training.steps
+        step, steps = self.state.step, self.num_steps
         stopped = self.guard.stopped if step < steps else None
         outcome = Outcome(step, steps, self.manager.last_step.saved, stopped)
         if stopped is None or self.ranks.rank:
@@ -82,11 +95,16 @@ class Trainer(BuildSteps):
         self.dataset = self.build_dataset()
         self.collate = self.build_collate()
         self.dataloader = self.build_dataloader()
+        self.num_steps = self.find_num_steps()
         self.model_parts = self.parallelise_model()
         self.pipeline = self.build_pipeline()
         self.optimizer = self.build_optimizer()
         self.lr_scheduler = self.build_lr_scheduler()
         self.training_context = self.build_training_context()
+        self.state.schedule = schedule_record(self.config, self.num_steps)
+        self.state.numerics = numerics(
+            self.ranks.device, optimizer=self.config.optimizer.implementation or "as torch does"
+        )
         self.callbacks = self.build_callbacks()
         if self.ranks.rank == 0:
             for line in header(self):
@@ -97,6 +115,8 @@ class Trainer(BuildSteps):
         """Resume, load initial weights, or start from step 0."""
         result = self.manager.load()
         self.state.step = result.step
+        self.num_steps = self.find_num_steps()
+        self.state.schedule = schedule_record(self.config, self.num_steps)
         if self.ranks.rank == 0:
             forget_stop(Path(self.config.output_folder))
             self._log_choices(resumed=result.step > 0)
@@ -108,16 +128,22 @@ class Trainer(BuildSteps):
         tokenizer = self.tokenizer.folder if self.tokenizer is not None else None
         for line in other_choices(self.config, tokenizer, resumed=resumed):
             logger.warning("%s", line)
-        changes = schedule_changes(self.state.saved_schedule, self.state.schedule)
-        if changes and resumed and self.lr_scheduler is not None:
-            logger.warning("the learning rate schedule is rescaled after step %d: %s", self.state.step, changes)
+        if not resumed:
+            return
+        rescaled = changes(self.state.saved_schedule, self.state.schedule)
+        if rescaled and self.lr_scheduler is not None:
+            logger.warning("the learning rate schedule is rescaled after step %d: %s", self.state.step, rescaled)
+        if otherwise := changes(self.state.saved_numerics, self.state.numerics):
+            logger.warning(
+                "later steps may differ in their last bits from those of an uninterrupted run: %s", otherwise
+            )
 
     def train(self) -> None:
         """Run the remaining optimizer steps, or fewer if the guard stops the run; the guard then saves.
 
         If the last step is already done, take no step and only make the exports that are still missing.
         """
-        last = self.config.training.steps
+        last = self.num_steps
         if self.state.step >= last:
             logger.info("step %d of %d is done: nothing to train", self.state.step, last)
             self.manager.save(self.state.step, last_step=True)
@@ -134,7 +160,8 @@ class Trainer(BuildSteps):
                 while epoch < self.epoch:
                     self.callbacks.on_epoch_end(self, epoch)
                     epoch += 1
-                    self.callbacks.on_epoch_begin(self, epoch)
+                    if epoch != self.config.training.epochs:
+                        self.callbacks.on_epoch_begin(self, epoch)
                 if self.guard.step_ended(self.state.step):
                     break
         finally:
@@ -143,19 +170,22 @@ class Trainer(BuildSteps):
     def train_step(self, batches: Iterator[Batch]) -> StepMetrics:
         """Take one optimizer step over `accumulation` micro-batches and return its metrics.
 
-        The loss is the mean over the predicted tokens of all ranks and micro-batches, however they are distributed.
-        Collective: 1 Count tokens. 2 Backward; the last micro-batch exchanges gradients. 3 Sum the loss.
+        The loss is the mean over the predicted tokens of all ranks and micro-batches, however they are distributed, or
+        with training.loss_average = "rank" the mean of the ranks' means.
+        Collective: 1 Count tokens, unless every label counts. 2 Backward; the last micro-batch exchanges gradients.
+        3 Sum the loss and the squared norm of the gradients, and copy both to the host: the one wait for the device.
         """
         started = time.perf_counter()
         step = self.state.step + 1
         self.measurements.clear()
         self.callbacks.on_step_begin(self, step)
-        micro_batches = [next(batches) for _ in range(self.config.training.accumulation)]
-        local_tokens = sum(map(num_predicted, micro_batches))
-        num_tokens = int(self.ranks.sum(torch.tensor(local_tokens, device=self.ranks.device), over_data=True))
-        divisor = max(num_tokens, 1)  # a step may hold nothing but conversations without a loss
-        loss = self.accumulate_gradients(micro_batches, divisor)
-        grad_norm = clip_gradients(self.trainable(), self.config.training.max_grad_norm, self.ranks)
+        micro_batches = [next(batches) for _ in range(self.accumulation)]
+        is_whole = getattr(self.dataloader, "every_label_counts", False)
+        predicted = Predicted.of(micro_batches, self.ranks, is_whole=is_whole)
+        divisor = predicted.divisor(self.config.training.loss_average)
+        share = self.accumulate_gradients(micro_batches, divisor) / divisor
+        grad_norm, loss = self.clip_gradients(share)
+        num_tokens = int(predicted.everywhere)  # is known: the device has nothing left to do
         self.callbacks.on_pre_optimizer(self, step, grad_norm)
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
@@ -169,15 +199,26 @@ class Trainer(BuildSteps):
         self.state.step = step
         self.state.num_tokens += num_tokens
         seconds = time.perf_counter() - started
-        total, of_ranks = self.ranks.sum(torch.stack([loss, torch.full_like(loss, seconds)])).tolist()
-        self.state.seconds += of_ranks / self.ranks.size
+        self.state.seconds += seconds
         self.manager.last_step.complete(step)
-        return StepMetrics(step, total / divisor, grad_norm, lr, num_tokens, seconds)
+        return StepMetrics(step, loss, grad_norm, lr, num_tokens, seconds)
 
-    def accumulate_gradients(self, micro_batches: Sequence[Batch], num_tokens: int) -> torch.Tensor:
+    def clip_gradients(self, share: torch.Tensor) -> tuple[float, float]:
+        """Clip the gradients, and return their global norm and the loss of the step. Collective: one sum.
+
+        `share`: this rank's share of the loss, float64.
+        """
+        max_norm = self.config.training.max_grad_norm
+        architecture = find_architecture(self.config.model.name)
+        if architecture is not None and (clip := architecture.clip_gradients) is not None:
+            return float(clip(self.trainable(), max_norm, self.ranks)), float(self.ranks.sum(share))
+        norm, (loss,) = sum_and_clip(self.trainable(), max_norm, self.ranks, share.unsqueeze(0))
+        return norm, loss
+
+    def accumulate_gradients(self, micro_batches: Sequence[Batch], divisor: torch.Tensor | int) -> torch.Tensor:
         """Run forward and backward of every micro-batch; ranks exchange gradients only after the last one.
 
-        Returns: this rank's share of the summed loss, float64.
+        `divisor`: what the summed loss is divided by. Returns: this rank's share of the summed loss, float64.
         """
         batches = [share_of(to_device(batch, self.ranks.device), self.ranks) for batch in micro_batches]
         if self.pipeline is not None:
@@ -185,23 +226,28 @@ class Trainer(BuildSteps):
             for index in range(len(batches)):
                 self.callbacks.on_substep_begin(self, index)
             with self.training_context():
-                total = self.pipeline.forward_backward(whole, 1 / num_tokens)
+                total = self.pipeline.forward_backward(whole, 1 / divisor)
             for index in range(len(batches)):
                 self.callbacks.on_substep_end(self, index)
             return total / self.ranks.degrees.tp
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        for index, batch in enumerate(batches):
-            self.callbacks.on_substep_begin(self, index)
-            sync_gradients(self.model_parts, when=index == len(batches) - 1)
-            with self.training_context(), self.balance_loss.watching() if self.balance_loss else nullcontext():
-                loss = self.compute_loss(batch)
-            objective = loss / num_tokens
-            if self.balance_loss is not None:
-                objective = objective + self.balance_loss.share() / len(batches)
-            objective.backward()
-            total += loss.detach()
-            self.callbacks.on_substep_end(self, index)
-            self.guard.check()
+        keep_gathered = not self.config.parallel.reshard_between_micro_batches
+        try:
+            for index, batch in enumerate(batches):
+                self.callbacks.on_substep_begin(self, index)
+                prepare_backward(self.model_parts, last=index == len(batches) - 1, keep_gathered=keep_gathered)
+                with self.training_context(), self.balance_loss.watching() if self.balance_loss else nullcontext():
+                    loss = self.compute_loss(batch)
+                objective = loss / divisor
+                if self.balance_loss is not None:
+                    objective = objective + self.balance_loss.share() / len(batches)
+                objective.backward()
+                total += loss.detach()
+                self.callbacks.on_substep_end(self, index)
+                self.guard.check()
+        except BaseException:  # the step before may be saved, from the shards
+            free_gathered(self.model_parts)
+            raise
         return total / self.ranks.degrees.tp
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ class Checkpointing(Callback):
     """Saves if the step is due; the manager delays the next optimizer step until its copy is complete."""
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        last_step = metrics.step == trainer.config.training.steps
+        last_step = metrics.step == trainer.num_steps
         measured = {name: value for name, value in trainer.measurements.items() if isinstance(value, float)}
         values = {"loss": metrics.loss, **measured}
         if trainer.manager.save(metrics.step, last_step=last_step, metrics=values, export=False):
@@ -25,4 +25,4 @@ class Export(Callback):
     """Makes the exports of [[checkpoint.export]] at their interval and at the last step."""
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        trainer.manager.export(metrics.step, last_step=metrics.step == trainer.config.training.steps)
+        trainer.manager.export(metrics.step, last_step=metrics.step == trainer.num_steps)

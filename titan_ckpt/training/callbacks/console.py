@@ -40,7 +40,8 @@ class Logging(Callback):
 
     def on_load(self, trainer: Trainer, result: LoadResult) -> None:
         if trainer.ranks.rank == 0:
-            self._file.truncate_after(result.step)
+            trainer.log_history.clear()
+            trainer.log_history.extend(self._file.truncate_after(result.step))
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         if trainer.is_log_due(metrics.step) or trainer.measurements:
@@ -51,13 +52,15 @@ class Logging(Callback):
             return
         speed = values["num_tokens"] / values["seconds"]  # type: ignore[operator]
         times = {"unix_seconds": time.time(), "total_tokens": trainer.state.num_tokens, "tokens_per_second": speed}
-        self._write({**values, **times})
+        row = {**values, **times}
+        trainer.log_history.append(row)
+        self._write(row)
         metrics = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         measured = "".join(f"  {name} {value:.4g}" for name, value in metrics.items() if "/" in name)
         logger.info(
             "step %d/%d  loss %.4f  grad %.3f  lr %.2e  %s tok/s%s",
             step,
-            trainer.config.training.steps,
+            trainer.num_steps,
             metrics["loss"],
             metrics["grad_norm"],
             metrics["lr"],
@@ -97,7 +100,7 @@ class ProgressBar(Callback):
         self._progress = Progress(*columns, TextColumn("{task.fields[loss]}"), console=CONSOLE, transient=True)
         self._progress.start()
         done = trainer.state.step
-        self._task = self._progress.add_task("", total=trainer.config.training.steps, completed=done, loss="")
+        self._task = self._progress.add_task("", total=trainer.num_steps, completed=done, loss="")
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         if self._progress is not None:
@@ -130,13 +133,17 @@ class MetricsFile:
                 file.truncate(start)
                 raise
 
-    def truncate_after(self, step: int) -> None:
-        """Remove rows of later steps, and a last line that a kill truncated. Atomic; creates the folder."""
+    def truncate_after(self, step: int) -> list[dict[str, Any]]:
+        """Remove rows of later steps, and a last line that a kill truncated; return the others. Atomic.
+
+        Creates the folder.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [json.dumps(row) + "\n" for row in read_metrics(self.path) if row["step"] <= step]
+        kept = [row for row in read_metrics(self.path) if row["step"] <= step]
         new = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        new.write_text("".join(kept))
+        new.write_text("".join(json.dumps(row) + "\n" for row in kept))
         new.replace(self.path)
+        return kept
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from titan_ckpt.rng import RandomState
 from titan_ckpt.training.callbacks.base import Callback, StepMetrics
 from titan_ckpt.training.config import EvaluationConfig
-from titan_ckpt.training.data.batch import IGNORED, Batch
+from titan_ckpt.training.data.batch import Batch, without_labels
 from titan_ckpt.training.data.sequences import IndexedDataset
 from titan_ckpt.training.loss import num_predicted
+from titan_ckpt.training.parallel.data_parallel import free_gathered
 
 if TYPE_CHECKING:
     from titan_ckpt.training.trainer import Trainer
@@ -32,7 +32,7 @@ class Evaluation(Callback):
         self._dataset = dataset
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        if metrics.step % self._config.interval == 0 or metrics.step == trainer.config.training.steps:
+        if metrics.step % self._config.interval == 0 or metrics.step == trainer.num_steps:
             loss = self.evaluate(trainer)
             values = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
             trainer.measurements |= values
@@ -54,9 +54,7 @@ class Evaluation(Callback):
             for part in trainer.model_parts:
                 part.train()
             random_state.load_state_dict(before)
-        for module in (module for part in trainer.model_parts for module in part.modules()):
-            if isinstance(module, FSDPModule):  # a forward without a backward leaves its parameters gathered
-                module.reshard()
+        free_gathered(trainer.model_parts)
         return float(trainer.ranks.sum(loss) / trainer.ranks.sum(num_tokens, over_data=True))
 
     def _batches(self, trainer: Trainer) -> Iterator[Batch]:
@@ -71,4 +69,4 @@ class Evaluation(Callback):
     def _sequence(self, number: int, num_sequences: int) -> Batch:
         """Return a sequence; for a number beyond the last sequence, a repeated one whose labels are IGNORED."""
         sample = self._dataset.sequence(number % num_sequences)
-        return sample if number < num_sequences else sample | {"labels": torch.full_like(sample["labels"], IGNORED)}
+        return sample if number < num_sequences else without_labels(sample)

@@ -47,6 +47,11 @@ def _joined(values: list[Any]) -> Any:
     return values
 
 
+def without_labels(sample: Batch) -> Batch:
+    """Return a sequence that fills a batch and has no loss."""
+    return sample | {"labels": torch.full_like(sample["labels"], IGNORED)}
+
+
 def to_device(value: Any, device: torch.device) -> Any:
     """Return a batch, or a part of one, with all its tensors on the device."""
     if isinstance(value, torch.Tensor):

@@ -17,7 +17,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.training.data.batch import Batch
-from titan_ckpt.training.data.sequences import Bookmark, OrderedDataset
+from titan_ckpt.training.data.batch import collate as join
+from titan_ckpt.training.data.sequences import Bookmark, IndexedDataset, OrderedDataset
 
 Collate = Callable[[Sequence[Batch]], Batch]
 
@@ -67,6 +68,7 @@ class OrderedLoader:
         self.dp_world_size = dataset.num_ranks
         self._next_index = 0
         self._bookmark: Bookmark = None
+        self._is_whole = dataset.every_label_counts and getattr(collate, "func", collate) is join
         self._batches = DataLoader(
             _Samples(dataset),
             batch_size,
@@ -78,7 +80,29 @@ class OrderedLoader:
     @property
     def epoch(self) -> int:
         """Return the pass over the data that the next sequence belongs to, counted from 0; equal on every rank."""
-        return self.dataset.epoch(self._next_index)
+        return self.dataset.epoch(self._taken)
+
+    @property
+    def every_label_counts(self) -> bool:
+        """Return whether the batches so far had no label without a loss, on any rank."""
+        return self._is_whole and self._taken == self._next_index
+
+    def end_after(self, epochs: int) -> int:
+        """Let the data end with this pass over it, and return how many sequences are left until then.
+
+        Batches beyond the end have no labels. Call it before the first batch.
+        Raises: ConfigError for data whose length is not known.
+        """
+        if not isinstance(self.dataset, IndexedDataset):
+            raise ConfigError([f"training.epochs: the length of {type(self.dataset).__name__} is not known"])
+        self.dataset.end = epochs * self.dataset.num_sequences
+        return max(self.dataset.end - self._next_index, 0)
+
+    @property
+    def _taken(self) -> int:
+        """Return how many sequences all ranks have taken, without those that only fill the last batches."""
+        end = self.dataset.end if isinstance(self.dataset, IndexedDataset) else None
+        return self._next_index if end is None else min(self._next_index, end)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches from the current position, without end. Raises: ConfigError for data that cannot be used."""
@@ -91,7 +115,7 @@ class OrderedLoader:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"next_index": self._next_index, "fingerprint": self.dataset.fingerprint}
+        state = {"next_index": self._taken, "fingerprint": self.dataset.fingerprint}
         return state if self._bookmark is None else {**state, "bookmark": self._bookmark}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

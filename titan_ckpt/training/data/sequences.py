@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.training.data.batch import Batch
+from titan_ckpt.training.data.batch import Batch, without_labels
 from titan_ckpt.training.data.tokens import Conversations
 
 Bookmark = dict[str, Any] | None
@@ -31,6 +31,8 @@ class OrderedDataset(IterableDataset[Batch]):
     next_index: int = 0
     """Number of sequences that all ranks together have taken before this iteration."""
     bookmark: Bookmark = None
+    every_label_counts: bool = False
+    """Whether no sequence has a label without a loss."""
 
     def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
         """`rank` and `num_ranks` count data-parallel ranks; ranks that read the same data have the same `rank`."""
@@ -64,6 +66,8 @@ class IndexedDataset(OrderedDataset):
 
     num_sequences: int
     shuffle: bool = True
+    end: int | None = None
+    """Sequences from this number on have no labels: they fill the last batches of a run that ends with an epoch."""
 
     def __init__(self, seed: int, rank: int = 0, num_ranks: int = 1) -> None:
         super().__init__(rank, num_ranks)
@@ -83,7 +87,8 @@ class IndexedDataset(OrderedDataset):
                     generator = torch.Generator().manual_seed(self.seed + 0x9E3779B1 * epoch)
                     order = torch.randperm(self.num_sequences, generator=generator)
                 number = int(order[number])
-            yield self.sequence(number), None
+            sample = self.sequence(number)
+            yield (sample if self.end is None or index < self.end else without_labels(sample)), None
 
     def epoch(self, index: int) -> int:
         return index // self.num_sequences
@@ -91,6 +96,8 @@ class IndexedDataset(OrderedDataset):
 
 class PackedDataset(IndexedDataset):
     """The sequences of a token stream."""
+
+    every_label_counts = True
 
     def __init__(
         self,
@@ -155,6 +162,7 @@ class DummyDataset(IndexedDataset):
 
     shuffle = False
     num_sequences = 2**48
+    every_label_counts = True
 
     def __init__(self, vocab_size: int, sequence_length: int, seed: int, *, rank: int = 0, num_ranks: int = 1) -> None:
         super().__init__(seed, rank, num_ranks)

@@ -57,6 +57,7 @@ class StreamDataset(OrderedDataset):
         self.seed = seed
         self.window = window
         self.too_long: TooLong = too_long
+        self.every_label_counts = not isinstance(encode, ChatTemplate)
         settings = (corpus.layout, sequence_length, seed, window, too_long, encoding)
         self.fingerprint = hashlib.sha256(repr(settings).encode()).hexdigest()[:32]
         for source in range(min(64, len(corpus.sources))):

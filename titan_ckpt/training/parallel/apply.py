@@ -54,5 +54,5 @@ def parallelise(
                 checkpoint_activations(layer, parallel.activation_checkpoint)
             if parallel.compile:
                 compile_forward(layer, parallel.compile_backend)
-        shard(part, ranks, compute_dtype, experts if degrees.ep > 1 else ())
+        shard(part, ranks, compute_dtype, experts if degrees.ep > 1 else (), parallel.reshard_after_forward)
     return parts

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from titan_ckpt.config import PositiveInt
+from titan_ckpt.config import NonEmpty, PositiveInt
 from titan_ckpt.encoding.toml import Check, Checked
 
 Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B"]
@@ -29,7 +29,7 @@ class ParallelConfig(Checked):
         **{f"{name}_degree": f"torchtitan's key; here: parallel.{name}" for name in _DEGREES},
         "pipeline_parallel_schedule": "torchtitan's key; here: parallel.pipeline_schedule",
         "pipeline_parallel_microbatch_size": "torchtitan's key; here: parallel.pipeline_microbatches, their number",
-        "fsdp_reshard_after_forward": "torchtitan's key; here: nothing, FSDP2's default holds",
+        "fsdp_reshard_after_forward": "torchtitan's key; here: parallel.reshard_after_forward",
         "enable_async_tensor_parallel": "torchtitan's key; here: nothing",
     }
 
@@ -37,6 +37,12 @@ class ParallelConfig(Checked):
     """Copies of the model, each trained on different data. HSDP if this and the shard degree are above 1."""
     data_parallel_shard: ShardDegree = -1
     """Ranks over which FSDP2 shards the parameters, gradients and optimizer state of one copy."""
+    reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Whether FSDP2 frees the parameters that it has gathered for a layer until the backward pass gathers them again;
+    "default": for all layers, and not for what is around them."""
+    reshard_between_micro_batches: bool = True
+    """With accumulation: free gathered parameters after every backward pass. With false only after the last one of a
+    step, which takes the memory of the whole model and gathers it less often. A pipeline always does the latter."""
     tensor_parallel: PositiveInt = 1
     """Ranks that share every matrix multiplication: each has some of the heads and hidden rows."""
     sequence_parallel: bool = True
@@ -58,6 +64,9 @@ class ParallelConfig(Checked):
     attention and communication."""
     compile: bool = False
     """Compile each layer with torch.compile; not possible with tensor_parallel."""
+    backend: NonEmpty | None = None
+    """Backend of torch.distributed for tensors on the run's device: "gloo", "nccl", "mpi", "ucc" or one that is
+    installed. On CUDA, tensors in host memory always go by gloo. Absent: nccl on CUDA, else gloo."""
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
     """Backend of torch.compile; "aot_eager" traces layers without generating code, to find errors."""
 

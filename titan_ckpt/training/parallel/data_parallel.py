@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import sqrt
+from typing import Literal
 
 import torch
 from torch import nn
@@ -18,8 +19,16 @@ from torch.distributed.tensor import DTensor
 from titan_ckpt.training.parallel.degrees import AXES, FLAT
 from titan_ckpt.training.parallel.ranks import Ranks
 
+Reshard = Literal["default", "always", "never"]
 
-def shard(model: nn.Module, ranks: Ranks, compute_dtype: torch.dtype, experts: Sequence[nn.Module] = ()) -> None:
+
+def shard(
+    model: nn.Module,
+    ranks: Ranks,
+    compute_dtype: torch.dtype,
+    experts: Sequence[nn.Module] = (),
+    reshard_after_forward: Reshard = "default",
+) -> None:
     """Shard a model part in place over the ranks with different data, and `experts` over the ranks with equal experts.
 
     Parameters keep their dtype; they are gathered and multiplied in `compute_dtype`. Gradients are reduced in float32.
@@ -28,12 +37,20 @@ def shard(model: nn.Module, ranks: Ranks, compute_dtype: torch.dtype, experts: S
         return
     copies = ("dp_replicate",) if ranks.degrees.dp_replicate > 1 else ()
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    reshard = {"default": None, "always": True, "never": False}[reshard_after_forward]
     for module in experts:
-        fully_shard(module, mesh=ranks.mesh(*copies, "fsdp_of_experts"), mp_policy=policy)
+        fully_shard(
+            module, mesh=ranks.mesh(*copies, "fsdp_of_experts"), mp_policy=policy, reshard_after_forward=reshard
+        )
     mesh = ranks.mesh(*copies, "fsdp")
     for layer in model.get_submodule("layers").children():
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    sum_gradients(model)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Make FSDP2 sum the gradients of its ranks, which it averages by itself."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
@@ -45,17 +62,37 @@ def is_sharded(ranks: Ranks) -> bool:
     return ranks.degrees.dp_replicate * ranks.degrees.of("fsdp") > 1
 
 
-def sync_gradients(model_parts: Sequence[nn.Module], *, when: bool) -> None:
-    """Set whether the next backward exchanges gradients between ranks; with accumulation only the last one should."""
+def prepare_backward(model_parts: Sequence[nn.Module], *, last: bool, keep_gathered: bool) -> None:
+    """Set what the next backward pass of a step does: only the `last` one exchanges gradients between ranks.
+
+    `keep_gathered`: parameters stay gathered until the last one, which frees them.
+    """
     for part in model_parts:
         if isinstance(part, FSDPModule):
-            part.set_requires_gradient_sync(when)
+            part.set_requires_gradient_sync(last)
+            part.set_reshard_after_backward(last or not keep_gathered)
+
+
+def free_gathered(model_parts: Sequence[nn.Module]) -> None:
+    """Free all gathered parameters; a forward pass without a backward pass, or an abandoned step, keeps some."""
+    for module in (module for part in model_parts for module in part.modules()):
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None, ranks: Ranks) -> float:
-    """Return the global norm of the gradients, and scale them down in place to `max_norm` if it is given.
+    """Return the global norm of the gradients; scale them down in place to `max_norm` if it is given. Collective."""
+    norm, _ = sum_and_clip(parameters, max_norm, ranks, torch.empty(0, dtype=torch.float64, device=ranks.device))
+    return norm
 
-    Every element counts once, on the first rank that holds it. Collective: one sum over all ranks.
+
+def sum_and_clip(
+    parameters: Sequence[nn.Parameter], max_norm: float | None, ranks: Ranks, values: torch.Tensor
+) -> tuple[float, list[float]]:
+    """Do as `clip_gradients`, and return the sums of `values` (1-D, float64) over all ranks beside the norm.
+
+    Every element of a gradient counts once, on the first rank that holds it. Collective: one sum over all ranks, and
+    one copy to the host.
     """
     for parameter in parameters:
         _complete(parameter)
@@ -65,10 +102,11 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None, r
     square = torch.zeros((), dtype=torch.float64, device=ranks.device)
     if counted:
         square += torch.stack(torch._foreach_norm(counted)).double().square().sum()  # noqa: SLF001 - has no public name
-    norm = sqrt(float(ranks.sum(square)))
+    squared, *sums = ranks.sum(torch.cat([square.unsqueeze(0), values])).tolist()
+    norm = sqrt(squared)
     if local and max_norm is not None and norm > max_norm:
         torch._foreach_mul_(local, max_norm / norm)
-    return norm
+    return norm, sums
 
 
 def _complete(parameter: nn.Parameter) -> None:

@@ -57,28 +57,61 @@ class Degrees:
         return (place.dp_replicate * self.dp_shard + place.dp_shard) * self.ep + place.ep
 
 
+def micro_batches(batch_size: int, accumulation: int, global_batch_size: int | None, data_size: int) -> int:
+    """Return the number of micro-batches per optimizer step on each of `data_size` ranks with different data.
+
+    Raises: ConfigError if they do not make up the global batch.
+    """
+    if global_batch_size is None:
+        return accumulation
+    at_once = batch_size * data_size
+    if global_batch_size % at_once:
+        ranks = f"each of {data_size} ranks with different data" if data_size > 1 else "one rank"
+        near = [n for n in (global_batch_size // at_once * at_once, -(-global_batch_size // at_once) * at_once) if n]
+        misfit = f"{global_batch_size} sequences are no batches of training.batch_size {batch_size} on {ranks}"
+        expected = f"expected a multiple of {at_once}, such as {' or '.join(map(str, near))}"
+        raise ConfigError([f"training.global_batch_size: {misfit}; {expected}"])
+    return global_batch_size // at_once
+
+
 def find_degrees(
-    parallel: ParallelConfig, world_size: int, model: Any, *, batch_size: int, accumulation: int, sequence_length: int
+    parallel: ParallelConfig,
+    world_size: int,
+    model: Any,
+    *,
+    batch_size: int,
+    accumulation: int,
+    sequence_length: int,
+    global_batch_size: int | None = None,
+    parallelises_itself: bool = False,
 ) -> Degrees:
     """Return the degrees of a run on `world_size` ranks.
 
-    `model`: the shape from registry.py; only a DecoderConfig allows more than data parallelism.
+    `model`: the shape from registry.py; only a DecoderConfig allows more than data parallelism. `parallelises_itself`:
+    a function of the model's own distributes it, and knows what fits; a pipeline is not among that.
     Raises: ConfigError listing everything that does not fit.
     """
     degrees, problems = _of_world(parallel, world_size)
+    of_training: list[str] = []
+    if not problems:
+        try:
+            accumulation = micro_batches(batch_size, accumulation, global_batch_size, degrees.data_size)
+        except ConfigError as error:
+            of_training += error.problems
     problems += _of_batch(parallel, batch_size, accumulation, sequence_length)
-    if isinstance(model, DecoderConfig):
+    if isinstance(model, DecoderConfig) and not parallelises_itself:
         problems += _of_model(parallel, model)
     else:
-        unsupported = ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_parallel")
+        others = () if parallelises_itself else ("tensor_parallel", "context_parallel", "expert_parallel")
+        unsupported = (*others, "pipeline_parallel")
         problems += [
             f"{name}: a model of transformers, or of your own, is sharded by FSDP2 alone; use data_parallel_shard and "
             'data_parallel_replicate, or a native architecture such as "llama3"'
             for name in unsupported
             if getattr(parallel, name) > 1
         ]
-    if problems:
-        raise ConfigError([f"parallel.{problem}" for problem in problems])
+    if problems or of_training:
+        raise ConfigError([f"parallel.{problem}" for problem in problems] + of_training)
     return degrees
 
 

@@ -60,7 +60,7 @@ class Pipeline:
     ) -> None:
         """Connect this rank's stages with those of other ranks. `dtype`: that of activations between stages."""
         self._loss = loss
-        self._scale = 1.0
+        self._scale: torch.Tensor | float = 1.0
         self._losses: list[torch.Tensor] = []
         self._device = ranks.device
         num_stages, rank = parallel.num_stages, ranks.place.pp
@@ -91,7 +91,7 @@ class Pipeline:
         self._step = make(n_microbatches=parallel.num_microbatches * accumulation)
         self._evaluation = make(n_microbatches=parallel.num_microbatches)
 
-    def forward_backward(self, batch: Batch, scale: float) -> torch.Tensor:
+    def forward_backward(self, batch: Batch, scale: torch.Tensor | float) -> torch.Tensor:
         """Accumulate the gradients of `scale` times the summed loss of all sequences of a step. Collective along `pp`.
 
         Data-parallel ranks exchange gradients only after the last piece.

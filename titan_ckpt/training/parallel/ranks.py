@@ -87,18 +87,19 @@ def world_size() -> int:
 
 
 @contextmanager
-def process_group(wanted: Device, degrees: Degrees) -> Iterator[Ranks]:
+def process_group(wanted: Device, degrees: Degrees, backend: str | None = None) -> Iterator[Ranks]:
     """Join the process group if torchrun started this process, and leave it at the end.
 
-    An existing process group is used and left as it is.
+    An existing process group is used and left as it is. `backend`: parallel.backend.
+    Raises: ConfigError for a device or a backend that is not there.
     """
     device = find_device(wanted)
+    backends = find_backends(device.type, backend)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     joined = "RANK" in os.environ and not dist.is_initialized()
     if joined:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, **_rendezvous())
+        dist.init_process_group(backends, **_rendezvous())
     try:
         if dist.is_initialized():
             yield Ranks(dist.get_rank(), dist.get_world_size(), device, degrees, _make_axes(device.type, degrees))
@@ -107,6 +108,38 @@ def process_group(wanted: Device, degrees: Degrees) -> Iterator[Ranks]:
     finally:
         if joined:
             dist.destroy_process_group()
+
+
+def find_backends(device_type: str, wanted: str | None) -> str:
+    """Return the backends of torch.distributed by device type, such as "cpu:gloo,cuda:nccl".
+
+    Raises: ConfigError for a backend that this torch lacks, that does not serve the device, or that is not the one of
+        a process group that is there already.
+    """
+    name = (wanted or {"cuda": "nccl"}.get(device_type, "gloo")).lower()
+    backends = name if device_type == "cpu" else f"cpu:gloo,{device_type}:{name}"
+    if wanted is None:
+        return backends
+    usable = [
+        known
+        for known in dist.Backend.backend_list
+        if known not in _NOT_REAL
+        and device_type in dist.Backend.backend_capability.get(known, [device_type])
+        and dist.is_backend_available(known)
+    ]
+    if name not in usable:
+        problem = f"{wanted!r} is no backend of this torch for {device_type}; there are {', '.join(usable)}"
+        raise ConfigError([f"parallel.backend: {problem}"])
+    if dist.is_initialized():
+        used = dict(part.split(":") for part in dist.get_backend_config().split(",")).get(device_type)
+        if used != name:
+            problem = f"{wanted!r} is asked for, and the process group that is there already uses {used}; leave it out"
+            raise ConfigError([f"parallel.backend: {problem}"])
+    return backends
+
+
+_NOT_REAL = ("undefined", "fake")
+"""Names in torch's list that exchange nothing."""
 
 
 def _rendezvous() -> dict[str, Any]:

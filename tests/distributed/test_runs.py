@@ -1,0 +1,228 @@
+"""D9 on two ranks, and over kills: what a step averages and exchanges, and when parameters are freed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.forked import Program
+from tests.tiny_run import losses, rows, settings
+from tests.unit.training.test_runs import CONSTANT, LENGTH, Tiny, epochs
+from titan_ckpt.testing import distributed
+from titan_ckpt.training.callbacks import Callback
+from titan_ckpt.training.data.batch import IGNORED, Batch, collate
+from titan_ckpt.training.loss import num_predicted
+from titan_ckpt.training.trainer import Trainer
+
+
+class Kill(Callback):
+    """Kills the process at a place of a run."""
+
+    def __init__(self, event: str, step: int, index: int = 0) -> None:
+        self.place = (event, step, index)
+
+    def on_substep_end(self, trainer: Trainer, index: int) -> None:
+        self._at("substep", trainer.state.step + 1, index)
+
+    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+        self._at("epoch", trainer.state.step, 0)
+
+    def _at(self, *place: object) -> None:
+        if place == self.place:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_until_killed(folder: str, place: tuple[str, int, int]) -> int:
+    Tiny(epochs(Path(folder)), callbacks=[Kill(*place)]).run()
+    return 0
+
+
+def test_d9_a_run_by_epochs_is_exact_when_it_is_killed_inside_a_step_and_at_an_epochs_end(tmp_path: Path) -> None:
+    """Step 3 holds the end of epoch 0, step 5 that of epoch 1."""
+    whole = Tiny(epochs(tmp_path / "whole"))
+    whole.run()
+    for place in (("substep", 3, 0), ("epoch", 5, 0)):
+        program = Program(train_until_killed, str(tmp_path / "cut"), place, output=tmp_path / "log")
+        assert program.wait(60) == -signal.SIGKILL, program.text()
+    last = Tiny(epochs(tmp_path / "cut"))
+    assert last.run().step == 8
+    for name in ("loss", "grad_norm", "lr", "num_tokens"):
+        assert [row[name] for row in rows(tmp_path / "cut")] == [row[name] for row in rows(tmp_path / "whole")]
+    assert all(map(torch.equal, whole.model.parameters(), last.model.parameters()))
+    assert last.taken == whole.taken[-len(last.taken) :]
+
+
+class Uneven(Trainer):
+    """Ignores most labels of odd sequences, and in step 2 all of theirs."""
+
+    def build_collate(self) -> Any:
+        def uneven(samples: Sequence[Batch]) -> Batch:
+            batch = collate(samples)
+            if self.ranks.data_rank or (self.ranks.data_size == 1 and self.num_made % 2):
+                kept = 3 if self.state.step == 0 else 0
+                batch["labels"] = torch.cat([batch["labels"][:, :kept], batch["labels"][:, kept:] * 0 + IGNORED], dim=1)
+            self.num_made += 1
+            return batch
+
+        self.num_made = 0
+        return uneven
+
+
+class MeanOfMeans(Uneven):
+    """Computes on one rank, from a micro-batch for each of two ranks, the mean of the ranks' means."""
+
+    def accumulate_gradients(self, micro_batches: Sequence[Batch], divisor: Any) -> torch.Tensor:
+        tokens = [num_predicted(batch) for batch in micro_batches]
+        self.factors: Iterator[Any] = iter([divisor / (max(n, 1) * sum(map(bool, tokens))) for n in tokens])
+        return super().accumulate_gradients(micro_batches, divisor)
+
+    def compute_loss(self, batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = super().compute_loss(batch) * next(self.factors)
+        return loss
+
+
+class Gradients(Callback):
+    """Keeps the whole gradients of every step."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer(self, trainer: Trainer, step: int, grad_norm: float) -> None:
+        grads = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+        whole = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+        self.found.append({name: grad.clone() for name, grad in whole.items() if grad is not None})
+
+
+def averaged(folder: Path, ranks: int) -> Any:
+    training = {"steps": 2, "batch_size": 1, "global_batch_size": 2, "loss_average": "rank" if ranks == 2 else "token"}
+    return settings(folder, training=training, checkpoint={"save": None})
+
+
+def in_three(folder: Path, name: str, steps: int = 2, **parallel: Any) -> Any:
+    """Return the settings of steps of twelve sequences: three micro-batches of two on each of two ranks."""
+    return settings(
+        folder / name,
+        training={"steps": steps, "batch_size": 2, "global_batch_size": 12},
+        parallel=parallel,
+        checkpoint={"save": None},
+        optimizer={"implementation": "fused"},
+    )
+
+
+class Gathers(TorchDispatchMode):
+    """Counts the collectives that gather parameters."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "c10d" in str(func) and "allgather" in str(func).replace("_", "")
+        return func(*args, **(kwargs or {}))
+
+
+RESHARD: dict[str, tuple[dict[str, Any], int]] = {
+    "default": ({}, 3 * (2 * 3 + 1)),
+    "always": ({"reshard_after_forward": "always"}, 3 * (2 * 3 + 2)),
+    "never": ({"reshard_after_forward": "never"}, 3 * 4),
+    "between": ({"reshard_between_micro_batches": False}, 4 + 3 * 3),
+    "once": ({"reshard_after_forward": "never", "reshard_between_micro_batches": False}, 4),
+}
+"""Settings, and how often a step of three micro-batches gathers the parameters of three layers and what is around."""
+
+
+def reductions(trainer: Trainer) -> int:
+    """Return how many sums over all ranks a run takes."""
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums:
+        trainer.run()
+    return sums.call_count
+
+
+class Stop(Callback):
+    """Gets a signal in the first micro-batch of step 2, and gives it time in the others."""
+
+    def on_substep_end(self, trainer: Trainer, index: int) -> None:
+        if trainer.state.step == 1:
+            if index == 0 and trainer.ranks.rank == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+
+
+def stopped(folder: Path) -> Any:
+    return settings(
+        folder,
+        training={"steps": 3, "batch_size": 1, "accumulation": 40},
+        parallel={"reshard_after_forward": "never", "reshard_between_micro_batches": False},
+        checkpoint={"save": {"interval": 10}},
+        data={"sequence_length": 8},
+        schedule=CONSTANT,
+    )
+
+
+@distributed(nproc=2)
+def run_on_two(tmp_path: Path) -> None:
+    """Every run of this file that has two ranks."""
+    rank = dist.get_rank()
+    gradients = Gradients()
+    Uneven(averaged(tmp_path / "two", 2), callbacks=[gradients]).run()
+    if rank == 0:
+        torch.save(gradients.found, tmp_path / "gradients.pt")
+
+    assert reductions(Trainer(in_three(tmp_path, "packed"))) == 2, "one a step"
+    assert reductions(Uneven(in_three(tmp_path, "uneven"))) == 2 * 2, "and one that counts labels"
+
+    for name, (parallel, expected) in RESHARD.items():
+        gathers = Gathers()  # type: ignore[no-untyped-call]
+        with gathers:
+            trainer = Trainer(in_three(tmp_path, name, steps=1, **parallel, backend="gloo"))
+            trainer.run()
+        assert trainer.accumulation == 3
+        assert gathers.count == expected, name
+
+    by_epochs = Tiny(epochs(tmp_path / "epochs", accumulation=1))
+    by_epochs.run()
+    taken: list[Any] = [None, None]
+    dist.all_gather_object(taken, by_epochs.taken)
+    order = [number for step in zip(*taken, strict=True) for pair in zip(*step, strict=True) for number in pair]
+    assert [sorted(order[first : first + 10]) for first in (0, 10, 20)] == [[*range(10)]] * 3
+
+    Trainer(stopped(tmp_path / "whole")).run()
+    cut = Trainer(stopped(tmp_path / "cut"), callbacks=[Stop()])
+    cut.run()
+    assert cut.guard.stopped is not None and cut.state.step == 1, "the step under way was abandoned"
+    Trainer(stopped(tmp_path / "cut")).run()
+
+
+def test_d9_two_ranks_average_gather_and_go_on_as_the_settings_say(tmp_path: Path) -> None:
+    """Rank averages and global batches are those of one rank; freeing changes no bit; a stop inside a step neither."""
+    run_on_two(tmp_path)
+
+    gradients = Gradients()
+    MeanOfMeans(averaged(tmp_path / "one", 1), callbacks=[gradients]).run()
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    for found, expected in zip(torch.load(tmp_path / "gradients.pt"), gradients.found, strict=True):
+        for name, grad in expected.items():
+            torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6, msg=name)
+    assert [row["num_tokens"] for row in rows(tmp_path / "two")] == [16 + 3, 16]
+
+    one = Trainer(in_three(tmp_path, "alone"))
+    one.run()
+    assert one.accumulation == 6
+    assert losses(tmp_path / "packed") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    for name in RESHARD:
+        assert losses(tmp_path / name) == losses(tmp_path / "packed")[:1], name
+
+    alone = Tiny(epochs(tmp_path / "by_one"))
+    alone.run()
+    assert losses(tmp_path / "epochs") == pytest.approx(losses(tmp_path / "by_one"), rel=1e-5)
+    assert [row["num_tokens"] for row in rows(tmp_path / "epochs")] == [4 * LENGTH] * 7 + [2 * LENGTH]
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")

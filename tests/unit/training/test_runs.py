@@ -1,0 +1,296 @@
+"""D9: how long a run is, what a step averages, how it computes, and who is told; each exact over a kill."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tiny_run import Recorder, losses, rows, settings
+from titan_ckpt.config import from_dict
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.models import llama3
+from titan_ckpt.models.registry import Architecture
+from titan_ckpt.training.callbacks import Callback, StepMetrics
+from titan_ckpt.training.config import RunConfig
+from titan_ckpt.training.data.batch import IGNORED, Batch
+from titan_ckpt.training.data.sequences import PackedDataset
+from titan_ckpt.training.parallel.apply import parallelise
+from titan_ckpt.training.parallel.data_parallel import clip_gradients
+from titan_ckpt.training.parallel.ranks import Ranks, find_backends
+from titan_ckpt.training.trainer import Trainer
+
+SEQUENCES, LENGTH = 10, 8
+CONSTANT = {"kind": "constant", "warmup_ratio": 0.0}
+
+
+class Tiny(Trainer):
+    """Trains on ten sequences, each of its own tokens, and notes those that it takes in each step."""
+
+    def build_assets(self) -> None:
+        return
+
+    def build_dataset(self) -> PackedDataset:
+        tokens = torch.arange(SEQUENCES * LENGTH + 1)
+        rank, num_ranks = self.ranks.data_rank, self.ranks.data_size
+        return PackedDataset(tokens, LENGTH, self.config.seed, rank=rank, num_ranks=num_ranks)
+
+    def accumulate_gradients(self, micro_batches: Sequence[Batch], divisor: Any) -> torch.Tensor:
+        counted = [row[0] // LENGTH for batch in micro_batches for row, labels in pairs(batch) if IGNORED not in labels]
+        self.taken: list[list[int]] = [*getattr(self, "taken", []), counted]
+        return super().accumulate_gradients(micro_batches, divisor)
+
+
+def pairs(batch: Batch) -> list[tuple[list[int], list[int]]]:
+    return [*zip(batch["tokens"].tolist(), batch["labels"].tolist(), strict=True)]
+
+
+def epochs(folder: Path, num: int | None = 3, **training: Any) -> RunConfig:
+    table = {"steps": None, "epochs": num, "batch_size": 2, "accumulation": 2, **training}
+    data = {"sequence_length": LENGTH}
+    return settings(folder, data=data, training=table, schedule={"kind": "linear", "min_ratio": 0.0})
+
+
+def test_d9_a_run_ends_with_its_last_epoch_and_takes_every_sequence_once_in_each(tmp_path: Path) -> None:
+    """Ten sequences by four: three epochs take eight steps, the last of them with two sequences; then all is done."""
+    recorder = Recorder()
+    trainer = Tiny(epochs(tmp_path), callbacks=[recorder])
+    assert trainer.run().step == trainer.num_steps == 8
+    assert [len(step) for step in trainer.taken] == [4] * 7 + [2]
+    order = [number for step in trainer.taken for number in step]
+    for first in range(0, 30, 10):
+        assert sorted(order[first : first + 10]) == [*range(10)], "an epoch has each sequence once"
+    assert [e for e in recorder.events if e.startswith("epoch")] == [
+        "epoch_begin 0", "epoch_end 0", "epoch_begin 1", "epoch_end 1", "epoch_begin 2", "epoch_end 2"
+    ]  # fmt: skip
+    assert rows(tmp_path)[-1]["num_tokens"] == 2 * LENGTH and trainer.state.num_tokens == 30 * LENGTH
+    assert rows(tmp_path)[-1]["lr"] == pytest.approx(3e-3 / 7), "the schedule falls to the end of the last epoch"
+    assert Tiny(epochs(tmp_path)).run().step == 8, "a finished run trains no further"
+    assert len(rows(tmp_path)) == 8
+
+
+def test_d9_steps_or_epochs_end_a_run_whichever_comes_first(tmp_path: Path) -> None:
+    """Five steps are before the end of three epochs, twenty are after it."""
+    assert Tiny(epochs(tmp_path / "five", steps=5)).run().step == 5
+    assert Tiny(epochs(tmp_path / "twenty", steps=20)).run().step == 8
+    assert Tiny(epochs(tmp_path / "two", num=None, steps=2)).run().step == 2
+    assert Trainer(settings(tmp_path, training={"steps": None})).num_steps == 1000
+
+
+def test_d9_more_epochs_go_on_with_the_next_sequence(tmp_path: Path) -> None:
+    """A second epoch begins where the first has ended, inside a step; another batch size ends it in time."""
+    first = Tiny(epochs(tmp_path, 1))
+    first.run()
+    second = Tiny(epochs(tmp_path, 2, accumulation=1))
+    assert second.run().step == 3 + 5
+    assert [len(step) for step in second.taken] == [2] * 5
+    for trainer in (first, second):
+        assert sorted(number for step in trainer.taken for number in step) == [*range(10)]
+
+
+def test_d9_accumulation_follows_from_the_global_batch(tmp_path: Path) -> None:
+    """Twelve sequences are three batches of four, and the run that of accumulation = 3."""
+    trainer = Trainer(settings(tmp_path / "whole", training={"global_batch_size": 12, "steps": 2}))
+    trainer.run()
+    assert trainer.accumulation == 3
+    Trainer(settings(tmp_path / "parts", training={"accumulation": 3, "steps": 2})).run()
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+    assert rows(tmp_path / "whole")[0]["num_tokens"] == 12 * 16
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"training": {"global_batch_size": 12, "batch_size": 8}}, r"12 is no multiple of training\.batch_size 8"),
+        ({"training": {"global_batch_size": 8, "accumulation": 2}}, r"accumulation: it follows from global_batch_size"),
+        ({"training": {"epochs": 1}, "data": {"streaming": True}}, r"training\.epochs: a stream's length is not known"),
+        ({"training": {"epochs": 1}, "data": {"corpus": "dummy"}}, r"training\.epochs: random tokens have no end"),
+        ({"training": {"deterministic": "warm"}}, r'deterministic: expected true or false or one of "warn"'),
+        ({"training": {"loss_average": "sequence"}}, r'loss_average: expected one of "token", "rank"'),
+        ({"optimizer": {"implementation": "fast"}}, r'implementation: expected one of "fused", "foreach", "for-loop"'),
+        ({"parallel": {"reshard_after_forward": "no"}}, r'expected one of "default", "always", "never"'),
+    ],
+)
+def test_d9_settings_that_do_not_fit_are_refused_where_they_are_read(sections: Any, expected: str) -> None:
+    """By name, with what is expected."""
+    raw = {"output_folder": "run", "model": {"flavor": "debug-0.5m"}, **sections}
+    with pytest.raises(ConfigError, match=expected):
+        from_dict(RunConfig, raw)
+
+
+class Endless(torch.utils.data.IterableDataset[Batch]):
+    """Data of one's own, without a length."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            yield {"tokens": torch.zeros(16, dtype=torch.int64), "labels": torch.zeros(16, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        (
+            {"training": {"epochs": 1}, "data": {"dataset": f"{__name__}:Endless", "tokenizer": {"vocab_size": None}}},
+            r"training\.epochs: StatefulDataLoader does not say how long the data is; set training\.steps",
+        ),
+        ({"parallel": {"backend": "nccl"}}, r"parallel\.backend: 'nccl' is no backend of this torch for cpu; .* gloo"),
+        ({"parallel": {"backend": "fake"}}, r"parallel\.backend: 'fake' is no backend"),
+        (
+            {"optimizer": {"name": "torch.optim:SGD", "implementation": "fused"}},
+            r"optimizer\.implementation: a setting of adamw; give it to torch\.optim:SGD as optimizer\.settings",
+        ),
+    ],
+)
+def test_d9_what_a_run_lacks_is_said_before_any_step(tmp_path: Path, sections: Any, expected: str) -> None:
+    """One error, and nothing of the run is written."""
+    with pytest.raises(ConfigError, match=expected):
+        Trainer(settings(tmp_path, **sections)).run()
+    assert not (tmp_path / "run").exists()
+
+
+def test_d9_the_backend_is_that_of_the_device_beside_gloo() -> None:
+    """Tensors in host memory go by gloo on CUDA; another backend than that of a group that is there is refused."""
+    assert (find_backends("cpu", None), find_backends("cpu", "gloo")) == ("gloo", "gloo")
+    assert (find_backends("cuda", None), find_backends("cuda", "Gloo")) == ("cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo")
+
+
+class Scattering(Trainer):
+    """Calls an operation that has no deterministic implementation."""
+
+    def compute_loss(self, batch: Batch) -> torch.Tensor:
+        torch.zeros(2).put_(torch.tensor([0]), torch.tensor([1.0]))
+        return super().compute_loss(batch)
+
+
+def test_d9_operations_without_a_deterministic_form_are_refused_or_warned_of(tmp_path: Path) -> None:
+    """As training.deterministic says; afterwards the process is as it was."""
+    with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation"):
+        Scattering(settings(tmp_path / "true", training={"deterministic": True})).run()
+    with pytest.warns(UserWarning, match="put_ does not have a deterministic implementation"):
+        assert Scattering(settings(tmp_path / "warn", training={"deterministic": "warn"})).run().step == 3
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_d9_what_the_last_bits_depend_on_is_recorded_and_compared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the step and in the run's record; a resume that computes otherwise says what differs."""
+    Trainer(settings(tmp_path, training={"deterministic": True})).run()
+    run = json.loads((tmp_path / "run" / "checkpoints" / "step-3" / "state.json").read_text())
+    record = [json.loads(line) for line in (tmp_path / "run" / "telemetry.jsonl").read_text().splitlines()]
+    (start,) = [event for event in record if event["event"] == "start"]
+    numerics = start["config"]["numerics"]
+    assert numerics["deterministic algorithms"] is True and numerics["threads"] == torch.get_num_threads()
+    assert json.dumps(numerics["torch"]) in json.dumps(run)
+    with caplog.at_level(logging.WARNING):
+        Trainer(settings(tmp_path, training={"steps": 4}, optimizer={"implementation": "foreach"})).run()
+    (line,) = [message for message in caplog.messages if "last bits" in message]
+    assert line.endswith("deterministic algorithms from True to False, optimizer from as torch does to foreach")
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_d9_every_implementation_of_the_optimizer_goes_on_exactly(tmp_path: Path, implementation: str) -> None:
+    """Two steps and two more are four, bit for bit."""
+    table = {"lr": 3e-3, "implementation": implementation}
+    for name, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
+        trainer = Trainer(settings(tmp_path / name, training={"steps": steps}, optimizer=table, schedule=CONSTANT))
+        trainer.run()
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+    flags = {"fused": (None, True), "foreach": (True, None), "for-loop": (False, False)}[implementation]
+    assert all((group["foreach"], group["fused"]) == flags for group in trainer.optimizer.param_groups)
+
+
+def test_d9_the_log_history_is_that_of_the_whole_run(tmp_path: Path) -> None:
+    """A resumed run has the rows of the steps before it; only the newest are held."""
+    Trainer(settings(tmp_path, training={"steps": 2})).run()
+    trainer = Trainer(settings(tmp_path, training={"steps": 4}))
+    trainer.run()
+    assert [row["step"] for row in trainer.log_history] == [1, 2, 3, 4]
+    assert [*trainer.log_history] == rows(tmp_path)
+    short = Trainer(settings(tmp_path, training={"steps": 5, "log_history": 3}))
+    short.run()
+    assert [row["step"] for row in short.log_history] == [3, 4, 5]
+
+
+class Late(Callback):
+    """Adds another callback when the second step ends."""
+
+    def __init__(self, other: Callback) -> None:
+        self.other = other
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        if metrics.step == 2:
+            trainer.add_callback(self.other)
+
+
+def test_d9_callbacks_are_added_to_a_trainer_that_is_there(tmp_path: Path) -> None:
+    """Before the run, and from inside it; what is no callback is refused."""
+    early, late = Recorder(), Recorder()
+    trainer = Trainer(settings(tmp_path))
+    trainer.add_callback(early)
+    trainer.add_callback(Late(late))
+    trainer.run()
+    assert early.events[0] == "init_end" and early.events[-1] == "train_end"
+    assert [event for event in late.events if event.startswith("step")] == ["step_begin 3", "step_end 3"]
+    with pytest.raises(TypeError, match="expected an object of a subclass of Callback"):
+        trainer.add_callback(Recorder)  # type: ignore[arg-type]
+
+
+CALLS: Counter[str] = Counter()
+
+
+def own_parallelise(model: nn.Module, *arguments: Any) -> Sequence[nn.Module]:
+    CALLS["parallelise"] += 1
+    return parallelise(model, *arguments)  # type: ignore[arg-type]
+
+
+def own_clip(parameters: Sequence[nn.Parameter], max_norm: float | None, ranks: Ranks) -> float:
+    CALLS["clip"] += 1
+    return 2 * clip_gradients(parameters, max_norm, ranks)
+
+
+def wrapped(model: nn.Module, *arguments: Any) -> Sequence[nn.Module]:
+    return [nn.Sequential(model)]
+
+
+OWN: Architecture[Any] = Architecture(
+    llama3.Llama3, llama3.Llama3Config.from_hf, {"tiny": llama3.FLAVORS["debug-0.5m"]}, own_parallelise, own_clip
+)
+WRAPPED: Architecture[Any] = Architecture(llama3.Llama3, llama3.Llama3Config.from_hf, OWN.flavors, wrapped)
+
+
+def own(name: str = "OWN", **more: Any) -> dict[str, Any]:
+    return {"name": f"{__name__}:{name}", "flavor": "tiny", **more}
+
+
+def test_d9_an_architecture_of_ones_own_has_its_own_parallelise_and_clip_functions(tmp_path: Path) -> None:
+    """It is named in the run file, with a flavor of its own, and its functions are those that are called."""
+    CALLS.clear()
+    Trainer(settings(tmp_path / "own", model=own())).run()
+    assert CALLS == {"parallelise": 1, "clip": 3}
+    Trainer(settings(tmp_path / "built_in")).run()
+    assert losses(tmp_path / "own") == losses(tmp_path / "built_in")
+    norms, doubled = ([row["grad_norm"] for row in rows(tmp_path / name)] for name in ("built_in", "own"))
+    assert doubled == [2 * norm for norm in norms]
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (own(flavor="small"), r"model\.flavor: 'small' is unknown; known: tiny"),
+        (own(settings={"a": 1}), r"model\.settings: .*OWN has none"),
+        (own("WRAPPED"), r"model\.name: .* returns a Sequential first, expected a LanguageModel"),
+        (own("NOWHERE"), r"model\.name: .*no attribute 'NOWHERE'"),
+    ],
+)
+def test_d9_an_architecture_that_does_not_fit_is_named(tmp_path: Path, model: Any, expected: str) -> None:
+    """Before the first step."""
+    with pytest.raises(ConfigError, match=expected):
+        Trainer(settings(tmp_path, model=model)).run()

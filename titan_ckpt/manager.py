@@ -211,6 +211,8 @@ class CheckpointManager:
         due = force or policy.is_due(step, self.config.save, last_step)
         if self._saver is not None and not self._knows_state:
             self._coordinator.together("first step", self._run.check_stepped)
+            if not self._knows_folder and not self.config.external:  # load() was never called
+                self._base.take_as_it_is()
             self._keep_a_base_that_changes()
             self._knows_state = True
             if not due:  # there is time to make the memory of the first save ready

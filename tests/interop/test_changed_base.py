@@ -84,6 +84,18 @@ def test_a_base_that_is_unfrozen_after_the_first_step_is_refused(tmp_path: Path,
             manager.save(2)
 
 
+def test_a_run_that_never_loads_records_its_base(tmp_path: Path, base: Path) -> None:
+    """A resume can tell its base from one that training has changed: the adapter alone is exported."""
+    first = LoraRun.build(base)
+    with first.manager(tmp_path / "run", []) as manager:
+        first.step()
+        manager.save(2)
+    second = LoraRun.build(base)
+    with second.manager(tmp_path / "run", [], export=(ExportConfig("peft"),)) as manager:
+        assert manager.load().step == 2
+        assert manager.export(2, last_step=True)
+
+
 class Normed(nn.Module):
     """A model whose running statistics are buffers that every step of training changes."""
 

@@ -92,6 +92,12 @@ class TrackedBase:
         self.identity, self.is_changed = identity, identity is None
         self._buffers = {} if identity is None else self._model.base_buffers()
 
+    def take_as_it_is(self) -> None:
+        """Identify the base of a run that loads nothing. Collective."""
+        if any(self._coordinator.gather("owned", bool(self._model.owned_state_dict()))):
+            trained = any(self._coordinator.gather("trained base", bool(self._model.trained_base())))
+            self.loaded(None if trained else identify_base(self._model, None, self._coordinator))
+
     def changes(self) -> list[str]:
         """Return the tensors of the base on this rank that are trained, or that have changed since the load."""
         now = self._model.base_buffers()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -118,6 +118,13 @@ def test_collate_stacks_sequences() -> None:
     assert torch.equal(batch["tokens"][1], samples[1]["tokens"])
 
 
+class Pair(NamedTuple):
+    """An entry that somebody's own data returns."""
+
+    name: str
+    value: torch.Tensor
+
+
 def test_d8_collate_pads_to_the_longest_and_keeps_what_else_there_is() -> None:
     """Padding has no loss; tensors of one shape are stacked, nested ones in their place; anything else is listed."""
     samples = [
@@ -129,8 +136,10 @@ def test_d8_collate_pads_to_the_longest_and_keeps_what_else_there_is() -> None:
     assert batch["labels"].tolist() == [[1, 2, IGNORED], [1, 2, 3]]
     assert batch["more"]["x"].shape == (2, 2) and batch["more"]["name"] == ["2", "3"]
     assert collate(samples, length=5)["tokens"].shape == (2, 5)
-    moved = to_device({**batch, "list": [torch.ones(1), ("x", torch.ones(1))]}, torch.device("meta"))
+    more = {"list": [torch.ones(1), ("x", torch.ones(1))], "pair": Pair("x", torch.ones(1))}
+    moved = to_device({**batch, **more}, torch.device("meta"))
     assert moved["more"]["x"].is_meta and moved["list"][1][1].is_meta and moved["list"][1][0] == "x"
+    assert moved["pair"].name == "x" and moved["pair"].value.is_meta
 
 
 def test_d8_dummy_data_is_the_same_for_the_same_seed() -> None:

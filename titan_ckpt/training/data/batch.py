@@ -59,7 +59,8 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Mapping):
         return {name: to_device(part, device) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(to_device(part, device) for part in value)
+        parts = [to_device(part, device) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # a named tuple takes each
     return value
 
 

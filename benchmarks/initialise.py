@@ -61,7 +61,7 @@ def main(options: Options) -> dict[str, Any]:
         "seconds_before": round(statistics.median(before), 3),
         "seconds_limit": round(statistics.median(limit), 3),
         "peak_per_shard": round([*ratios.values()][1], 3),
-        "peak_per_shard_before": round([*ratios.values()][0], 3),
+        "peak_per_shard_before": round(next(iter(ratios.values())), 3),
         "shard_bytes": num_bytes,
         "pairs": options.pairs,
     }

@@ -331,21 +331,6 @@ class BuildSteps:
         """Return the number of sequences per optimizer step over all ranks."""
         return self.config.training.batch_size * self.accumulation * self.ranks.data_size
 
-    def find_num_steps(self) -> int:
-        """Return the last step, as the position in the data says it: training.steps, or the end of training.epochs.
-
-        Raises: ConfigError for epochs of data whose length is not known.
-        """
-        training = self.config.training
-        if training.epochs is None:
-            return training.steps or DEFAULT_STEPS
-        if not hasattr(self.dataloader, "end_after"):
-            kind = type(self.dataloader).__name__
-            raise ConfigError([f"training.epochs: {kind} does not say how long the data is; set training.steps"])
-        left: int = self.dataloader.end_after(training.epochs)
-        of_epochs = self.state.step + -(-left // self.global_batch_size)
-        return of_epochs if training.steps is None else min(of_epochs, training.steps)
-
     def build_pipeline(self) -> Pipeline | None:
         """Return the object that runs the pipeline stages, or None without pipeline parallelism."""
         if self.ranks.degrees.pp == 1:

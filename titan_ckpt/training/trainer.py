@@ -13,10 +13,12 @@ from pathlib import Path
 
 import torch
 
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.models.registry import find_architecture
 from titan_ckpt.training.build_steps import BuildSteps
 from titan_ckpt.training.callbacks import Callback, StepMetrics
+from titan_ckpt.training.config import DEFAULT_STEPS
 from titan_ckpt.training.data.batch import Batch, checked, to_device
 from titan_ckpt.training.header import count_parameters, header, position
 from titan_ckpt.training.loss import Predicted, summed_cross_entropy
@@ -111,6 +113,21 @@ class Trainer(BuildSteps):
                 logger.info("%s", line)
         self.callbacks.on_init_end(self)
 
+    def find_num_steps(self) -> int:
+        """Return the last step, as the position in the data says it: training.steps, or the end of training.epochs.
+
+        Raises: ConfigError for epochs of data whose length is not known.
+        """
+        training = self.config.training
+        if training.epochs is None:
+            return training.steps or DEFAULT_STEPS
+        if not hasattr(self.dataloader, "end_after"):
+            kind = type(self.dataloader).__name__
+            raise ConfigError([f"training.epochs: {kind} does not say how long the data is; set training.steps"])
+        left: int = self.dataloader.end_after(training.epochs)
+        of_epochs = self.state.step + -(-left // self.global_batch_size)
+        return of_epochs if training.steps is None else min(of_epochs, training.steps)
+
     def load(self) -> None:
         """Resume, load initial weights, or start from step 0."""
         result = self.manager.load()
@@ -143,11 +160,15 @@ class Trainer(BuildSteps):
 
         If the last step is already done, take no step and only make the exports that are still missing.
         """
-        last = self.num_steps
-        if self.state.step >= last:
-            logger.info("step %d of %d is done: nothing to train", self.state.step, last)
+        if self.state.step >= self.num_steps:
+            logger.info("step %d of %d is done: nothing to train", self.state.step, self.num_steps)
             self.manager.save(self.state.step, last_step=True)
             return
+        for _ in self.steps():
+            pass
+
+    def steps(self) -> Iterator[StepMetrics]:
+        """Take the remaining steps one after the other, each with all that belongs to it, and yield its metrics."""
         batches = checked(iter(self.dataloader), self.model.vocab_size)
         for part in self.model_parts:
             part.train()
@@ -155,14 +176,17 @@ class Trainer(BuildSteps):
         epoch = self.epoch
         self.callbacks.on_epoch_begin(self, epoch)
         try:
-            while self.state.step < last:
-                self.callbacks.on_step_end(self, self.train_step(batches))
+            while self.state.step < self.num_steps:
+                metrics = self.train_step(batches)
+                self.callbacks.on_step_end(self, metrics)
                 while epoch < self.epoch:
                     self.callbacks.on_epoch_end(self, epoch)
                     epoch += 1
                     if epoch != self.config.training.epochs:
                         self.callbacks.on_epoch_begin(self, epoch)
-                if self.guard.step_ended(self.state.step):
+                is_last = self.guard.step_ended(self.state.step)
+                yield metrics
+                if is_last:
                     break
         finally:
             self.callbacks.on_train_end(self)

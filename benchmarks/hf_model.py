@@ -23,8 +23,7 @@ from titan_ckpt.formats.publish.plan import pack_model_files
 from titan_ckpt.formats.publish.run import ExportSummary
 from titan_ckpt.geometry.chunks import info_of
 from titan_ckpt.models.llama3 import FLAVORS, Llama3, Llama3Config
-from titan_ckpt.weights.transforms import StateDictTransforms
-from titan_ckpt.weights.write_view import FileGroup
+from titan_ckpt.weights.transforms import FileGroup, StateDictTransforms
 
 NUM_FILES = 4
 """As the folder of Llama 3.1 8B has them; a peer needs several for its ranks to consolidate at the same time."""

@@ -30,8 +30,7 @@ from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, TensorInfo
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
-from titan_ckpt.weights.transforms import StateDictTransforms
-from titan_ckpt.weights.write_view import CASTABLE, cast_all
+from titan_ckpt.weights.transforms import CASTABLE, StateDictTransforms, cast_all
 
 Format = Literal["hf", "native", "dcp"]
 _BLOCK_BYTES = 64 << 20

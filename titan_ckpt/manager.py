@@ -39,9 +39,8 @@ from titan_ckpt.saving.saver import Saver, SaveRequest
 from titan_ckpt.telemetry.events import Event, Telemetry, folder_bytes
 from titan_ckpt.types import ModelHooks, Stateful
 from titan_ckpt.weights.identity import TrackedBase
-from titan_ckpt.weights.transforms import StateDictTransforms
+from titan_ckpt.weights.transforms import CASTABLE, StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelState, ModelWrapper
-from titan_ckpt.weights.write_view import CASTABLE
 
 logger = logging.getLogger(__name__)
 

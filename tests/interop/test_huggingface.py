@@ -172,7 +172,7 @@ def test_rotary_frequencies_of_old_folders_are_passed_by(tmp_path: Path, caplog:
     model, key = native(), "model.layers.0.self_attn.rotary_emb.inv_freq"
     export(model, tmp_path / "out")
     add_tensors(tmp_path / "out", **{key: torch.ones(4)})
-    with caplog.at_level(logging.INFO, "titan_ckpt.weights.read_plan"):
+    with caplog.at_level(logging.INFO, "titan_ckpt.weights.transforms"):
         load(native(seed=2), tmp_path / "out")
     assert key in caplog.text
     add_tensors(tmp_path / "out", **{"model.layers.0.self_attn.inv_freq": torch.ones(4)})

@@ -25,8 +25,7 @@ from titan_ckpt.formats.huggingface.peft import PeftExport
 from titan_ckpt.formats.open import detect_format, open_reader
 from titan_ckpt.geometry.chunks import LazyTensor, blocks_of, info_of
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
-from titan_ckpt.weights.transforms import StateDictTransforms
-from titan_ckpt.weights.write_view import FileGroup
+from titan_ckpt.weights.transforms import FileGroup, StateDictTransforms
 
 CONFIG = replace(
     FLAVORS["debug-0.5m"], vocab_size=160, num_layers=2, max_seq_len=64, tie_embeddings=False,

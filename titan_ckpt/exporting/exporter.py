@@ -34,8 +34,7 @@ from titan_ckpt.geometry.chunks import LazyTensor, Stage, TensorInfo, can_freeze
 from titan_ckpt.types import ModelHooks, PlacesTensors, StateDict
 from titan_ckpt.weights.identity import base_settings
 from titan_ckpt.weights.quantise import QuantisesWeights, WeightQuantiser, quantised
-from titan_ckpt.weights.transforms import StateDictTransforms, with_tied_names
-from titan_ckpt.weights.write_view import FileDtype, cast_all
+from titan_ckpt.weights.transforms import FileDtype, StateDictTransforms, cast_all, with_tied_names
 
 logger = logging.getLogger(__name__)
 

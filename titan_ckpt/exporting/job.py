@@ -12,7 +12,7 @@ from titan_ckpt.config import ExportConfig
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.publish.record import MadeExports
-from titan_ckpt.weights.write_view import FileGroup
+from titan_ckpt.weights.transforms import FileGroup
 
 logger = logging.getLogger(__name__)
 

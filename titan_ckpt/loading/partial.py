@@ -17,7 +17,7 @@ from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, selected
 from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.loading.plan import LoadSource
 from titan_ckpt.types import StateDict
-from titan_ckpt.weights.write_view import CASTABLE
+from titan_ckpt.weights.transforms import CASTABLE
 
 
 @dataclass(frozen=True, slots=True)

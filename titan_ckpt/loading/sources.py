@@ -35,8 +35,7 @@ from titan_ckpt.types import LoadReport, Mismatch, ModelHooks, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.names import clean_fqn
 from titan_ckpt.weights.quantise import QuantisesWeights
-from titan_ckpt.weights.read_plan import ReadPlan
-from titan_ckpt.weights.transforms import StateDictTransforms, with_tied_names
+from titan_ckpt.weights.transforms import ReadPlan, StateDictTransforms, with_tied_names
 from titan_ckpt.weights.wrapper import ModelState, ModelWrapper, without_memory
 
 logger = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ from titan_ckpt.weights import lora_names
 from titan_ckpt.weights.digest import digest_of
 from titan_ckpt.weights.identity import base_digest, named_base
 from titan_ckpt.weights.lora_names import LoRARecord, lora_tensor
-from titan_ckpt.weights.write_view import CASTABLE, cast_all
+from titan_ckpt.weights.transforms import CASTABLE, cast_all
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -43,8 +43,7 @@ from titan_ckpt.tools.torch_file import write_torch_file
 from titan_ckpt.tools.weights import model_keys
 from titan_ckpt.types import Format
 from titan_ckpt.weights.identity import BASE_RECORD, base_settings
-from titan_ckpt.weights.transforms import StateDictTransforms
-from titan_ckpt.weights.write_view import cast_all
+from titan_ckpt.weights.transforms import StateDictTransforms, cast_all
 
 Target = Literal["native", "dcp", "hf", "torch", "peft"]
 

@@ -22,7 +22,7 @@ from titan_ckpt.errors import ExportError, listed
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo, blocks_of, info_of, layout_of, local_chunks
 from titan_ckpt.geometry.keymap import Identity, PermuteRotary, Split
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
-from titan_ckpt.weights.write_view import FileGroup, FilePiece
+from titan_ckpt.weights.transforms import FileGroup, FilePiece
 
 _RUN_ELEMENTS = 1 << 22
 """Number of elements that are quantised at once, if the scheme allows it."""

@@ -1,24 +1,234 @@
-"""The form of a state dict in a file: dtype, then names and arrangement. Content only, never I/O.
+"""The form of a state dict in a file, in both directions: dtype, names and arrangement. Content only, never I/O.
 
-This module decides which key map a name belongs to; write_view.py applies it to write, read_plan.py to read.
+Owns which key map a name belongs to, and its use. To write, it groups the native tensors of one file tensor, which the
+formats cut into pieces; nothing is computed before. To read, it makes requests, which the formats fill, by which file
+tensors fill the memory of live ones, and gives a verdict on every key.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from titan_ckpt.errors import ConverterError, KeyMapError
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import TensorInfo
-from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, KeyRule
-from titan_ckpt.types import ModelHooks, StateDict
-from titan_ckpt.weights.read_plan import ReadPlan, ReadPlanner
-from titan_ckpt.weights.write_view import FileDtype, FileGroup, file_group, made_twice
+from titan_ckpt.geometry.chunks import (
+    Block,
+    Chunk,
+    LazyTensor,
+    Shape,
+    TensorInfo,
+    blocks_of,
+    cast,
+    dtype_name,
+    info_of,
+)
+from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, KeyRule, TensorOp
+from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.types import LoadReport, Mismatch, ModelHooks, StateDict
+
+logger = logging.getLogger(__name__)
+
+CASTABLE = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+"""Dtypes between which tensors may be cast. float8 and smaller need scales, so a plain cast of them is wrong."""
+
+_MAX_COMPARED_CHARS = 1_000
+"""Longer names of a foreign file are not compared with the model's, because that takes the square of their length."""
+
+FileDtype = torch.dtype | Mapping[str, torch.dtype] | None
+"""Dtype of floating tensors in a file: one for all, or by file key (other tensors keep theirs), or None to keep all."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilePiece:
+    """Values to be written at `chunk` of file tensor `key`, cast to its dtype; `view` may be strided."""
+
+    key: str
+    chunk: Chunk
+    view: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FileGroup:
+    """The file tensors that one application of a rule makes, and the native tensors they come from.
+
+    Nothing is computed until `blocks` is iterated, which resolves one native tensor at a time. If `collective` is
+    set, all ranks that hold the group must iterate alike.
+    """
+
+    fqns: tuple[str, ...]
+    values: tuple[torch.Tensor | LazyTensor, ...]
+    infos: Mapping[str, TensorInfo]
+    """file key -> global shape and dtype in the file, in the operation's order."""
+    op: TensorOp
+
+    @property
+    def collective(self) -> bool:
+        """Return whether resolving the group takes part in a collective."""
+        return any(isinstance(value, LazyTensor) and value.collective for value in self.values)
+
+    def blocks(self) -> Iterator[tuple[int, Block]]:
+        """Yield (index of the native tensor, block this rank holds), replicas included."""
+        return ((index, block) for index, value in enumerate(self.values) for block in blocks_of(value))
+
+    @property
+    def quantised(self) -> Mapping[str, str]:
+        """Return the description that files store for each file tensor that `infos` has as several parts."""
+        return {}
+
+    def parts_of(self, block: Block, shares: Sequence[Chunk] | None) -> Iterable[Block]:
+        """Return the parts of a block that lie in `shares`, chunks of the native tensor; None stands for all of it."""
+        if shares is None:
+            return [block]
+        cuts = (block.chunk.intersect(share) for share in shares)
+        return [Block(cut, block.data[cut.within(block.chunk)]) for cut in cuts if cut is not None]
+
+    def cut_shares(self, index: int, block: Block, shares: Sequence[Chunk] | None) -> Iterator[FilePiece]:
+        """Cut the parts of a block of native tensor `index` that lie in `shares` into pieces of file tensors."""
+        for part in self.parts_of(block, shares):
+            yield from self.cut(index, part)
+
+    def cut(self, index: int, block: Block) -> Iterator[FilePiece]:
+        """Cut a block of native tensor `index`, or any part of it, into pieces of file tensors."""
+        keys = tuple(self.infos)
+        shapes = [info_of(value).shape for value in self.values]
+        for piece in self.op.pieces(index, shapes, block.chunk, block.data):
+            yield FilePiece(keys[piece.file_index], piece.chunk, piece.view)
+
+    def pieces(self) -> Iterator[FilePiece]:
+        """Yield every piece that this rank holds of the group, replicas included."""
+        for index, block in self.blocks():
+            yield from self.cut(index, block)
+
+
+def file_group(group: KeyGroup, values: Sequence[torch.Tensor | LazyTensor], dtype: FileDtype) -> FileGroup:
+    """Return the file tensors of one group. Raises: KeyMapError for shapes or dtypes that do not fit."""
+    infos = [info_of(value) for value in values]
+    native = [info.shape for info in infos]
+    shapes = group.op.file_shapes(native)
+    if list(group.op.native_shapes(shapes)) != native:
+        raise KeyMapError(f"shapes {native} do not fit {group.op}")
+    file_infos = {}
+    for key, shape in zip(group.keys, shapes, strict=True):
+        wanted = dtype.get(key) if isinstance(dtype, Mapping) else dtype
+        dtypes = {wanted if wanted in CASTABLE and info.dtype in CASTABLE else info.dtype for info in infos}
+        if len(dtypes) > 1:
+            raise KeyMapError(f"one file tensor cannot hold {', '.join(sorted(map(dtype_name, dtypes)))}")
+        file_infos[key] = TensorInfo(shape, dtypes.pop())
+    return FileGroup(group.fqns, tuple(values), file_infos, group.op)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """The requests for the wanted tensors, and a report on every key.
+
+    Under pipeline parallelism the report also lists other ranks' keys as unexpected; only keys that every rank reports
+    are.
+    """
+
+    requests: list[ReadRequest]
+    report: LoadReport
+    absent_keys: tuple[str, ...] = ()
+    """File keys that the wanted tensors would come from and that the source does not have."""
+
+    def near(self, key: str) -> list[str]:
+        """Return the absent keys most similar to an unexpected one, such as a misspelt or wrongly prefixed name."""
+        if len(key) > _MAX_COMPARED_CHARS:
+            return []
+        return difflib.get_close_matches(key, self.absent_keys, n=2, cutoff=0.6)
+
+
+class ReadPlanner:
+    """Collects the requests and verdicts of one load, tensor by tensor."""
+
+    def __init__(self, available: Mapping[str, TensorInfo], cast: bool) -> None:
+        self.available = available
+        self.may_cast = cast
+        self.requests: list[ReadRequest] = []
+        self.loaded: list[str] = []
+        self.missing: list[str] = []
+        self.mismatched: list[Mismatch] = []
+        self.cast: dict[str, str] = {}
+        self.known: set[str] = set()
+        self.absent: dict[str, None] = {}
+
+    def add(self, fqn: str, value: torch.Tensor, group: KeyGroup) -> None:
+        self.known.update(group.keys)
+        absent = [key for key in group.keys if key not in self.available]
+        if absent:
+            self.absent.update(dict.fromkeys(absent))
+        if len(absent) == len(group.keys):
+            self.missing.append(fqn)
+            return
+        expected = info_of(value)
+        if group.op is IDENTITY and self.available[group.keys[0]] == expected:  # the usual case, and a hot path
+            self.requests += [ReadRequest(group.keys[0], block.chunk, block.data) for block in blocks_of(value)]
+            self.loaded.append(fqn)
+            return
+        fault = self._misfit(fqn, expected, group, absent)
+        if fault is not None:
+            self.mismatched.append(fault)
+            return
+        index = group.fqns.index(fqn)
+        shapes = group.op.native_shapes([self.available[key].shape for key in group.keys])
+        for block in blocks_of(value):
+            for piece in group.op.pieces(index, shapes, block.chunk, block.data):
+                self.requests.append(ReadRequest(group.keys[piece.file_index], piece.chunk, piece.view))
+        self.loaded.append(fqn)
+
+    def _misfit(self, fqn: str, expected: TensorInfo, group: KeyGroup, absent: list[str]) -> Mismatch | None:
+        """Return how the file's tensors do not fit, or None; note allowed casts in `cast`."""
+        if absent:
+            return Mismatch(fqn, str(expected), f"no {', '.join(absent)}")
+        infos = [self.available[key] for key in group.keys]
+        in_file = ", ".join(dict.fromkeys(map(str, infos)))
+        try:
+            shape = _native_shapes(group.op, [info.shape for info in infos])[group.fqns.index(fqn)]
+        except KeyMapError as error:
+            return Mismatch(fqn, str(expected), f"{in_file}: {error}")
+        if shape != expected.shape:
+            return Mismatch(fqn, str(expected), in_file)
+        others = {info.dtype for info in infos} - {expected.dtype}
+        castable = expected.dtype in CASTABLE and others <= CASTABLE
+        if others and castable and self.may_cast:
+            self.cast[fqn] = f"{', '.join(sorted(map(dtype_name, others)))} -> {dtype_name(expected.dtype)}"
+        elif others and castable:
+            return Mismatch(fqn, str(expected), f"{in_file} (set cast = true to convert while loading)", "cast")
+        elif others:
+            return Mismatch(fqn, str(expected), in_file, "dtype")
+        return None
+
+    def result(self, key_map: KeyMap) -> ReadPlan:
+        """Return the plan after every wanted tensor was added."""
+        unknown = [key for key in self.available if key not in self.known]
+        ignored = [key for key in unknown if key_map.ignores(key)]
+        if ignored:
+            logger.info("load: %d keys are ignored, which the model does not use, such as %s", len(ignored), ignored[0])
+        report = LoadReport(
+            loaded=tuple(self.loaded),
+            missing=tuple(self.missing),
+            unexpected=tuple(key for key in unknown if not key_map.ignores(key)),
+            mismatched=tuple(self.mismatched),
+            cast=self.cast,
+            ignored=tuple(ignored),
+        )
+        return ReadPlan(self.requests, report, tuple(self.absent))
+
+
+def _native_shapes(op: TensorOp, shapes: list[Shape]) -> list[Shape]:
+    """Return the native shapes for file shapes. Raises: KeyMapError unless they map back to the same file shapes."""
+    native = op.native_shapes(shapes)
+    if list(op.file_shapes(native)) != shapes:
+        raise KeyMapError(f"shapes {[list(s) for s in shapes]} do not fit {op}")
+    return native
 
 
 @dataclass(frozen=True)
@@ -164,3 +374,20 @@ class _Names:
         if self.owned_map is None:
             raise ConverterError(f"a converter owns {fqn!r} and gives no adapter that names it in files")
         return self.owned_map.group_of_fqn(fqn)
+
+
+def cast_all(tensors: StateDict, dtype: torch.dtype | None) -> StateDict:
+    """Return the tensors with floating ones of 16 bits or more cast when they are written; None casts none."""
+    if dtype is None:
+        return tensors
+    return {fqn: cast(value, dtype) if info_of(value).dtype in CASTABLE else value for fqn, value in tensors.items()}
+
+
+def made_twice(groups: Sequence[FileGroup], key_map: KeyMap) -> list[str]:
+    """Return a line for each file key that several groups make and that is not tied."""
+    makers: dict[str, list[str]] = {}
+    for group in groups:
+        for key in group.infos:
+            makers.setdefault(key, []).append(", ".join(group.fqns))
+    twice = {key: fqns for key, fqns in makers.items() if len(fqns) > 1 and not key_map.ties(key)}
+    return [f"{key} would be made from {' and from '.join(fqns)}" for key, fqns in twice.items()]

@@ -14,7 +14,7 @@ from titan_ckpt.disk.direct import IO_BYTES, FileReader
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.dcp.writer import DcpExport
-from titan_ckpt.formats.native import scatter
+from titan_ckpt.formats.native import transfers
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.formats.open import open_reader
@@ -35,7 +35,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(values.nbytes)
         return on_device(values.clone())
 
-    monkeypatch.setattr(scatter, "upload", upload)
+    monkeypatch.setattr(transfers, "upload", upload)
     monkeypatch.setattr(reader, "upload", upload)
     monkeypatch.setattr(regions, "upload", upload)
     copy = torch.Tensor.copy_

@@ -13,9 +13,7 @@ from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, TensorIn
 from titan_ckpt.geometry.keymap import Concat, Identity, KeyMap, KeyRule, PermuteRotary, Unstack
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.types import LoadReport, Mismatch, StateDict, StateDictAdapter
-from titan_ckpt.weights.read_plan import ReadPlan
-from titan_ckpt.weights.transforms import StateDictTransforms
-from titan_ckpt.weights.write_view import FileGroup
+from titan_ckpt.weights.transforms import FileGroup, ReadPlan, StateDictTransforms
 
 TABLE = KeyMap(
     (

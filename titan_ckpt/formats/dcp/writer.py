@@ -39,7 +39,7 @@ from titan_ckpt.formats.publish.run import compare_infos, published
 from titan_ckpt.geometry.chunks import LazyTensor, TensorInfo, blocks_of, dtype_name, info_of, layout_of, run_through
 from titan_ckpt.geometry.requests import StoredValue
 from titan_ckpt.types import StateDict
-from titan_ckpt.weights.write_view import FileGroup
+from titan_ckpt.weights.transforms import FileGroup
 
 
 @dataclass(frozen=True, slots=True)

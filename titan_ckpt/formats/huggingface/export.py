@@ -24,7 +24,7 @@ from titan_ckpt.geometry.chunks import TensorInfo, dtype_name
 from titan_ckpt.geometry.keymap import KeyMap, selected
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.weights.quantise import WeightQuantiser, check_quantised, quantised
-from titan_ckpt.weights.write_view import CASTABLE, FileGroup
+from titan_ckpt.weights.transforms import CASTABLE, FileGroup
 
 GENERATION_CONFIG = "generation_config.json"
 _COPIED = (

@@ -33,7 +33,7 @@ from titan_ckpt.formats.safetensors.container import read_header
 from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
-from titan_ckpt.weights.write_view import CASTABLE, FileGroup
+from titan_ckpt.weights.transforms import CASTABLE, FileGroup
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"

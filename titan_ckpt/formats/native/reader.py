@@ -22,8 +22,7 @@ from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, NotACheckpointError, listed
 from titan_ckpt.formats.native.header import RankFile, header_bytes, parse_header
 from titan_ckpt.formats.native.layout import Entry, rank_file_name
-from titan_ckpt.formats.native.scatter import Transfer
-from titan_ckpt.formats.native.transfers import BlockReader, execute
+from titan_ckpt.formats.native.transfers import BlockReader, Transfer, execute
 from titan_ckpt.formats.safetensors.regions import copy_from_host
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import overlap

@@ -26,7 +26,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.formats.publish.proof import digest
 from titan_ckpt.geometry.chunks import Block, Chunk, Shape, Sharding, info_of, sharding_of
-from titan_ckpt.weights.write_view import FileGroup
+from titan_ckpt.weights.transforms import FileGroup
 
 Boxes = Mapping[str, Sequence[Chunk]]
 """File key -> the boxes of the tensor that one rank holds."""

@@ -26,7 +26,7 @@ from titan_ckpt.formats.publish.plan import ExportPlan, MakeHeader, PackFiles, c
 from titan_ckpt.formats.publish.write import ExportWriter, Place, create_file
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import TensorReader
-from titan_ckpt.weights.write_view import FileGroup, FilePiece
+from titan_ckpt.weights.transforms import FileGroup, FilePiece
 
 logger = logging.getLogger(__name__)
 _Prepared = TypeVar("_Prepared")

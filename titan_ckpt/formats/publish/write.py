@@ -36,7 +36,7 @@ from titan_ckpt.formats.safetensors.regions import mapped_boxes, windows
 from titan_ckpt.geometry.boxes import element_span, is_run
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, blocks_of, run_through
 from titan_ckpt.geometry.requests import TensorReader
-from titan_ckpt.weights.write_view import FileGroup, FilePiece
+from titan_ckpt.weights.transforms import FileGroup, FilePiece
 
 _QUEUED_BYTES = 256 << 20
 """Bytes of live tensors that the workers get at a time; each time all wait for the slowest worker."""

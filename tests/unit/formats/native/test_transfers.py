@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_ckpt.disk.memory import Buffer
-from titan_ckpt.formats.native.scatter import Transfer, scatter
+from titan_ckpt.formats.native.transfers import Transfer, scatter
 from titan_ckpt.geometry.chunks import Chunk
 
 

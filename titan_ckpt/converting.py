@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args
 import torch
 
 from titan_ckpt import progress
-from titan_ckpt.components.files import MODEL, model_tensors
 from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.unpublished_folder import StagedFolder
@@ -30,6 +29,7 @@ from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, TensorInfo
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
+from titan_ckpt.weights.stored_names import MODEL, model_tensors
 from titan_ckpt.weights.transforms import CASTABLE, StateDictTransforms, cast_all
 
 Format = Literal["hf", "native", "dcp"]

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from titan_ckpt.components.data_position import DataRank, restorer
-from titan_ckpt.components.files import MODEL, STATES
+from titan_ckpt.components.files import STATES
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.optimizer import OptimizerState
 from titan_ckpt.components.optimizer_rehearsal import rehearse
@@ -38,6 +38,7 @@ from titan_ckpt.geometry.nested import MAX_DEPTH, give_tensors, names_of, take_t
 from titan_ckpt.rng import RandomState
 from titan_ckpt.types import StateDict, Stateful
 from titan_ckpt.weights.own_state import plain_attributes
+from titan_ckpt.weights.stored_names import MODEL
 from titan_ckpt.weights.wrapper import ModelState, ModelWrapper, without_memory
 
 logger = logging.getLogger(__name__)

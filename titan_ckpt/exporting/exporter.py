@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 
-from titan_ckpt.components.files import MODEL
 from titan_ckpt.components.flat_state import flat_tensors, flat_values
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.run_state import RunState
@@ -34,6 +33,7 @@ from titan_ckpt.geometry.chunks import LazyTensor, Stage, TensorInfo, can_freeze
 from titan_ckpt.types import ModelHooks, PlacesTensors, StateDict
 from titan_ckpt.weights.identity import base_settings
 from titan_ckpt.weights.quantise import QuantisesWeights, WeightQuantiser, quantised
+from titan_ckpt.weights.stored_names import MODEL
 from titan_ckpt.weights.transforms import FileDtype, StateDictTransforms, cast_all, with_tied_names
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from titan_ckpt.components.files import model_tensors
 from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import LoadMismatchError, listed
@@ -23,6 +22,7 @@ from titan_ckpt.types import Format, ModelHooks
 from titan_ckpt.weights import lora_names
 from titan_ckpt.weights.identity import Description, differences
 from titan_ckpt.weights.lora_names import LoRARecord, lora_tensor
+from titan_ckpt.weights.stored_names import model_tensors
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 logger = logging.getLogger(__name__)

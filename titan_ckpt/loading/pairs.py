@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from titan_ckpt.components.files import MODEL
 from titan_ckpt.errors import KeyMapError, LoadMismatchError
 from titan_ckpt.formats.huggingface.peft import MAGNITUDE, PAIRS, PREFIX, ModuleNumbers
 from titan_ckpt.formats.huggingface.peft_fields import targets_parameter
@@ -20,6 +19,7 @@ from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.loading.adapters import lora_record
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights import lora_names
+from titan_ckpt.weights.stored_names import MODEL
 
 
 @dataclass(frozen=True, slots=True)

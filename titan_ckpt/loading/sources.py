@@ -26,7 +26,6 @@ from titan_ckpt.geometry.keymap import selected
 from titan_ckpt.geometry.requests import Fill, TensorReader
 from titan_ckpt.loading.adapters import check_fits, check_mergeable, check_settings
 from titan_ckpt.loading.bases import check_named_base
-from titan_ckpt.loading.dcp_names import StoredNames
 from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
 from titan_ckpt.loading.model_config import check_model_config
 from titan_ckpt.loading.partial import Partial, partial_of, refuse_unmatched
@@ -35,6 +34,7 @@ from titan_ckpt.types import LoadReport, Mismatch, ModelHooks, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.names import clean_fqn
 from titan_ckpt.weights.quantise import QuantisesWeights
+from titan_ckpt.weights.stored_names import StoredNames
 from titan_ckpt.weights.transforms import ReadPlan, StateDictTransforms, with_tied_names
 from titan_ckpt.weights.wrapper import ModelState, ModelWrapper, without_memory
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 import xxhash
 
 from titan_ckpt.components.data_position import DataRank, in_order, stored_position
-from titan_ckpt.components.files import MODEL, RUN_STATE, rank_state_name, with_rank_parts
+from titan_ckpt.components.files import RUN_STATE, rank_state_name, with_rank_parts
 from titan_ckpt.components.optimizer import misfit
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.components.snapshot import RankState
@@ -24,6 +24,7 @@ from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.geometry.requests import Fill, ReadRequest
 from titan_ckpt.types import StateDict
+from titan_ckpt.weights.stored_names import MODEL
 
 _TYPES: dict[str, type] = {
     "step": int, "model": dict, "optimizer": list, "lr_scheduler": list, "states": dict, "rng": dict,

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from titan_ckpt import progress
-from titan_ckpt.components.files import model_tensors
 from titan_ckpt.converting import stored_tensor, translated_tensors
 from titan_ckpt.errors import (
     BaseMismatchError,
@@ -38,6 +37,7 @@ from titan_ckpt.weights import lora_names
 from titan_ckpt.weights.digest import digest_of
 from titan_ckpt.weights.identity import base_digest, named_base
 from titan_ckpt.weights.lora_names import LoRARecord, lora_tensor
+from titan_ckpt.weights.stored_names import model_tensors
 from titan_ckpt.weights.transforms import CASTABLE, cast_all
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

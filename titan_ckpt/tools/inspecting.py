@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from titan_ckpt import progress
-from titan_ckpt.components.files import OTHER_COMPONENTS
 from titan_ckpt.converting import stored_tensor
 from titan_ckpt.errors import CheckpointNotFoundError
 from titan_ckpt.formats.dcp.dcp import DcpReader
@@ -22,6 +21,7 @@ from titan_ckpt.geometry.chunks import Chunk, LazyTensor, Shape, TensorInfo, dty
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.tools.state import run_state
 from titan_ckpt.weights import digest
+from titan_ckpt.weights.stored_names import OTHER_COMPONENTS
 
 BINS = 20
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")

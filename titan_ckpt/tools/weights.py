@@ -9,13 +9,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_ckpt.components.files import model_tensors
 from titan_ckpt.converting import native_tensors, stored_tensor
 from titan_ckpt.errors import ConfigError, KeyMapError, NotACheckpointError
 from titan_ckpt.geometry.chunks import LazyTensor
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.tools.adapters import Adapter, adapted_weights, open_adapter
 from titan_ckpt.tools.models import ModelTable, find_config, find_table, require_config
+from titan_ckpt.weights.stored_names import model_tensors
 
 Tensors = dict[str, LazyTensor]
 """Name -> values, which are read when their blocks are asked for."""

@@ -9,7 +9,7 @@ memory, because the disk is the bottleneck.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +18,6 @@ import xxhash
 from titan_ckpt import progress
 from titan_ckpt.disk.direct import IO_BYTES, NUM_WORKERS, bounce_buffer, run_workers
 from titan_ckpt.disk.memory import ALIGNMENT, Buffer, bytes_at
-from titan_ckpt.errors import ExportError
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import boxes_of_range
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
@@ -64,14 +63,8 @@ def digest(data: memoryview) -> bytes:
 
 
 @gc_paused()
-def prove(
-    regions: Sequence[Written], reader: TensorReader, sources: Mapping[str, Sequence[str]], count: progress.Count
-) -> None:
-    """Read every region back and compare it with what was written.
-
-    `sources`: key -> native names that were written to it; several names are tied tensors, which must be equal.
-    Raises: ExportError naming each tensor that differs.
-    """
+def differing(regions: Sequence[Written], reader: TensorReader, count: progress.Count) -> dict[str, set[Chunk]]:
+    """Read every region back and compare it with what was written; return the regions that differ, by key."""
     wrong: dict[str, set[Chunk]] = {}
 
     def compare(batch: Sequence[_Block]) -> None:
@@ -83,13 +76,7 @@ def prove(
                     wrong.setdefault(block.written.key, set()).add(block.written.chunk)
 
     run_workers(_batches(regions), compare, NUM_WORKERS)
-    if wrong:
-        number = sum(map(len, wrong.values()))
-        names = (
-            f"{key} (tied, and not equal: {', '.join(sources[key])})" if len(sources.get(key, ())) > 1 else key
-            for key in wrong
-        )
-        raise ExportError(f"{number} region(s) read back differ from what was written, of {', '.join(names)}")
+    return wrong
 
 
 def _is_as_written(block: _Block, buffer: Buffer) -> bool:

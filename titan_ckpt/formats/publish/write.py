@@ -27,9 +27,10 @@ from titan_ckpt.disk.direct import NUM_WORKERS, bounce_buffer, run_workers
 from titan_ckpt.disk.memory import ALIGNMENT, bytes_at, is_plain_memory
 from titan_ckpt.disk.shared_file import SharedFile
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.publish.columns import Assembled, ColumnExchange, Round, Rows
 from titan_ckpt.formats.publish.plan import ExportPlan
-from titan_ckpt.formats.publish.proof import Written, prove
+from titan_ckpt.formats.publish.proof import Written, differing
 from titan_ckpt.formats.safetensors.container import Entry, Layout
 from titan_ckpt.formats.safetensors.reader import RUN_BYTES
 from titan_ckpt.formats.safetensors.regions import mapped_boxes, windows
@@ -123,7 +124,12 @@ class ExportWriter:
 
     def prove(self, reader: TensorReader) -> None:
         """Read every region that this rank wrote and compare it. Raises: ExportError naming the tensors that differ."""
-        prove(self._written, reader, self._sources, self._count)
+        if wrong := differing(self._written, reader, self._count):
+            number = sum(map(len, wrong.values()))
+            names = {key: self._sources.get(key, ()) for key in wrong}
+            tied = {key: f" (tied, and not equal: {', '.join(fqns)})" for key, fqns in names.items() if len(fqns) > 1}
+            listed = ", ".join(key + tied.get(key, "") for key in wrong)
+            raise ExportError(f"{number} region(s) read back differ from what was written, of {listed}")
 
     def _add(self, group: FileGroup, index: int, block: Block) -> None:
         """Queue this rank's pieces of a block. Values of a lazy tensor are written before the next ones are computed.

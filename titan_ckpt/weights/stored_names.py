@@ -5,17 +5,22 @@ Owns which stored tensor is which of the model. Reads no value but those of tens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from titan_ckpt.components.files import model_tensors
-from titan_ckpt.errors import LoadMismatchError
+from titan_ckpt.errors import LoadMismatchError, listed
 from titan_ckpt.geometry.chunks import TensorInfo, blocks_of
 from titan_ckpt.geometry.keymap import selected
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
 from titan_ckpt.types import StateDict
+
+MODEL = "model."
+"""Prefix of a model tensor's name."""
+OTHER_COMPONENTS = ("optimizer.", "optim.", "lr_scheduler", "dataloader", "train_state", "states.")
+"""Prefixes of the names that are not the model's, in checkpoints that keep the model at the top level."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,62 @@ class StoredNames:
             if not torch.equal(*parts):
                 return False
         return True
+
+
+def model_tensors(
+    stored: Mapping[str, TensorInfo],
+    format_: str,
+    wanted: Collection[str] | None = None,
+    prefix: str | None = None,
+) -> tuple[str, dict[str, TensorInfo]]:
+    """Return the prefix of the model in a native or DCP checkpoint, and its tensors by name without the prefix.
+
+    A DCP checkpoint may nest the model. `prefix` names the place; without it, the place with the most of the `wanted`
+    names is taken, and the top level if that has as many; without `wanted`, `model.` if the top level has nothing else.
+    Raises: LoadMismatchError for several places with as many of the names, and for a `prefix` that nothing has.
+    Source of the names at the top: torchtitan, components/checkpoint.py, which flattens the model there.
+    """
+    if format_ == "native":
+        prefix = MODEL
+    elif prefix is None and wanted is None:
+        top = _under(stored, "")
+        prefix = MODEL if len(_under(stored, MODEL)) == len(top) else ""
+    elif prefix is None:
+        assert wanted is not None
+        prefix = _find_prefix(stored, wanted)
+    elif prefix and not any(key.startswith(prefix) for key in stored):
+        first = listed(sorted({key.partition(".")[0] + "." for key in stored}), ", ", " ")
+        raise LoadMismatchError(f"no tensor has the prefix {prefix!r}; the names there begin with {first}")
+    return prefix, _under(stored, prefix)
+
+
+def _under(stored: Mapping[str, TensorInfo], prefix: str) -> dict[str, TensorInfo]:
+    inside = {key.removeprefix(prefix): info for key, info in stored.items() if key.startswith(prefix)}
+    return inside if prefix == MODEL else {k: info for k, info in inside.items() if not k.startswith(OTHER_COMPONENTS)}
+
+
+def _find_prefix(stored: Mapping[str, TensorInfo], wanted: Collection[str]) -> str:
+    found: Counter[str] = Counter()
+    for key in stored:
+        if key.startswith(OTHER_COMPONENTS):
+            continue
+        name = key
+        while True:
+            if name in wanted:
+                found[key[: len(key) - len(name)]] += 1
+            _, dot, name = name.partition(".")
+            if not dot:
+                break
+    most = max(found.values(), default=0)
+    best = [prefix for prefix, count in found.items() if count == most]
+    if not best or "" in best:
+        return ""
+    if len(best) > 1:
+        raise LoadMismatchError(
+            f"the model may be in {len(best)} places, each with {most} of its tensors: "
+            f'{", ".join(sorted(best))}. Name one: checkpoint.initial_load.prefix = "{min(best)}"'
+        )
+    return best[0]
 
 
 def _count(available: Mapping[str, TensorInfo], names: Iterable[str]) -> int:

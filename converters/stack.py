@@ -17,8 +17,6 @@ from converters.lora.peft import json_number
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import BaseMismatchError, ConverterError
 from titan_ckpt.formats.huggingface.peft import PAIRS, PREFIX, PeftExport, PeftReader, scaling_of, unselected
-from titan_ckpt.geometry.chunks import Chunk
-from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.lora_names import PARTS
 from titan_ckpt.weights.transforms import StateDictTransforms
@@ -90,8 +88,7 @@ class _Folder:
 
 def _read(folder: Path) -> _Folder:
     with PeftReader(folder) as reader:
-        tensors = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in reader.tensors.items()}
-        reader.read([ReadRequest(key, Chunk.whole(value.shape), value) for key, value in tensors.items()])
+        tensors = {key: reader.whole(key) for key in reader.tensors}
         if strangers := unselected(reader):
             raise ConverterError(f"{folder}: target_modules does not select {strangers[0]}, so PEFT would ignore it")
         modules = {key.removesuffix(s): s for key in tensors for s in PAIRS if key.endswith(s)}

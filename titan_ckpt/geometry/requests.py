@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -46,18 +45,23 @@ class TensorReader(ABC):
         """Return every tensor's global shape and dtype by its name in the file (dequantised where quantised)."""
 
     @abstractmethod
-    def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Fill every request's memory, in any order; verify the bytes if the format has digests.
-
-        Raises: CorruptCheckpointError naming the file; OSError. The memory is undefined then.
-        """
-
     def plan(self, requests: Sequence[ReadRequest]) -> Fill:
         """Check all that can be checked without reading a tensor; return the function that fills every request.
 
-        Raises: as `read`, and the function too.
+        The function fills in any order, and verifies the bytes if the format has digests.
+        Raises: CorruptCheckpointError naming the file; OSError; the function too, and the memory is undefined then.
         """
-        return partial(self.read, requests)
+
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Fill every request's memory. Raises: as `plan`, and as the function that it returns."""
+        self.plan(requests)()
+
+    def whole(self, key: str) -> torch.Tensor:
+        """Return all values of a tensor. Raises: as `read`."""
+        info = self.tensors[key]
+        value = torch.empty(info.shape, dtype=info.dtype)
+        self.read([ReadRequest(key, Chunk.whole(info.shape), value)])
+        return value
 
     def metadata(self) -> dict[str, Any]:
         """Return the format's metadata beside the tensors (hf: config.json, peft: adapter_config.json)."""

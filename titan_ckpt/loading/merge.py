@@ -69,7 +69,7 @@ class AdapterMerge:
         self.reader.read([ReadRequest(key, chunk, v) for key, place in copies for v, chunk in _views(place, base)])
         for pair in pairs:
             left, right = _factors(self.reader, pair)
-            lengths = None if pair.magnitude is None else _whole(self.reader, pair.magnitude)
+            lengths = None if pair.magnitude is None else self.reader.whole(pair.magnitude)
             for view, chunk in _views(pair.place, base):
                 _add(view, chunk, left, right, pair, lengths)
 
@@ -121,7 +121,7 @@ def _product_shape(reader: TensorReader, pair: Pair) -> Shape:
 
 def _factors(reader: TensorReader, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the whole factors of the product, in the order in which they are multiplied."""
-    a, b = (_whole(reader, key) for key in (pair.a, pair.b))
+    a, b = (reader.whole(key) for key in (pair.a, pair.b))
     if pair.rows:
         b = torch.block_diag(*b.split(list(pair.rows)))
     return (a.t(), b.t()) if pair.transposed else (b, a)
@@ -168,18 +168,11 @@ def _views(place: Place, base: StateDict) -> Iterator[tuple[torch.Tensor, Chunk]
                     yield piece.view, piece.chunk
 
 
-def _whole(reader: TensorReader, key: str) -> torch.Tensor:
-    info = reader.tensors[key]
-    value = torch.empty(info.shape, dtype=info.dtype)
-    reader.read([ReadRequest(key, Chunk.whole(info.shape), value)])
-    return value
-
-
 def _acts(reader: TensorReader, pair: Pair) -> bool:
     """Return whether a pair has an effect, which DoRA's row lengths may have alone.
 
     It reads all values, because a NaN must raise before a live weight changes.
     """
     keys = (pair.a, pair.b, *([pair.magnitude] if pair.magnitude in reader.tensors else []))
-    values = [bool(_whole(reader, key).any()) for key in keys if key is not None]
+    values = [bool(reader.whole(key).any()) for key in keys if key is not None]
     return (pair.scaling != 0 and all(values[:2])) or any(values[2:])

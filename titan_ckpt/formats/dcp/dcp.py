@@ -91,15 +91,11 @@ class DcpReader(TensorReader):
         """Return an item that is no tensor. Raises: CorruptCheckpointError if it is more than plain data; KeyError."""
         return self._load(name, self._items[name])
 
-    def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Fill every request, one stored chunk at a time; extra memory is one chunk. Raises: CorruptCheckpointError."""
-        self.plan(requests)()
-
     def plan(self, requests: Sequence[ReadRequest]) -> Fill:
         """Find the stored chunks of every request, and look at the sizes of their files.
 
         Raises: CorruptCheckpointError for chunks that overlap, leave a hole or are cut off. The function that fills
-        the requests raises it for values that are not what the metadata says.
+        the requests, one stored chunk at a time, raises it for values that are not what the metadata says.
         """
         for key in {request.key for request in requests} - self._checked:
             self._require_disjoint(key)

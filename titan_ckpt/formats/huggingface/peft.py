@@ -31,7 +31,7 @@ from titan_ckpt.formats.publish.plan import ExportPlan
 from titan_ckpt.formats.publish.run import ExportSummary, FolderFormat, export_folder
 from titan_ckpt.formats.safetensors.container import read_header
 from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo
+from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
 from titan_ckpt.weights.transforms import CASTABLE, FileGroup
 
@@ -112,15 +112,7 @@ class PeftReader(TensorReader):
         self._tensors = {key: info for key, info in self._tensors.items() if key not in dict(both)}
 
     def _are_equal(self, key: str, other: str) -> bool:
-        infos = [self._tensors[name] for name in (key, other)]
-        values = [torch.empty(info.shape, dtype=info.dtype) for info in infos]
-        whole = [ReadRequest(k, Chunk.whole(v.shape), v) for k, v in zip((key, other), values, strict=True)]
-        self.read(whole)
-        return infos[0] == infos[1] and torch.equal(*values)
-
-    def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Fill every request. Raises: as `plan`, and as the function that it returns."""
-        self.plan(requests)()
+        return self._tensors[key] == self._tensors[other] and torch.equal(self.whole(key), self.whole(other))
 
     def plan(self, requests: Sequence[ReadRequest]) -> Fill:
         """Open the files of all requests; return the function that fills them.
@@ -346,12 +338,7 @@ def _check_values(reader: TensorReader) -> None:
     A pair adds B @ A, so it does nothing where either is all zero; DoRA magnitudes scale by themselves.
     Raises: CorruptCheckpointError for values that are not finite; ExportError.
     """
-    zero: set[str] = set()
-    for key, info in reader.tensors.items():
-        value = torch.empty(info.shape, dtype=info.dtype)
-        reader.read([ReadRequest(key, Chunk.whole(info.shape), value)])
-        if not bool(value.any()):
-            zero.add(key)
+    zero = {key for key in reader.tensors if not bool(reader.whole(key).any())}
     pairs = [(a, a.removesuffix(s) + b) for a in reader.tensors for s, b in PAIRS.items() if a.endswith(s)]
     others = any(not key.endswith(tuple(_PARTNERS)) for key in reader.tensors)
     if not others and all(a in zero or b in zero for a, b in pairs):

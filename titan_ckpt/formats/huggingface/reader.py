@@ -91,7 +91,7 @@ class HuggingFaceReader(TensorReader):
         """Return whether two tensors are equal byte by byte; compares some MiB at a time."""
         for box in boxes(Chunk.whole(info.shape), IO_BYTES // info.dtype.itemsize):
             values = [torch.empty(box.sizes, dtype=info.dtype) for _ in keys]
-            self._files.read([ReadRequest(key, box, into) for key, into in zip(keys, values, strict=True)])
+            self.read([ReadRequest(key, box, into) for key, into in zip(keys, values, strict=True)])
             if not torch.equal(*(value.view(torch.uint8) for value in values)):
                 return False
         return True
@@ -100,12 +100,11 @@ class HuggingFaceReader(TensorReader):
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._tensors
 
-    def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Fill every request. Raises: CorruptCheckpointError if a file was cut short since it was opened; OSError."""
-        self._files.read(requests)
-
     def plan(self, requests: Sequence[ReadRequest]) -> Fill:
-        """Open the files of every request. Raises: CorruptCheckpointError if one has changed since; OSError."""
+        """Open the files of every request. Raises: CorruptCheckpointError if one has changed since; OSError.
+
+        The function that fills them raises CorruptCheckpointError if a file was cut short since it was opened.
+        """
         return self._files.plan(requests)
 
     def metadata(self) -> dict[str, Any]:

@@ -136,15 +136,8 @@ class NativeReader(TensorReader):
                 header.path,
             )
 
-    def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Fill the memory of every request, in one pass that verifies each block as it is read.
-
-        Raises: as `plan`, and as the function that it returns.
-        """
-        self.plan(requests)()
-
     def plan(self, requests: Sequence[ReadRequest]) -> Fill:
-        """Find the blocks of every request; return the function that fills them.
+        """Find the blocks of every request; return the function that fills them, and verifies each as it is read.
 
         Raises: CorruptCheckpointError for a file whose header is damaged, and for a tensor whose stored chunks do not
         cover it exactly once; KeyError for a name that is not in `tensors`; OSError. The function raises

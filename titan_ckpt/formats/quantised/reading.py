@@ -59,15 +59,11 @@ class DequantisedFiles:
         plain = {key: e.info for key, e in self._files.entries.items() if key not in hidden and key not in values}
         self.tensors = plain | {key: TensorInfo(value.shape, torch.float32) for key, value in values.items()}
 
-    def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Fill every request; dequantised values are computed in float32, then cast to the dtype of the memory.
-
-        Raises: as `plan`, and as the function that it returns.
-        """
-        self.plan(requests)()
-
     def plan(self, requests: Sequence[ReadRequest]) -> Fill:
-        """Open the files of all requests; return the function that fills them. Raises: as SafetensorsFiles.plan."""
+        """Open the files of all requests; return the function that fills them. Raises: as SafetensorsFiles.plan.
+
+        Dequantised values are computed in float32, then cast to the dtype of the memory.
+        """
         fill_plain = self._files.plan([request for request in requests if request.key not in self._values])
         computed = [request for request in requests if request.key in self._values]
         self._files.open({leaf.key for request in computed for leaf in self._values[request.key].leaves()})

@@ -367,7 +367,14 @@ class RunState:
 
     def _load_schedulers(self, stored: list[dict[str, Any]]) -> None:
         for scheduler, state in zip(self.lr_schedulers, stored, strict=True):
-            scheduler.load_state_dict(state)
+            try:
+                scheduler.load_state_dict(state)
+            except Exception as error:
+                raise LoadMismatchError(
+                    f"{type(scheduler).__qualname__}.load_state_dict() does not take the state that was stored: "
+                    f"{type(error).__name__}: {error}. Build the scheduler as in the run that saved, or start it "
+                    'afresh: checkpoint.resume.exclude = ["lr_scheduler"]'
+                ) from error
 
     def _load_states(self, stored: dict[str, Any], tensors: StateDict) -> None:
         for name, state in self.states.items():

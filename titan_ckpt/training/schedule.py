@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from titan_ckpt.encoding.named import is_import_name
 from titan_ckpt.training.config import RunConfig, ScheduleConfig
 
 
@@ -45,6 +46,21 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """
     changed = (name for name in now if name in before and before[name] != now[name])
     return ", ".join(f"{name} from {before[name]} to {now[name]}" for name in changed)
+
+
+def own_schedule_faults(before: Mapping[str, Any], now: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+    """Return what a schedule of one's own would go on with, although this run's settings say something different.
+
+    `state`: the state of the scheduler after the load, which holds what it was built with. A schedule that was saved
+    without a record, or by the same settings, has no faults.
+    """
+    if not before or not any(is_import_name(record["schedule.kind"]) for record in (before, now)):
+        return []
+    names = ["schedule.kind", "schedule.settings"]
+    if before["training.steps"] in (state.get("steps"), state.get("total_steps")):
+        names.append("training.steps")
+    pairs = ((name, before.get(name, {}), now.get(name, {})) for name in names)
+    return [f"{name} is {new}, and the checkpoint's schedule has {old}" for name, old, new in pairs if old != new]
 
 
 def _shape(config: ScheduleConfig, left: float) -> float:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from titan_ckpt.encoding.named import is_import_name
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.models.registry import find_architecture
@@ -27,10 +28,12 @@ from titan_ckpt.training.outcome import STOPPED, Outcome, forget_stop, record_st
 from titan_ckpt.training.parallel.context_parallel import share_of
 from titan_ckpt.training.parallel.data_parallel import free_gathered, prepare_backward, sum_and_clip
 from titan_ckpt.training.precision import numerics
-from titan_ckpt.training.schedule import changes, schedule_record
+from titan_ckpt.training.schedule import changes, own_schedule_faults, schedule_record
 from titan_ckpt.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
+
+_AFRESH = 'restore them, or start the schedule afresh: checkpoint.resume.exclude = ["lr_scheduler"]'
 
 
 class Trainer(BuildSteps):
@@ -134,10 +137,20 @@ class Trainer(BuildSteps):
         self.state.step = result.step
         self.num_steps = self.find_num_steps()
         self.state.schedule = schedule_record(self.config, self.num_steps)
+        if result.step:
+            self._check_own_schedule()
         if self.ranks.rank == 0:
             forget_stop(Path(self.config.output_folder))
             self._log_choices(resumed=result.step > 0)
         self.callbacks.on_load(self, result)
+
+    def _check_own_schedule(self) -> None:
+        """Raises: ConfigError if a schedule of one's own would go on with other settings than this run's."""
+        if self.lr_scheduler is None or "lr_scheduler" in self.config.checkpoint.resume.exclude:
+            return
+        state = self.lr_scheduler.state_dict()
+        if faults := own_schedule_faults(self.state.saved_schedule, self.state.schedule, state):
+            raise ConfigError([*faults, _AFRESH])
 
     def _log_choices(self, *, resumed: bool) -> None:
         """Log where the run begins, and settings that differ from the pretrained model's and the resumed run's."""
@@ -148,7 +161,7 @@ class Trainer(BuildSteps):
         if not resumed:
             return
         rescaled = changes(self.state.saved_schedule, self.state.schedule)
-        if rescaled and self.lr_scheduler is not None:
+        if rescaled and self.lr_scheduler is not None and not is_import_name(self.config.schedule.kind):
             logger.warning("the learning rate schedule is rescaled after step %d: %s", self.state.step, rescaled)
         if otherwise := changes(self.state.saved_numerics, self.state.numerics):
             logger.warning(

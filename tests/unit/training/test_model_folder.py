@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from converters import from_tables
 from tests.tiny_run import losses, settings
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.trainer import Trainer
 
@@ -132,3 +132,37 @@ def test_a_resume_with_another_number_of_steps_says_how_the_schedule_changes(
     caplog.clear()
     Trainer(settings(tmp_path, training={"steps": 2}, schedule={"kind": "linear"})).run()
     assert "rescaled" not in caplog.text
+
+
+CYCLE = {"kind": "torch.optim.lr_scheduler:OneCycleLR", "settings": {"max_lr": 0.1}}
+STAIRS = {"kind": "torch.optim.lr_scheduler:StepLR", "settings": {"step_size": 1}}
+SLOWER = {**STAIRS, "settings": {"step_size": 1, "gamma": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (CYCLE, CYCLE, "training.steps is 3, and the checkpoint's schedule has 2.*afresh"),
+        (STAIRS, SLOWER, r"schedule\.settings is {.*0\.5}, and the checkpoint's schedule has {'step_size': 1}"),
+        (STAIRS, CYCLE, r"schedule\.kind is torch\.optim\.lr_scheduler:OneCycleLR, and .* has .*StepLR"),
+        ({}, STAIRS, r"schedule\.kind is .*StepLR, and the checkpoint's schedule has cosine"),
+        (STAIRS, {"kind": "linear"}, r"LambdaLR\.load_state_dict\(\) does not take the state .*afresh"),
+    ],
+)
+def test_a_schedule_of_ones_own_does_not_go_on_with_other_settings(
+    first: dict[str, Any], second: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Its state holds what it was built with: refused before the next step, unless it is started afresh."""
+    Trainer(settings(tmp_path, training={"steps": 2}, schedule=first)).run()
+    with pytest.raises((ConfigError, LoadMismatchError), match=f"(?s){message}"):
+        Trainer(settings(tmp_path, training={"steps": 3}, schedule=second)).run()
+    afresh = {"save": {"interval": 2}, "resume": {"exclude": ["lr_scheduler"]}}
+    assert Trainer(settings(tmp_path, training={"steps": 3}, schedule=second, checkpoint=afresh)).run().step == 3
+
+
+def test_a_schedule_of_ones_own_goes_on_if_the_steps_mean_nothing_to_it(tmp_path: Path) -> None:
+    """Three steps in one run or in two: the same losses."""
+    for folder, ends in ((tmp_path / "a", (3,)), (tmp_path / "b", (2, 3))):
+        for steps in ends:
+            Trainer(settings(folder, training={"steps": steps}, schedule=STAIRS)).run()
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")

@@ -178,7 +178,7 @@ class CheckpointManager:
         if self._saver is not None:  # before step 1: lease, permissions and space for the saves to come
             with event.phase("preflight"):
                 self._directory.preflight(self._expected_bytes())
-        self._exporter.check_folders(self.config.export)
+        self._exporter.check_folders(self.config.export, fresh=restored.resumed_from is None)
         self._knows_folder = True
         return restored.result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,3 +202,51 @@ def test_an_output_matrix_with_a_name_of_its_own_needs_no_base(name: str, tmp_pa
     opened = open_strictly(type(model), tmp_path / "exports" / "step-1").state_dict()
     assert opened.keys() == model.state_dict().keys()
     assert all(torch.equal(value, opened[key]) for key, value in model.state_dict().items())
+
+
+def plain_manager(run: Path, hf_config: dict[str, Any], folder: str = "exports") -> CheckpointManager:
+    """Return the manager of a run without a base that exports at its end."""
+    model = Llama3(CONFIG)
+    config = CheckpointConfig(export=(ExportConfig("hf", folder=folder),))
+    transforms = StateDictTransforms(model.key_map(), hf_config)
+    return CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=run)
+
+
+@pytest.mark.parametrize(
+    ("make", "folder", "fault"),
+    [
+        (lambda path: path.write_text(""), "exports", r"folder: .*exports is a file, and .*exports is to be a folder"),
+        (lambda path: path.symlink_to("nowhere"), "exports", "folder: .*exports is a link to nothing"),
+        (lambda path: path.write_text(""), "exports/of/last", "folder: .*exports is a file, and .*of/last is to be"),
+        (lambda path: None, "x" * 300, "folder: .*File name too long"),
+    ],
+)
+def test_a_place_where_no_export_can_go_is_told_before_training(
+    make: Callable[[Path], None], folder: str, fault: str, tmp_path: Path
+) -> None:
+    """The manager is not made, and nothing is created."""
+    make(tmp_path / "exports")
+    before = [*tmp_path.iterdir()]
+    with pytest.raises(ExportError, match=f"checkpoint.export cannot be made: {fault}"):
+        plain_manager(tmp_path, CONFIG.to_hf(), folder)
+    assert [*tmp_path.iterdir()] == before
+
+
+def test_a_config_that_json_cannot_hold_is_told_before_training(tmp_path: Path) -> None:
+    """A dtype of torch is what a config of one's own may hold."""
+    fault = r"config holds what config\.json cannot: .*dtype is not JSON"
+    settings = {**CONFIG.to_hf(), "kind": torch.float32}
+    with plain_manager(tmp_path, settings) as manager, pytest.raises(ExportError, match=fault):
+        manager.load()
+
+
+def test_exports_from_before_the_run_are_named_at_its_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They stay, so an export of such a step will be refused."""
+    (tmp_path / "exports/step-1").mkdir(parents=True)
+    with plain_manager(tmp_path, CONFIG.to_hf()) as manager:
+        manager.load()
+        with pytest.raises(ExportError, match="step-1 is there already"):
+            manager.save(1, last_step=True)
+    lines = [record.getMessage() for record in caplog.records if "from before this run" in record.getMessage()]
+    (line,) = lines
+    assert str(tmp_path / "exports/step-1") in line

@@ -193,6 +193,23 @@ def read_whole(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     return data
 
 
+def why_no_folder(path: Path) -> str | None:
+    """Return why a folder cannot be made, or be written to if it is there; None if it can. Changes nothing."""
+    for place in (path, *path.absolute().parents):
+        try:
+            os.lstat(place)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            return f"{place}: {error.strerror}"
+        if not place.is_dir():
+            return f"{place} is a {'link to nothing' if place.is_symlink() else 'file'}, and {path} is to be a folder"
+        if not os.access(place, os.W_OK | os.X_OK):
+            return f"{path} cannot be written to: {place} does not allow it"
+        return None
+    return None
+
+
 def list_folder(path: str | os.PathLike[str]) -> list[str]:
     """Return the names in a folder, sorted; [] if the folder is absent."""
     try:

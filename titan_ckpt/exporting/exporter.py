@@ -19,6 +19,7 @@ from titan_ckpt.components.flat_state import flat_tensors, flat_values
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import ExportConfig, InitialLoadConfig
+from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator, bounded
 from titan_ckpt.errors import CheckpointError, ConverterError, ExportError, ExportSettingError, listed
 from titan_ckpt.exporting.job import ExportJob, FolderWriter
@@ -100,11 +101,20 @@ class Exporter:
 
         self._coordinator.on_rank_0("export-placement", check)
 
-    def check_folders(self, configs: Sequence[ExportConfig]) -> None:
+    def check_folders(self, configs: Sequence[ExportConfig], *, fresh: bool) -> None:
         """Check after a load that weights, config.json and base agree, as an export itself does. Collective.
 
+        `fresh`: the run begins at step 0, so no export that is there is its own; those are logged.
         Raises: ExportError; KeyMapError.
         """
+        if fresh and self._coordinator.rank == 0:
+            there = [str(self._folder(config, step)) for config in configs for step in self._made.steps_there(config)]
+            if there:
+                logger.warning(
+                    "%s is there from before this run, which will not export over it: move it away, or choose another "
+                    "folder",
+                    listed(there, ", ", " "),
+                )
         for config in configs:
             if config.format == "hf":
                 make = partial(self._huggingface, config, "base")
@@ -140,6 +150,8 @@ class Exporter:
                     f"dcp: there are no names of torchtitan for {listed(lacking)}; the manager takes them from "
                     "sd_transforms=StateDictTransforms(torchtitan=...)"
                 )
+            if why := posix.why_no_folder(self._base_folder / config.folder):
+                problems.append(f"folder: {why}")
             if config.assets is not None and not Path(config.assets).is_dir():
                 problems.append(f"assets: {config.assets} is no folder")
             if config.follows_base and self._source() is None:

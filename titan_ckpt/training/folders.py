@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from titan_ckpt.disk import posix
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.config import RunConfig
 
 
 def check_folders(config: RunConfig) -> None:
     """Raises: ConfigError listing every setting whose folder is a file, is below a file, or is not writable."""
-    problems = []
-    for setting, folder in _folders(config):
-        existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-        if not existing.is_dir():
-            problems.append(f"{setting}: {existing} is a file, and {folder} is to be a folder")
-        elif not os.access(existing, os.W_OK | os.X_OK):
-            problems.append(f"{setting}: {folder} cannot be written to: {existing} does not allow it")
-    if problems:
+    found = ((setting, posix.why_no_folder(folder)) for setting, folder in _folders(config))
+    if problems := [f"{setting}: {why}" for setting, why in found if why]:
         raise ConfigError(problems)
 
 

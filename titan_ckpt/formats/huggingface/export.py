@@ -190,7 +190,7 @@ class HuggingFaceExport:
         if not (self.verified or (self.base is not None and self.base.describes(made))):
             _check_tied(made, plan)
             _check_shape(made, plan)
-        files[CONFIG] = to_json(made)
+        files[CONFIG] = _as_json(made)
         if GENERATION_CONFIG not in files:
             files[GENERATION_CONFIG] = to_json(_generation_config(made))
         if len(plan.layouts) > 1:
@@ -246,6 +246,17 @@ def _config(config: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any
     for name in ("quantization_config", "compression_config", "torch_dtype"):
         made.pop(name, None)
     return made
+
+
+def _as_json(config: Mapping[str, Any]) -> bytes:
+    """Return config.json. Raises: ExportError for values that JSON cannot hold, such as a dtype of torch."""
+    try:
+        return to_json(config)
+    except (TypeError, ValueError) as error:
+        raise ExportError(
+            f"config holds what {CONFIG} cannot: {error}. Give the model's Hugging Face config as plain "
+            "values, as its to_dict() does"
+        ) from error
 
 
 def _dtype(infos: Mapping[str, TensorInfo], base: Base | None) -> str:

@@ -57,12 +57,16 @@ class MadeExports:
             remove_record(self.run, config.lands_in(expired))
             logger.info("export of step %d removed: the newest %d are kept", expired, config.keep)
 
-    def _own_steps(self, config: ExportConfig) -> list[int]:
-        """Return the steps whose exports are as this run published them; other folders of such names are named once."""
+    def steps_there(self, config: ExportConfig) -> list[int]:
+        """Return the steps whose exports have a folder, whoever made it. Raises: OSError."""
         before, after = map(re.escape, Path(config.lands_in()).name.split("N"))
         name = re.compile(rf"{before}(0|[1-9][0-9]*){after}")
         matches = map(name.fullmatch, posix.list_folder(self.run / config.folder))
-        foreign = {n: why_foreign(self.run, config.lands_in(n)) for n in (int(m[1]) for m in matches if m)}
+        return [int(match[1]) for match in matches if match]
+
+    def _own_steps(self, config: ExportConfig) -> list[int]:
+        """Return the steps whose exports are as this run published them; other folders of such names are named once."""
+        foreign = {n: why_foreign(self.run, config.lands_in(n)) for n in self.steps_there(config)}
         left = {self.run / config.lands_in(step): why for step, why in foreign.items() if why}
         if new := [f"{path} ({why})" for path, why in left.items() if path not in self._left]:
             logger.warning("retention of exports leaves what is not as this run published it: %s", ", ".join(new))

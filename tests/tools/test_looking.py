@@ -230,10 +230,18 @@ def test_input_that_is_no_checkpoint_is_one_line_and_exit_code_2(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing there, an empty folder, a pickle, two formats, a cut file, a newer schema: the reason in a line."""
-    cases = {name: tmp_path / name for name in ("nowhere", "empty", "pickle", "mixed", "cut", "newer")}
+    kinds = ("nowhere", "empty", "pickle", "mixed", "mixed dcp", "cut", "newer", "unsealed", "file", "fifo", "loop")
+    cases = {name: tmp_path / name for name in kinds}
     for name, path in cases.items():
-        if name != "nowhere":
+        if name not in ("nowhere", "file", "fifo", "loop"):
             path.mkdir()
+    cases["file"].write_text("text")
+    os.mkfifo(cases["fifo"])
+    cases["loop"].symlink_to(cases["loop"])
+    shutil.copytree(root / "run1/checkpoints/step-1", cases["unsealed"], dirs_exist_ok=True)
+    (cases["unsealed"] / "MANIFEST.json").unlink()
+    shutil.copytree(root / "dcp", cases["mixed dcp"], dirs_exist_ok=True)
+    shutil.copytree(root / "hf", cases["mixed dcp"], dirs_exist_ok=True)
     (cases["pickle"] / "pytorch_model.bin").touch()
     for source in ("hf", "peft1"):
         for path in (root / source).iterdir():
@@ -246,19 +254,41 @@ def test_input_that_is_no_checkpoint_is_one_line_and_exit_code_2(
     body = manifest[: manifest.rindex(',\n"digest"')]
     seal = xxhash.xxh3_128_hexdigest(body.encode())
     (cases["newer"] / "MANIFEST.json").write_text(f'{body},\n"digest": "{seal}"\n}}\n')
-    reasons = {"mixed": "a model and a PEFT adapter", "newer": "schema_version 99", "pickle": "pickle"}
+    reasons = {
+        "mixed": "a model and a PEFT adapter", "mixed dcp": "a DCP checkpoint and a model", "pickle": "pickle",
+        "newer": "schema_version 99", "unsealed": "a save or a copy was cut short", "fifo": "neither a folder nor a",
+    }  # fmt: skip
     for name, path in cases.items():
         commands = [["inspect", path], ["diff", path, root / "hf"], ["convert", path, tmp_path / "out", "--to", "dcp"]]
+        commands += [["verify", path], ["pin", path]] if name not in ("cut", "newer") else []
         for command in commands:
             assert main([*map(str, command)]) == 2, command
             error = capsys.readouterr().err
             assert error.count("\n") == 1, error
-            assert reasons.get(name, str(path)) in error
+            assert reasons.get(name, str(path)) in error or (command[0] == "pin" and str(path) in error), error
         assert not (tmp_path / "out").exists()
-    assert main(["ls", str(cases["empty"])]) == 2
-    assert main(["ls", str(root / "hf")]) == 2
-    assert main(["inspect", str(root / "hf"), "no.such.tensor"]) == 2
-    assert "near it" in capsys.readouterr().err
+    hf, step, out = root / "hf", root / "run1/checkpoints/step-1", tmp_path / "out"
+    wrong_use: list[tuple[list[Any], str]] = [
+        (["ls", cases["empty"]], "is empty; name a run's folder"),
+        (["ls", hf], "is one checkpoint" if (hf / ".metadata").exists() else "holds no checkpoints"),
+        (["inspect", hf, "no.such.tensor"], "near it"),
+        (["pin", "s3://bucket/step-1"], "no URI"),
+        (["diff", hf, hf, "--top", "-1"], "--top: expected a positive integer"),
+        (["save", "--run", root / "run1", "--timeout-seconds", "nan"], "--timeout-seconds: expected a positive number"),
+        (["convert", step, step / "in", "--to", "dcp"], "which is only read"),
+        (["merge", hf, root / "peft1", hf / "in"], "which is only read"),
+        (["convert", step, out, "--to", "hf", "--config", "/nowhere"], "--config /nowhere: holds no config.json"),
+    ]
+    for command, reason in wrong_use:
+        assert main([*map(str, command)]) == 2, command
+        error = capsys.readouterr().err
+        assert (error.count("\n"), reason in error) == (1, True), error
+    run = tmp_path / "run"
+    shutil.copytree(root / "run1", run)
+    (run / "exports").write_text("no folder")
+    assert main(["ls", str(run)]) == 0
+    (run / "checkpoints/step-1/PINNED").symlink_to("nowhere")
+    assert main(["pin", str(run / "checkpoints/step-1")]) == 0
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,21 @@ def test_steps_alone_make_a_page(run: Path, tmp_path: Path) -> None:
     assert "step" in (steps / "report.html").read_text()
 
 
+@pytest.mark.parametrize(
+    "line",
+    [{"event": "start", "world_size": "x"}, {"event": "start", "unix_seconds": 1e300}, {"event": "save", "step": "x"},
+     {"event": "save", "phases": [1]}, {"event": "save", "expired": 5}, {"event": "export", "folder": 5}, {}],
+)  # fmt: skip
+def test_lines_that_no_run_would_write_are_passed_over(tmp_path: Path, line: dict[str, Any]) -> None:
+    """As one that a kill has cut: the page is written from the others, and so it is without any."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n')
+    (run / TELEMETRY).write_text(json.dumps(line) + "\n")
+    assert main(["report", str(run)]) == 0
+    assert "<polyline" in (run / "report.html").read_text()
+
+
 def test_a_folder_without_a_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, and no page."""
     assert main(["report", str(tmp_path)]) == 2

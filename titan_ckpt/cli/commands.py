@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
@@ -49,7 +50,7 @@ def run(command: Command) -> int:
     """Run a command and return the exit code; an error is one line on standard error."""
     console = Console(markup=True, emoji=False)
     try:
-        require_local({name: value for name, value in vars(command).items() if isinstance(value, Path)})
+        require_local(dict(_paths(command)))
         return _run(command, console)
     except KeyboardInterrupt:
         return _fail("interrupted; nothing was written under its final name", INTERRUPTED)
@@ -57,8 +58,18 @@ def run(command: Command) -> int:
         return _fail(str(error), DIFFERENT)
     except CorruptCheckpointError as error:
         return _fail(str(error), DIFFERENT if isinstance(command, Verify) else WRONG_USE)
-    except (CheckpointError, OSError) as error:
+    except CheckpointError as error:
         return _fail(str(error), WRONG_USE)
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), WRONG_USE)
+
+
+def _paths(command: Command) -> Iterator[tuple[str, Path]]:
+    """Yield the name and the value of every argument that is a path."""
+    for name, value in vars(command).items():
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, Path):
+                yield name, part
 
 
 def _fail(text: str, code: int) -> int:
@@ -145,6 +156,9 @@ def _verify(command: Verify, console: Console) -> int:
 def _diff(command: Diff, console: Console) -> int:
     from titan_ckpt.tools.difference import compare
 
+    if command.top < 1:
+        raise ConfigError([f"--top: expected a positive integer, found {command.top}"])
+
     found = compare(command.left, command.right, config=command.config, weights_only=command.weights)
     _json(found, same=found.same) if command.json else tables.difference(found, console, command.top)
     return SAME if found.same else DIFFERENT
@@ -210,6 +224,8 @@ def _pin(command: Pin | Unpin, console: Console) -> int:
 def _save(command: Save, console: Console) -> int:
     from titan_ckpt.guard import outside_request
 
+    if not command.timeout_seconds > 0:
+        raise ConfigError([f"--timeout-seconds: expected a positive number, found {command.timeout_seconds:g}"])
     name = outside_request.ask(command.run_folder, pin=command.pin)
     answer = outside_request.await_answer(command.run_folder, name, command.timeout_seconds)
     if answer.error is not None:

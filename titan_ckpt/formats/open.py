@@ -22,18 +22,25 @@ def detect_format(path: Path) -> Format:
     path = _existing(path)
     if (path / "MANIFEST.json").exists():
         return "native"
-    if (path / ".metadata").exists() or (path / "metadata.pkl").exists():
-        return "dcp"
-    adapter = (path / "adapter_config.json").exists() or (path / "adapter_model.safetensors").exists()
-    weights = huggingface.is_huggingface(path)
-    if adapter and weights:
+    if (path / "rank-00000.safetensors").exists():
         raise NotACheckpointError(
-            f'{path} holds a model and a PEFT adapter: say which one is meant with format = "hf" or format = "peft"'
+            f"{path} holds files of a step without the MANIFEST.json that is written last: a save or a copy was cut "
+            "short. Copy the folder again, or take another step"
         )
-    if adapter:
-        return "peft"
-    if weights:
-        return "hf"
+    found: dict[Format, str] = {}
+    if (path / ".metadata").exists() or (path / "metadata.pkl").exists():
+        found["dcp"] = "a DCP checkpoint"
+    if huggingface.is_huggingface(path):
+        found["hf"] = "a model"
+    if (path / "adapter_config.json").exists() or (path / "adapter_model.safetensors").exists():
+        found["peft"] = "a PEFT adapter"
+    if len(found) > 1:
+        raise NotACheckpointError(
+            f"{path} holds {' and '.join(found.values())}: move one of them out, or say which one a run means with "
+            + " or ".join(f'format = "{kind}"' for kind in found)
+        )
+    if found:
+        return next(iter(found))
     raise NotACheckpointError(f"{path} is no checkpoint: {_what_is_there(path)}")
 
 
@@ -87,6 +94,8 @@ def _what_is_there(path: Path) -> str:
     """Return a description of a path that holds no checkpoint, with the next step."""
     if path.is_file():
         return "a single file must be a .safetensors file"
+    if not path.is_dir():
+        return "it is neither a folder nor a file of bytes; name a checkpoint folder or a .safetensors file"
     names = sorted(entry.name for entry in path.iterdir())
     if steps := [name for name in names if name.startswith("step-")]:
         return f"it holds steps; name one of them, such as {path / steps[-1]}"

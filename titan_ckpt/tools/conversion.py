@@ -84,6 +84,7 @@ def convert_checkpoint(source: Path, target: Path, to: Target, options: Options)
     Raises: NotACheckpointError without a config.json where names have to be translated; LoadMismatchError for an
     adapter that does not fit the model; as converting.convert.
     """
+    _refuse_inside(target, [source])
     with open_reader(source) as reader:
         if to == "peft" or is_adapter(reader):
             return _convert_adapter(reader, target, to, options)
@@ -104,6 +105,13 @@ def convert_checkpoint(source: Path, target: Path, to: Target, options: Options)
             max_shard_bytes=options.max_shard_bytes,
         )
     return _written(target, to, table)
+
+
+def _refuse_inside(target: Path, sources: Sequence[Path]) -> None:
+    """Raise ExportError if the target would lie in a source, which is only read."""
+    for source in sources:
+        if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source)):
+            raise ExportError(f"{target} is inside {source}, which is only read; choose another folder")
 
 
 def _convert_adapter(reader: TensorReader, target: Path, to: Target, options: Options) -> Written:
@@ -201,6 +209,7 @@ def merge_adapters(base: Path, adapters: Sequence[Path], target: Path, options: 
     """
     if os.path.lexists(target):
         raise ExportError(f"{target} is there already; remove it or choose another folder")
+    _refuse_inside(target, [base, *adapters])
     with ExitStack() as stack:
         reader = stack.enter_context(open_reader(base))
         if reader.format == "peft":

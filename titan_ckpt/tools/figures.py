@@ -15,6 +15,8 @@ from titan_ckpt.telemetry.events import TELEMETRY, read_events
 from titan_ckpt.tools.listing import Listing, list_run
 
 METRICS = "metrics.jsonl"
+_MOST = {"unix_seconds": 2.2e11, "seconds": 2.2e11, "num_bytes": 2**63, "world_size": 2**31}
+"""Larger numbers are not believed; the calendar ends at the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def read_figures(run: Path) -> Figures:
     if not run.is_dir():
         raise CheckpointNotFoundError(f"{run} is no folder; name a run's folder")
     metrics = [*_rows(run / METRICS)]
-    events = [*read_events(run / TELEMETRY)]
+    events = [event for event in read_events(run / TELEMETRY) if _is_sound(event)]
     listing = None
     with contextlib.suppress(NotACheckpointError):
         listing = list_run(run)
@@ -88,6 +90,20 @@ def read_figures(run: Path) -> Figures:
         tuple(_sessions(events)),
         listing,
         of_kind["start"][-1] if of_kind["start"] else {},
+    )
+
+
+def _is_sound(event: Mapping[str, Any]) -> bool:
+    """Return whether a line says what a run would write; any other one is passed over, as one that a kill has cut."""
+    step, error, expired = event.get("step", 0), event.get("error"), event.get("expired", [])
+    return (
+        all(type(n := event.get(name, 0)) in (int, float) and 0 <= n < most for name, most in _MOST.items())
+        and all(isinstance(event.get(name, {}), dict) for name in ("phases", "versions", "config"))
+        and isinstance(expired, list)
+        and all(type(value) is int for value in expired)
+        and (step is None or type(step) is int)
+        and (error is None or isinstance(error, str))
+        and all(isinstance(event.get(name, ""), str) for name in ("event", "host", "format", "folder", "kind"))
     )
 
 

@@ -114,8 +114,9 @@ def find_checkpoints(folder: Path) -> Path:
     inside = [folder / name for name in posix.list_folder(folder) if not name.startswith(".") and name not in exports]
     found = [path for path in inside if path.is_dir() and _has_steps(path)]
     if not found:
-        names = ", ".join(posix.list_folder(folder)[:6]) or "nothing"
-        raise NotACheckpointError(f"{folder} holds no checkpoints, only {names}; name a run's folder")
+        names = ", ".join(posix.list_folder(folder)[:6])
+        what = f"holds no checkpoints, only {names}" if names else "is empty"
+        raise NotACheckpointError(f"{folder} {what}; name a run's folder")
     if len(found) > 1:
         raise NotACheckpointError(
             f"{folder} holds several checkpoint folders; name one of {', '.join(map(str, found))}"
@@ -135,9 +136,8 @@ def committed_step(path: Path) -> CommittedStep:
     """
     step = step_of(Path(os.path.abspath(path)).name)
     if not path.is_dir():
-        raise CheckpointNotFoundError(
-            f"{path} is not there; name the folder of a step, such as run/checkpoints/step-100"
-        )
+        state = "no folder" if os.path.lexists(path) else "not there"
+        raise CheckpointNotFoundError(f"{path} is {state}; name the folder of a step, such as run/checkpoints/step-100")
     if step is None or not (path / MANIFEST_NAME).exists():
         raise NotACheckpointError(f"{path} is no step of titan_ckpt; name a folder step-N that holds {MANIFEST_NAME}")
     return inspect(path, step)
@@ -207,7 +207,8 @@ def _has_steps(folder: Path) -> bool:
 
 def _exports(run: Path) -> Iterator[ExportFacts]:
     recorded = recorded_folders(run)
-    beside = [f"{_EXPORTS}/{name}" for name in posix.list_folder(run / _EXPORTS) if not name.startswith(".")]
+    names = posix.list_folder(run / _EXPORTS) if (run / _EXPORTS).is_dir() else []
+    beside = [f"{_EXPORTS}/{name}" for name in names if not name.startswith(".")]
     for name in sorted({*recorded, *beside}, key=_by_step):
         path = run / name
         if path.is_dir():

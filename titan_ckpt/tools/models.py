@@ -76,7 +76,9 @@ def tables_of(folder: Path, architecture: str | None, problems: list[str]) -> It
             with torch.device("meta"):
                 model = build_model(name, folder=folder)
         except ConfigError as error:
-            problems += [f"{name}: {problem}" for problem in error.problems]
+            first, *others = error.problems
+            more = f" (and {len(others)} more; --model {name} shows them)" if others and not architecture else ""
+            problems += [f"{name}: {p}" for p in (error.problems if architecture else [first + more])]
             continue
         wrapper = ModelWrapper([model])
         tensors = {fqn: info_of(value) for fqn, value in wrapper.state_dict().items()}
@@ -87,9 +89,13 @@ def find_config(reader: TensorReader, given: Path | None) -> Path | None:
     """Return the folder with the config.json of a checkpoint's model; None if none is known.
 
     It is the given one, the checkpoint's own, that of the base that it names, or that of an export of the same run.
+    Raises: NotACheckpointError if the given one has none.
     """
     if given is not None:
-        return given if given.is_dir() else given.parent
+        folder = given.parent if given.name == CONFIG else given
+        if not (folder / CONFIG).is_file():
+            raise NotACheckpointError(f"--config {given}: holds no {CONFIG}; name the folder of the model's {CONFIG}")
+        return folder
     path = reader.path.absolute()
     places = [path] if path.is_dir() else [path.parent]
     if isinstance(reader, NativeReader) and reader.manifest is not None:

@@ -50,7 +50,7 @@ def write_report(run: Path, output: Path) -> dict[str, Any]:
     figures = read_figures(run)
     draft = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}")
     try:
-        draft.write_text(page(figures), encoding="utf-8")
+        draft.write_text(page(figures), encoding="utf-8", errors="backslashreplace")
         os.replace(draft, output)
     finally:
         draft.unlink(missing_ok=True)

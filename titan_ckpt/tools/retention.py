@@ -124,7 +124,7 @@ def pin(path: Path) -> int:
     with contextlib.suppress(FileNotFoundError, CheckpointNotFoundError):  # renamed away: with a pin it comes back
         StepStore(root).pin(step)
     deadline = time.monotonic() + _SETTLE_SECONDS
-    while not (path / PIN_NAME).exists():
+    while not os.path.lexists(path / PIN_NAME):
         if time.monotonic() > deadline:
             raise SaveError(f"{path}: was deleted by its run before the pin; pin a step that is there")
         time.sleep(0.05)

@@ -53,15 +53,16 @@ def main(options: Options) -> dict[str, Any]:
     report(f"initial values, {world_size()} ranks, shards of {num_bytes / 1e9:.2f} GB", times, num_bytes)
     for name, ratio in ratios.items():
         say(f"  {name:44s} {ratio:8.2f} x the shard's bytes at the peak")
-    before, after, limit = (times[name] for name in times)
+    before, after, limit = times.values()
+    peak_before, peak_after = ratios.values()
     return {
         "ratio": round(statistics.median(before) / statistics.median(after), 3),
         "ratio_quartiles": quartiles(before, after),
         "seconds": round(statistics.median(after), 3),
         "seconds_before": round(statistics.median(before), 3),
         "seconds_limit": round(statistics.median(limit), 3),
-        "peak_per_shard": round([*ratios.values()][1], 3),
-        "peak_per_shard_before": round(next(iter(ratios.values())), 3),
+        "peak_per_shard": round(peak_after, 3),
+        "peak_per_shard_before": round(peak_before, 3),
         "shard_bytes": num_bytes,
         "pairs": options.pairs,
     }

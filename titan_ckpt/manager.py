@@ -30,12 +30,12 @@ from titan_ckpt.exporting.exporter import Exporter
 from titan_ckpt.exporting.job import ExportJob
 from titan_ckpt.failures import Failures
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.loading.external import ExternalWeights
+from titan_ckpt.loading.external import ExternalWeights, check_handler
 from titan_ckpt.loading.half_loaded import HalfLoaded
 from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.saving.handle import SaveHandle
 from titan_ckpt.saving.last_step import LastStep
-from titan_ckpt.saving.saver import Saver, SaveRequest
+from titan_ckpt.saving.saver import DueSave, Saver, SaveRequest
 from titan_ckpt.telemetry.events import Event, Telemetry, folder_bytes
 from titan_ckpt.types import ModelHooks, Stateful
 from titan_ckpt.weights.identity import TrackedBase
@@ -43,15 +43,6 @@ from titan_ckpt.weights.transforms import CASTABLE, StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelState, ModelWrapper
 
 logger = logging.getLogger(__name__)
-
-_HANDLER_MISSING = (
-    'checkpoint.components: "model" is left out, so the weights come from outside, and nothing delivers them: give the '
-    'manager external_weights=, or a subclass of Trainer a method external_weights, or add "model"'
-)
-_HANDLER_UNUSED = (
-    "external_weights is given, and checkpoint.components holds the model: every weight has one source. Name the "
-    'components without "model", or leave the handler out'
-)
 
 
 class CheckpointManager:
@@ -91,8 +82,7 @@ class CheckpointManager:
         """
         transforms = sd_transforms or StateDictTransforms()
         require_local({"base_folder": base_folder, "sd_transforms.assets": transforms.assets})
-        if config.external is (external_weights is None):
-            raise ConfigError([_HANDLER_MISSING if config.external else _HANDLER_UNUSED])
+        check_handler(config, ["external_weights"] if external_weights is not None else [])
         self.config = config
         self.base_folder = Path(base_folder)
         self._hooks = model_converters
@@ -223,10 +213,14 @@ class CheckpointManager:
             done = last_step and not force  # with both, the run is stopped, and is to be resumed from this step
             model_only = self.config.save.model_only_last if self.config.save and done else None
             skippable = not (force or last_step)
-            saved = self._save(step, finite, skippable=skippable, last=last_step, model_only=model_only)
+            saved = self.save_step(DueSave(step, finite, skippable=skippable, last=last_step, model_only=model_only))
         if export:
             self.export(step, last_step)
         return saved
+
+    def is_save_due(self, step: int, last_step: bool = False) -> bool:
+        """Return whether `save` would save this step without `force`."""
+        return policy.is_due(step, self.config.save, last_step) and step != self.last_step.saved
 
     def save_seed(self) -> None:
         """Save the model alone as step 0, and wait for it: runs of any layout start from the folder. Collective.
@@ -240,7 +234,7 @@ class CheckpointManager:
                 "model out of checkpoint.components"
             )
         self._half_loaded.refuse("a seed is not saved")
-        self._save(0, {}, skippable=False, last=True, model_only="own")
+        self.save_step(DueSave(0, last=True, model_only="own"))
         self.wait()
 
     def export(self, step: int, last_step: bool = False) -> bool:
@@ -264,10 +258,14 @@ class CheckpointManager:
         else:
             todo = due
         if todo:
-            self._export(todo, step, last_step)
+            self.export_step(todo, step, last_step)
         return bool(due)
 
-    def _export(self, exports: Sequence[ExportConfig], step: int, last_step: bool) -> None:
+    def export_step(self, exports: Sequence[ExportConfig], step: int, last_step: bool) -> None:
+        """Make, or start, the exports of a step that are due and not there. Called by `export`; collective.
+
+        A subclass may extend it, for steps of the interval and for the last one alike.
+        """
         if any(export.format == "peft" for export in exports):
             self._refuse_adapter_of_changed_base(exports, self._base.forget_if_changed())
         saver = self._saver
@@ -308,23 +306,19 @@ class CheckpointManager:
             error = e
         self._failures.settle("exported", step, error, is_last=last_step)
 
-    def _save(
-        self,
-        step: int,
-        metrics: dict[str, float],
-        *,
-        skippable: bool,
-        last: bool,
-        mark: Mark | None = None,
-        model_only: str | None = None,
-    ) -> bool:
-        """Start a save. `model_only`: save the model alone, in a dtype or with each tensor's own."""
+    def save_step(self, due: DueSave) -> bool:
+        """Start the save of a step that is due, and return whether it is saved. Called by `save`, and by RunGuard.
+
+        A subclass may extend it, for steps of the interval and for the last one alike: all ranks call it, with equal
+        arguments, and `wait` ends what it has started.
+        """
         assert self._saver is not None and self.config.save is not None
+        step, mark, model_only = due.step, due.mark, due.model_only
         busy = self._coordinator.broadcast("busy", self._saver.busy)
-        if busy and skippable and self.config.save.if_busy == "skip":
+        if busy and due.skippable and self.config.save.if_busy == "skip":
             logger.warning("step %d is due and not saved: the save before it is still being written", step)
             return False
-        if busy and skippable:
+        if busy and due.skippable:
             logger.warning("step %d is due and training waits: the save before it is still being written", step)
         failed: ExportError | None = None
         event = Event("save", step=step, kind=self._kind(model_only), async_mode=self.config.save.async_mode)
@@ -342,14 +336,14 @@ class CheckpointManager:
             converters=self._hooks.describe() if self._hooks else [],
             base=None if self.config.external or model_only else self._base.identity,
             resumed_from=self._resumed_from,
-            metrics=metrics,
+            metrics=dict(due.metrics),
             expire=mark is None,
         )
 
         with self.telemetry.failing(event), event.phase("blocking"), gc_paused():
             snapshot = self._coordinator.together("snapshot", lambda: self._snapshot(step, mark, model_only))
             self._saver.save(request, snapshot, event)
-        self.last_step.saved, self._is_last_save = step, last
+        self.last_step.saved, self._is_last_save = step, due.last
         if self.config.save.async_mode == "disabled":
             self.wait()
         elif not self._step_hooks:  # no hook will say when the weights are about to change
@@ -436,7 +430,7 @@ class CheckpointManager:
         self._half_loaded.refuse("the last completed step is not saved")
         assert mark is not None and self.last_step.marked is not None
         if mark.step != self.last_step.saved:
-            self._save(mark.step, {}, skippable=False, last=True, mark=mark)
+            self.save_step(DueSave(mark.step, last=True, mark=mark))
         self.wait()
 
     def _expected_bytes(self) -> int:

@@ -5,15 +5,25 @@ Owns which tensors were filled. The handler knows where the weights come from, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from titan_ckpt.errors import LoadMismatchError, listed
+from titan_ckpt.config import CheckpointConfig
+from titan_ckpt.errors import ConfigError, LoadMismatchError, listed
 from titan_ckpt.geometry.chunks import fill
 
 _LISTED = 12
+_MISSING = (
+    'checkpoint.components: "model" is left out, so the weights come from outside, and nothing delivers them: give the '
+    "manager external_weights=, a subclass of Trainer a method external_weights, or a callback of the run the event "
+    'on_external_load, or add "model"'
+)
+_UNUSED = (
+    "delivers weights, and checkpoint.components holds the model: every weight has one source. Name the components "
+    'without "model", or leave the handler out'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +81,14 @@ class ExternalLoad:
 
 ExternalWeights = Callable[[ExternalLoad], None]
 """A handler that fills and marks every tensor of the event. An exception in it ends the load on all ranks."""
+
+
+def check_handler(config: CheckpointConfig, handlers: Sequence[str]) -> None:
+    """Check that a run has a handler if its components leave the model out, and only then. `handlers`: their names.
+
+    Raises: ConfigError.
+    """
+    if config.external and not handlers:
+        raise ConfigError([_MISSING])
+    if handlers and not config.external:
+        raise ConfigError([f"{', '.join(handlers)} {_UNUSED}"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from titan_ckpt.components.files import RUN_STATE, divide, rank_state_name, run_parts
-from titan_ckpt.components.snapshot import Snapshot
+from titan_ckpt.components.snapshot import Mark, Snapshot
 from titan_ckpt.config import SaveConfig
 from titan_ckpt.directory.directory import CheckpointDirectory, os_errors_as
 from titan_ckpt.directory.manifest import FileRecord, Kind, Manifest
@@ -37,6 +37,22 @@ from titan_ckpt.telemetry.events import Event, Telemetry
 from titan_ckpt.types import StateDict
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DueSave:
+    """A save that the manager has found due."""
+
+    step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    skippable: bool = False
+    """Whether it may be left out while another save is being written (if_busy)."""
+    last: bool = False
+    """Whether no later save can make up for it: the last step of the run, or of this process."""
+    mark: Mark | None = None
+    """Save the marked state instead of the live one: that of the last completed step."""
+    model_only: str | None = None
+    """Save the model alone, in this dtype, or with "own" in each tensor's own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from torch.utils.data import IterableDataset
 from titan_ckpt.encoding.named import is_import_name
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.run_guard import RunGuard
-from titan_ckpt.loading.external import ExternalWeights
+from titan_ckpt.loading.external import ExternalLoad, ExternalWeights, check_handler
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.registry import build_model, find_architecture, read_config
@@ -58,7 +58,7 @@ from titan_ckpt.training.parallel.ranks import Ranks, process_group, world_size
 from titan_ckpt.training.parallel.tensor_parallel import Plan
 from titan_ckpt.training.precision import determinism, keep_stored_dtypes
 from titan_ckpt.training.run_data import find_encoder, find_tokenizer, make_data, make_held_out
-from titan_ckpt.training.schedule import rate_factor
+from titan_ckpt.training.schedule import Decay, find_decay, rate_factor
 from titan_ckpt.training.train_state import TrainState
 from titan_ckpt.types import ModelHooks
 from titan_ckpt.weights.initialize import construct, materialise
@@ -104,6 +104,8 @@ class BuildSteps:
     """The load-balancing loss of a mixture of experts, if one is asked for."""
     optimizer: Optimizer
     lr_scheduler: LRScheduler | None
+    decay: Decay | None = None
+    """Where "wsd" decays, if the settings say it by a step or a length; known after the load."""
     training_context: Callable[[], AbstractContextManager[object]]
     callbacks: Callbacks
     manager: CheckpointManager
@@ -140,6 +142,7 @@ class BuildSteps:
         check_names(self.config)
         training, degrees = self.config.training, self.find_degrees()
         balance_coefficient(self.config, self.read_shape())
+        check_handler(self.config.checkpoint, self._weight_handlers())
         # warning filters that a step adds end with the run
         with (
             process_group(training.device, degrees, self.config.parallel.backend) as ranks,
@@ -263,8 +266,10 @@ class BuildSteps:
         """Return the scheduler of the learning rate."""
         if is_import_name(self.config.schedule.kind):
             return make_scheduler(self.config, self.optimizer, self.num_steps)
-        # a load may change the number of steps
-        return LambdaLR(self.optimizer, lambda index: rate_factor(self.config.schedule, self.num_steps)(index))
+        # a load may change the number of steps, and where the decay begins
+        self.decay = find_decay(self.config, self.num_steps, self.tokens_per_step)
+        schedule = self.config.schedule
+        return LambdaLR(self.optimizer, lambda index: rate_factor(schedule, self.num_steps, self.decay)(index))
 
     def build_training_context(self) -> Callable[[], AbstractContextManager[object]]:
         """Return the context of every forward pass: autocast, unless FSDP2 already computes in bfloat16."""
@@ -293,10 +298,30 @@ class BuildSteps:
             export=Export(),
             profiler=Profiler(profiling, folder) if profiling else None,
             garbage_collection=GarbageCollection(collection) if collection else None,
-            user=(*self.user_callbacks, *import_callbacks(config.callbacks)),
+            user=(*self.user_callbacks, *self.named_callbacks),
         )
 
+    @cached_property
+    def named_callbacks(self) -> tuple[Callback, ...]:
+        """The callbacks that the run file names. Raises: ConfigError."""
+        return tuple(import_callbacks(self.config.callbacks))
+
     # Shared by the build steps
+
+    def _weight_handlers(self) -> list[str]:
+        """Return the names of everything that would fill the model at a load; known before anything is built."""
+        own = [f"{type(self).__name__}.external_weights"] if self.external_weights is not None else []
+        callbacks = (*self.user_callbacks, *self.named_callbacks)
+        return own + [
+            f"{type(callback).__name__}.on_external_load"
+            for callback in callbacks
+            if type(callback).on_external_load is not Callback.on_external_load
+        ]
+
+    def _take_weights(self, event: ExternalLoad) -> None:
+        if self.external_weights is not None:
+            self.external_weights(event)
+        self.callbacks.on_external_load(self, event)  # type: ignore[arg-type]  # these are a Trainer's build steps
 
     def read_shape(self) -> Any:
         """Return the shape of the model; called before anything is built. Override it together with `build_model`."""
@@ -330,6 +355,11 @@ class BuildSteps:
     def global_batch_size(self) -> int:
         """Return the number of sequences per optimizer step over all ranks."""
         return self.config.training.batch_size * self.accumulation * self.ranks.data_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Return the number of tokens of an optimizer step whose batches are full, over all ranks."""
+        return self.global_batch_size * self.config.data.sequence_length
 
     def build_pipeline(self) -> Pipeline | None:
         """Return the object that runs the pipeline stages, or None without pipeline parallelism."""
@@ -386,7 +416,7 @@ class BuildSteps:
                 self.model.torchtitan_key_map(),
             ),
             model_converters=self.converters,
-            external_weights=self.external_weights,
+            external_weights=self._take_weights if self.config.checkpoint.external else None,
             base_folder=self.config.output_folder,
         )
         converters = self.converters.describe() if self.converters is not None else []

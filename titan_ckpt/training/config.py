@@ -158,6 +158,13 @@ class ScheduleConfig(Checked):
     """Share of the steps with linear warm-up, rounded up to whole steps."""
     decay_ratio: Ratio = 0.2
     """Share of the steps, at the end, with linear decay; only for "wsd"."""
+    decay_steps: PositiveInt | None = None
+    """Length of that decay in steps, instead of decay_ratio."""
+    decay_tokens: PositiveInt | None = None
+    """Length of that decay in tokens, counted as full batches and rounded up to whole steps, instead of decay_ratio."""
+    start_decay: Literal["now"] | NonNegative | None = None
+    """The step after which "wsd" decays: a number, or "now", the step that the run resumes, for annealing. It needs
+    decay_steps or decay_tokens. Absent: so that the decay ends with the last step."""
     min_ratio: Ratio = 0.1
     """Learning rate at the end, as a share of the peak; "constant" stays at the peak."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -170,7 +177,18 @@ class ScheduleConfig(Checked):
                     yield f"{key}: your own schedule has no ratios; leave it out"
         elif self.settings:
             yield f"settings: they are the keyword arguments of your own schedule; {self.kind} has ratios"
-        if self.kind == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
+        lengths = [key for key in ("decay_steps", "decay_tokens") if getattr(self, key) is not None]
+        if self.kind != "wsd":
+            set_anyway = lengths + ["start_decay"] * (self.start_decay is not None)
+            yield from (f'{key}: a setting of kind = "wsd"; leave it out' for key in set_anyway)
+            return
+        if len(lengths) == 2:
+            yield "decay_tokens: decay_steps gives the length of the decay, too; leave one of them out"
+        if lengths and self.decay_ratio != 0.2:
+            yield f"decay_ratio: {lengths[0]} gives the length of the decay; leave decay_ratio out"
+        if self.start_decay is not None and not lengths:
+            yield "start_decay: the length of the decay is missing; set decay_steps or decay_tokens"
+        if not lengths and self.warmup_ratio + self.decay_ratio > 1:
             yield f"decay_ratio: {self.decay_ratio} of the steps and warmup_ratio {self.warmup_ratio} are more than all"
 
 

@@ -1,33 +1,78 @@
-"""The learning rate of each step as a factor of its peak. Pure; torch's LambdaLR applies it to the optimizer."""
+"""The learning rate of each step as a factor of its peak; torch's LambdaLR applies it to the optimizer."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from titan_ckpt.encoding.named import is_import_name
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.config import RunConfig, ScheduleConfig
+from titan_ckpt.training.train_state import TrainState
+
+DECAY_BEGAN = "schedule.decay_began"
+"""Key of `TrainState.schedule`: the step that a decay with start_decay = "now" began at."""
 
 
-def rate_factor(config: ScheduleConfig, num_steps: int) -> Callable[[int], float]:
+@dataclass(frozen=True, slots=True)
+class Decay:
+    """The decay of "wsd": after step `start`, for `length` steps."""
+
+    start: int
+    length: int
+
+
+def find_decay(
+    config: RunConfig, num_steps: int, tokens_per_step: int, state: TrainState | None = None
+) -> Decay | None:
+    """Return the decay that the settings of "wsd" describe; None if there are none, or before the load that it needs.
+
+    `tokens_per_step`: of a full batch. `state`: that of the run after its load. A decay that has begun "now" goes on in
+    every later resume with the same settings; `state.schedule` gets the step that it began at.
+    Raises: ConfigError that says what is missing.
+    """
+    schedule = config.schedule
+    length = schedule.decay_steps or math.ceil((schedule.decay_tokens or 0) / tokens_per_step)
+    if not length:
+        return None
+    start = schedule.start_decay
+    if start is None:
+        start = max(num_steps - length, math.ceil(schedule.warmup_ratio * num_steps))
+    elif start == "now":
+        if state is None:
+            return None
+        if not state.step:
+            problem = '"now" anneals a run that is resumed, and there is no checkpoint; give the number of a step'
+            raise ConfigError([f"schedule.start_decay: {problem}"])
+        goes_on = state.saved_schedule.get("schedule.start_decay") == "now"
+        start = state.saved_schedule.get(DECAY_BEGAN, state.step) if goes_on else state.step
+        state.schedule[DECAY_BEGAN] = start
+    if num_steps < start + length:
+        problem = f"the decay after step {start} takes {length} steps and training has {num_steps - start}"
+        raise ConfigError([f"schedule.kind: {problem}; set training.steps = {start + length}, or a shorter decay"])
+    return Decay(start, length)
+
+
+def rate_factor(config: ScheduleConfig, num_steps: int, decay: Decay | None = None) -> Callable[[int], float]:
     """Return a function from the index of an optimizer step, 0 to num_steps - 1, to its factor.
 
     Warm-up rises linearly and reaches 1 at its last step; its length is rounded up, so every ratio above zero has one.
     Then the factor falls to `min_ratio`, which it reaches after the last step: linearly from the end of warm-up
-    (linear), along half a cosine (cosine), or linearly over the last `decay_ratio` of all steps (wsd: warm-up, stable,
-    decay).
+    (linear), along half a cosine (cosine), or linearly over the last `decay_ratio` of all steps, or in `decay` (wsd:
+    warm-up, stable, decay).
     """
     warmup = math.ceil(config.warmup_ratio * num_steps)
-    decay = max(num_steps - warmup, 1)
+    length = max(num_steps - warmup, 1)
     if config.kind == "wsd":
-        decay = min(math.ceil(config.decay_ratio * num_steps), decay)
+        length = min(math.ceil(config.decay_ratio * num_steps), length)
+    fall = decay or Decay(num_steps - max(length, 1), max(length, 1))
 
     def factor(index: int) -> float:
         if index < warmup:
             return (index + 1) / warmup
-        left = min(max((num_steps - index) / max(decay, 1), 0.0), 1.0)
+        left = min(max((fall.start + fall.length - index) / fall.length, 0.0), 1.0)
         return config.min_ratio + (1 - config.min_ratio) * _shape(config, left)
 
     return factor

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from titan_ckpt.encoding.named import is_import_name
 from titan_ckpt.errors import ConfigError
@@ -28,7 +29,7 @@ from titan_ckpt.training.outcome import STOPPED, Outcome, forget_stop, record_st
 from titan_ckpt.training.parallel.context_parallel import share_of
 from titan_ckpt.training.parallel.data_parallel import free_gathered, prepare_backward, sum_and_clip
 from titan_ckpt.training.precision import numerics
-from titan_ckpt.training.schedule import changes, own_schedule_faults, schedule_record
+from titan_ckpt.training.schedule import changes, find_decay, own_schedule_faults, schedule_record
 from titan_ckpt.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -139,6 +140,11 @@ class Trainer(BuildSteps):
         self.state.schedule = schedule_record(self.config, self.num_steps)
         if result.step:
             self._check_own_schedule()
+        self.decay = find_decay(self.config, self.num_steps, self.tokens_per_step, self.state)
+        if self.decay is not None and isinstance(self.lr_scheduler, LambdaLR):
+            # the checkpoint has the rate that its own run would have given to the next step
+            for group, peak in zip(self.optimizer.param_groups, self.lr_scheduler.base_lrs, strict=True):
+                group["lr"] = peak * self.lr_scheduler.lr_lambdas[0](self.lr_scheduler.last_epoch)
         if self.ranks.rank == 0:
             forget_stop(Path(self.config.output_folder))
             self._log_choices(resumed=result.step > 0)

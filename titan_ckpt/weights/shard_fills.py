@@ -34,6 +34,8 @@ _ELEMENTWISE = frozenset({
     "mul_", "add_", "sub_", "div_", "clamp_", "clamp_min_", "clamp_max_", "abs_", "neg_", "sqrt_", "exp_", "log_",
     "pow_", "erfinv_", "tanh_", "sigmoid_", "reciprocal_",
 })  # fmt: skip
+_NEVER_DRAWN = 16
+"""Standard deviations: uniform numbers of 53 bits make no normal one so far from the mean, so none is cut off."""
 _ROW = 512
 """Elements of a tile's last dim. Tensor parallelism cuts it in few places, FSDP2 cuts rows."""
 _TILE = {"cpu": 2**15}
@@ -128,7 +130,10 @@ class ShardFills(WholeTensors):
             record = self._unopened(tensor)
         if record is None or generator is not None:
             return fill(tensor, mean, std, a, b, generator=generator)  # type: ignore[no-any-return]
-        self._fill(record, lambda x, g: fill(x, mean, std, a, b, generator=g))
+        if min(mean - a, b - mean) > _NEVER_DRAWN * std:
+            self._fill(record, lambda x, g: x.normal_(mean, std, generator=g))
+        else:
+            self._fill(record, lambda x, g: fill(x, mean, std, a, b, generator=g))
         return tensor
 
     def _fill(self, record: Seen, step: Step) -> None:
@@ -156,9 +161,10 @@ class ShardFills(WholeTensors):
                 for step in fill.steps:
                     step(block.data, _UNUSED)
                 continue
-            generator = torch.Generator(self._on)
-            for number, box in tiles_in(shape, self._tile(shape), block.chunk):
-                values = torch.empty(box.sizes, dtype=record.seen.dtype, device=self._on)
+            generator, tile = torch.Generator(self._on), self._tile(shape)
+            memory = torch.empty(math.prod(tile), dtype=record.seen.dtype, device=self._on)
+            for number, box in tiles_in(shape, tile, block.chunk):
+                values = memory[: box.numel].view(box.sizes)
                 generator.manual_seed(scrambled(self._seed + fill.first_tile + number))
                 for step in fill.steps:
                     step(values, generator)

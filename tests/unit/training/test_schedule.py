@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
-from titan_ckpt.training.config import ScheduleConfig
-from titan_ckpt.training.schedule import rate_factor
+from titan_ckpt.config import from_dict
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.training.config import RunConfig, ScheduleConfig
+from titan_ckpt.training.schedule import Decay, find_decay, rate_factor
+from titan_ckpt.training.train_state import TrainState
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
@@ -62,3 +66,59 @@ def test_a_run_that_is_all_warm_up_has_a_course() -> None:
     """Degenerate ratios divide by nothing."""
     factor = rate_factor(ScheduleConfig("wsd", warmup_ratio=1.0, decay_ratio=0.0), 3)
     assert [factor(i) for i in range(3)] == pytest.approx([1 / 3, 2 / 3, 1.0])
+
+
+def run(steps: int = 20, **schedule: Any) -> RunConfig:
+    tables = {
+        "training": {"steps": steps},
+        "schedule": {"kind": "wsd", "warmup_ratio": 0.0, "min_ratio": 0.0, **schedule},
+    }
+    return from_dict(RunConfig, {"output_folder": "run", "model": {"flavor": "debug-0.5m"}, **tables})
+
+
+def resumed(step: int, **saved: Any) -> TrainState:
+    state = TrainState()
+    state.step, state.saved_schedule = step, saved
+    return state
+
+
+def test_c5_a_decay_has_a_length_in_steps_or_in_tokens() -> None:
+    """By default it ends with the last step; a number of tokens is rounded up to whole steps of full batches."""
+    for length in ({"decay_steps": 4}, {"decay_tokens": 301}):
+        decay = find_decay(run(**length), 20, 100)
+        assert decay == Decay(16, 4)
+        factor = rate_factor(run(**length).schedule, 20, decay)
+        assert [factor(i) for i in range(15, 21)] == [1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    assert find_decay(run(), 20, 100) is None, "decay_ratio"
+
+
+def test_c5_a_decay_begins_at_a_step_or_now() -> None:
+    """The rate falls after that step and stays at its floor; one that began goes on there in every later resume."""
+    factor = rate_factor(
+        run(start_decay=5, decay_steps=2).schedule, 20, find_decay(run(start_decay=5, decay_steps=2), 20, 1)
+    )
+    assert [factor(i) for i in range(4, 9)] == [1.0, 1.0, 0.5, 0.0, 0.0]
+    now = run(start_decay="now", decay_steps=4)
+    assert find_decay(now, 20, 1) is None, "the load says it"
+    state = resumed(7, **{"schedule.start_decay": None})
+    assert find_decay(now, 20, 1, state) == Decay(7, 4)
+    again = resumed(9, **{"schedule.start_decay": "now", **state.schedule})
+    assert find_decay(now, 20, 1, again) == Decay(7, 4)
+
+
+def test_c5_what_a_decay_lacks_is_said() -> None:
+    """A length, a checkpoint, or steps; and settings that contradict one another."""
+    for faulty, message in (
+        ({"start_decay": "now"}, "length of the decay is missing"),
+        ({"decay_steps": 2, "decay_tokens": 2}, "leave one of them out"),
+        ({"decay_steps": 2, "decay_ratio": 0.5}, "leave decay_ratio out"),
+        ({"decay_steps": 2, "kind": "cosine"}, 'a setting of kind = "wsd"'),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(**faulty)
+    with pytest.raises(ConfigError, match="there is no checkpoint"):
+        find_decay(run(start_decay="now", decay_steps=4), 20, 1, resumed(0))
+    with pytest.raises(ConfigError, match=r"after step 18 takes 4 steps.*set training.steps = 22"):
+        find_decay(run(start_decay="now", decay_steps=4), 20, 1, resumed(18))
+    with pytest.raises(ConfigError, match=r"set training\.steps = 30"):
+        find_decay(run(decay_steps=30), 20, 1)

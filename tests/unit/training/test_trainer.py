@@ -6,20 +6,26 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.tiny_run import Recorder, losses, rows, settings
+from titan_ckpt.config import ExportConfig
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.loading.external import ExternalLoad
 from titan_ckpt.loading.restore import LoadResult
-from titan_ckpt.saving.saver import Saver
-from titan_ckpt.training.callbacks import Callback
+from titan_ckpt.manager import CheckpointManager
+from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.saving.saver import DueSave, Saver
+from titan_ckpt.training import build_steps
+from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.callbacks.console import MetricsFile, read_metrics
 from titan_ckpt.training.data.batch import Batch
 from titan_ckpt.training.trainer import Trainer
@@ -165,6 +171,85 @@ def test_c3_a_trainers_method_delivers_the_weights_at_the_start_and_at_a_resume(
         assert not all(torch.all(p == 0.25) for p in trainer.model.parameters()), "trained"
     stored = load_file(tmp_path / "run" / "checkpoints" / "step-2" / "rank-00000.safetensors")
     assert stored and not any(name.startswith("model.") for name in stored)
+
+
+def test_c5_a_stable_run_is_annealed_from_where_it_is_resumed(tmp_path: Path) -> None:
+    """The rate falls in the next steps, also if these are interrupted, while the stable run has kept its own."""
+    stable = {"kind": "wsd", "warmup_ratio": 0.0, "decay_ratio": 0.0, "min_ratio": 0.0}
+    Trainer(settings(tmp_path, training={"steps": 4}, schedule=stable)).run()
+    length = {"decay_tokens": 3 * 4 * 16 - 1, "decay_ratio": 0.2}
+    annealed = settings(tmp_path, training={"steps": 8}, schedule={**stable, "start_decay": "now", **length})
+
+    class Interrupted(Callback):
+        def on_step_begin(self, trainer: Trainer, step: int) -> None:
+            if step == 7:
+                raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        Trainer(annealed, callbacks=[Interrupted()]).run()
+    assert Trainer(annealed).run().step == 8
+    assert [row["lr"] for row in rows(tmp_path)] == pytest.approx([3e-3] * 5 + [2e-3, 1e-3, 0])
+
+
+class Server(Callback):
+    """Delivers the same weights at every load."""
+
+    steps: ClassVar[list[int]] = []
+
+    def on_external_load(self, trainer: Trainer, event: ExternalLoad) -> None:
+        self.steps.append(event.step)
+        event.fill({name: torch.full(value.shape, 0.25) for name, value in event.tensors.items()})
+
+
+def test_c5_a_callback_named_in_a_run_file_delivers_the_weights(tmp_path: Path) -> None:
+    """At the start and at a resume; and a handler that is too many or missing is told before anything is built."""
+    external = {"components": ["optimizer", "lr_scheduler", "dataloader", "rng", "states"], "save": {"interval": 1}}
+    name = f"{__name__}:Server"
+    for steps in (1, 2):
+        config = replace(settings(tmp_path, training={"steps": steps}, checkpoint=external), callbacks=(name,))
+        assert Trainer(config).run().step == steps
+    assert Server.steps == [0, 1]
+
+    class Unbuilt(Trainer):
+        def build_model(self) -> LanguageModel:
+            raise AssertionError("built")
+
+    with pytest.raises(ConfigError, match=r'"model" is left out.*on_external_load'):
+        Unbuilt(replace(config, callbacks=())).run()
+    with pytest.raises(ConfigError, match=r"Server\.on_external_load delivers weights, and"):
+        Unbuilt(settings(tmp_path), callbacks=[Server()]).run()
+
+
+def test_a9_the_act_of_saving_may_be_extended_and_its_gate_asked(tmp_path: Path) -> None:
+    """A subclass's act is called for the interval, the last step and no other; so is the event before a save."""
+    acts: list[tuple[str, int, bool]] = []
+
+    class Manager(CheckpointManager):
+        def save_step(self, due: DueSave) -> bool:
+            acts.append(("save", due.step, due.last))
+            return super().save_step(due)
+
+        def export_step(self, exports: Sequence[ExportConfig], step: int, last_step: bool) -> None:
+            acts.append(("export", step, last_step))
+            super().export_step(exports, step, last_step)
+
+    class Begin(Callback):
+        def on_save_begin(self, trainer: Trainer, step: int) -> None:
+            assert trainer.manager.is_save_due(step, last_step=step == 5)
+            acts.append(("begin", step, False))
+
+        def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+            assert not trainer.manager.is_save_due(metrics.step), "it is saved, or was not due"
+
+    def build(*args: Any, **kwargs: Any) -> CheckpointManager:
+        return Manager(*args, **kwargs)
+
+    with mock.patch.object(build_steps, "CheckpointManager", build):
+        checkpoint = {"save": {"interval": 2}, "export": [{"format": "hf", "interval": 4}]}
+        Trainer(settings(tmp_path, training={"steps": 5}, checkpoint=checkpoint), callbacks=[Begin()]).run()
+    saves = [act for n, last in ((2, False), (4, False), (5, True)) for act in (("begin", n, False), ("save", n, last))]
+    saves.insert(4, ("export", 4, False))
+    assert acts == [*saves, ("export", 5, True)]
 
 
 def test_a_resume_with_other_data_is_refused(tmp_path: Path) -> None:

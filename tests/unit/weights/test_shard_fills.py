@@ -214,9 +214,8 @@ def test_b5_a_run_file_names_where_values_come_from_and_what_fills_them(tmp_path
     model = {"construct": "device", "initial_values": tables}
     trainer = Trainer(settings(tmp_path, model=model, training={"steps": 1}, optimizer={"lr": 1e-9}))
     trainer.run()
-    assert float(trainer.model.layers.get_submodule("0").attention.wq.weight.detach().std()) == pytest.approx(
-        1e-4, rel=0.05
-    )
+    weight = trainer.model.get_parameter("layers.0.attention.wq.weight").detach()
+    assert float(weight.std()) == pytest.approx(1e-4, rel=0.05)
     assert losses(tmp_path) == [pytest.approx(7.6246, abs=1e-3)], "almost even logits: log(2048)"
     bad = {"initial_values": [{"names": ".*", "function": "torch.nn.init:normal_", "settings": {"sdt": 1.0}}]}
     with pytest.raises(ConfigError, match=r"model.initial_values.0.settings.*sdt"):

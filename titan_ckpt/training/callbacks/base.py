@@ -15,6 +15,7 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.run_guard import StopRun
 
 if TYPE_CHECKING:
+    from titan_ckpt.loading.external import ExternalLoad
     from titan_ckpt.loading.restore import LoadResult
     from titan_ckpt.training.trainer import Trainer
 
@@ -43,6 +44,9 @@ class Callback:
 
     def on_init_end(self, trainer: Trainer) -> None:
         """Everything is built; nothing is loaded yet."""
+
+    def on_external_load(self, trainer: Trainer, event: ExternalLoad) -> None:
+        """Fill the model (docs/external-weights.md). A run whose checkpoint.components hold it has no such event."""
 
     def on_load(self, trainer: Trainer, result: LoadResult) -> None:
         """Weights are loaded, and after a resume also the run's state."""
@@ -73,6 +77,9 @@ class Callback:
 
     def on_log(self, trainer: Trainer, step: int, values: Mapping[str, LogValue]) -> None:
         """A step is reported; `values` has its StepMetrics by name and `trainer.measurements`."""
+
+    def on_save_begin(self, trainer: Trainer, step: int) -> None:
+        """A save of this step is due, and nothing of it is written."""
 
     def on_save(self, trainer: Trainer, step: int) -> None:
         """A save of this step was started or completed."""
@@ -122,6 +129,7 @@ class Callbacks(Callback):
         yield from self.user
 
     on_init_end = _call_each(Callback.on_init_end)
+    on_external_load = _call_each(Callback.on_external_load)
     on_load = _call_each(Callback.on_load)
     on_train_begin = _call_each(Callback.on_train_begin)
     on_epoch_begin = _call_each(Callback.on_epoch_begin)
@@ -131,6 +139,7 @@ class Callbacks(Callback):
     on_pre_optimizer = _call_each(Callback.on_pre_optimizer)
     on_evaluate = _call_each(Callback.on_evaluate)
     on_log = _call_each(Callback.on_log)
+    on_save_begin = _call_each(Callback.on_save_begin)
     on_save = _call_each(Callback.on_save)
     on_epoch_end = _call_each(Callback.on_epoch_end)
     on_train_end = _call_each(Callback.on_train_end)

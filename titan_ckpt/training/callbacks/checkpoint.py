@@ -16,6 +16,8 @@ class Checkpointing(Callback):
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         last_step = metrics.step == trainer.num_steps
         measured = {name: value for name, value in trainer.measurements.items() if isinstance(value, float)}
+        if trainer.manager.is_save_due(metrics.step, last_step):
+            trainer.callbacks.on_save_begin(trainer, metrics.step)
         values = {"loss": metrics.loss, **measured}
         if trainer.manager.save(metrics.step, last_step=last_step, metrics=values, export=False):
             trainer.callbacks.on_save(trainer, metrics.step)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from docs.examples import diloco
 from tests.forked import Program
+from tests.tiny_run import settings
+from titan_ckpt.training.callbacks import Callback
+from titan_ckpt.training.trainer import Trainer
 
 EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "diloco.py"
 ROUNDS = 4
@@ -61,3 +66,38 @@ def test_c3_a_parameter_server_run_goes_on_after_both_were_killed(tmp_path: Path
     assert not any(torch.equal(first[name], value) for name, value in last.items())
     stored = (killed / "worker-a" / "step-12" / "rank-00000.safetensors").read_bytes()
     assert b'"model.' not in stored and b'"optimizer.' in stored
+
+
+class Killed(Callback):
+    """Ends the process's run in the middle of the third round, without a save."""
+
+    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+        if step == 6:
+            raise KeyboardInterrupt
+
+
+def test_c5_a_worker_is_a_callback_named_in_a_run_file(tmp_path: Path) -> None:
+    """The server's last weights are the same whether the worker was interrupted, or not."""
+    found = []
+    for folder, interrupted in ((tmp_path / "straight", False), (tmp_path / "interrupted", True)):
+        folder.mkdir()
+        server = Program(diloco.serve, folder, ["run"], 3, output=folder / "server.log")
+        config = settings(
+            folder,
+            checkpoint={
+                "components": ["optimizer", "lr_scheduler", "dataloader", "rng", "states"],
+                "save": {"interval": 2},
+                "stop": {"save_on_exception": False},
+            },
+            training={"steps": 6},
+        )
+        config = replace(config, callbacks=("docs.examples.diloco:Worker",))
+        if interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                Trainer(config, callbacks=[Killed()]).run()
+        assert Trainer(config).run().step == 6
+        assert server.wait(60) == 0, server.text()
+        found.append([load_file(folder / f"weights-{number}.safetensors") for number in (0, 3)])
+    (first, straight), (_, interrupted_last) = found
+    assert all(torch.equal(interrupted_last[name], value) for name, value in straight.items())
+    assert not any(torch.equal(first[name], value) for name, value in straight.items())

@@ -67,7 +67,7 @@ def faults(rows: Sequence[Row], floors: Mapping[str, int], before: frozenset[str
     exact = [name for name, verdict, _ in rows if verdict == "exact"]
     for end, floor in floors.items():
         if (number := _number(exact, end)) < floor:
-            yield f"{number} with `{end}` are exact; at least {floor} have to be"
+            yield f"{number}{f' with `{end}`' if end else ''} are exact; at least {floor} have to be"
     refused = {name: note for name, verdict, note in rows if verdict == "refused"}
     yield from (f"was exact: {name}: {refused.get(name, 'not tried')}" for name in sorted(before - {*exact}))
 

@@ -94,7 +94,8 @@ class CheckpointManager:
             self._model, optimizers, lr_schedulers, dataloader, dict(states or {}),
             rank=coordinator.rank, world_size=coordinator.world_size, left_out=config.left_out(),
         )  # fmt: skip
-        self.telemetry = Telemetry(self.base_folder, coordinator.rank, coordinator.world_size, config)
+        telemetry = self.base_folder if config.save or config.export else None  # a run that only loads writes nothing
+        self.telemetry = Telemetry(telemetry, coordinator.rank, coordinator.world_size, config)
         """Add a sink of your own, or the settings of the whole run, before the load."""
         storage_line = coordinator.background()
         self._directory = CheckpointDirectory(self.base_folder / config.folder, storage_line)

@@ -232,7 +232,7 @@ def _lifecycle(assets: Path, folder: Path) -> None:
     path: dict[str, Any] = {"initial_load_path": str(folder / "run/checkpoint/step-3")}
     again = train(config(assets, folder / "again", steps=0, load_only=True, **path))
     same_tensors(again.model, {name: value.bfloat16().float() for name, value in run.model.items()})
-    assert not (folder / "again/checkpoint").exists()
+    assert not (folder / "again").exists()
     with pytest.raises(CheckpointError, match="step 3 holds model weights only"):
         train(config(assets, folder / "run", steps=4, load_step=3))
     with pytest.raises(CheckpointError, match="step 7 is not there; committed steps: 0, 2, 3"):

@@ -14,6 +14,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,11 +70,11 @@ class Event:
 class Telemetry:
     """Writes the events of one run; only rank 0 writes and calls sinks, all ranks may time."""
 
-    def __init__(self, folder: Path, rank: int, world_size: int, settings: object) -> None:
-        """Bind to a run's folder; nothing is written before the first event."""
+    def __init__(self, folder: Path | None, rank: int, world_size: int, settings: object) -> None:
+        """Bind to a run's folder; nothing is written before the first event, and without a folder only sinks get it."""
         self.settings = settings
         """The configuration of the run, for the event "start": a dataclass, or a dict of plain values."""
-        self._path = folder / TELEMETRY
+        self._path = None if folder is None else folder / TELEMETRY
         self._rank = rank
         self._world_size = world_size
         self._sinks: list[Sink] = []
@@ -124,16 +125,17 @@ class Telemetry:
 
     def _emit(self, values: Mapping[str, Any]) -> None:
         with self._guard:
-            self._try("telemetry", lambda: self._write(values))
+            if self._path is not None:
+                self._try("telemetry", partial(self._write, self._path, values))
             for sink in self._sinks:
-                self._try(f"the sink {sink!r}", lambda sink=sink: sink(values))  # type: ignore[misc]
+                self._try(f"the sink {sink!r}", partial(sink, values))
 
-    def _write(self, values: Mapping[str, Any]) -> None:
+    def _write(self, path: Path, values: Mapping[str, Any]) -> None:
         """Append an event to the file. A start that comes to nothing makes no folder: its lines wait for the next."""
         self._waiting.append(values)
-        if self._path.parent.is_dir() or (values["event"] not in ("start", "end") and not values["error"]):
+        if path.parent.is_dir() or (values["event"] not in ("start", "end") and not values["error"]):
             while self._waiting:  # one by one: a disk that is full for a while gets no line twice
-                append_line(self._path, self._waiting[0])
+                append_line(path, self._waiting[0])
                 del self._waiting[0]
 
     def _try(self, what: str, act: Callable[[], None]) -> None:
@@ -141,7 +143,7 @@ class Telemetry:
             act()
         except Exception as error:
             if what not in self._failed:
-                logger.warning("%s: %s takes no event; the run goes on: %s", self._path, what, error)
+                logger.warning("%s: %s takes no event; the run goes on: %s", self._path or TELEMETRY, what, error)
             self._failed.add(what)
 
 

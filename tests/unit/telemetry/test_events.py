@@ -85,6 +85,19 @@ def test_a_run_records_what_it_was_started_with(tmp_path: Path) -> None:
     }
 
 
+def test_a_run_that_only_loads_writes_nothing(tmp_path: Path) -> None:
+    """The folder may be a live run's, whose file it would garble: all files stay as they are, and sinks get events."""
+    run(tmp_path, steps=2)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    seen: list[Mapping[str, Any]] = []
+    model = nn.Linear(8, 8)
+    with CheckpointManager(CheckpointConfig(save=None), model_parts=[model], base_folder=tmp_path) as manager:
+        manager.telemetry.add_sink(seen.append)
+        assert manager.load().step == 2
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    assert [event["event"] for event in seen] == ["start", "load", "end"]
+
+
 def test_the_git_revision_is_what_git_says(tmp_path: Path) -> None:
     """A branch, packed refs, a worktree and a detached head; no revision outside of a repository."""
 

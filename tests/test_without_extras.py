@@ -54,6 +54,16 @@ def test_make_runs_the_tests_of_the_core_with_the_hook() -> None:
     assert is_named == any(type(finder).__name__ == "_Refuse" for finder in sys.meta_path)
 
 
+def test_torchtitans_part_fails_without_its_environment(tmp_path: Path) -> None:
+    """`make test-torchtitan` leaves nothing out if the environment cannot be made, and `make test` runs it."""
+    command = ["make", f"TITAN={tmp_path}/none", "PYTHON=false", "test-torchtitan"]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert made.returncode == 2
+    assert "-m pytest" not in made.stdout
+    plan = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "pytest -c tests/torchtitan/pytest.ini  tests/torchtitan" in plan
+
+
 def test_help_imports_neither_torch_nor_numpy(tmp_path: Path) -> None:
     """`titan-ckpt --help` and `import titan_ckpt` do not wait for torch; a public name brings it."""
     code = """

@@ -19,6 +19,7 @@ os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="torchtitan-")  # datasets keeps
 # importing these takes longer than most of these tests
 ranks._PRELOADED += ["tests.torchtitan.runs", "peft"]
 ranks._PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3")]
+ranks._context()  # the server imports them on the second core while pytest imports the same to collect the tests
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """The shim that lets torchtitan's Trainer run on a CPU with gloo. Import it before torchtitan.
 
-torchtitan asks torch for an accelerator, its memory statistics and a compiled attention kernel. Nothing here touches
-parameters, optimizers, data or checkpoints.
+torchtitan asks torch for an accelerator, its memory statistics, a compiled attention kernel and pipelines of a nightly
+torch. Nothing here touches parameters, optimizers, data or checkpoints.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 torch._utils._get_available_device_type = lambda: "cpu"
 _ANSWERS: dict[str, Any] = {
@@ -57,3 +58,23 @@ def _sum(self: FSDPModule, factor: float) -> None:
 
 
 FSDPModule.set_gradient_divide_factor = _sum  # type: ignore[method-assign]
+
+
+def _step(
+    self: PipelineScheduleMulti,
+    *,
+    arg_mbs: list[Any] | None,
+    kwarg_mbs: list[Any],
+    target_mbs: list[Any] | None,
+    losses: list[torch.Tensor] | None,
+    loss_kwargs: dict[str, Any],
+    return_outputs: bool,
+) -> None:
+    """Run the microbatches that torchtitan hands over; the released torch would split a batch of its own."""
+    for stage in self._stages:
+        stage.has_backward = self._has_backward
+        stage.clear_runtime_states()
+    self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
+
+
+PipelineScheduleMulti.step = _step  # type: ignore[assignment, method-assign]

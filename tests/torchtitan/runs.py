@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +15,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 from tests.torchtitan import cpu as cpu  # before torchtitan
+from titan_ckpt.formats.native.writer import StagedFile
 from titan_ckpt.integrations.torchtitan import TitanCheckpointer
+from titan_ckpt.testing.ranks import RankError
 from titan_ckpt.testing.ranks import distributed as _distributed
 
 # isort: split
@@ -52,14 +58,16 @@ class Run:
 
 def config(
     assets: Path, folder: Path, flavour: str = "llama3_debugmodel", /, *, steps: int = 6, titan: bool = True,
-    degrees: dict[str, int] | None = None, exact: bool = False, recompute: bool = False, **settings: Any,
+    degrees: dict[str, int] | None = None, exact: bool = False, recompute: bool = False, layers: int | None = None,
+    **settings: Any,
 ) -> Any:  # fmt: skip
     """Return the config of a small run: the flavour unmodified but for sizes, and the checkpointer.
 
     `exact`: FSDP2 computes in float32 too, so that logits can be compared. `recompute`: keep the flavour's activation
-    checkpointing, which wraps layers; it takes a quarter of the time.
+    checkpointing, which wraps layers; it takes a quarter of the time. `layers`: the model has the first of its layers.
     """
     made = FLAVOURS[flavour]()
+    made.model_spec.model.layers = made.model_spec.model.layers[:layers]
     made.hf_assets_path, made.dump_folder, made.dataloader.dataset_path = str(assets), str(folder), str(assets / "data")
     made.training.seq_len, made.training.local_batch_size, made.training.steps = 16, 2, steps
     made.training.disable_cuda_graphs = True
@@ -77,15 +85,27 @@ def config(
     return made
 
 
-def train(made: Any, *, until: int | None = None, then: Callable[[Any], object] | None = None) -> Run:
-    """Run the Trainer to its last step, or to the end of step `until`, and call `then` on it before it is closed."""
+def train(
+    made: Any,
+    *,
+    until: int | None = None,
+    then: Callable[[Any], object] | None = None,
+    before_death: Callable[[Run], object] | None = None,
+) -> Run:
+    """Run the Trainer to its last step, or to the end of step `until`, and call `then` on it before it is closed.
+
+    `before_death`: the process kills itself in the middle of the save of step `until`, after this call.
+    """
     trainer = made.build()
     losses: list[float] = []
+    may_die = threading.Event()
     log = trainer.metrics_processor.log
 
     def noted(step: int, loss: float, *rest: Any, **more: Any) -> None:
         losses.append(loss)
         log(step, loss, *rest, **more)
+        if before_death is not None and step == until:
+            _die_while_writing(may_die)
 
     trainer.metrics_processor.log = noted
     if until is not None:
@@ -94,12 +114,40 @@ def train(made: Any, *, until: int | None = None, then: Callable[[Any], object] 
         trainer.train()
         if then is not None:
             then(trainer)
-        whole = {name: _whole(value) for name, value in trainer.model_parts[0].state_dict().items()}
+        model = {f"{i}.{n}": v for i, part in enumerate(trainer.model_parts) for n, v in part.state_dict().items()}
+        whole = {name.removeprefix("0."): _whole(value) for name, value in model.items()}
         moments = {name: _whole(value) for name, value in trainer.optimizers.state_dict().items()}
-        return Run(losses, trainer.step, whole, moments, trainer.ntokens_seen)
+        run = Run(losses, trainer.step, whole, moments, trainer.ntokens_seen)
+        if before_death is not None:
+            before_death(run)
+            may_die.set()
+            signal.pause()
+        return run
     finally:
         trainer.close()
         gc.enable()  # the Trainer switches it off for its process
+
+
+def _die_while_writing(may_die: threading.Event) -> None:
+    """Let the next asynchronous save wait for the event, and end by SIGKILL when this rank's file has been begun."""
+    write = StagedFile.write
+
+    def written(self: StagedFile, folder: Path) -> Any:
+        may_die.wait()
+        threading.Thread(target=write, args=(self, folder), daemon=True).start()
+        while not (folder / self.plan.file_name).exists():
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)  # before the ranks tell each other of their files, so none can commit
+
+    StagedFile.write = written  # type: ignore[method-assign]
+
+
+def killed(body: Callable[..., None], *arguments: Any) -> None:
+    """Run the body of ranks, which must all end by SIGKILL."""
+    with pytest.raises(RankError) as error:
+        body(*arguments)
+    ends = str(error.value).count("ended by SIGKILL")
+    assert ends == len(error.value.ranks), str(error.value)
 
 
 @distributed(1)

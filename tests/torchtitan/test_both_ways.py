@@ -17,26 +17,21 @@ FSDP_4, TP_FSDP = {"data_parallel_shard": 4}, {"tensor_parallel": 2, "data_paral
 
 @distributed(4)
 def _on_four(assets: Path, folder: Path) -> None:
-    def run(dump: str, degrees: dict[str, int], steps: int = 2, **settings: Any) -> Run:
-        return train(config(assets, folder / dump, degrees=degrees, steps=steps, **settings))
+    def run(dump: str, degrees: dict[str, int], steps: int = 1, **settings: Any) -> Run:
+        return train(config(assets, folder / dump, degrees=degrees, steps=steps, interval=1, **settings))
 
-    def by_path(dump: str, **settings: Any) -> dict[str, Any]:
-        path = str(folder / dump / "checkpoint/step-2")
-        return {"initial_load_path": path, "initial_load_model_only": False, "load_only": True} | settings
-
-    at_2 = run("hsdp", HSDP, titan=False)
-    theirs = run("hsdp", HSDP, steps=3, titan=False, load_only=True)
-    same(at_2, run("fsdp", FSDP_4, **by_path("hsdp")), losses=0)
+    path = {"initial_load_path": str(folder / "hsdp/checkpoint/step-1"), "initial_load_model_only": False}
+    path["load_only"] = True
+    at_1 = run("hsdp", HSDP, titan=False)
+    theirs = run("hsdp", HSDP, steps=2, titan=False, load_only=True)
+    same(at_1, run("fsdp", FSDP_4, **path), losses=0)
     with pytest.raises(CheckpointError, match=r'positions of 4 data-parallel ranks, this run has 2.*"dataloader"'):
-        run("tp", TP_FSDP, **by_path("hsdp"))
-    same(at_2, run("tp", TP_FSDP, **by_path("hsdp", exclude_from_loading=["dataloader"])), losses=0)
-    same(theirs, run("hsdp", HSDP, steps=3), losses=1)  # in place
-
-    sharded = run("fsdp", FSDP_4, titan=False)
-    same(sharded, run("other", HSDP, **by_path("fsdp")), losses=0)
+        run("tp", TP_FSDP, **path)
+    same(at_1, run("tp", TP_FSDP, exclude_from_loading=["dataloader"], **path), losses=0)
+    same(theirs, run("hsdp", HSDP, steps=2), losses=1)  # in place
 
 
-def test_hsdp_goes_on_in_place_and_from_and_into_other_layouts(assets: Path, tmp_path: Path) -> None:
+def test_hsdp_goes_on_in_place_and_into_other_layouts(assets: Path, tmp_path: Path) -> None:
     """At the same data-parallel degree the data position comes along; without it, tensor parallelism may change too."""
     _on_four(assets, tmp_path)
 
@@ -53,7 +48,9 @@ def _mixed(assets: Path, folder: Path) -> None:
     at_2 = run("theirs", titan=False, steps=2)
     theirs = run("theirs", titan=False, load_only=True)
     same(theirs, run("path", **by_path("theirs")), losses=1)
-    same(at_2, run("fsdp", FSDP_4, steps=2, **by_path("theirs", exclude_from_loading=["dataloader"])), losses=0)
+    for dump, degrees in (("fsdp", FSDP_4), ("hsdp", HSDP)):
+        settings = by_path("theirs", exclude_from_loading=["dataloader"])
+        same(at_2, run(dump, degrees, steps=2, **settings), losses=0)
     same(theirs, run("theirs", last_save_in_dcp=True), losses=1)  # in place
     whole = run("ours", steps=4)
     same(whole, run("theirs", titan=False, folder="dcp", steps=4, load_only=True), losses=1)
@@ -62,7 +59,7 @@ def _mixed(assets: Path, folder: Path) -> None:
 
 @pytest.mark.full
 def test_tensor_parallelism_over_fsdp_goes_on_either_way(assets: Path, tmp_path: Path) -> None:
-    """TP x FSDP2 on 4 ranks: in place, by path, into FSDP2 alone, and back to torchtitan's own checkpointer."""
+    """TP x FSDP2 on 4 ranks: in place, by path, into FSDP2 alone and HSDP, and back to torchtitan's manager."""
     _mixed(assets, tmp_path)
 
 

@@ -151,10 +151,10 @@ def test_c3_a_trainers_method_delivers_the_weights_at_the_start_and_at_a_resume(
     components = ["optimizer", "lr_scheduler", "dataloader", "rng", "states"]
 
     class Worker(Trainer):
-        steps: tuple[int, ...] = ()
+        delivered: tuple[int, ...] = ()
 
         def external_weights(self, event: ExternalLoad) -> None:
-            self.steps += (event.step,)
+            self.delivered += (event.step,)
             event.fill({name: torch.full(value.shape, 0.25) for name, value in event.tensors.items()})
 
         def load(self) -> None:
@@ -167,7 +167,7 @@ def test_c3_a_trainers_method_delivers_the_weights_at_the_start_and_at_a_resume(
     assert not (tmp_path / "run").exists()
     for steps in (1, 2):
         trainer = Worker(settings(tmp_path, training={"steps": steps}, checkpoint=table))
-        assert trainer.run().step == steps and trainer.steps == (steps - 1,)
+        assert trainer.run().step == steps and trainer.delivered == (steps - 1,)
         assert not all(torch.all(p == 0.25) for p in trainer.model.parameters()), "trained"
     stored = load_file(tmp_path / "run" / "checkpoints" / "step-2" / "rank-00000.safetensors")
     assert stored and not any(name.startswith("model.") for name in stored)

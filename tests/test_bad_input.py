@@ -112,7 +112,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "shape: gpt2": ({"model": {"folder": "gpt2", "flavor": None}}, r"'gpt2' is not supported, expected 'llama'"),
     "frozen: no match": ({"model": {"freeze": ["layer.*"]}}, r"model\.freeze\.0: 'layer\.\*' matches no parameter"),
     "frozen: all": ({"model": {"freeze": ["*"]}}, "leaves nothing to train"),
-    "degrees: ranks": ({"parallel": {"tensor_parallel": 2}}, r"tensor_parallel 2 = 2 does not divide the 1 ranks"),
+    "degrees: ranks": ({"parallel": {"tensor_parallel": 2}}, r"tensor_parallel 2 needs a multiple of 2 ranks"),
     "degrees: zero": ({"parallel": {"tensor_parallel": 0}}, r"tensor_parallel: expected a positive integer, found 0"),
     "batch: not divisible": (
         {"parallel": {"pipeline_parallel": 2, "pipeline_microbatches": 3}},
@@ -121,7 +121,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "schedule: warm-up": ({"schedule": {"warmup_ratio": 1.5}}, r"warmup_ratio: expected a number .* found 1\.5"),
     "schedule: more than all": (
         {"schedule": {"kind": "wsd", "warmup_ratio": 0.6, "decay_ratio": 0.5}},
-        r"schedule\.decay_ratio: 0\.5 of the steps and warmup_ratio 0\.6 are more than all",
+        r"schedule\.decay_ratio: 0\.5 of the steps and warmup_ratio 0\.6 exceed 1",
     ),
     "data: not there": ({"data": {"corpus": "nowhere.txt"}}, r"data\.corpus: nowhere\.txt is not there"),
     "data: empty": ({"data": {"corpus": "empty.txt"}}, r"data\.corpus: empty\.txt holds no text"),

@@ -71,7 +71,7 @@ def test_the_tutorial_leads_from_an_empty_folder_to_an_answer(installed: Path, t
     environment = outside()
     environment["PATH"] = f"{installed / 'bin'}:{environment['PATH']}"
     page = (ROOT / "docs" / "tutorial.md").read_text()
-    blocks = re.findall(r"^```(sh|python)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"(?<!-->\n)^```(sh|python)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     script = "\n".join(text if kind == "sh" else f"python - <<'EOF'\n{text}EOF" for kind, text in blocks)
     words = ["bash", "-euc", script]
     done = subprocess.run(

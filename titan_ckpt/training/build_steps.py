@@ -180,7 +180,7 @@ class BuildSteps:
             for parameter in matched:
                 parameter.requires_grad_(False)
         if not problems and not self.trainable():
-            problems.append("model.freeze: leaves nothing to train")
+            problems.append("model.freeze: leaves nothing to train; name fewer modules")
         if problems:
             raise ConfigError(problems)
         if self._compute_dtype is torch.bfloat16:

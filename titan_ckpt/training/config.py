@@ -189,7 +189,7 @@ class ScheduleConfig(Checked):
         if self.start_decay is not None and not lengths:
             yield "start_decay: the length of the decay is missing; set decay_steps or decay_tokens"
         if not lengths and self.warmup_ratio + self.decay_ratio > 1:
-            yield f"decay_ratio: {self.decay_ratio} of the steps and warmup_ratio {self.warmup_ratio} are more than all"
+            yield f"decay_ratio: {self.decay_ratio} of the steps and warmup_ratio {self.warmup_ratio} exceed 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,7 @@ class TrainingConfig(Checked):
         if self.accumulation != 1:
             yield f"accumulation: it follows from global_batch_size {whole}; leave one of them out"
         if whole % self.batch_size:
-            yield f"global_batch_size: {whole} is no multiple of training.batch_size {self.batch_size}"
+            yield f"global_batch_size: {whole} is no multiple of training.batch_size {self.batch_size}; change one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +337,8 @@ class ProfilingConfig(Checked):
 
     def problems(self) -> Iterator[str]:
         if self.interval < self.warmup + self.active:
-            yield f"interval: {self.interval} steps are fewer than warmup + active = {self.warmup + self.active}"
+            least = self.warmup + self.active
+            yield f"interval: {self.interval} steps are fewer than warmup + active = {least}; raise it"
 
 
 @dataclass(frozen=True, slots=True)

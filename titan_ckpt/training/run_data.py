@@ -74,7 +74,9 @@ def make_data(
     data, seed = config.data, config.seed
     share = {"rank": ranks.data_rank, "num_ranks": ranks.data_size}
     if longest is not None and data.sequence_length > longest:
-        raise ConfigError([f"data.sequence_length: {data.sequence_length} is longer than the model's {longest}"])
+        raise ConfigError(
+            [f"data.sequence_length: {data.sequence_length} is longer than the model's {longest}; shorten it"]
+        )
     if data.dataset is not None:
         return make_dataset(config, **share, tokenizer=tokenizer)
     if data.corpus == DUMMY:

@@ -125,13 +125,23 @@ def _of_world(parallel: ParallelConfig, world_size: int) -> tuple[Degrees, list[
     if shard == -1:
         shard = max(1, world_size // rest)
         if world_size % rest or world_size < rest:
-            problems.append(f"data_parallel_shard: {named} = {rest} does not divide the {world_size} ranks of this run")
+            product = named if " x " not in named else f"{named} = {rest}"
+            problems.append(
+                f"data_parallel_shard: {product} needs a multiple of {rest} ranks, and this run has {world_size}: start "
+                f"it with torchrun --nproc-per-node {max(1, round(world_size / rest)) * rest}, or choose smaller degrees"
+            )
     elif shard * rest != world_size:
         named = " x ".join(filter(None, [named, f"data_parallel_shard {shard}"]))
-        problems.append(f"data_parallel_shard: {named} = {shard * rest} ranks, and this run has {world_size}")
+        problems.append(
+            f"data_parallel_shard: {named} = {shard * rest} ranks, and this run has {world_size}: start "
+            f"it with torchrun --nproc-per-node {shard * rest}, or set data_parallel_shard = -1"
+        )
     ep = parallel.expert_parallel
     if shard % ep and not problems:
-        problems.append(f"expert_parallel: {ep} does not divide data_parallel_shard {shard}, which it is taken from")
+        problems.append(
+            f"expert_parallel: {ep} does not divide data_parallel_shard {shard}, which it is taken from; choose "
+            f"a divisor of {shard}"
+        )
     degrees = Degrees(
         parallel.pipeline_parallel, parallel.data_parallel_replicate, max(1, shard // ep), ep,
         parallel.context_parallel, parallel.tensor_parallel,
@@ -143,7 +153,10 @@ def _of_batch(parallel: ParallelConfig, batch_size: int, accumulation: int, sequ
     cp, tp = parallel.context_parallel, parallel.tensor_parallel
     pieces = cp * (tp if parallel.sequence_parallel else 1)
     if cp > 1 and sequence_length % (2 * cp):
-        yield f"context_parallel: twice {cp} does not divide data.sequence_length {sequence_length}"
+        yield (
+            f"context_parallel: twice {cp} does not divide data.sequence_length {sequence_length}; choose a length "
+            f"that is a multiple of {2 * cp}"
+        )
     elif sequence_length % pieces:
         yield (
             f"sequence_parallel: {pieces} pieces do not divide data.sequence_length {sequence_length}; choose another "
@@ -153,9 +166,15 @@ def _of_batch(parallel: ParallelConfig, batch_size: int, accumulation: int, sequ
         return
     count = parallel.num_microbatches
     if batch_size % count:
-        yield f"pipeline_microbatches: {count} do not divide training.batch_size {batch_size}"
+        yield (
+            f"pipeline_microbatches: {count} do not divide training.batch_size {batch_size}; set pipeline_microbatches "
+            "to a divisor of it"
+        )
     elif parallel.pipeline_schedule == "1F1B" and count * accumulation < parallel.num_stages:
-        yield f"pipeline_microbatches: 1F1B needs one for each of {parallel.num_stages} stages, found {count}"
+        yield (
+            f"pipeline_microbatches: 1F1B needs one for each of {parallel.num_stages} stages, found {count}; raise "
+            "pipeline_microbatches or training.accumulation"
+        )
     elif parallel.pipeline_schedule == "Interleaved1F1B" and count * accumulation % parallel.pipeline_parallel:
         yield (
             f"pipeline_microbatches: Interleaved1F1B needs a multiple of pipeline_parallel "
@@ -169,15 +188,16 @@ def _of_model(parallel: ParallelConfig, model: DecoderConfig) -> Iterator[str]:
     experts = model.num_experts if isinstance(model, Qwen3MoeConfig) else 0
     if isinstance(model, Qwen3MoeConfig):
         sizes["hidden rows of an expert"] = model.expert_dim
-    yield from (f"tensor_parallel: {tp} does not divide the {n} {name}" for name, n in sizes.items() if n % tp)
+    fits = f"; choose a degree that divides all of {', '.join(map(str, sizes.values()))}"
+    yield from (f"tensor_parallel: {tp} does not divide the {n} {name}{fits}" for name, n in sizes.items() if n % tp)
     if model.vocab_size < tp:
-        yield f"tensor_parallel: {tp} ranks are more than the vocabulary's {model.vocab_size} tokens"
+        yield f"tensor_parallel: {tp} ranks are more than the vocabulary's {model.vocab_size} tokens; choose fewer"
     if ep > 1 and not experts:
-        yield "expert_parallel: the model has no experts"
+        yield "expert_parallel: the model has no experts; leave it out"
     elif experts % ep:
-        yield f"expert_parallel: {ep} does not divide the {experts} experts"
+        yield f"expert_parallel: {ep} does not divide the {experts} experts; choose a degree that does"
     if stages > model.num_layers:
-        yield f"pipeline_parallel: {stages} stages are more than the {model.num_layers} layers"
+        yield f"pipeline_parallel: {stages} stages are more than the {model.num_layers} layers; choose fewer"
     if stages > 1 and model.tie_embeddings:
         yield (
             "pipeline_parallel: the model's output is its embedding matrix (tie_word_embeddings), which the first and "

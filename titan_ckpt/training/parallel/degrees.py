@@ -126,9 +126,10 @@ def _of_world(parallel: ParallelConfig, world_size: int) -> tuple[Degrees, list[
         shard = max(1, world_size // rest)
         if world_size % rest or world_size < rest:
             product = named if " x " not in named else f"{named} = {rest}"
+            count = max(1, round(world_size / rest)) * rest
             problems.append(
-                f"data_parallel_shard: {product} needs a multiple of {rest} ranks, and this run has {world_size}: start "
-                f"it with torchrun --nproc-per-node {max(1, round(world_size / rest)) * rest}, or choose smaller degrees"
+                f"data_parallel_shard: {product} needs a multiple of {rest} ranks, and this run has {world_size}: "
+                f"start it with torchrun --nproc-per-node {count}, or choose smaller degrees"
             )
     elif shard * rest != world_size:
         named = " x ".join(filter(None, [named, f"data_parallel_shard {shard}"]))

@@ -24,6 +24,8 @@ RUNS = (
     ("own_state", 1),
     ("own_state", 2),
     ("scale", 1),
+    ("step", 1),
+    ("step", 2),
 )
 
 

@@ -118,6 +118,13 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"parallel": {"pipeline_parallel": 2, "pipeline_microbatches": 3}},
         r"pipeline_microbatches: 3 do not divide training\.batch_size 2",
     ),
+    "batch: global": (
+        {"training": {"global_batch_size": 3, "batch_size": 2}}, r"global_batch_size: 3 is no multiple of training\.b"
+    ),
+    "epochs: of a stream": (
+        {"training": {"epochs": 2}, "data": {"streaming": True}}, r"training\.epochs: a stream's length is not known"
+    ),
+    "backend": ({"parallel": {"backend": "nccl"}}, r"parallel\.backend: 'nccl' is no backend of this torch for cpu"),
     "schedule: warm-up": ({"schedule": {"warmup_ratio": 1.5}}, r"warmup_ratio: expected a number .* found 1\.5"),
     "schedule: more than all": (
         {"schedule": {"kind": "wsd", "warmup_ratio": 0.6, "decay_ratio": 0.5}},

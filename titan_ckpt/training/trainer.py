@@ -183,10 +183,10 @@ class Trainer(BuildSteps):
             logger.info("step %d of %d is done: nothing to train", self.state.step, self.num_steps)
             self.manager.save(self.state.step, last_step=True)
             return
-        for _ in self.steps():
+        for _ in self.take_steps():
             pass
 
-    def steps(self) -> Iterator[StepMetrics]:
+    def take_steps(self) -> Iterator[StepMetrics]:
         """Take the remaining steps one after the other, each with all that belongs to it, and yield its metrics."""
         batches = checked(iter(self.dataloader), self.model.vocab_size)
         for part in self.model_parts:

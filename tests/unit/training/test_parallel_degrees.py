@@ -12,17 +12,23 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.models import llama3, qwen3_moe
 from titan_ckpt.training.parallel.config import ParallelConfig
 from titan_ckpt.training.parallel.context_parallel import positions
-from titan_ckpt.training.parallel.degrees import Degrees, find_degrees
+from titan_ckpt.training.parallel.degrees import Degrees, find_degrees, micro_batches
 from titan_ckpt.training.parallel.pipeline import cut
 
 DENSE = llama3.FLAVORS["8B"]
 SPARSE = qwen3_moe.FLAVORS["30B-A3B"]
 
 
-def find(world_size: int, model: Any = DENSE, batch_size: int = 8, length: int = 8192, **table: Any) -> Degrees:
-    return find_degrees(
-        ParallelConfig(**table), world_size, model, batch_size=batch_size, accumulation=1, sequence_length=length
-    )
+def find(
+    world_size: int,
+    model: Any = DENSE,
+    batch_size: int = 8,
+    length: int = 8192,
+    global_batch_size: int | None = None,
+    **table: Any,
+) -> Degrees:
+    batch: dict[str, Any] = {"batch_size": batch_size, "accumulation": 1, "global_batch_size": global_batch_size}
+    return find_degrees(ParallelConfig(**table), world_size, model, sequence_length=length, **batch)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +134,19 @@ def test_d7_everything_that_does_not_fit_is_in_one_error() -> None:
     assert set(named) == {
         "data_parallel_shard", "sequence_parallel", "pipeline_microbatches", "tensor_parallel", "expert_parallel"
     }  # fmt: skip
+
+
+def test_d9_a_global_batch_that_does_not_divide_is_named_with_its_neighbours() -> None:
+    """Beside what else does not fit; one that divides is what a pipeline's schedule is judged by."""
+    with pytest.raises(ConfigError) as caught:
+        find(4, global_batch_size=40, batch_size=3, tensor_parallel=2, expert_parallel=2)
+    assert [problem.split(":")[0] for problem in caught.value.problems] == [
+        "parallel.expert_parallel", "training.global_batch_size"
+    ]  # fmt: skip
+    assert "on each of 2 ranks with different data; expected a multiple of 6, such as 36 or 42" in str(caught.value)
+    assert (micro_batches(3, 1, 42, 2), micro_batches(3, 5, None, 2)) == (7, 5)
+    with pytest.raises(ConfigError, match="on one rank; expected a multiple of 8, such as 8"):
+        micro_batches(8, 1, 4, 1)
 
 
 def test_combinations_that_do_not_work_are_refused_where_the_table_is_read() -> None:

@@ -7,7 +7,7 @@ divided by the tokens of all ranks, so experts, which fewer ranks share, need no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import sqrt
 from typing import Literal
 
@@ -98,7 +98,9 @@ def sum_and_clip(
         _complete(parameter)
     gradients = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    counted = [part for g, part in zip(gradients, local, strict=True) if part.numel() and _is_first(g, ranks)]
+    place = ranks.place
+    away = [axis for axis in AXES if axis != "pp" and getattr(place, axis) > 0]
+    counted = [part for g, part in zip(gradients, local, strict=True) if part.numel() and _is_first(g, away)]
     square = torch.zeros((), dtype=torch.float64, device=ranks.device)
     if counted:
         square += torch.stack(torch._foreach_norm(counted)).double().square().sum()  # noqa: SLF001 - has no public name
@@ -116,12 +118,11 @@ def _complete(parameter: nn.Parameter) -> None:
         parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
-def _is_first(gradient: torch.Tensor, ranks: Ranks) -> bool:
-    """Return whether this rank has index 0 on every axis along which the gradient is replicated."""
-    cut = {"pp"}
-    if isinstance(gradient, DTensor):
+def _is_first(gradient: torch.Tensor, away: Collection[str]) -> bool:
+    """Return whether a gradient is cut along all of `away`, the axes on which this rank has another index than 0."""
+    cut: set[str] = set()
+    if away and isinstance(gradient, DTensor):
         for name, placement in zip(gradient.device_mesh.mesh_dim_names or (), gradient.placements, strict=True):
             if not placement.is_replicate():
                 cut.update(FLAT.get(name, (name,)))
-    place = ranks.place
-    return all(getattr(place, axis) == 0 for axis in AXES if axis not in cut)
+    return cut.issuperset(away)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -226,3 +227,5 @@ def test_d9_two_ranks_average_gather_and_go_on_as_the_settings_say(tmp_path: Pat
     assert losses(tmp_path / "epochs") == pytest.approx(losses(tmp_path / "by_one"), rel=1e-5)
     assert [row["num_tokens"] for row in rows(tmp_path / "epochs")] == [4 * LENGTH] * 7 + [2 * LENGTH]
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    own = json.loads((tmp_path / "whole" / "run" / "checkpoints" / "step-3" / "rank-00001.json").read_text())
+    assert "states" not in own, "counters are equal on all ranks, so another number of ranks can go on"

@@ -13,9 +13,9 @@ class TrainState:
         self.step = 0
         self.num_tokens = 0
         self.seconds = 0.0
-        """Time spent in steps since step 0, over all resumes, by this rank's clock; a checkpoint has that of rank 0."""
+        """Time spent in steps since step 0, over all resumes, without the update of the newest; equal on every rank."""
         self.numerics: dict[str, Any] = {}
-        """The settings that the last bits of a step depend on (precision.py)."""
+        """The settings that the last bits of a step depend on (precision.py), as rank 0 has them."""
         self.saved_numerics: dict[str, Any] = {}
         """Those of the run that saved the checkpoint; empty before a load and in checkpoints without them."""
         self.schedule: dict[str, Any] = {}

@@ -45,6 +45,8 @@ class Trainer(BuildSteps):
     optional part is left out if its step returns None.
     """
 
+    _update_seconds = 0.0
+    """Time that the newest step took after its exchange; the next exchange tells it to all ranks."""
     outcome: Outcome
     """The end of the run; set when `run` returns."""
 
@@ -108,9 +110,8 @@ class Trainer(BuildSteps):
         self.lr_scheduler = self.build_lr_scheduler()
         self.training_context = self.build_training_context()
         self.state.schedule = schedule_record(self.config, self.num_steps)
-        self.state.numerics = numerics(
-            self.ranks.device, optimizer=self.config.optimizer.implementation or "as torch does"
-        )
+        way = self.config.optimizer.implementation or "as torch does"
+        self.state.numerics = self.ranks.of_first(numerics(self.ranks.device, optimizer=way))
         self.callbacks = self.build_callbacks()
         if self.ranks.rank == 0:
             for line in header(self):
@@ -227,7 +228,9 @@ class Trainer(BuildSteps):
         predicted = Predicted.of(micro_batches, self.ranks, is_whole=is_whole)
         divisor = predicted.divisor(self.config.training.loss_average)
         share = self.accumulate_gradients(micro_batches, divisor) / divisor
-        grad_norm, loss = self.clip_gradients(share)
+        spent = torch.tensor(time.perf_counter() - started + self._update_seconds, device=share.device)
+        grad_norm, (loss, of_ranks) = self.clip_gradients(torch.stack([share, spent.double()]))
+        updating = time.perf_counter()
         num_tokens = int(predicted.everywhere)  # is known: the device has nothing left to do
         self.callbacks.on_pre_optimizer(self, step, grad_norm)
         lr = float(self.optimizer.param_groups[0]["lr"])
@@ -241,22 +244,22 @@ class Trainer(BuildSteps):
             self.measurements["moe/balance_loss"] = self.balance_loss.take_mean()
         self.state.step = step
         self.state.num_tokens += num_tokens
+        self.state.seconds += of_ranks / self.ranks.size
         seconds = time.perf_counter() - started
-        self.state.seconds += seconds
+        self._update_seconds = time.perf_counter() - updating
         self.manager.last_step.complete(step)
         return StepMetrics(step, loss, grad_norm, lr, num_tokens, seconds)
 
-    def clip_gradients(self, share: torch.Tensor) -> tuple[float, float]:
-        """Clip the gradients, and return their global norm and the loss of the step. Collective: one sum.
+    def clip_gradients(self, values: torch.Tensor) -> tuple[float, list[float]]:
+        """Clip the gradients; return their global norm and the sums of `values` over all ranks. Collective: one sum.
 
-        `share`: this rank's share of the loss, float64.
+        `values`: 1-D, float64.
         """
         max_norm = self.config.training.max_grad_norm
         architecture = find_architecture(self.config.model.name)
         if architecture is not None and (clip := architecture.clip_gradients) is not None:
-            return float(clip(self.trainable(), max_norm, self.ranks)), float(self.ranks.sum(share))
-        norm, (loss,) = sum_and_clip(self.trainable(), max_norm, self.ranks, share.unsqueeze(0))
-        return norm, loss
+            return float(clip(self.trainable(), max_norm, self.ranks)), self.ranks.sum(values).tolist()
+        return sum_and_clip(self.trainable(), max_norm, self.ranks, values)
 
     def accumulate_gradients(self, micro_batches: Sequence[Batch], divisor: torch.Tensor | int) -> torch.Tensor:
         """Run forward and backward of every micro-batch; ranks exchange gradients only after the last one.

@@ -61,6 +61,13 @@ class Ranks:
             dist.all_reduce(values)
         return values
 
+    def of_first(self, value: Any) -> Any:
+        """Return what rank 0 has. Collective."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
+
 
 def find_device(wanted: Device) -> torch.device:
     """Return the device of this process: the one with its number on this host, or the only one that it can see.

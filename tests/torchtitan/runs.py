@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,14 +99,14 @@ def train(
     """
     trainer = made.build()
     losses: list[float] = []
-    may_die = threading.Event()
+    dies: SimpleQueue[bool] = SimpleQueue()
     log = trainer.metrics_processor.log
 
     def noted(step: int, loss: float, *rest: Any, **more: Any) -> None:
         losses.append(loss)
         log(step, loss, *rest, **more)
         if before_death is not None and step == until:
-            _die_while_writing(may_die)
+            _die_while_writing(dies)
 
     trainer.metrics_processor.log = noted
     if until is not None:
@@ -120,24 +121,26 @@ def train(
         run = Run(losses, trainer.step, whole, moments, trainer.ntokens_seen)
         if before_death is not None:
             before_death(run)
-            may_die.set()
+            dies.put(True)
             signal.pause()
         return run
     finally:
+        dies.put(False)
         trainer.close()
         gc.enable()  # the Trainer switches it off for its process
 
 
-def _die_while_writing(may_die: threading.Event) -> None:
-    """Let the next asynchronous save wait for the event, and end by SIGKILL when this rank's file has been begun."""
+def _die_while_writing(dies: SimpleQueue[bool]) -> None:
+    """Let the next asynchronous save wait for the answer, and end by SIGKILL when this rank's file has been begun."""
     write = StagedFile.write
 
     def written(self: StagedFile, folder: Path) -> Any:
-        may_die.wait()
-        threading.Thread(target=write, args=(self, folder), daemon=True).start()
-        while not (folder / self.plan.file_name).exists():
-            time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGKILL)  # before the ranks tell each other of their files, so none can commit
+        if dies.get():
+            threading.Thread(target=write, args=(self, folder), daemon=True).start()
+            while not (folder / self.plan.file_name).exists():
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGKILL)  # before the ranks tell each other of their files: none can commit
+        return write(self, folder)
 
     StagedFile.write = written  # type: ignore[method-assign]
 

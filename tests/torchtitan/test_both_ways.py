@@ -20,8 +20,8 @@ def _on_four(assets: Path, folder: Path) -> None:
     def run(dump: str, degrees: dict[str, int], steps: int = 1, **settings: Any) -> Run:
         return train(config(assets, folder / dump, degrees=degrees, steps=steps, interval=1, **settings))
 
-    path = {"initial_load_path": str(folder / "hsdp/checkpoint/step-1"), "initial_load_model_only": False}
-    path["load_only"] = True
+    path: dict[str, Any] = {"initial_load_path": str(folder / "hsdp/checkpoint/step-1"), "load_only": True}
+    path["initial_load_model_only"] = False
     at_1 = run("hsdp", HSDP, titan=False)
     theirs = run("hsdp", HSDP, steps=2, titan=False, load_only=True)
     same(at_1, run("fsdp", FSDP_4, **path), losses=0)

@@ -50,7 +50,7 @@ class Run:
         self.counters = Position()
         self.losses: list[float] = []
 
-    def manager(self, folder: Path, **settings: Any) -> CheckpointManager:
+    def manager(self, folder: Path, /, **settings: Any) -> CheckpointManager:
         settings.setdefault("save", SaveConfig(interval=2))
         return CheckpointManager(
             CheckpointConfig(**settings),

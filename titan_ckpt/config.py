@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 from titan_ckpt.encoding.local_path import LocalPath
 from titan_ckpt.encoding.overrides import apply_overrides
 from titan_ckpt.encoding.toml import Check, Checked, from_dict, read_toml, validate
+from titan_ckpt.stores.settings import FolderOrBucket, StoreConfig, split_url
 from titan_ckpt.types import Format
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "ResumeConfig",
     "SaveConfig",
     "StopConfig",
+    "StoreConfig",
     "apply_overrides",
     "from_dict",
     "read_toml",
@@ -255,8 +257,10 @@ class CheckpointConfig(Checked):
         key: f"a torchtitan key; here: {answer}" for key, answer in _TORCHTITAN_KEYS.items()
     }
 
-    folder: LocalPath = "checkpoints"
-    """Path relative to the run's base folder."""
+    folder: FolderOrBucket = "checkpoints"
+    """Path relative to the run's base folder, or a place in a bucket: s3://bucket/key, gs://, az://."""
+    store: StoreConfig = field(default_factory=StoreConfig)
+    """How the bucket is reached, if `folder` names one."""
     components: tuple[Component, ...] | None = None
     """Components that the run saves and loads; those it does not have are ignored. Absent: all. Without "model", the
     handler that the manager is given brings the weights from outside."""
@@ -286,13 +290,15 @@ class CheckpointConfig(Checked):
         if self.external and self.save is not None and self.save.model_only_last is not None:
             yield 'save.model_only_last: components has no "model", so none can be saved; leave one of the two out'
         targets: dict[str, int] = {}
-        own = os.path.normpath(self.folder)
+        own = None if split_url(self.folder) else os.path.abspath(self.folder)
+        if own is not None and self.store != StoreConfig():
+            yield f"store: for a bucket, and folder {self.folder!r} is on a mounted file system; leave it out"
         for i, export in enumerate(self.export):
             target = export.lands_in()
             if target in targets:
                 yield f"export.{i}: lands in {target!r}, as export.{targets[target]} does; give one another folder"
             targets.setdefault(target, i)
-            if os.path.commonpath([os.path.abspath(target), os.path.abspath(own)]) == os.path.abspath(own):
+            if own is not None and os.path.commonpath([os.path.abspath(target), own]) == own:
                 yield f"export.{i}.folder: {export.folder!r} is inside checkpoint folder {self.folder!r}; name another"
         if self.initial_load and self.initial_load[0].merge:
             yield "initial_load.0.merge: nothing is loaded yet that it could be merged into; name the base before it"

@@ -36,6 +36,7 @@ from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.saving.handle import SaveHandle
 from titan_ckpt.saving.last_step import LastStep
 from titan_ckpt.saving.saver import DueSave, Saver, SaveRequest
+from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.telemetry.events import Event, Telemetry, folder_bytes
 from titan_ckpt.types import ModelHooks, Stateful
 from titan_ckpt.weights.identity import TrackedBase
@@ -98,7 +99,9 @@ class CheckpointManager:
         self.telemetry = Telemetry(telemetry, coordinator.rank, coordinator.world_size, config)
         """Add a sink of your own, or the settings of the whole run, before the load."""
         storage_line = coordinator.background()
-        self._directory = CheckpointDirectory(self.base_folder / config.folder, storage_line)
+        self.folder = open_location(config.folder, self.base_folder, config.store)
+        """Where the steps are: a folder, or a place in a bucket."""
+        self._directory = CheckpointDirectory(self.folder, storage_line)
         self._half_loaded = HalfLoaded()
         self._restorer = Restorer(
             config, self._directory, self._run, transforms, external_weights, coordinator, self._half_loaded

@@ -11,7 +11,7 @@ import xxhash
 from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import FileRecord, Manifest
-from titan_ckpt.directory.store import Attempt
+from titan_ckpt.directory.steps import Attempt
 from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
@@ -48,7 +48,7 @@ def write_files(attempt: Attempt, value: int, names: tuple[str, ...] = FILES) ->
     records = []
     for name in names:
         data = payload(attempt.step, value, name)
-        posix.write_file(attempt.path / name, data)
+        posix.write_file(attempt.folder / name, data)
         records.append(FileRecord(name, len(data), xxhash.xxh3_128_hexdigest(data)))
     return records
 
@@ -95,7 +95,7 @@ def load(root: Path) -> tuple[int, int] | None:
         steps = directory.steps()
         for step in reversed(steps):
             try:
-                return step, read_value(directory.step_path(step), directory.manifest(step))
+                return step, read_value(root / f"step-{step}", directory.manifest(step))
             except CorruptCheckpointError:
                 if step == steps[0]:
                     raise

@@ -30,7 +30,8 @@ from tests.faults.writers import DirectoryWriter, ManagerWriter, NaiveWriter, Sa
 from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory import trash
 from titan_ckpt.directory.manifest import Manifest
-from titan_ckpt.directory.store import Attempt, StepStore
+from titan_ckpt.directory.steps import Attempt
+from titan_ckpt.directory.store import StepStore
 
 MOMENTS: tuple[Moment, ...] = ("before", "half", "after")
 

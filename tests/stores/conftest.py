@@ -10,7 +10,7 @@ import pytest
 
 from tests.stores import servers
 from tests.stores.servers import Server
-from titan_ckpt.stores.bucket import BucketPath, open_location
+from titan_ckpt.stores.bucket import Bucket, BucketPath, open_location
 from titan_ckpt.stores.settings import StoreConfig
 
 SECONDS = 5.0
@@ -48,7 +48,7 @@ def server(request: pytest.FixtureRequest) -> Server:
 def place_in(server: Server, **settings: object) -> BucketPath:
     """Return a new, empty place in a server's bucket."""
     config = StoreConfig(**{"endpoint": server.endpoint, "retry_seconds": SECONDS, **settings})  # type: ignore[arg-type]
-    location = open_location(f"{server.url}/runs/{uuid.uuid4().hex[:8]}", config)
+    location = open_location(f"{server.url}/runs/{uuid.uuid4().hex[:8]}", settings=config)
     assert isinstance(location, BucketPath)
     return location
 
@@ -56,6 +56,12 @@ def place_in(server: Server, **settings: object) -> BucketPath:
 @pytest.fixture
 def place(server: Server) -> BucketPath:
     return place_in(server)
+
+
+def through(place: BucketPath, proxy: servers.Proxy, **settings: object) -> BucketPath:
+    """Return the same place, asked through the proxy."""
+    config = StoreConfig(**{"endpoint": proxy.endpoint, "retry_seconds": 3.0, **settings})  # type: ignore[arg-type]
+    return BucketPath(Bucket(place.bucket.scheme, place.bucket.name, config), place.key)
 
 
 @contextlib.contextmanager

@@ -10,19 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.stores import servers
-from tests.stores.conftest import behind, place_in
+from tests.stores.conftest import behind, place_in, through
 from tests.stores.servers import Server
 from titan_ckpt.errors import ConfigError, PreflightError
 from titan_ckpt.stores.answers import store_error
-from titan_ckpt.stores.bucket import Bucket, BucketPath, StoreError, open_location
+from titan_ckpt.stores.bucket import BucketPath, StoreError, open_location
 from titan_ckpt.stores.probe import probe
 from titan_ckpt.stores.settings import StoreConfig, split_url
-
-
-def through(place: BucketPath, proxy: servers.Proxy, **settings: object) -> BucketPath:
-    """Return the same place, asked through the proxy."""
-    config = StoreConfig(**{"endpoint": proxy.endpoint, "retry_seconds": 3.0, **settings})  # type: ignore[arg-type]
-    return BucketPath(Bucket(place.bucket.scheme, place.bucket.name, config), place.key)
 
 
 def test_objects_are_created_once_and_replaced_by_version(place: BucketPath) -> None:
@@ -81,14 +75,14 @@ def test_large_objects_are_uploaded_from_views_and_read_by_range(server: Server)
             yield source[start : start + (5 << 20)]
 
     key = (place / "big").key
-    place.bucket.upload(key, parts())
+    place.bucket.upload(key, parts(), 5 << 20)
     assert given == 4
     assert place.bucket.read_head(key, 10) == (data[:10], len(source))
     assert place.bucket.read_range(key, 100, 6 << 20) == source[100 : 6 << 20]
     with pytest.raises(EOFError):
         place.bucket.read_range(key, len(source) - 5, len(source) + 5)
-    assert [(f.key, f.num_bytes) for f in place.bucket.list(place.key)] == [(key, len(source))]
-    assert place.bucket.list(place.key[:-1]) == []  # a prefix ends where a name does
+    assert [(f.key, f.num_bytes) for f in place.bucket.list_objects(place.key)] == [(key, len(source))]
+    assert place.bucket.list_objects(place.key[:-1]) == []  # a prefix ends where a name does
 
 
 def test_an_upload_whose_source_fails_leaves_no_object(place: BucketPath) -> None:
@@ -99,8 +93,8 @@ def test_an_upload_whose_source_fails_leaves_no_object(place: BucketPath) -> Non
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        place.bucket.upload((place / "big").key, parts())
-    assert place.bucket.list(place.key) == []
+        place.bucket.upload((place / "big").key, parts(), 5 << 20)
+    assert place.bucket.list_objects(place.key) == []
 
 
 @pytest.mark.parametrize("fault", ["503", "SlowDown"])
@@ -151,14 +145,14 @@ def test_no_error_holds_a_credential(s3: Server, monkeypatch: pytest.MonkeyPatch
 
 def test_a_bucket_that_is_not_there_is_said_at_once(server: Server) -> None:
     """For every request, without retries, with the next step."""
-    place = open_location(f"{server.url}-none/x", StoreConfig(endpoint=server.endpoint, retry_seconds=60.0))
+    place = open_location(f"{server.url}-none/x", settings=StoreConfig(endpoint=server.endpoint, retry_seconds=60.0))
     assert isinstance(place, BucketPath)
     started = time.monotonic()
     for act in (
         lambda: place.bucket.create("x/a", b""),
         lambda: place.bucket.read("x/a"),
-        lambda: place.bucket.list("x"),
-        lambda: place.bucket.upload("x/a", iter([memoryview(b"x")])),
+        lambda: place.bucket.list_objects("x"),
+        lambda: place.bucket.upload("x/a", iter([memoryview(b"x")]), 5 << 20),
         lambda: probe(place),
     ):
         with pytest.raises(StoreError, match="Create the bucket"):
@@ -169,7 +163,7 @@ def test_a_bucket_that_is_not_there_is_said_at_once(server: Server) -> None:
 def test_the_probe_accepts_what_keeps_conditions(place: BucketPath) -> None:
     """And leaves nothing."""
     probe(place)
-    assert place.bucket.list(place.key) == []
+    assert place.bucket.list_objects(place.key) == []
 
 
 def test_the_probe_refuses_stores_by_name_of_what_they_lack(tmp_path: Path) -> None:

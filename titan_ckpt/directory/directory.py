@@ -1,6 +1,6 @@
 """CheckpointDirectory: the committed steps of a run, the same for all of its ranks.
 
-Owns the agreement between ranks: rank 0 alone reads, decides and changes the folder (`StepStore`), and every rank gets
+Owns the agreement between ranks: rank 0 alone reads, decides and changes the folder (`Steps`), and every rank gets
 its result or its error. Knows no tensors and no file formats. docs/format.md specifies the files on disk.
 """
 
@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titan_ckpt.config import KeepConfig
-from titan_ckpt.directory import preflight
 from titan_ckpt.directory import store as step_store
+from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
-from titan_ckpt.directory.names import read_manifest_bytes, step_name, step_of
-from titan_ckpt.directory.store import Attempt, StepStore, attempt_at
+from titan_ckpt.directory.names import step_name, step_of
+from titan_ckpt.directory.steps import SAME, Attempt, Steps
+from titan_ckpt.directory.store import StepStore
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.encoding.strict_json import Json
@@ -31,23 +32,24 @@ from titan_ckpt.errors import (
     PreflightError,
     SaveError,
 )
+from titan_ckpt.stores.bucket import BucketPath, Location
 
 _Value = TypeVar("_Value")  # JSON
 
 
 class CheckpointDirectory:
-    """A folder of committed steps. Methods are collective unless they say otherwise; one thread uses it at a time.
+    """Committed steps, in a folder or in a bucket.
 
+    Methods are collective unless they say otherwise; one thread uses the object at a time.
     Reading changes nothing. The first `begin`, `preflight` or `remove` takes the lease and deletes the folders that
     interrupted processes left.
     """
 
-    def __init__(self, root: Path, coordinator: Coordinator) -> None:
-        """Bind to a folder, which need not exist; nothing is touched. Raises: ConfigError for a URI."""
-        require_local({"root": root})
-        self.root = Path(os.path.abspath(root))
+    def __init__(self, root: Location, coordinator: Coordinator) -> None:
+        """Bind to a place, which need not exist; nothing is touched. Raises: ConfigError for a Path that is a URI."""
         self._coordinator = coordinator
-        self._store = StepStore(self.root)
+        self._store = open_steps(root)
+        self.root = self._store.root
 
     def steps(self) -> list[int]:
         """Return the committed steps, ascending.
@@ -95,11 +97,19 @@ class CheckpointDirectory:
 
     def has(self, step: int) -> bool:
         """Return whether a step's folder is there, whatever is in it."""
-        return self._on_rank_0(f"has step {step}", lambda: os.path.lexists(self.step_path(step)))
+        return self._on_rank_0(f"has step {step}", lambda: self._store.has(step))
 
-    def step_path(self, step: int) -> Path:
-        """Return the path of a step, whether or not it exists. Not collective."""
+    def sees(self, step: int) -> bool:
+        """Return whether this rank sees a step. Not collective."""
+        return self._store.has(step)
+
+    def step_path(self, step: int) -> Location:
+        """Return the name of a step, whether or not it exists. Not collective."""
         return self._store.step_path(step)
+
+    def files_of(self, manifest: Manifest) -> Location:
+        """Return where the files of a committed step are. Not collective."""
+        return self._store.files_of(manifest)
 
     def resume_from(self, step: int) -> None:
         """Record that this run continues from `step`: it never expires, and newer steps are an abandoned branch.
@@ -120,22 +130,21 @@ class CheckpointDirectory:
 
         def begin() -> str:
             self._store.open()
-            preflight.require_space(self.root, _sum(sizes))
-            return preflight.begin_probe(self.root)
+            return self._store.begin_probe(_sum(sizes))
 
         name = self._on_rank_0("preflight", begin, PreflightError, what)
 
         def write() -> None:
             with os_errors_as(PreflightError, what):
-                preflight.write_probe(self.root, name, self._coordinator.rank)
+                self._store.write_probe(name, self._coordinator.rank)
 
         try:
             self._coordinator.together("preflight write", write)
             ranks = self._coordinator.world_size
-            self._on_rank_0("preflight end", lambda: preflight.end_probe(self.root, name, ranks), PreflightError, what)
+            self._on_rank_0("preflight end", lambda: self._store.end_probe(name, ranks), PreflightError, what)
         except BaseException:
             if self._coordinator.rank == 0:
-                preflight.abandon_probe(self.root, name)
+                self._store.abandon_probe(name)
             raise
 
     def begin(self, step: int, num_bytes: int = 0) -> Attempt:
@@ -150,7 +159,7 @@ class CheckpointDirectory:
             SaveError,
             f"{self.root}: step {step} cannot be saved",
         )
-        return attempt_at(self.root, step, attempt_id)
+        return self._store.attempt_at(step, attempt_id)
 
     def commit(self, attempt: Attempt, manifest: Manifest) -> None:
         """Make the attempt a committed step; every rank's files are durable and rank 0's `manifest` lists them.
@@ -224,8 +233,8 @@ class CheckpointDirectory:
         deadline = time.monotonic() + step_store.VISIBLE_SECONDS
         path = self.step_path(step)
         while True:
-            view = _view_of(path, expected)
-            facts: Json = [view == _SAME, not os.path.lexists(path), time.monotonic() > deadline]
+            view = self._store.view(step, expected)
+            facts: Json = [view == SAME, not self._store.has(step), time.monotonic() > deadline]
             of_ranks: list[Any] = self._coordinator.gather(f"view of step {step}", facts)
             if all(is_same for is_same, _, _ in of_ranks):
                 return
@@ -239,19 +248,15 @@ class CheckpointDirectory:
             f"{path}: rank {self._coordinator.rank} sees {view}, rank 0 a committed step. Is the folder on a file "
             "system that all ranks share?"
         )
-        self._coordinator.barrier(f"different views of step {step}", None if view == _SAME else error)
+        self._coordinator.barrier(f"different views of step {step}", None if view == SAME else error)
 
 
-_SAME = "the save that rank 0 sees"
-
-
-def _view_of(path: Path, expected: bytes) -> str:
-    """Return how this process sees a step."""
-    try:
-        manifest = read_manifest_bytes(path)
-    except (CorruptCheckpointError, OSError):
-        return "nothing"
-    return _SAME if manifest == expected else "another save"
+def open_steps(root: Location) -> Steps:
+    """Return the steps of a place; nothing is touched. Raises: ConfigError for a Path that is a URI."""
+    if isinstance(root, BucketPath):
+        return BucketSteps(root)
+    require_local({"root": root})
+    return StepStore(Path(os.path.abspath(root)))
 
 
 def _sum(sizes: list[Json]) -> int:

@@ -177,14 +177,24 @@ def _require_file(path: Path) -> None:
         raise PreflightError(f"{path}: must be a regular file, found something else of that name. Move it away")
 
 
-def _read(fd: int) -> Holder | None:
-    """Return the holder named in the file; None if the file is empty or was torn by a crash."""
+def holder_from(value: object) -> Holder | None:
+    """Return the holder that JSON describes; None for anything else."""
     try:
-        holder = Holder(**json.loads(os.pread(fd, _MAX_BYTES, 0)))
-    except (ValueError, TypeError, RecursionError):
+        holder = Holder(**value) if isinstance(value, dict) else None
+    except TypeError:
+        return None
+    if holder is None:
         return None
     known = all(type(getattr(holder, field.name)) is (int if field.name == "pid" else str) for field in fields(Holder))
     return holder if known else None
+
+
+def _read(fd: int) -> Holder | None:
+    """Return the holder named in the file; None if the file is empty or was torn by a crash."""
+    try:
+        return holder_from(json.loads(os.pread(fd, _MAX_BYTES, 0)))
+    except (ValueError, RecursionError):
+        return None
 
 
 def _pid_namespace() -> str:

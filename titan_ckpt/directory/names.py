@@ -15,10 +15,14 @@ from pathlib import Path
 from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import CorruptCheckpointError, listed
+from titan_ckpt.stores.bucket import BucketPath, Location
 
 STAGING = ".staging"
 TRASH = ".trash"
 PIN_NAME = "PINNED"
+COMMITS = "commits"
+DATA = "data"
+"""In a bucket: the manifests of committed steps, and the files of all attempts."""
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _ATTEMPT = re.compile(r"step-(?:0|[1-9][0-9]{0,18})\.[0-9a-f]{32}")
@@ -46,6 +50,24 @@ def listed_steps(root: Path) -> list[int]:
     return sorted(step for name in posix.list_folder(root) if (step := step_of(name)) is not None)
 
 
+def manifest_path(files: Location) -> Location:
+    """Return where the manifest of a step is whose files are at `files`; in a bucket it is apart from them."""
+    if isinstance(files, BucketPath):
+        step = files.parent
+        return step.parent.parent / COMMITS / f"{step.name}.json"
+    return files / MANIFEST_NAME
+
+
+def read_file(path: Location, max_bytes: int) -> bytes:
+    """Return a file or an object of at most `max_bytes`. Raises: OSError, with EFBIG if it is larger."""
+    if isinstance(path, BucketPath):
+        data = path.read()
+        if len(data) > max_bytes:
+            raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
+        return data
+    return posix.read_whole(path, max_bytes)
+
+
 def is_attempt_name(name: str) -> bool:
     """Return whether this is the name of a save in progress, in the staging folder."""
     return _ATTEMPT.fullmatch(name) is not None
@@ -71,7 +93,8 @@ class CommittedStep:
     """A step with a valid manifest, whose files all have the listed sizes. Digests are checked when files are read."""
 
     step: int
-    path: Path
+    path: Location
+    """Where its files are."""
     manifest: Manifest
     manifest_bytes: bytes
     foreign: tuple[str, ...]
@@ -179,8 +202,13 @@ def _fault(path: Path, num_bytes: int) -> str | None:
     return None
 
 
+def looks_like_a_step(name: str) -> bool:
+    """Return whether people or programs give such a name to a checkpoint."""
+    return _LOOKS_LIKE_A_STEP.fullmatch(name) is not None
+
+
 def _looks_like_a_checkpoint(path: Path) -> bool:
-    if _LOOKS_LIKE_A_STEP.fullmatch(path.name):
+    if looks_like_a_step(path.name):
         return True
     # os.path.exists is False in a folder that we may not enter, such as lost+found at the root of a disk
     return any(os.path.exists(path / name) for name in (MANIFEST_NAME, ".metadata"))

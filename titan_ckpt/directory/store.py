@@ -14,11 +14,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from pathlib import Path
 
-from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory import preflight, trash
 from titan_ckpt.directory.lease import Lease
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
@@ -31,14 +28,13 @@ from titan_ckpt.directory.names import (
     inspect,
     is_name_in_a_step,
     listed_steps,
+    read_manifest_bytes,
     step_name,
-    step_of,
     survey,
 )
-from titan_ckpt.directory.retention import StepFacts, expired_steps
+from titan_ckpt.directory.steps import SAME, Attempt, Steps, committed_error, newer_step_error
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import (
-    CheckpointError,
     CheckpointNotFoundError,
     CommitConflictError,
     CorruptCheckpointError,
@@ -53,53 +49,43 @@ VISIBLE_SECONDS = 30.0
 """Longest time that a rank may see an older listing than the others; network file systems cache for seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """A save in progress: every rank writes its files into `path`, and `commit` makes it a checkpoint."""
-
-    step: int
-    id: str
-    path: Path
-
-
-def attempt_at(root: Path, step: int, attempt_id: str) -> Attempt:
-    """Return the attempt with this id; its path is the same on every rank."""
-    return Attempt(step, attempt_id, root / STAGING / f"{step_name(step)}.{attempt_id}")
-
-
-class StepStore:
-    """A folder of committed steps, as its writer sees it. Building the object touches nothing."""
+class StepStore(Steps):
+    """A folder of committed steps on a mounted file system, as its writer sees it."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        super().__init__()
+        self.root: Path = root
         self._lease: Lease | None = None
-        self._protected: set[int] = set()
-        self._rolled_back_to: int | None = None
-        self._reported: set[tuple[str, str]] = set()
-        self._has_leftovers = False
-        """Whether something could not be deleted; the next save tries it again."""
 
     def step_path(self, step: int) -> Path:
-        """Return the path of a step, whether or not it exists."""
         return self.root / step_name(step)
 
-    def look(self) -> Survey:
-        """Return the folder's survey; log once every `step-N` that is not a committed step.
+    def attempt_at(self, step: int, attempt_id: str) -> Attempt:
+        return Attempt(step, attempt_id, self.root / STAGING / f"{step_name(step)}.{attempt_id}")
 
-        Raises: NotACheckpointError; OSError.
-        """
+    def files_of(self, manifest: Manifest) -> Path:
+        return self.step_path(manifest.step)
+
+    def survey(self) -> Survey:
+        return survey(self.root)
+
+    def look(self) -> Survey:
         nearest = next(path for path in (self.root, *self.root.absolute().parents) if os.path.lexists(path))
         if not nearest.is_dir():
             raise NotACheckpointError(f"{nearest} is not a folder, so it cannot hold checkpoints; choose another path")
-        seen = survey(self.root)
-        for name, reason in seen.rejected:
-            if step_of(name) is not None and (name, reason) not in self._reported:
-                self._reported.add((name, reason))
-                logger.warning("%s: %s is not a checkpoint that can be loaded: %s", self.root, name, reason)
-        return seen
+        return super().look()
+
+    def has(self, step: int) -> bool:
+        return os.path.lexists(self.step_path(step))
+
+    def view(self, step: int, expected: bytes) -> str:
+        try:
+            manifest = read_manifest_bytes(self.step_path(step))
+        except (CorruptCheckpointError, OSError):
+            return "nothing"
+        return SAME if manifest == expected else "another save"
 
     def inspect(self, step: int) -> CommittedStep:
-        """Return one committed step. Raises: CheckpointNotFoundError; CorruptCheckpointError; OSError."""
         path = self.step_path(step)
         try:
             return inspect(path, step)
@@ -133,11 +119,6 @@ class StepStore:
         if lease is not None:
             lease.release()
 
-    def resume_from(self, step: int) -> None:
-        """Record that this run continues from `step`; the next `begin` sets newer steps aside."""
-        self._protected = {step}
-        self._rolled_back_to = step
-
     def begin(self, step: int, num_bytes: int) -> Attempt:
         """Make the staging folder of a save of `num_bytes`. Raises: CommitConflictError; PreflightError; OSError."""
         self.open().check()
@@ -145,8 +126,8 @@ class StepStore:
         self._leave_abandoned_branch()
         self._refuse_conflict(step)
         preflight.require_space(self.root, num_bytes)
-        attempt = attempt_at(self.root, step, uuid.uuid4().hex)
-        posix.mkdir(attempt.path)
+        attempt = self.attempt_at(step, uuid.uuid4().hex)
+        posix.mkdir(attempt.folder)
         return attempt
 
     def commit(self, attempt: Attempt, manifest: Manifest) -> None:
@@ -156,12 +137,13 @@ class StepStore:
         """
         assert self._lease is not None, "begin() comes first"
         self._lease.check()
-        _require_exactly(attempt.path, manifest)
-        posix.write_file(attempt.path / MANIFEST_NAME, manifest.to_bytes())
-        posix.fsync_folder(attempt.path)
-        posix.fsync_folder(attempt.path.parent)
+        folder = attempt.folder
+        _require_exactly(folder, manifest)
+        posix.write_file(folder / MANIFEST_NAME, manifest.to_bytes())
+        posix.fsync_folder(folder)
+        posix.fsync_folder(folder.parent)
         self._lease.check()
-        posix.rename_noreplace(attempt.path, self.step_path(attempt.step))
+        posix.rename_noreplace(folder, self.step_path(attempt.step))
         try:
             posix.fsync_folder(self.root)
         except BaseException:
@@ -169,43 +151,16 @@ class StepStore:
             raise
 
     def abandon(self, attempt: Attempt) -> None:
-        """Remove an attempt that will not be committed, as far as possible."""
         try:
-            if attempt.path.exists():
-                self._report(trash.discard(self.root, attempt.path, "dead"))
+            if (folder := attempt.folder).exists():
+                self._report(trash.discard(self.root, folder, "dead"))
         except OSError as error:
             self._report([f"{attempt.path}: {error.strerror}"])
-
-    def expired(self, keep: KeepConfig | None, protected: AbstractSet[int]) -> list[CommittedStep]:
-        """Return the committed steps that the policy no longer keeps; weights-only steps are counted apart.
-
-        The step resumed from stays, and so does every step that holds a foreign file, such as a pin.
-        """
-        if keep is None:
-            return []
-        steps = survey(self.root).steps
-        stay = self._protected | protected | {step.step for step in steps if step.foreign}
-        expired: list[CommittedStep] = []
-        for weights_only in (False, True):
-            group = {step.step: step for step in steps if (step.manifest.kind == "model") is weights_only}
-            facts = {n: StepFacts(s.manifest.created_unix_seconds, s.manifest.metrics) for n, s in group.items()}
-            expired += [group[step] for step in expired_steps(sorted(group), keep, stay, facts)]
-        return expired
-
-    def expire(self, keep: KeepConfig | None, protected: AbstractSet[int]) -> list[int]:
-        """Delete expired steps and return them. Failures are logged and tried again when the folder is next opened."""
-        gone: list[int] = []
-        try:
-            for step in self.expired(keep, protected):
-                self.remove(step)
-                gone.append(step.step)
-        except (OSError, CheckpointError) as error:
-            self._report([f"expired steps: {error}"])
-        return gone
 
     def remove(self, step: CommittedStep) -> None:
         """Delete a committed step. Raises: SaveError if it holds foreign files; CommitConflictError; OSError."""
         self.open().check()
+        assert isinstance(step.path, Path)
         if step.foreign:
             raise SaveError(f"{step.path}: holds what is not ours: {', '.join(step.foreign)}. Take it out first")
         content = {MANIFEST_NAME, *(record.name for record in step.manifest.files)}
@@ -229,6 +184,19 @@ class StepStore:
         """Delete the file PINNED."""
         if PIN_NAME in self.inspect(step).foreign:
             posix.unlink(self.step_path(step) / PIN_NAME)
+
+    def begin_probe(self, num_bytes: int) -> str:
+        preflight.require_space(self.root, num_bytes)
+        return preflight.begin_probe(self.root)
+
+    def write_probe(self, name: str, rank: int) -> None:
+        preflight.write_probe(self.root, name, rank)
+
+    def end_probe(self, name: str, world_size: int) -> None:
+        preflight.end_probe(self.root, name, world_size)
+
+    def abandon_probe(self, name: str) -> None:
+        preflight.abandon_probe(self.root, name)
 
     def _make_own_folder(self, name: str) -> None:
         path = self.root / name
@@ -262,30 +230,22 @@ class StepStore:
         path = self.step_path(step)
         newer = [n for n in listed_steps(self.root) if n > step and (self.step_path(n) / MANIFEST_NAME).is_file()]
         if newer:
-            raise CommitConflictError(
-                f"{self.root}: step {step} would be older than step {max(newer)}, which is there and which this run "
-                "does not go on from. Load a step first, or save to another folder"
-            )
+            raise CommitConflictError(newer_step_error(self.root, step, max(newer)))
         if not os.path.lexists(path):
             return
         try:
             inspect(path, step)
         except (CorruptCheckpointError, OSError) as error:
             raise CommitConflictError(f"{path} is in the way and is not a checkpoint: {error}. Move it away") from None
-        raise CommitConflictError(f"{path}: step {step} is committed already, and committed steps do not change")
+        raise CommitConflictError(committed_error(path, step))
 
     def _undo(self, attempt: Attempt) -> None:
         """Rename a step whose commit failed back into staging, as far as possible."""
         try:
-            posix.rename_noreplace(self.step_path(attempt.step), attempt.path)
+            posix.rename_noreplace(self.step_path(attempt.step), attempt.folder)
             posix.fsync_folder(self.root)
         except OSError as error:
             self._report([f"step {attempt.step}: {error}"])
-
-    def _report(self, problems: list[str]) -> None:
-        self._has_leftovers |= bool(problems)
-        for problem in problems:
-            logger.warning("%s: left for the next save: %s", self.root, problem)
 
 
 def _require_exactly(path: Path, manifest: Manifest) -> None:

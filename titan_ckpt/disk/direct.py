@@ -257,6 +257,9 @@ class FileWriter:
 class FileReader:
     """An open regular file, read at offsets through the page cache or around it. Threads may share it."""
 
+    is_remote = False
+    num_workers = NUM_WORKERS
+
     def __init__(self, path: Path) -> None:
         """Open the file. Raises: OSError, also for a symbolic link; CorruptCheckpointError if it is no regular file."""
         self.path = path

@@ -9,6 +9,7 @@ from typing import assert_never
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
 from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.stores.bucket import BucketPath, Location
 from titan_ckpt.types import Format
 
 
@@ -45,7 +46,7 @@ def detect_format(path: Path) -> Format:
 
 
 def open_reader(
-    path: Path,
+    path: Location,
     format: Format | None = None,  # noqa: A002 - the name in the config
     *,
     ignore: Sequence[str] = (),
@@ -55,6 +56,11 @@ def open_reader(
     `ignore`: patterns of tensors that the caller leaves out.
     Raises: ConfigError for a URI; CheckpointNotFoundError; NotACheckpointError; CorruptCheckpointError.
     """
+    if isinstance(path, BucketPath):
+        from titan_ckpt.formats.native.reader import NativeReader
+
+        assert format == "native", "a step in a bucket is of this package"
+        return NativeReader(path)
     path = _existing(path)
     kind = format or detect_format(path)
     match kind:

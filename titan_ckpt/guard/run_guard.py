@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from titan_ckpt.config import StopConfig
-from titan_ckpt.directory.store import StepStore
+from titan_ckpt.directory.directory import open_steps
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.guard import outside_request as save_request
@@ -119,7 +119,7 @@ class RunGuard:
         """
         if save is None or save.succeeded():
             try:
-                StepStore(self._manager.base_folder / self._manager.config.folder).pin(step)
+                open_steps(self._manager.folder).pin(step)
             except (CheckpointError, OSError) as error:
                 return f"step {step} is saved, and not pinned: {error}"
         return None

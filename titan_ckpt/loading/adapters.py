@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from pathlib import Path
 from typing import Any
 
-from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
-from titan_ckpt.disk import posix
+from titan_ckpt.directory.manifest import MAX_BYTES, Manifest
+from titan_ckpt.directory.names import manifest_path, read_file
 from titan_ckpt.errors import LoadMismatchError, listed
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.keymap import KeyMap, selected
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.loading.plan import LoadSource
+from titan_ckpt.stores.bucket import Location
 from titan_ckpt.types import Format, ModelHooks
 from titan_ckpt.weights import lora_names
 from titan_ckpt.weights.identity import Description, differences
@@ -33,7 +33,7 @@ _OF_SITES = ("target_modules", "modules_to_save")
 _NEXT_STEP = "Give the [[converters]] table the settings that the step was trained with, or take another step"
 
 
-def is_adapter(path: Path, format_: Format, model: ModelWrapper, prefix: str | None = None) -> bool:
+def is_adapter(path: Location, format_: Format, model: ModelWrapper, prefix: str | None = None) -> bool:
     """Return whether a source holds the tensors of converters and none of the base.
 
     A manifest says it. A DCP folder says nothing, so in a run with converters it is an adapter if a converter owns all
@@ -80,7 +80,7 @@ def check_mergeable(reader: TensorReader) -> None:
     )
 
 
-def check_settings(path: Path, config: Mapping[str, Any], key_map: KeyMap, hooks: ModelHooks | None) -> None:
+def check_settings(path: Location, config: Mapping[str, Any], key_map: KeyMap, hooks: ModelHooks | None) -> None:
     """Check that the settings of a PEFT folder fit this run's converter. Raises: LoadMismatchError."""
     adapter = None if hooks is None else hooks.state_dict_adapter()
     if problems := [] if adapter is None else adapter.misfits(key_map, config):
@@ -135,14 +135,17 @@ def _manifest_in(reader: TensorReader) -> Manifest | None:
     return reader.manifest if isinstance(reader, NativeReader) else None
 
 
-def _manifest_of(path: Path) -> Manifest | None:
+def _manifest_of(path: Location) -> Manifest | None:
     """Return the manifest of a native step; None in a folder without one. Raises: CorruptCheckpointError; OSError."""
-    file = path / MANIFEST_NAME
-    return Manifest.from_bytes(posix.read_whole(file, MAX_BYTES), str(file)) if file.exists() else None
+    file = manifest_path(path)
+    try:
+        return Manifest.from_bytes(read_file(file, MAX_BYTES), str(file))
+    except FileNotFoundError:
+        return None
 
 
 def _misfits(
-    path: Path,
+    path: Location,
     saved: Sequence[Description],
     running: Sequence[Description],
     owned: Sequence[str],

@@ -15,6 +15,7 @@ from typing import Any
 from titan_ckpt.errors import BaseMismatchError
 from titan_ckpt.formats.huggingface.reader import CONFIG, read_config
 from titan_ckpt.loading.plan import LoadSource
+from titan_ckpt.stores.bucket import Location
 from titan_ckpt.weights.identity import BASE_RECORD
 
 logger = logging.getLogger(__name__)
@@ -27,12 +28,12 @@ _MOVING = ("main", "master")
 """Revisions that name another commit tomorrow, and so say nothing."""
 
 
-def check_named_base(adapter: Path, config: Mapping[str, Any], base: LoadSource | None) -> None:
+def check_named_base(adapter: Location, config: Mapping[str, Any], base: LoadSource | None) -> None:
     """Compare the base that adapter_config.json names with the run's; warn if the names contradict each other.
 
     Raises: BaseMismatchError if the adapter and `base` both state a revision and they differ.
     """
-    if base is None or BASE_RECORD in config:
+    if base is None or BASE_RECORD in config or not isinstance(base.path, Path):
         return
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
     if revision and base.revision and not _same_revision(revision, base.revision):

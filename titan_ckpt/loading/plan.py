@@ -12,6 +12,7 @@ from pathlib import Path
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.directory.manifest import Kind
 from titan_ckpt.errors import CheckpointNotFoundError
+from titan_ckpt.stores.bucket import Location
 from titan_ckpt.types import Format
 
 
@@ -21,14 +22,14 @@ class ResumeStep:
 
     step: int
     kind: Kind
-    path: Path
+    path: Location
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSource:
     """One folder to read model weights from."""
 
-    path: Path
+    path: Location
     format: Format
     cast: bool = False
     revision: str | None = None

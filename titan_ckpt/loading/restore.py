@@ -40,6 +40,7 @@ from titan_ckpt.loading.half_loaded import HalfLoaded
 from titan_ckpt.loading.plan import LoadPlan, LoadSource, ResumeStep
 from titan_ckpt.loading.sources import PreparedLoad, prepare_load
 from titan_ckpt.loading.training_state import ResumeState
+from titan_ckpt.stores.bucket import Location
 from titan_ckpt.types import Format, LoadReport
 from titan_ckpt.weights.identity import BASE_RECORD, check_base, check_converters, identify_base
 from titan_ckpt.weights.initialize import empty_tensors, initialise, mark_filled
@@ -97,7 +98,7 @@ class Restorer:
         try:
             return self._resume(step, by_number=True)
         except OSError as error:
-            if isinstance(error, CheckpointError) or self._directory.step_path(step).exists():
+            if isinstance(error, CheckpointError) or self._directory.sees(step):
                 raise
             raise CheckpointNotFoundError(
                 f"{self._directory.step_path(step)}: was deleted while it was loaded; load another step"
@@ -190,7 +191,7 @@ class Restorer:
             raise LoadMismatchError(f"{path} holds no training state: leave training_state out to load its weights")
         return restored
 
-    def _require_alone(self, path: Path, what: str) -> None:
+    def _require_alone(self, path: Location, what: str) -> None:
         if len(self._config.initial_load) > 1:
             raise LoadMismatchError(
                 f"{path} holds a {what}: leave the sources before it out of checkpoint.initial_load; only a step that "
@@ -206,7 +207,7 @@ class Restorer:
         is_seed = manifest.kind == "model" and step == 0
         if manifest.kind == "model" and not is_seed:
             return None
-        path = directory.step_path(step)
+        path = directory.files_of(manifest)
         if directory is not self._directory and manifest.kind != "adapter":
             self._require_alone(path, "whole model")
         load_plan = self._resolve(ResumeStep(step, manifest.kind, path))
@@ -237,6 +238,7 @@ class Restorer:
         Raises: CommitConflictError for newer folders of torchtitan's, because saves of these steps would find them.
         """
         path = self._directory.step_path(step)
+        assert isinstance(path, Path), "torchtitan's steps are looked for on mounted file systems"
         if self._config.save is not None and (blocked := self._directory.blocked_after(step)):
             raise CommitConflictError(
                 f"{self._directory.root}: the run goes on from torchtitan's step {step}, and "

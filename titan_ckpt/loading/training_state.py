@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import xxhash
@@ -15,7 +14,7 @@ from titan_ckpt.components.optimizer import misfit
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.components.snapshot import RankState
 from titan_ckpt.directory.manifest import Manifest
-from titan_ckpt.disk import posix
+from titan_ckpt.directory.names import read_file
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import CorruptCheckpointError
@@ -23,6 +22,7 @@ from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.geometry.requests import Fill, ReadRequest
+from titan_ckpt.stores.bucket import Location
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.stored_names import MODEL
 
@@ -50,7 +50,7 @@ class ResumeState:
     @gc_paused()
     def open(
         cls,
-        path: Path,
+        path: Location,
         manifest: Manifest,
         run_state: RunState,
         exclude: frozenset[str],
@@ -101,7 +101,7 @@ def trained_nowhere(
 
 
 def _read_states(
-    path: Path, manifest: Manifest, run_state: RunState, exclude: frozenset[str], coordinator: Coordinator
+    path: Location, manifest: Manifest, run_state: RunState, exclude: frozenset[str], coordinator: Coordinator
 ) -> tuple[dict[str, Any], RankState]:
     """Return the run's state and the rank state that this rank takes over. Collective.
 
@@ -136,7 +136,7 @@ def _read_states(
     return run, RankState(rng, _all_positions(path, manifest, coordinator))
 
 
-def _all_positions(path: Path, manifest: Manifest, coordinator: Coordinator) -> list[Any]:
+def _all_positions(path: Location, manifest: Manifest, coordinator: Coordinator) -> list[Any]:
     """Return the data position of every data-parallel rank that saved; each rank reads some of their files."""
 
     def positions() -> list[Any]:
@@ -149,11 +149,11 @@ def _all_positions(path: Path, manifest: Manifest, coordinator: Coordinator) -> 
     return [typed_json.decode(state, str(path)) for state in in_order(stored_by, str(path))]
 
 
-def _read_state(path: Path, name: str, manifest: Manifest) -> dict[str, Any]:
+def _read_state(path: Location, name: str, manifest: Manifest) -> dict[str, Any]:
     record = next((f for f in manifest.files if f.name == name), None)
     if record is None:
         raise CorruptCheckpointError(f"{path}: the manifest lists no {name}. Take another checkpoint", str(path / name))
-    data = posix.read_whole(path / name, typed_json.MAX_BYTES)
+    data = read_file(path / name, typed_json.MAX_BYTES)
     if xxhash.xxh3_128_hexdigest(data) != record.digest:
         raise CorruptCheckpointError(
             f"{path / name}: its bytes are not those that were committed. Take another checkpoint", str(path / name)

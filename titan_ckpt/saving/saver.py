@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -33,6 +32,7 @@ from titan_ckpt.formats.native.writer import StagedFile, WritePlan
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import LazyTensor
 from titan_ckpt.saving.handle import SaveHandle
+from titan_ckpt.stores.bucket import BucketPath, Location
 from titan_ckpt.telemetry.events import Event, Telemetry
 from titan_ckpt.types import StateDict
 
@@ -147,7 +147,7 @@ class Saver:
             error = e
         staging = self._staging
 
-        def write_staged(folder: Path) -> FileRecord:
+        def write_staged(folder: Location) -> FileRecord:
             if error is not None:
                 raise error
             assert file is not None and staging is not None
@@ -273,7 +273,7 @@ class Saver:
         snapshot: Snapshot,
         state: dict[str, bytes],
         plan: WritePlan,
-        write_tensors: Callable[[Path], FileRecord],
+        write_tensors: Callable[[Location], FileRecord],
     ) -> None:
         """Write and commit one checkpoint. Collective.
 
@@ -330,6 +330,9 @@ def _make_all(exports: Sequence[Callable[[Coordinator], None]], coordinator: Coo
         raise first
 
 
-def _write_file(path: Path, data: bytes) -> FileRecord:
-    posix.write_file(path, data)
+def _write_file(path: Location, data: bytes) -> FileRecord:
+    if isinstance(path, BucketPath):
+        path.bucket.create(path.key, data)
+    else:
+        posix.write_file(path, data)
     return FileRecord(path.name, len(data), xxhash.xxh3_128_hexdigest(data))

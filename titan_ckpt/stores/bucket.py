@@ -114,11 +114,11 @@ class Bucket:
             return self.read(key)[0]
         return None
 
-    def upload(self, key: str, parts: Iterable[memoryview]) -> None:
-        """Put a large object whose parts may be views of live memory, which must not change meanwhile.
+    def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
+        """Put a large object in requests of `part_bytes`.
 
-        At most `concurrency` parts are in flight; the parts before them have been released. Whoever retries an upload
-        puts the same bytes, so an object of this name is replaced. Raises: StoreError; what `parts` raises.
+        `parts` may be views of memory that does not change meanwhile; at most `concurrency` requests are in flight.
+        Raises: StoreError; what `parts` raises. There is no object then.
         """
         errors: list[BaseException] = []
 
@@ -136,7 +136,7 @@ class Bucket:
                     key,
                     watched(),
                     use_multipart=True,
-                    chunk_size=self.settings.part_mib << 20,
+                    chunk_size=part_bytes,
                     max_concurrency=self.settings.concurrency,
                 )
         except BaseException:
@@ -164,11 +164,18 @@ class Bucket:
             raise EOFError(f"{self.url(key)} ends at byte {start + len(data)}")
         return data
 
-    def list(self, prefix: str) -> list[ObjectFacts]:
+    def list_objects(self, prefix: str) -> list[ObjectFacts]:
         """Return the objects below `prefix`, which ends where a name does, by key. Raises: StoreError."""
         with self._asking("list", prefix):
             found = self._api.list(self._store, prefix or None).collect()
         return sorted((ObjectFacts(m["path"], int(m["size"]), _version(m)) for m in found), key=lambda f: f.key)
+
+    def list_names(self, prefix: str) -> list[str]:
+        """Return the names directly below `prefix`, also of what only has objects below it. Raises: StoreError."""
+        with self._asking("list", prefix):
+            found = self._api.list_with_delimiter(self._store, prefix or None)
+        paths = [*found["common_prefixes"], *(meta["path"] for meta in found["objects"])]
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; one that is not there is no error. Raises: StoreError."""
@@ -233,14 +240,16 @@ Location = Path | BucketPath
 """Where a file or a folder is: on a mounted file system, or in a bucket."""
 
 
-def open_location(text: str | os.PathLike[str], settings: StoreConfig | None = None) -> Location:
-    """Return the place that a text names. Sends nothing.
+def open_location(
+    text: str | os.PathLike[str], base_folder: str | Path = ".", settings: StoreConfig | None = None
+) -> Location:
+    """Return the place that a text names: in a bucket if it is a bucket's URL, else relative to a folder.
 
-    Raises: ConfigError for a URI of another scheme, with the list of the known ones.
+    Sends nothing. Raises: ConfigError if the client cannot be made.
     """
     parts = split_url(text)
     if parts is None:
-        return Path(text)
+        return Path(base_folder) / text
     return BucketPath(Bucket(parts[0], parts[1], settings or StoreConfig()), parts[2])
 
 

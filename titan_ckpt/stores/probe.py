@@ -45,7 +45,7 @@ def _lacks(place: BucketPath) -> list[str]:
             lacks.append(what)
 
     bucket.create(key, first)
-    if key not in [facts.key for facts in bucket.list(place.parent.key)]:
+    if key not in [facts.key for facts in bucket.list_objects(place.parent.key)]:
         lacks.append("a listing does not show what was just written")
     content, version = bucket.read(key)
     if content != first:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
+from titan_ckpt.encoding.local_path import is_uri
 from titan_ckpt.encoding.toml import Check, Checked
 
 SCHEMES = ("s3", "gs", "az")
@@ -18,6 +19,8 @@ SCHEMES = ("s3", "gs", "az")
 
 _BUCKET_URL = re.compile(rf"({'|'.join(SCHEMES)}):/{{1,2}}([^/?#@\s]+)((?:/[^/?#\s]+)*)/?")
 _ENDPOINT = re.compile(r"https?://[^/?#@\s]+(/[^?#@\s]*)?")
+
+_MOST_PARTS = 9_000
 
 _Endpoint = Annotated[str, Check("http(s)://host[:port][/path] without user, password or query", _ENDPOINT.fullmatch)]
 _Concurrency = Annotated[int, Check("1 to 256 (requests)", lambda n: 1 <= n <= 256)]
@@ -36,16 +39,30 @@ class StoreConfig(Checked):
     concurrency: _Concurrency = 16
     """Requests that one rank has in flight."""
     part_mib: _PartMib = 16
-    """Size of the parts in which a file is uploaded; one file has at most 10,000 parts."""
+    """Size of the parts in which a file is uploaded; larger for a file that would have more than 9,000."""
     retry_seconds: _Seconds = 120.0
     """A request that has failed for this long is given up, and the save or load fails with the last answer."""
     single_writer: bool = False
     """You promise that one run at a time writes to the folder. Accepts stores without conditional puts, which cannot
     keep a second writer out."""
 
+    def part_bytes(self, num_bytes: int) -> int:
+        """Return the size of the parts of a file of `num_bytes`: as set, or larger, because a store takes 10,000."""
+        return max(self.part_mib << 20, -(-num_bytes // _MOST_PARTS >> 20) + 1 << 20)
+
     def problems(self) -> Iterator[str]:
         if self.region is not None and not self.region.strip():
             yield "region: expected a name, such as eu-central-1, or nothing at all"
+
+
+_EXPECTED = "a path on a mounted file system, or s3://bucket/key, gs://bucket/key or az://container/key"
+
+FolderOrBucket = Annotated[
+    str,
+    Check("a string that is not empty", str.strip),
+    Check(_EXPECTED, lambda text: not is_uri(text) or split_url(text) is not None),
+]
+"""The type of a setting that names a folder, or a place in a bucket."""
 
 
 def split_url(text: str | os.PathLike[str]) -> tuple[str, str, str] | None:

@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 from titan_ckpt.components.files import RUN_STATE, rank_state_name
-from titan_ckpt.disk import posix
+from titan_ckpt.directory.names import read_file
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.dcp.dcp import DcpReader
@@ -57,7 +57,7 @@ def _state_file(reader: NativeReader, name: str) -> dict[str, Any]:
         return {}
     path = reader.path / name
     try:
-        data = posix.read_whole(path, record.num_bytes)
+        data = read_file(path, record.num_bytes)
     except OSError as error:
         raise CorruptCheckpointError(f"{path}: {error.strerror}", str(path)) from error
     if xxhash.xxh3_128_hexdigest(data) != record.digest:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.training.config import RunConfig
 
 
@@ -22,7 +23,8 @@ def _folders(config: RunConfig) -> Iterator[tuple[str, Path]]:
     output = Path(config.output_folder)
     yield "output_folder", output
     if output.is_dir():  # otherwise a problem is reported for the output folder
-        yield "checkpoint.folder", output / config.checkpoint.folder
+        if isinstance(folder := open_location(config.checkpoint.folder, output, config.checkpoint.store), Path):
+            yield "checkpoint.folder", folder
         for i, export in enumerate(config.checkpoint.export):
             yield f"checkpoint.export.{i}.folder", output / export.folder
         if config.tensorboard is not None:

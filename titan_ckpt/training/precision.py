@@ -15,11 +15,13 @@ from typing import Any, Literal
 import torch
 
 from titan_ckpt.config import CheckpointConfig
-from titan_ckpt.directory.names import survey
+from titan_ckpt.directory.directory import open_steps
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.stores.bucket import Location, open_location
+from titan_ckpt.types import Format
 
 _KEPT = (torch.bfloat16, torch.float16)
 """Stored dtypes that are kept; values of smaller dtypes must be converted before a computation."""
@@ -92,11 +94,12 @@ def keep_stored_dtypes(model: LanguageModel, config: CheckpointConfig, base_fold
 
 def _sources(config: CheckpointConfig, base_folder: Path, stack: ExitStack) -> Iterator[TensorReader]:
     """Yield the run's newest step, then the initial sources; for each weight the first source that has it counts."""
-    root = base_folder / config.folder
-    steps = [step.path for step in survey(root).steps[-1:]]
-    initial = [(Path(source.path), source.ignore) for source in config.initial_load]
-    for path, ignore in [*((step, ()) for step in steps), *initial]:
+    steps = open_steps(open_location(config.folder, base_folder, config.store)).survey().steps[-1:]
+    initial: list[tuple[Location, Format | None, tuple[str, ...]]] = [
+        (Path(source.path), None, source.ignore) for source in config.initial_load
+    ]
+    for path, format_, ignore in [*((step.path, "native", ()) for step in steps), *initial]:
         try:
-            yield stack.enter_context(open_reader(path, ignore=ignore))
+            yield stack.enter_context(open_reader(path, format_, ignore=ignore))
         except (CheckpointError, OSError):
             continue

@@ -132,7 +132,7 @@ def test_what_does_not_match_the_reports_is_not_committed(
     commit_step(directory, 10)
     attempt = directory.begin(20)
     records = write_files(attempt, 0)
-    spoil(attempt.path)
+    spoil(attempt.folder)
     with pytest.raises(SaveError, match=message):
         directory.commit(attempt, manifest_of(attempt, records))
     assert directory.steps() == [10]
@@ -647,8 +647,9 @@ def test_a_preflight_that_passes_leaves_nothing(tmp_path: Path) -> None:
     """A tiny save goes all the way and is deleted; the folder is ready."""
     directory = open_directory(tmp_path / "new" / "run")
     directory.preflight(1_000_000)
-    assert sorted(os.listdir(directory.root)) == [".lease", ".staging", ".trash"]
-    assert os.listdir(directory.root / ".staging") == os.listdir(directory.root / ".trash") == []
+    assert sorted(os.listdir(tmp_path / "new" / "run")) == [".lease", ".staging", ".trash"]
+    root = tmp_path / "new" / "run"
+    assert os.listdir(root / ".staging") == os.listdir(root / ".trash") == []
     commit_step(directory, 1)
     directory.close()
 

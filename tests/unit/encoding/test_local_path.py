@@ -10,7 +10,7 @@ from torch import nn
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig, StateDictTransforms
 from titan_ckpt.cli.main import main
-from titan_ckpt.config import from_dict
+from titan_ckpt.config import StoreConfig, from_dict
 from titan_ckpt.converting import convert
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -36,7 +36,7 @@ def test_a_uri_is_known_in_both_forms() -> None:
 
 def test_every_setting_that_names_a_folder_refuses_a_uri() -> None:
     """One error lists all of them by their keys; nothing else of the table is at fault."""
-    uri = "s3://bucket/x"
+    uri = "hf://bucket/x"
     raw = {
         "output_folder": uri,
         "model": {"folder": uri},
@@ -58,7 +58,10 @@ def test_every_setting_that_names_a_folder_refuses_a_uri() -> None:
         "checkpoint.initial_load.0.path", "checkpoint.initial_load.2.path", "checkpoint.export.folder",
         "checkpoint.export.assets",
     }  # fmt: skip
-    assert all('(no URI such as s3:// is supported), found "' in line for line in raised.value.problems)
+    lines = {line for line in raised.value.problems if not line.startswith("checkpoint.folder: ")}
+    assert all('(no URI such as s3:// is supported), found "' in line for line in lines)
+    (of_buckets,) = set(raised.value.problems) - lines
+    assert "or s3://bucket/key, gs://bucket/key or az://container/key, found" in of_buckets
 
 
 def manager(**settings: object) -> CheckpointManager:
@@ -71,7 +74,6 @@ CALLS: dict[str, tuple[Callable[[str], object], str]] = {
     "manager": (lambda uri: manager(base_folder=uri), "base_folder: expected"),
     "manager, a Path": (lambda uri: manager(base_folder=Path(uri)), "base_folder: expected"),
     "assets": (lambda uri: manager(sd_transforms=StateDictTransforms(assets=Path(uri))), r"sd_transforms\.assets: "),
-    "checkpoint folder": (lambda uri: CheckpointConfig(folder=uri), "folder: expected"),
     "directory": (lambda uri: CheckpointDirectory(Path(uri), Coordinator.current()), "root: expected"),
     "convert": (lambda uri: convert(uri, uri, "hf"), r"(?s)2 problem.*source: .*target: "),
     "detect": (lambda uri: detect_format(Path(uri)), "path: expected"),
@@ -88,6 +90,17 @@ def test_every_argument_that_names_a_folder_refuses_a_uri(call: str, uri: str, t
     with pytest.raises(ConfigError, match=message):
         act(uri)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_the_checkpoint_folder_may_be_in_a_bucket_of_a_known_scheme() -> None:
+    """Another scheme is refused with the list of those that are known; a store's settings need a bucket."""
+    for uri in ("s3://bucket/x", "gs://bucket/x", "az://container"):
+        assert CheckpointConfig(folder=uri, store=StoreConfig(region="eu-central-1")).folder == uri
+    for uri in ("memory://x", "s3:/", "s3://a/../b", "hf://a/b"):
+        with pytest.raises(ConfigError, match="or s3://bucket/key, gs://bucket/key or az://container/key"):
+            CheckpointConfig(folder=uri)
+    with pytest.raises(ConfigError, match="store: for a bucket, and folder"):
+        CheckpointConfig(store=StoreConfig(region="eu-central-1"))
 
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "save --run"])

@@ -16,30 +16,38 @@ import xxhash
 
 from titan_ckpt import progress
 from titan_ckpt.directory.manifest import FileRecord
-from titan_ckpt.disk.direct import IO_BYTES, NUM_WORKERS, FileWriter, bounce_buffer, run_workers
+from titan_ckpt.disk.direct import IO_BYTES, NUM_WORKERS, FileWriter, bounce_buffer, num_copy_workers, run_workers
 from titan_ckpt.disk.memory import Buffer, round_up
 from titan_ckpt.formats.native.layout import BLOCK_BYTES, Layout, lay_out, rank_file_name
 from titan_ckpt.geometry.chunks import Chunk, LazyTensor, blocks_of, info_of
+from titan_ckpt.stores.bucket import BucketPath, Location
 
 Pieces = Callable[[int, int], AbstractContextManager[memoryview]]
 """(start, stop) -> these bytes of the data section, in aligned memory, padded to a multiple of the alignment."""
 
 
-def write_rank_file(path: Path, layout: Layout, pieces: Pieces, num_workers: int = NUM_WORKERS) -> str:
+def write_rank_file(
+    path: Location,
+    layout: Layout,
+    pieces: Pieces,
+    num_workers: int = NUM_WORKERS,
+    whole: memoryview | None = None,
+) -> str:
     """Write a new file and return its digest. The file is durable when this returns; its entry in the folder is not.
 
-    `pieces` is called once for each piece; with one worker in order, with several from their threads.
+    `pieces` is called once for each piece; with one worker in order, with several from their threads. For an object in
+    a bucket it is called twice, once for the digests; or once, if `whole` is memory that holds the data section.
     Raises: OSError; the file is then incomplete and its attempt must be abandoned.
     """
+    if isinstance(path, BucketPath):
+        return upload_rank_file(path, layout, pieces, whole)
     digests = [""] * layout.num_blocks
     with FileWriter(path, layout.num_bytes) as file:
 
         def write_piece(start: int) -> None:
             stop = min(start + IO_BYTES, layout.data_bytes)
             with pieces(start, stop) as view:
-                for at in range(0, stop - start, BLOCK_BYTES):
-                    block = view[at : min(at + BLOCK_BYTES, stop - start)]
-                    digests[(start + at) // BLOCK_BYTES] = xxhash.xxh3_128_hexdigest(block)
+                _digest(view[: stop - start], start, digests)
                 file.write(view, layout.data_start + start)
 
         run_workers(range(0, layout.data_bytes, IO_BYTES), write_piece, num_workers)
@@ -49,6 +57,48 @@ def write_rank_file(path: Path, layout: Layout, pieces: Pieces, num_workers: int
         file.write(aligned.view, 0)
         file.finish()
     return digest
+
+
+def upload_rank_file(path: BucketPath, layout: Layout, pieces: Pieces, whole: memoryview | None) -> str:
+    """Write the same bytes as an object. Its header comes first and holds all digests, so the data is hashed before.
+
+    Parts are views of `whole`; without it they are copies, of which no more than the parts in flight are kept.
+    Raises: OSError; then there is no object.
+    """
+    digests = [""] * layout.num_blocks
+
+    def digest_piece(start: int) -> None:
+        stop = min(start + IO_BYTES, layout.data_bytes)
+        with pieces(start, stop) as view:
+            _digest(view[: stop - start], start, digests)
+
+    run_workers(range(0, layout.data_bytes, IO_BYTES), digest_piece, num_copy_workers())
+    header, digest = layout.seal(digests)
+    part_bytes = path.bucket.settings.part_bytes(layout.num_bytes)
+
+    def parts() -> Iterator[memoryview]:
+        yield memoryview(header)
+        for start in range(0, layout.data_bytes, part_bytes):
+            stop = min(start + part_bytes, layout.data_bytes)
+            yield whole[start:stop] if whole is not None else _copied(pieces, start, stop)
+
+    path.bucket.upload(path.key, parts(), part_bytes)
+    return digest
+
+
+def _copied(pieces: Pieces, start: int, stop: int) -> memoryview:
+    part = bytearray(stop - start)
+    for at in range(start, stop, IO_BYTES):
+        end = min(at + IO_BYTES, stop)
+        with pieces(at, end) as view:
+            part[at - start : end - start] = view[: end - at]
+    return memoryview(part)
+
+
+def _digest(view: memoryview, start: int, digests: list[str]) -> None:
+    """Note the digests of a piece's blocks; it begins at byte `start` of the data section."""
+    for at in range(0, len(view), BLOCK_BYTES):
+        digests[(start + at) // BLOCK_BYTES] = xxhash.xxh3_128_hexdigest(view[at : at + BLOCK_BYTES])
 
 
 def write_stream(folder: Path, tensors: Mapping[str, torch.Tensor | LazyTensor], count: progress.Count) -> FileRecord:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from titan_ckpt import progress
-from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, FileRecord, Manifest
-from titan_ckpt.disk import posix
+from titan_ckpt.directory.manifest import MAX_BYTES, FileRecord, Manifest
+from titan_ckpt.directory.names import manifest_path, read_file
 from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, NotACheckpointError, listed
 from titan_ckpt.formats.native.header import RankFile, header_bytes, parse_header
@@ -28,6 +28,8 @@ from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
+from titan_ckpt.stores.bucket import BucketPath, Location, StoreError
+from titan_ckpt.stores.object_reader import ObjectReader
 from titan_ckpt.weights.identity import base_settings
 
 _AGAIN = "Load another step, or copy the folder again from where it is whole"
@@ -36,7 +38,7 @@ _AGAIN = "Load another step, or copy the folder again from where it is whole"
 class _Source(NamedTuple):
     """The open file of one rank, and its header."""
 
-    file: FileReader
+    file: FileReader | ObjectReader
     header: RankFile
 
 
@@ -44,17 +46,18 @@ class NativeReader(TensorReader):
     """Reads the ranks' files of one folder. Each is opened when it is needed; this rank's own comes first."""
 
     format = "native"
+    path: Location  # type: ignore[assignment]  # the other formats are on mounted file systems
 
-    def __init__(self, path: Path, files: Sequence[FileRecord] | None = None) -> None:
+    def __init__(self, path: Location, files: Sequence[FileRecord] | None = None) -> None:
         """Open this rank's file, or that of rank 0 if this rank has none.
 
         `files`: the committed files, whose sizes and digests must agree; by default those of the folder's manifest. In
         a folder without a manifest (an attempt, a single rank's file) neither is compared.
         Raises: CheckpointNotFoundError; NotACheckpointError if there is no rank's file; CorruptCheckpointError.
         """
-        self.path = Path(path)
+        self.path = path
         self._sources: dict[int, _Source] = {}
-        if not self.path.is_dir():
+        if isinstance(path, Path) and not path.is_dir():
             raise CheckpointNotFoundError(f"{self.path}: no such folder")
         self.manifest = _manifest(self.path) if files is None else None
         """The folder's manifest; None without one, and if `files` was given."""
@@ -64,7 +67,7 @@ class NativeReader(TensorReader):
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
         # a checkpoint of this run's own layout needs this one file, and a large header takes long to read
         name = rank_file_name(rank)
-        has_own = (self.path / name).exists() if self._records is None else name in self._records
+        has_own = name in self._records if self._records is not None else _exists(self.path / name)
         self._own = self._open(rank if has_own else 0)
         self._world_size = self._own.header.world_size
         position = rank * self._world_size / world_size
@@ -89,7 +92,7 @@ class NativeReader(TensorReader):
         name = rank_file_name(rank)
         path = self.path / name
         try:
-            file = FileReader(path)
+            file = ObjectReader(path) if isinstance(path, BucketPath) else FileReader(path)
         except FileNotFoundError:
             if rank == 0 and not self._records:
                 raise NotACheckpointError(f"{self.path}: holds no {name}, so no checkpoint of this format") from None
@@ -248,19 +251,26 @@ class NativeReader(TensorReader):
             source.file.close()
 
 
-def _manifest(folder: Path) -> Manifest | None:
-    """Return the folder's manifest, or None without one. Raises: CorruptCheckpointError."""
-    path = folder / MANIFEST_NAME
+def _exists(path: Location) -> bool:
+    """Return whether a file is there; an object without a manifest is looked for when it is opened."""
+    return path.exists() if isinstance(path, Path) else True
+
+
+def _manifest(folder: Location) -> Manifest | None:
+    """Return the folder's manifest, or None without one. Raises: CorruptCheckpointError; StoreError."""
+    path = manifest_path(folder)
     try:
-        data = posix.read_whole(path, MAX_BYTES)
+        data = read_file(path, MAX_BYTES)
     except FileNotFoundError:
         return None
+    except StoreError:
+        raise
     except OSError as error:
         raise CorruptCheckpointError(f"{path}: cannot be read ({error}). Load another step", str(path)) from error
     return Manifest.from_bytes(data, str(path))
 
 
-def read_header(file: FileReader) -> RankFile:
+def read_header(file: FileReader | ObjectReader) -> RankFile:
     """Read and check the header of an open file. Raises: CorruptCheckpointError; OSError."""
     path = str(file.path)
     length = header_bytes(file.read(0, 8), file.num_bytes, path)

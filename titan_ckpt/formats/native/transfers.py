@@ -21,7 +21,6 @@ from titan_ckpt import progress
 from titan_ckpt.disk.cuda import upload
 from titan_ckpt.disk.direct import (
     IO_BYTES,
-    NUM_WORKERS,
     FileReader,
     bounce_buffer,
     finish_uploads,
@@ -33,6 +32,8 @@ from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.formats.native.header import RankFile
 from titan_ckpt.geometry.boxes import boxes_of_range, element_span, spans
 from titan_ckpt.geometry.chunks import Chunk, Shape
+from titan_ckpt.stores.bucket import StoreError
+from titan_ckpt.stores.object_reader import ObjectReader
 
 _SAMPLED = 8
 """One in so many windows is examined first, to see whether a file is in the page cache."""
@@ -109,11 +110,15 @@ def execute(readers: Sequence[BlockReader], check: progress.Count | None = None)
                 reader.fill_window(window)
             else:
                 reader.check_window(window)
+        except StoreError:  # a bucket that does not answer says nothing about the object
+            raise
         except (EOFError, OSError) as error:
             unreadable.append(reader.path)
             raise CorruptCheckpointError(f"{reader.path}: cannot be read as its header says ({error})") from error
 
-    num_workers = num_copy_workers() if all(reader.is_cached for reader in readers) else NUM_WORKERS
+    num_workers = max((reader.num_workers for reader in readers), default=1)
+    if all(reader.is_cached for reader in readers):
+        num_workers = num_copy_workers()
     todo = [(reader, window) for reader in readers for window in reader.windows]
     total = sum(stop - start for _, (start, stop) in todo)
     cause: CorruptCheckpointError | None = None
@@ -139,12 +144,13 @@ def execute(readers: Sequence[BlockReader], check: progress.Count | None = None)
 class BlockReader:
     """The transfers of one file, cut into windows of whole blocks. Several threads may read different windows."""
 
-    def __init__(self, file: FileReader, header: RankFile, transfers: Sequence[Transfer]) -> None:
+    def __init__(self, file: FileReader | ObjectReader, header: RankFile, transfers: Sequence[Transfer]) -> None:
         self.path = header.path
         self.bad: list[int] = []
         """Blocks with a wrong digest."""
         self.filled: list[Window] = []
         """Blocks that were copied to live memory, completely or in part."""
+        self.num_workers = file.num_workers
         self._file = file
         self._header = header
         self._transfers = sorted(transfers, key=lambda t: t.first)
@@ -201,8 +207,13 @@ class BlockReader:
         return sum(max(0, b - a - self._file.cached_bytes(base + a, b - a)) for a, b in windows)
 
     def check_window(self, window: Window) -> None:
-        """Verify the blocks of a window, which is read through the page cache."""
+        """Verify the blocks of a window, which is read through the page cache, or from a bucket by one request."""
         with bounce_buffer() as bounce:
+            if self._file.is_remote:
+                self._file.read_aligned(bounce.view, self._header.data_start + window[0], window[1] - window[0])
+                for start, stop in self._blocks(window):
+                    self._verified(xxhash.xxh3_128(bounce.part(start - window[0], stop - start).view), (start, stop))
+                return
             for block in self._blocks(window):
                 self._read_verified([bounce.view[: block[1] - block[0]]], block)
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from titan_ckpt.formats.native.segments import Places, Segments
 from titan_ckpt.formats.native.writer_process import WriterProcess
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Block, LazyTensor, dtype_name, info_of, local_tensor, sharding_of
+from titan_ckpt.stores.bucket import Location
 
 _Sharding = tuple[Any, Any]
 """The mesh and placements of a DTensor."""
@@ -107,7 +107,7 @@ class WritePlan:
             bound = [local_tensor(value) for value in bound]
         return [v if s.index is None else v[s.index] for v, s in zip(bound, self.shares, strict=True)]
 
-    def write(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
+    def write(self, folder: Location, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
         """Write the file from live memory, through one bounce buffer per worker. The file is durable when this returns.
 
         Raises: OSError; the file is then incomplete and the attempt must be abandoned.
@@ -167,12 +167,14 @@ class StagedFile:
             for fqn, value in live.items()
         }
 
-    def write(self, folder: Path) -> FileRecord:
+    def write(self, folder: Location) -> FileRecord:
         """Write the file, after staging has finished; otherwise as `WritePlan.write`."""
         plan, path, staged = self.plan, folder / self.plan.file_name, self._arena.buffer.view
         if self._process is not None:
             return plan.record(self._process.write(path, plan.layout, self._arena.beside_at))
-        return plan.record(write_rank_file(path, plan.layout, lambda a, b: nullcontext(staged[a : round_up(b)])))
+        return plan.record(
+            write_rank_file(path, plan.layout, lambda a, b: nullcontext(staged[a : round_up(b)]), whole=staged)
+        )
 
     def close(self) -> None:
         """End the writer process, and release the memory."""

@@ -18,12 +18,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
-from pathlib import Path
+from dataclasses import asdict
 
 from titan_ckpt.disk.memory import Buffer, SharedBuffer, round_up
 from titan_ckpt.errors import SaveError
 from titan_ckpt.formats.native.layout import Layout
 from titan_ckpt.formats.native.rank_file import write_rank_file
+from titan_ckpt.stores.bucket import BucketPath, Location, open_location
+from titan_ckpt.stores.settings import StoreConfig
 
 _OF_THE_TRAINER = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 """Signals that the writer blocks: the trainer answers them, and may need the writer to finish the save in flight."""
@@ -63,7 +65,7 @@ class WriterProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def write(self, path: Path, layout: Layout, header_at: int) -> str:
+    def write(self, path: Location, layout: Layout, header_at: int) -> str:
         """Let the process write a file and return its digest. The file is durable then.
 
         The shared memory holds the data at its start and the unsealed header at `header_at`.
@@ -72,6 +74,7 @@ class WriterProcess:
         assert self._process.stdin is not None and self._process.stdout is not None
         request = {
             "path": str(path),
+            "store": asdict(path.bucket.settings) if isinstance(path, BucketPath) else {},
             "data_start": layout.data_start,
             "data_bytes": layout.data_bytes,
             "header_at": header_at,
@@ -115,7 +118,10 @@ def serve(shared: Buffer, trainer: int) -> None:
         answer: dict[str, object]
         try:
             digest = write_rank_file(
-                Path(request["path"]), layout, lambda a, b: nullcontext(shared.view[a : round_up(b)])
+                open_location(request["path"], settings=StoreConfig(**request["store"])),
+                layout,
+                lambda a, b: nullcontext(shared.view[a : round_up(b)]),
+                whole=shared.view,
             )
             answer = {"digest": digest}
         except OSError as error:

@@ -1,0 +1,234 @@
+"""Checkpoints in a bucket as a user meets them: saves in every mode, resumes, the ladder, retention and pins."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.stores.conftest import behind, place_in, through
+from tests.stores.servers import Server
+from tests.test_manager import Run, same
+from titan_ckpt.config import KeepConfig, ResumeConfig, SaveConfig, StoreConfig
+from titan_ckpt.directory import bucket_lease
+from titan_ckpt.directory.bucket_steps import BucketSteps
+from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.directory.manifest import FileRecord, Manifest
+from titan_ckpt.directory.steps import Attempt
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import CommitConflictError, CorruptCheckpointError
+from titan_ckpt.manager import CheckpointManager
+from titan_ckpt.stores.bucket import BucketPath
+from titan_ckpt.testing import distributed
+
+
+def seed() -> None:
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
+
+
+def manager(run: Run, place: BucketPath, folder: Path, **save: object) -> CheckpointManager:
+    config = SaveConfig(**{"interval": 2, **save})  # type: ignore[arg-type]
+    return run.manager(folder, folder=str(place), store=place.bucket.settings, save=config)
+
+
+def keys(place: BucketPath) -> list[str]:
+    return [facts.key.removeprefix(place.key + "/") for facts in place.bucket.list_objects(place.key)]
+
+
+@pytest.mark.parametrize(("store", "mode"), [("s3", "disabled"), ("azure", "thread"), ("s3", "process")])
+def test_a_run_goes_on_from_a_bucket_as_if_never_stopped(
+    store: str, mode: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Two steps, a new process' objects, and two more are four steps, bit for bit; nothing is on the local disk."""
+    place = place_in(request.getfixturevalue(store))
+    whole, first, second = Run(), Run(), Run(seed=9)
+    seed()
+    for _ in range(4):
+        whole.step()
+    seed()
+    with manager(first, place, tmp_path, async_mode=mode) as saves:
+        first.train(saves, 4, stop=2)
+    random.seed(5)
+    with manager(second, place, tmp_path, async_mode=mode) as saves:
+        second.train(saves, 4, stop=4)
+    assert first.losses + second.losses == whole.losses
+    assert same(second.state(), whole.state())
+    kinds = Counter(key.partition("/")[0] for key in keys(place))
+    assert kinds == {"commits": 2, "data": 6, "lease.json": 1}
+    assert not (tmp_path / "s3:").exists() and not (tmp_path / "az:").exists()
+
+
+def test_retention_pins_and_a_rollback(server: Server, tmp_path: Path) -> None:
+    """Expired steps go with their files; a pinned one stays; a run that goes back sets newer steps aside."""
+    place = place_in(server)
+    run = Run()
+    with manager(run, place, tmp_path, interval=1, keep=KeepConfig(latest=1)) as saves:
+        for step in (1, 2, 3):
+            run.step()
+            saves.save(step)
+            saves.wait()
+            if step == 2:
+                BucketSteps(place).pin(2)
+    assert [name for name in keys(place) if name.startswith("commits")] == [
+        "commits/step-2.json", "commits/step-2.pinned", "commits/step-3.json",
+    ]  # fmt: skip
+    assert {name.split("/")[1] for name in keys(place) if name.startswith("data")} == {"step-2", "step-3"}
+    with manager(run, place, tmp_path, interval=1) as saves:
+        assert saves.load(2).step == 2
+        run.step()
+        saves.save(3)
+        saves.wait()
+    aside = [name for name in keys(place) if ".abandoned-" in name]
+    assert len(aside) == 1 and aside[0].startswith("commits/step-3.abandoned-")
+    with manager(run, place, tmp_path, interval=1) as saves:
+        assert saves.load().step == 3
+
+
+def test_a_damaged_step_is_named_and_the_one_before_is_loaded(server: Server, tmp_path: Path) -> None:
+    """One flipped bit in a tensor's block: the ladder goes on to the older step; by number it is an error."""
+    place = place_in(server)
+    run = Run()
+    with manager(run, place, tmp_path, interval=1) as saves:
+        for step in (1, 2):
+            run.step()
+            saves.save(step)
+            saves.wait()
+    (key,) = [f.key for f in place.bucket.list_objects(f"{place.key}/data/step-2") if f.key.endswith("0.safetensors")]
+    data = bytearray(place.bucket.read(key)[0])
+    data[-1] ^= 1
+    place.bucket.upload(key, iter([memoryview(data)]), 5 << 20)
+    with manager(run, place, tmp_path) as saves, pytest.raises(CorruptCheckpointError, match="do not have the digest"):
+        saves.load(2)
+    with manager(run, place, tmp_path) as saves:
+        assert saves.load().step == 1
+    place.bucket.delete([key])
+    with manager(run, place, tmp_path) as saves:
+        assert saves.load().step == 1
+
+
+def test_what_a_dead_run_left_is_cleared_and_cannot_be_committed_any_more(server: Server) -> None:
+    """A writer that lost the lease between its check and its commit finds the commit's place taken."""
+    place = place_in(server)
+    old, new = BucketSteps(place), BucketSteps(place)
+    attempt = old.begin(5, 10)
+    path = attempt.path
+    assert isinstance(path, BucketPath)
+    path.bucket.create((path / "rank-00000.json").key, b"{}")
+    assert old._lease is not None
+    old._lease.check = lambda: None  # type: ignore[method-assign]  # it was checked just before the other took over
+    _forget_leases()
+    directory = CheckpointDirectory(place, Coordinator.current())
+    directory._store = new
+    new.open()
+    assert [key for key in keys(place) if key.startswith("data")] == []
+    manifest = manifest_of(attempt)
+    old._faults = lambda files, manifest: []  # type: ignore[method-assign]  # it had seen its files
+    with pytest.raises(CommitConflictError, match="another process"):
+        old.commit(attempt, manifest)
+    assert directory.steps() == []
+    before = place.bucket.read((place / "commits" / "step-5.json").key)
+    old.abandon(attempt)
+    assert place.bucket.read((place / "commits" / "step-5.json").key) == before
+    second = new.begin(5, 10)
+    new._faults = lambda files, manifest: []  # type: ignore[method-assign]
+    new.commit(second, manifest_of(second))
+    assert directory.steps() == [5]
+    new.close()
+
+
+def test_a_commit_whose_answer_is_lost_for_good_is_kept_and_one_that_never_arrives_is_fenced(s3: Server) -> None:
+    """A run that does not know whether it has committed deletes no file of a committed step."""
+    place = place_in(s3)
+    for step, fault in ((1, "cut"), (2, "stall")):
+        with behind(s3, fault, "PUT", f"commits/step-{step}.json", times=99) as proxy:  # type: ignore[arg-type]
+            steps = BucketSteps(through(place, proxy, retry_seconds=0.5))
+            steps._bucket._content = lambda key: None  # type: ignore[method-assign]  # nor can it be read back
+            attempt = steps.begin(step, 10)
+            assert isinstance(attempt.path, BucketPath)
+            attempt.path.bucket.create((attempt.path / "rank-00000.json").key, b"{}")
+            with pytest.raises(OSError, match="could not write it"):
+                steps.commit(attempt, manifest_of(attempt))
+            steps._bucket = place.bucket
+            steps.abandon(attempt)
+        steps.close()
+    left = BucketSteps(place).survey().steps
+    assert [committed.step for committed in left] == [1]
+    assert BucketSteps(place).inspect(1).manifest == left[0].manifest
+    assert not [key for key in keys(place) if key.startswith("data/step-2")]
+
+
+def manifest_of(attempt: Attempt) -> Manifest:
+    file = FileRecord("rank-00000.json", 2, "0" * 32)
+    return Manifest(attempt.step, "full", attempt.id, 1, 0.0, ("model",), [], None, None, (file,))
+
+
+def _forget_leases() -> None:
+    """Let this process take a lease that it has, as if the holder were on another machine."""
+    bucket_lease._held.clear()
+
+
+def test_a_second_writer_is_told(server: Server, tmp_path: Path) -> None:
+    """One process writes to a place; another object of the same process is refused, and one that took over wins."""
+    place = place_in(server)
+    first, second = BucketSteps(place), BucketSteps(place)
+    first.open()
+    with pytest.raises(CommitConflictError, match="already writes here"):
+        second.open()
+    _forget_leases()
+    second.open()
+    with pytest.raises(CommitConflictError, match="taken over by process"):
+        first.begin(1, 0)
+    second.close()
+
+
+def test_a_bucket_that_is_not_there_is_an_error_before_the_first_step(server: Server, tmp_path: Path) -> None:
+    """The preflight says it; no folder of that name appears."""
+    run = Run()
+    settings = StoreConfig(endpoint=server.endpoint, retry_seconds=2.0)
+    config = SaveConfig(interval=1)
+    place = f"{server.url}-none/x"
+    saves = run.manager(tmp_path, folder=place, store=settings, save=config)
+    with pytest.raises(OSError, match="Create the bucket"):
+        saves.load()
+    saves.close()
+    assert not (tmp_path / place.partition("/")[0]).exists()
+
+
+@distributed(nproc=2)
+def _two_ranks_save(url: str, store: StoreConfig, tmp_path: Path) -> None:
+    run = Run()
+    fully_shard(run.model, mesh=init_device_mesh("cpu", (2,)))
+    _with_one_group(run)
+    with run.manager(tmp_path, folder=url, store=store, save=SaveConfig(interval=1)) as saves:
+        saves.load()
+        seed()
+        run.step()
+        saves.save(1)
+
+
+def _with_one_group(run: Run) -> None:
+    run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2)
+    run.scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1 / (1 + step))
+
+
+def test_shards_of_two_ranks_are_loaded_on_one(s3: Server, tmp_path: Path) -> None:
+    """Each rank uploads its file, rank 0 commits; one process reads its ranges of both."""
+    place = place_in(s3)
+    _two_ranks_save(str(place), place.bucket.settings, tmp_path)
+    expected, run = Run(), Run(seed=3)
+    _with_one_group(expected)
+    _with_one_group(run)
+    seed()
+    expected.step()
+    exclude = ResumeConfig(exclude=("dataloader",))
+    with run.manager(tmp_path, folder=str(place), store=place.bucket.settings, resume=exclude) as saves:
+        assert saves.load().step == 1
+    for ours, theirs in zip(run.model.parameters(), expected.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert len([name for name in keys(place) if name.endswith(".safetensors")]) == 2

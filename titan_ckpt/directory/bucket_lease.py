@@ -1,0 +1,127 @@
+"""The right to write into a place in a bucket: one process has it at a time.
+
+Owns `lease.json`, an object that names its holder and has an epoch, one higher with every holder. It is changed by
+compare-and-swap, so two processes cannot both take it. As on a file system, a holder that can be shown to be alive
+keeps the lease, and any other loses it to the next process that asks (`lease`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import asdict
+
+from titan_ckpt.directory.lease import Holder, holder_from
+from titan_ckpt.encoding.strict_json import Json
+from titan_ckpt.errors import CommitConflictError
+from titan_ckpt.stores.bucket import BucketPath, Version
+
+LEASE_OBJECT = "lease.json"
+
+_held: set[str] = set()
+"""URLs of the leases that this process has."""
+
+logger = logging.getLogger(__name__)
+
+
+class BucketLease:
+    """The lease of a place, held by this process until `release`."""
+
+    def __init__(self, place: BucketPath, epoch: int, holder: Holder) -> None:
+        self.epoch = epoch
+        self._place = place
+        self._holder = holder
+        self._content = _encode(epoch, holder)
+
+    @staticmethod
+    def acquire(root: BucketPath) -> BucketLease:
+        """Take the lease, unless its holder is alive. Raises: CommitConflictError naming the holder; OSError."""
+        place = root / LEASE_OBJECT
+        epoch, before, version = _read(place)
+        if before is not None:
+            if before.pid == os.getpid() and str(place) in _held:
+                raise CommitConflictError(
+                    f"{root}: this process already writes here through another object: close it first"
+                )
+            if before.pid != os.getpid() and before.lives_here():
+                raise CommitConflictError(
+                    f"{root}: {before} is writing here. Wait for it to end, stop it, or choose another folder"
+                )
+            logger.warning(
+                "%s: taking over from %s, which did not close it; its unfinished saves are discarded", root, before
+            )
+        lease = BucketLease(place, epoch + 1, Holder.current())
+        try:
+            if version is None:
+                place.bucket.create(place.key, lease._content)
+            else:
+                place.bucket.replace(place.key, lease._content, version)
+        except FileExistsError:
+            other = _read(place)[1]
+            raise CommitConflictError(
+                f"{root}: {other or 'another process'} has taken the lease at the same time. Stop one of the two"
+            ) from None
+        _held.add(str(place))
+        return lease
+
+    def check(self) -> None:
+        """Check that this process still holds the lease. Raises: CommitConflictError; OSError."""
+        root = self._place.parent
+        if os.getpid() != self._holder.pid:
+            raise CommitConflictError(f"{root}: held by {self._holder}; a process it forked may not commit")
+        try:
+            content, _ = self._place.bucket.read(self._place.key)
+        except FileNotFoundError:
+            raise CommitConflictError(
+                f"{self._place} is gone: the folder was moved or cleared under this run"
+            ) from None
+        if content != self._content:
+            raise CommitConflictError(
+                f"{root}: taken over by {_decode(content)[1] or 'another process'} while this one, {self._holder}, was "
+                "away. What it has committed stays; stop this process"
+            )
+
+    def release(self) -> None:
+        """Give the lease back; does nothing in a forked process or if another process took the lease.
+
+        A store that refuses it is logged: it must not hide why a save failed, and the next process takes it over.
+        """
+        if os.getpid() != self._holder.pid or str(self._place) not in _held:
+            return
+        _held.discard(str(self._place))
+        try:
+            content, version = self._place.bucket.read(self._place.key)
+            if content == self._content:
+                self._place.bucket.replace(self._place.key, _encode(self.epoch, None), version)
+        except OSError as error:
+            logger.warning("%s is not given back: %s", self._place, error)
+
+
+def bucket_holder(root: BucketPath) -> Holder | None:
+    """Return the process that the lease names, alive or not; None without one. Raises: OSError."""
+    return _read(root / LEASE_OBJECT)[1]
+
+
+def _read(place: BucketPath) -> tuple[int, Holder | None, Version | None]:
+    """Return the epoch, the holder and the version of the lease; its epoch is 0 if there is none."""
+    try:
+        content, version = place.bucket.read(place.key)
+    except FileNotFoundError:
+        return 0, None, None
+    return *_decode(content), version
+
+
+def _encode(epoch: int, holder: Holder | None) -> bytes:
+    return json.dumps({"epoch": epoch, "holder": None if holder is None else asdict(holder)}).encode()
+
+
+def _decode(content: bytes) -> tuple[int, Holder | None]:
+    try:
+        value: Json = json.loads(content)
+    except (ValueError, RecursionError):
+        return 0, None
+    if not isinstance(value, dict):
+        return 0, None
+    epoch = value.get("epoch")
+    return epoch if isinstance(epoch, int) else 0, holder_from(value.get("holder"))

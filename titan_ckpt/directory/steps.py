@@ -1,0 +1,207 @@
+"""Steps: what a checkpoint folder's writer and readers need of the place where it is.
+
+Owns the rules that hold in any place: which steps expire, and what a run has rolled back to. `store` keeps steps on a
+mounted file system, `bucket_steps` in a bucket. Knows no other ranks (`directory` handles them) and no tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from titan_ckpt.config import KeepConfig
+from titan_ckpt.directory.manifest import Manifest
+from titan_ckpt.directory.names import CommittedStep, Survey, step_name, step_of
+from titan_ckpt.directory.retention import StepFacts, expired_steps
+from titan_ckpt.errors import CheckpointError
+from titan_ckpt.stores.bucket import Location
+
+logger = logging.getLogger(__name__)
+
+SAME = "the save that rank 0 sees"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A save in progress: every rank writes its files into `path`, and `commit` makes it a checkpoint."""
+
+    step: int
+    id: str
+    path: Location
+
+    @property
+    def folder(self) -> Path:
+        """Return `path` on a mounted file system."""
+        assert isinstance(self.path, Path)
+        return self.path
+
+
+class Held(Protocol):
+    """The lease of a place, held by this process."""
+
+    def check(self) -> None:
+        """Check that it still is. Raises: CommitConflictError; OSError."""
+
+    def release(self) -> None:
+        """Give it back."""
+
+
+class Steps(ABC):
+    """The committed steps of one place, as its writer sees them. Building the object touches nothing."""
+
+    root: Location
+
+    def __init__(self) -> None:
+        self._protected: set[int] = set()
+        self._rolled_back_to: int | None = None
+        self._reported: set[tuple[str, str]] = set()
+        self._has_leftovers = False
+        """Whether something could not be deleted; the next save tries it again."""
+
+    def step_path(self, step: int) -> Location:
+        """Return the name of a step for users, whether or not it exists."""
+        return self.root / step_name(step)
+
+    @abstractmethod
+    def attempt_at(self, step: int, attempt_id: str) -> Attempt:
+        """Return the attempt with this id; its path is the same on every rank."""
+
+    @abstractmethod
+    def files_of(self, manifest: Manifest) -> Location:
+        """Return where the files of a committed step are."""
+
+    @abstractmethod
+    def survey(self) -> Survey:
+        """Return the committed steps, and what only looks like one. Raises: OSError."""
+
+    @abstractmethod
+    def inspect(self, step: int) -> CommittedStep:
+        """Return one committed step. Raises: CheckpointNotFoundError; CorruptCheckpointError; OSError."""
+
+    @abstractmethod
+    def has(self, step: int) -> bool:
+        """Return whether a step is there, whatever is in it."""
+
+    @abstractmethod
+    def view(self, step: int, expected: bytes) -> str:
+        """Return how this process sees a step whose manifest is `expected` to rank 0: SAME, or a description."""
+
+    @abstractmethod
+    def open(self) -> Held:
+        """Take the lease and clear away what interrupted processes left; a second call only returns it.
+
+        Raises: CommitConflictError; PreflightError; OSError.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the lease back; idempotent."""
+
+    @abstractmethod
+    def begin(self, step: int, num_bytes: int) -> Attempt:
+        """Start a save of `num_bytes`. Raises: CommitConflictError; PreflightError; OSError."""
+
+    @abstractmethod
+    def commit(self, attempt: Attempt, manifest: Manifest) -> None:
+        """Make a whole attempt a committed step. Raises: SaveError; CommitConflictError; OSError."""
+
+    @abstractmethod
+    def abandon(self, attempt: Attempt) -> None:
+        """Remove an attempt that is not committed, as far as possible."""
+
+    @abstractmethod
+    def remove(self, step: CommittedStep) -> None:
+        """Delete a committed step. Raises: SaveError if it is pinned; CommitConflictError; OSError."""
+
+    @abstractmethod
+    def pin(self, step: int) -> None:
+        """Keep a step from expiring."""
+
+    @abstractmethod
+    def unpin(self, step: int) -> None:
+        """Let a pinned step expire again."""
+
+    @abstractmethod
+    def begin_probe(self, num_bytes: int) -> str:
+        """Rank 0: check that saves of `num_bytes` fit, and start a test save; return its name.
+
+        Raises: PreflightError; OSError.
+        """
+
+    @abstractmethod
+    def write_probe(self, name: str, rank: int) -> None:
+        """Every rank: write a little. Raises: PreflightError; OSError."""
+
+    @abstractmethod
+    def end_probe(self, name: str, world_size: int) -> None:
+        """Rank 0: read back and delete what all ranks wrote. Raises: PreflightError; OSError."""
+
+    @abstractmethod
+    def abandon_probe(self, name: str) -> None:
+        """Rank 0: remove a failed test save, as far as possible."""
+
+    def look(self) -> Survey:
+        """Return the survey; log once every `step-N` that is not a committed step.
+
+        Raises: NotACheckpointError; OSError.
+        """
+        seen = self.survey()
+        for name, reason in seen.rejected:
+            if step_of(name) is not None and (name, reason) not in self._reported:
+                self._reported.add((name, reason))
+                logger.warning("%s: %s is not a checkpoint that can be loaded: %s", self.root, name, reason)
+        return seen
+
+    def resume_from(self, step: int) -> None:
+        """Record that this run continues from `step`; the next `begin` sets newer steps aside."""
+        self._protected = {step}
+        self._rolled_back_to = step
+
+    def expired(self, keep: KeepConfig | None, protected: AbstractSet[int]) -> list[CommittedStep]:
+        """Return the committed steps that the policy no longer keeps; weights-only steps are counted apart.
+
+        The step resumed from stays, and so does every step that holds a foreign file, such as a pin.
+        """
+        if keep is None:
+            return []
+        steps = self.survey().steps
+        stay = self._protected | protected | {step.step for step in steps if step.foreign}
+        expired: list[CommittedStep] = []
+        for weights_only in (False, True):
+            group = {step.step: step for step in steps if (step.manifest.kind == "model") is weights_only}
+            facts = {n: StepFacts(s.manifest.created_unix_seconds, s.manifest.metrics) for n, s in group.items()}
+            expired += [group[step] for step in expired_steps(sorted(group), keep, stay, facts)]
+        return expired
+
+    def expire(self, keep: KeepConfig | None, protected: AbstractSet[int]) -> list[int]:
+        """Delete expired steps and return them. Failures are logged and tried again when the folder is next opened."""
+        gone: list[int] = []
+        try:
+            for step in self.expired(keep, protected):
+                self.remove(step)
+                gone.append(step.step)
+        except (OSError, CheckpointError) as error:
+            self._report([f"expired steps: {error}"])
+        return gone
+
+    def _report(self, problems: list[str]) -> None:
+        self._has_leftovers |= bool(problems)
+        for problem in problems:
+            logger.warning("%s: left for the next save: %s", self.root, problem)
+
+
+def newer_step_error(root: Location, step: int, newest: int) -> str:
+    """Return why a save would be older than what is there."""
+    return (
+        f"{root}: step {step} would be older than step {newest}, which is there and which this run "
+        "does not go on from. Load a step first, or save to another folder"
+    )
+
+
+def committed_error(path: Location, step: int) -> str:
+    """Return why a step is not saved again."""
+    return f"{path}: step {step} is committed already, and committed steps do not change"

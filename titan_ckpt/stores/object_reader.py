@@ -1,0 +1,54 @@
+"""ObjectReader: one object in a bucket, read at offsets as `disk.direct.FileReader` reads a file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from titan_ckpt.stores.bucket import BucketPath
+
+_HEAD_BYTES = 256 << 10
+"""The first request gets the size and so many bytes: the header of most files."""
+
+
+class ObjectReader:
+    """An object that does not change, read by ranges. Threads may share it."""
+
+    is_remote = True
+
+    def __init__(self, path: BucketPath) -> None:
+        """Read the object's head. Raises: FileNotFoundError; StoreError."""
+        self.path = path
+        self.num_workers = path.bucket.settings.concurrency
+        self._head, self.num_bytes = path.bucket.read_head(path.key, _HEAD_BYTES)
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Return `num_bytes` from `offset` on; fewer if the object ends. Raises: EOFError; StoreError."""
+        stop = min(offset + num_bytes, self.num_bytes)
+        if stop <= len(self._head):
+            return self._head[offset:stop]
+        return bytes(self.path.bucket.read_range(self.path.key, offset, stop))
+
+    def read_aligned(self, buffer: memoryview, offset: int, num_bytes: int) -> None:
+        """Fill the buffer's first `num_bytes`, by one request. Raises: EOFError; StoreError."""
+        if offset + num_bytes > self.num_bytes:
+            raise EOFError(f"{self.path} ends at byte {self.num_bytes}")
+        data = self.path.bucket.read_range(self.path.key, offset, offset + num_bytes)
+        np.copyto(np.frombuffer(buffer[:num_bytes], np.uint8), np.frombuffer(data, np.uint8))  # without the interpreter
+
+    def read_into(self, views: list[memoryview], offset: int) -> None:
+        """Fill the views in order, by one request for each. Raises: as `read_aligned`."""
+        for view in views:
+            if len(view):
+                self.read_aligned(view, offset, len(view))
+                offset += len(view)
+
+    def cached_bytes(self, offset: int, num_bytes: int) -> int:
+        """Return 0: nothing of a bucket is in this machine's memory."""
+        return 0
+
+    def close(self) -> None:
+        """Forget the head."""
+        self._head = b""

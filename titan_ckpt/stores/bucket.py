@@ -78,7 +78,7 @@ class Bucket:
         """Put an object over the content of that version only; otherwise as `create`."""
         self._put_once(key, data, dict(version))
 
-    def _put_once(self, key: str, data: bytes, mode: str | dict[str, str]) -> None:
+    def _put_once(self, key: str, data: bytes, mode: Any) -> None:
         if self.settings.single_writer:
             if mode == "create" and self._content(key) not in (None, data):
                 raise FileExistsError(errno.EEXIST, "is there already", self.url(key))
@@ -275,15 +275,15 @@ def _client(scheme: str, name: str, settings: StoreConfig) -> Any:
     }
     if scheme == "s3":
         own = {"endpoint": endpoint, "region": settings.region}
-        given = {key: value for key, value in own.items() if value is not None}
-        return S3Store(name, **given, **_shared_credentials(), **common)
+        common |= {key: value for key, value in own.items() if value is not None}
+        return S3Store(name, **common, **_shared_credentials())
     if scheme == "gs":
-        return GCSStore(name, **({"base_url": endpoint} if endpoint else {}), **common)
+        return GCSStore(name, **common | ({"base_url": endpoint} if endpoint else {}))
     assert scheme == "az", SCHEMES
-    return AzureStore(name, **({"endpoint": endpoint} if endpoint else {}), **common)
+    return AzureStore(name, **common | ({"endpoint": endpoint} if endpoint else {}))
 
 
-def _shared_credentials() -> dict[str, str]:
+def _shared_credentials() -> dict[str, Any]:
     """Return the keys of AWS's shared credentials file, which the client does not read; {} if others come first."""
     others = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
     if any(os.environ.get(name) for name in (*others, "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE")):

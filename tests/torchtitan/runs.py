@@ -134,7 +134,7 @@ def _die_while_writing(dies: SimpleQueue[bool]) -> None:
     """Let the next asynchronous save wait for the answer, and end by SIGKILL when this rank's file has been begun."""
     write = StagedFile.write
 
-    def written(self: StagedFile, folder: Path) -> Any:
+    def written(self: StagedFile, folder: Any) -> Any:
         if dies.get():
             threading.Thread(target=write, args=(self, folder), daemon=True).start()
             while not (folder / self.plan.file_name).exists():

@@ -15,7 +15,6 @@ from tests.faults.forked_ranks import Ranks, outcome
 from tests.faults.scenarios import quick_folder
 from tests.faults.shim import Counter, FailAt, KillAt, StopAt, intercepted
 from tests.faults.small_checkpoints import load, manifest_of, write_files
-from titan_ckpt.directory import directory as directory_module
 from titan_ckpt.directory import store as step_store
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import FileRecord
@@ -200,7 +199,7 @@ def test_ranks_with_stale_views_wait_or_refuse_together(view: str) -> None:
             save_together(root, line, 20, 2)
             step_store.VISIBLE_SECONDS = 0.3
             if line.rank == 1:
-                setattr(directory_module, "read_manifest_bytes", lambda path: b"")  # noqa: B010 - not exported there.
+                setattr(step_store, "read_manifest_bytes", lambda path: b"")  # noqa: B010 - not exported there.
             directory = CheckpointDirectory(root, line)
             return [directory.steps(), outcome(lambda: directory.manifest(20).step)]
 

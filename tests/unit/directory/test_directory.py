@@ -27,7 +27,6 @@ from tests.faults.small_checkpoints import (
     write_files,
 )
 from titan_ckpt.config import KeepConfig
-from titan_ckpt.directory import directory as directory_module
 from titan_ckpt.directory import store as step_store
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.lease import LEASE_NAME, Holder
@@ -807,7 +806,7 @@ def test_a_listing_that_arrives_late_is_waited_for(tmp_path: Path) -> None:
         def late(path: Path) -> bytes:
             return read_manifest_bytes(path if time.monotonic() - start > 0.2 else path.with_name("not-yet"))
 
-        setattr(directory_module, "read_manifest_bytes", late)  # noqa: B010 - it is not exported there.
+        setattr(step_store, "read_manifest_bytes", late)  # noqa: B010 - it is not exported there.
     directory = CheckpointDirectory(tmp_path, line)
     assert directory.manifest(10).step == 10
     directory.close()

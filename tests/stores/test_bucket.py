@@ -143,6 +143,13 @@ def test_no_error_holds_a_credential(s3: Server, monkeypatch: pytest.MonkeyPatch
     assert not any(secret in str(error) for secret in (*servers.CREDENTIALS.values(), "sig=", "user:pw"))
 
 
+def test_credentials_that_have_expired_are_named_as_the_cause() -> None:
+    """S3 answers 400 to them, which is not the endpoint's fault."""
+    body = "<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+    error = store_error(RuntimeError(f"non-2xx status code: 400 Bad Request: {body}"), "read", "s3://b/a", 1.0)
+    assert "ExpiredToken" in str(error) and "Check the credentials" in str(error) and error.is_final
+
+
 def test_a_bucket_that_is_not_there_is_said_at_once(server: Server) -> None:
     """For every request, without retries, with the next step."""
     place = open_location(f"{server.url}-none/x", settings=StoreConfig(endpoint=server.endpoint, retry_seconds=60.0))
@@ -196,3 +203,11 @@ def test_an_endpoint_with_a_password_is_refused() -> None:
     """Settings are written to manifests and logs."""
     with pytest.raises(ConfigError, match="without user, password or query"):
         StoreConfig(endpoint="https://user:pw@host")
+
+
+def test_an_upload_whose_last_answer_is_lost_is_there(s3: Server) -> None:
+    """The client asks again to complete it, and the store knows no such upload any more."""
+    place, part = place_in(s3), memoryview(bytes(5 << 20))
+    with behind(s3, "cut", "POST", "/big", times=1, query="uploadId") as proxy:
+        through(place, proxy).bucket.upload((place / "big").key, iter([part, part]), 5 << 20)
+    assert place.bucket.read_head((place / "big").key, 1)[1] == 10 << 20

@@ -128,7 +128,7 @@ def test_what_a_dead_run_left_is_cleared_and_cannot_be_committed_any_more(server
     new.open()
     assert [key for key in keys(place) if key.startswith("data")] == []
     manifest = manifest_of(attempt)
-    old._faults = lambda files, manifest: []  # type: ignore[method-assign]  # it had seen its files
+    old._faults = lambda files, manifest: ([], [])  # type: ignore[method-assign]  # it had seen its files
     with pytest.raises(CommitConflictError, match="another process"):
         old.commit(attempt, manifest)
     assert directory.steps() == []
@@ -136,7 +136,7 @@ def test_what_a_dead_run_left_is_cleared_and_cannot_be_committed_any_more(server
     old.abandon(attempt)
     assert place.bucket.read((place / "commits" / "step-5.json").key) == before
     second = new.begin(5, 10)
-    new._faults = lambda files, manifest: []  # type: ignore[method-assign]
+    new._faults = lambda files, manifest: ([], [])  # type: ignore[method-assign]
     new.commit(second, manifest_of(second))
     assert directory.steps() == [5]
     new.close()

@@ -29,7 +29,7 @@ from titan_ckpt.errors import (
     SaveError,
     listed,
 )
-from titan_ckpt.stores.bucket import BucketPath, ObjectFacts, Version
+from titan_ckpt.stores.bucket import BucketPath, ObjectFacts, StoreError, Version
 from titan_ckpt.stores.probe import probe
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 _COMMIT = re.compile(r"step-(0|[1-9][0-9]{0,18})\.json")
 _ABANDONED = re.compile(r"step-(0|[1-9][0-9]{0,18})\.abandoned-[0-9a-f]{8}\.json")
 _PIN = re.compile(r"step-(0|[1-9][0-9]{0,18})\.pinned")
+_ATTEMPT = re.compile(r"[0-9a-f]{32}")
 _FENCE = "titan_ckpt fence"
 _PROBE = bytes(range(256)) * 16
 
@@ -99,7 +100,7 @@ class BucketSteps(Steps):
         wanted = {
             f.key: f.version for f in facts if _COMMIT.fullmatch(_name(f.key)) or _ABANDONED.fullmatch(_name(f.key))
         }
-        found = {key: c for key, c in self._commits.items() if key in wanted and dict(c.version) == dict(wanted[key])}
+        found = {key: c for key, c in self._commits.items() if key in wanted and _is_of(c.version, wanted[key])}
 
         def read(key: str) -> None:
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
@@ -123,12 +124,12 @@ class BucketSteps(Steps):
         return [(name, "not a checkpoint of titan_ckpt in a bucket") for name in names if looks_like_a_step(name)]
 
     def inspect(self, step: int) -> CommittedStep:
-        """Read a step's commit and compare its files' sizes with a listing."""
+        """Read a step's commit and compare its files' sizes with a listing; what else is there does no harm."""
         with contextlib.suppress(FileNotFoundError):
             content, _ = self._bucket.read(self._commit_at(step).key)
             if not _Commit({}, content).is_fence:
                 committed = self._committed(step, content, is_pinned=self._is_pinned(step))
-                if faults := self._faults(self.files_of(committed.manifest), committed.manifest):
+                if faults := self._faults(self.files_of(committed.manifest), committed.manifest)[0]:
                     path = str(self.step_path(step))
                     raise CorruptCheckpointError(f"{path}: {listed(faults, last=' ')}", path)
                 return committed
@@ -145,15 +146,15 @@ class BucketSteps(Steps):
     def view(self, step: int, expected: bytes) -> str:
         try:
             content, _ = self._bucket.read(self._commit_at(step).key)
-        except OSError as error:
-            return f"nothing ({error})"
+        except FileNotFoundError:
+            return "nothing"
         return SAME if content == expected else "another save"
 
     def open(self) -> BucketLease:
         if self._lease is None:
             lease = BucketLease.acquire(self.root)
             try:
-                self._recover()
+                self._recover(lease)
             except BaseException:
                 lease.release()
                 raise
@@ -166,10 +167,14 @@ class BucketSteps(Steps):
             lease.release()
 
     def begin(self, step: int, num_bytes: int) -> Attempt:
-        self.open().check()
+        lease = self.open()
+        lease.check()
         if self._has_leftovers:
             self._has_leftovers = False
-            self._recover()
+            try:
+                self._recover(lease)
+            except StoreError as error:
+                self._report([f"leftovers: {error}"])
         self._leave_abandoned_branch()
         self._refuse_conflict(step)
         return self.attempt_at(step, uuid.uuid4().hex)
@@ -180,8 +185,9 @@ class BucketSteps(Steps):
         Raises: SaveError; CommitConflictError; OSError, after which the commit may have happened all the same.
         """
         assert self._lease is not None, "begin() comes first"
-        if faults := self._faults(self.files_of(manifest), manifest):
-            raise SaveError(f"{attempt.path}: {'; '.join(faults)}")
+        faults, foreign = self._faults(self.files_of(manifest), manifest)
+        if faults or foreign:
+            raise SaveError(f"{attempt.path}: {'; '.join(faults + [f'{name} is not expected' for name in foreign])}")
         content = manifest.to_bytes()
         place = self._commit_at(attempt.step)
         fence = self._commits.get(place.key)
@@ -204,13 +210,17 @@ class BucketSteps(Steps):
             content = None
             if attempt.id in self._attempted:  # the request may still be on its way
                 content = self._fence(attempt.step, [self._attempted[attempt.id]])
-            self._discard(attempt, content)
+            if not self._discard(attempt, content):
+                logger.warning(
+                    "%s: its files stay: the store has committed step %d, although its answer was lost and the save "
+                    "failed", attempt.path, attempt.step
+                )  # fmt: skip
         except OSError as error:
             self._report([f"{attempt.path}: {error}"])
 
     def remove(self, step: CommittedStep) -> None:
         self.open().check()
-        if step.foreign:
+        if step.foreign or self._is_pinned(step.step):  # it may have been pinned since it was listed
             raise SaveError(f"{self.step_path(step.step)}: is pinned; unpin it first")
         self._bucket.delete([self._commit_at(step.step).key])
         files = self.files_of(step.manifest)
@@ -262,28 +272,30 @@ class BucketSteps(Steps):
             return True
         return False
 
-    def _faults(self, files: BucketPath, manifest: Manifest) -> list[str]:
-        """Compare the files of an attempt with its manifest, by one listing."""
+    def _faults(self, files: BucketPath, manifest: Manifest) -> tuple[list[str], list[str]]:
+        """Compare an attempt with its manifest, by one listing: what is wrong, and names that it does not list."""
         actual = {_name(f.key): f.num_bytes for f in self._bucket.list_objects(files.key)}
         expected = {record.name: record.num_bytes for record in manifest.files}
         missing = [f"{name} is missing" for name in sorted(expected.keys() - actual.keys())]
-        foreign = [f"{name} is not expected" for name in sorted(actual.keys() - expected.keys())]
         sizes = [
             f"{name} has {actual[name]} bytes, {size} were written"
             for name, size in expected.items()
             if actual.get(name, size) != size
         ]
-        return [*missing, *foreign, *sizes]
+        return [*missing, *sizes], sorted(actual.keys() - expected.keys())
 
     def _leave_abandoned_branch(self) -> None:
+        """Set aside the commits after the step that this run went back to, newest first; damaged ones, too."""
         above = self._rolled_back_to
         if above is not None:
-            for committed in reversed(self.survey().steps):
-                if committed.step > above:
-                    aside = self.root / COMMITS / f"{step_name(committed.step)}.abandoned-{uuid.uuid4().hex[:8]}.json"
-                    self._bucket.create(aside.key, committed.manifest_bytes)
-                    self._bucket.delete([self._commit_at(committed.step).key])
-                    logger.warning("%s: set aside as %s: this run went back to step %d", self.root, aside.name, above)
+            commits = self._read_commits(self._bucket.list_objects((self.root / COMMITS).key))
+            steps = {int(m[1]): c for key, c in commits.items() if (m := _COMMIT.fullmatch(_name(key)))}
+            for step in sorted((n for n, commit in steps.items() if n > above and not commit.is_fence), reverse=True):
+                aside = self.root / COMMITS / f"{step_name(step)}.abandoned-{uuid.uuid4().hex[:8]}.json"
+                self._bucket.create(aside.key, steps[step].content)
+                self._bucket.delete([self._commit_at(step).key])
+                self._bucket.delete([self._pin_at(step).key])  # the next step of this number is not pinned
+                logger.warning("%s: set aside as %s: this run went back to step %d", self.root, aside.name, above)
         self._rolled_back_to = None  # only now: if a request failed, the next save tries it again
 
     def _refuse_conflict(self, step: int) -> None:
@@ -297,20 +309,30 @@ class BucketSteps(Steps):
             if name == step_name(step):
                 raise CommitConflictError(f"{reason}. It is in the way of step {step}: move it away")
 
-    def _recover(self) -> None:
-        """Delete the attempts that no commit names, after fencing them; none of a step whose commit is damaged."""
+    def _recover(self, lease: BucketLease) -> None:
+        """Fence the attempts that no commit names, and delete them; none of a step of which a commit is damaged.
+
+        Raises: CommitConflictError if another process has taken the lease meanwhile, whose attempts these may be.
+        """
         facts = self._bucket.list_objects((self.root / COMMITS).key)
         committed, unreadable = _attempts(self._read_commits(facts))
         prefix = (self.root / DATA).key
         places = [f.key.removeprefix(f"{prefix}/").split("/")[:2] for f in self._bucket.list_objects(prefix)]
         for (step, attempt), _ in groupby(place for place in places if len(place) == 2):
-            if attempt in committed or step in unreadable or (number := _number(step)) is None:
+            number = _number(step)
+            if attempt in committed or number is None or not _ATTEMPT.fullmatch(attempt):  # a foreign name
                 continue
-            logger.info("%s: discarding attempt %s of %s, a save that was interrupted", self.root, attempt, step)
-            self._discard(self.attempt_at(number, attempt), self._fence(number))
+            lease.check()
+            content = self._fence(number)
+            if step not in unreadable:
+                logger.info("%s: discarding attempt %s of %s, a save that was interrupted", self.root, attempt, step)
+                self._discard(self.attempt_at(number, attempt), content)
 
-    def _discard(self, attempt: Attempt, content: bytes | None) -> None:
-        """Delete the files of an attempt, unless `content` is its commit, or one that cannot be read."""
+    def _discard(self, attempt: Attempt, content: bytes | None) -> bool:
+        """Delete the files of an attempt, unless `content` is its commit, or one that cannot be read.
+
+        Return whether they are deleted.
+        """
         if content is not None:
             with contextlib.suppress(CorruptCheckpointError):
                 if Manifest.from_bytes(content).attempt != attempt.id:
@@ -318,6 +340,7 @@ class BucketSteps(Steps):
         if content is None:
             assert isinstance(attempt.path, BucketPath)
             self._bucket.delete([f.key for f in self._bucket.list_objects(attempt.path.key)])
+        return content is None
 
     def _fence(self, step: int, expected: Sequence[Version | None] | None = None) -> bytes | None:
         """Make sure that no commit of a step that is on its way succeeds; return the content of one that has.
@@ -340,6 +363,11 @@ class BucketSteps(Steps):
                     return None
                 self._bucket.replace(place.key, fence, version)
                 return None
+
+
+def _is_of(version: Version, listed: Version) -> bool:
+    """Return whether a listing shows this version; it may leave out parts, as S3 does the id in a versioned bucket."""
+    return bool(listed) and listed.items() <= version.items()
 
 
 def _name(key: str) -> str:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory import store as step_store
@@ -165,7 +165,7 @@ class CheckpointDirectory:
         """Make the attempt a committed step; every rank's files are durable and rank 0's `manifest` lists them.
 
         When this returns, the step survives a power failure. When it raises, the attempt is gone and nothing else has
-        changed.
+        changed; but a bucket that stopped answering may have committed it.
         Raises: SaveError naming files that are missing, unexpected or of a wrong size; CommitConflictError; PeerError.
         """
         assert (manifest.step, manifest.attempt) == (attempt.step, attempt.id)
@@ -228,14 +228,20 @@ class CheckpointDirectory:
     def _await_same_view(self, step: int, expected: bytes) -> None:
         """Wait until every rank sees the save that rank 0 chose: network file systems cache listings for seconds.
 
-        Raises: CheckpointNotFoundError; CorruptCheckpointError.
+        Raises: CheckpointNotFoundError; CorruptCheckpointError; StoreError, and PeerError on the other ranks.
         """
         deadline = time.monotonic() + step_store.VISIBLE_SECONDS
         path = self.step_path(step)
-        while True:
+        view = ""
+
+        def look() -> list[bool]:
+            nonlocal view
             view = self._store.view(step, expected)
-            facts: Json = [view == SAME, not self._store.has(step), time.monotonic() > deadline]
-            of_ranks: list[Any] = self._coordinator.gather(f"view of step {step}", facts)
+            is_same = view == SAME
+            return [is_same, not (is_same or self._store.has(step)), time.monotonic() > deadline]
+
+        while True:
+            of_ranks = self._coordinator.gather_results(f"view of step {step}", look)
             if all(is_same for is_same, _, _ in of_ranks):
                 return
             _, is_gone, is_late = of_ranks[0]  # rank 0 decides for all

@@ -88,7 +88,10 @@ class Steps(ABC):
 
     @abstractmethod
     def view(self, step: int, expected: bytes) -> str:
-        """Return how this process sees a step whose manifest is `expected` to rank 0: SAME, or a description."""
+        """Return how this process sees a step whose manifest is `expected` to rank 0: SAME, or a description.
+
+        Raises: StoreError for a bucket that does not answer, which says nothing about the step.
+        """
 
     @abstractmethod
     def open(self) -> Held:

@@ -18,6 +18,8 @@ _CAUSE = re.compile(r'message: "([^"\n]{1,200})"|kind: (Timeout)|(TimedOut|Incom
 _QUERY = re.compile(r"\?[^\s'\")]*")
 _USER = re.compile(r"//[^/\s@]+@")
 _SECRET_NAME = re.compile(r"(?i)key|secret|token|password|sas|connection_string|credential")
+_STALE_TOKEN = re.compile(r"<Code>\s*(ExpiredToken|InvalidToken|TokenRefreshRequired)\s*</Code>")
+"""S3 answers 400 to credentials that were right."""
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _LEAST_SECRET = 6
 
@@ -40,7 +42,11 @@ def store_error(error: Exception, verb: str, url: str, seconds: float) -> StoreE
     code, is_final, advice = errno.EIO, False, "Is the endpoint right, and can this machine reach it?"
     if lacks_bucket(error):
         code, is_final, advice = errno.ENOENT, True, "Create the bucket, or correct its name, endpoint or region"
-    elif status in (401, 403) or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
+    elif (
+        status in (401, 403)
+        or _STALE_TOKEN.search(text)
+        or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
+    ):
         code, is_final = errno.EACCES, True
         advice = "Check the credentials, their right to read, write, list and delete there, and this machine's clock"
     elif (300 <= status < 500 and status not in (408, 409, 429)) or status == 501:

@@ -1,0 +1,148 @@
+"""Steps in a bucket as their writer changes them: what it deletes and sets aside, and what other ranks are told."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import uuid
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from tests.stores.conftest import place_in
+from tests.stores.servers import Server, free_port
+from tests.stores.test_manager_in_bucket import _forget_leases, keys, manifest_of
+from titan_ckpt.directory.bucket_steps import BucketSteps
+from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.directory.steps import Attempt
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import CommitConflictError, PeerError, SaveError
+from titan_ckpt.stores.bucket import Bucket, BucketPath, StoreError
+from titan_ckpt.stores.settings import StoreConfig
+
+
+def write(attempt: Attempt) -> None:
+    assert isinstance(attempt.path, BucketPath)
+    attempt.path.bucket.create((attempt.path / "rank-00000.json").key, b"{}")
+
+
+def save(steps: BucketSteps, step: int) -> None:
+    attempt = steps.begin(step, 10)
+    write(attempt)
+    steps.commit(attempt, manifest_of(attempt))
+
+
+def test_a_rollback_sets_damaged_commits_aside_and_leaves_no_pin(s3: Server) -> None:
+    """The run that went back saves steps of the same numbers; a pin was of the step that is set aside."""
+    place = place_in(s3)
+    steps = BucketSteps(place)
+    for step in (1, 2, 3):
+        save(steps, step)
+    steps.pin(3)
+    place.bucket.upload((place / "commits" / "step-2.json").key, iter([memoryview(b"{}")]), 5 << 20)
+    assert [step.step for step in steps.survey().steps] == [1, 3]
+    steps.resume_from(1)
+    save(steps, 2)
+    save(steps, 3)
+    steps.close()
+    seen = steps.survey()
+    assert [(step.step, step.foreign) for step in seen.steps] == [(1, ()), (2, ()), (3, ())]
+    assert len([key for key in keys(place) if ".abandoned-" in key]) == 2
+
+
+def test_a_clean_up_that_fails_fails_no_save_and_is_tried_again(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And deletes nothing that is not named as an attempt is."""
+    place = place_in(s3)
+    steps = BucketSteps(place)
+    save(steps, 1)
+    attempt = f"data/step-2/{uuid.uuid4().hex}/rank-00000.json"
+    for name in (attempt, "data/step-2/notes/a.txt"):
+        place.bucket.create((place / name).key, b"x")
+    steps._has_leftovers = True
+
+    def refuse(keys: object) -> None:
+        raise StoreError(errno.EACCES, "no right to delete", is_final=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps._bucket, "delete", refuse)
+        save(steps, 3)
+    assert attempt in keys(place)
+    save(steps, 4)
+    steps.close()
+    assert attempt not in keys(place) and "data/step-2/notes/a.txt" in keys(place)
+    assert [step.step for step in steps.survey().steps] == [1, 3, 4]
+
+
+def test_a_foreign_object_beside_the_files_damages_no_step(s3: Server) -> None:
+    """A step is what its manifest lists."""
+    place = place_in(s3)
+    steps = BucketSteps(place)
+    save(steps, 1)
+    steps.close()
+    files = steps.files_of(steps.inspect(1).manifest)
+    place.bucket.create((files / "_SUCCESS").key, b"")
+    assert steps.inspect(1).step == 1
+
+
+def test_a_step_that_was_pinned_after_it_was_listed_is_not_removed(s3: Server) -> None:
+    """Another process has pinned it while this one decided what expires."""
+    place = place_in(s3)
+    steps = BucketSteps(place)
+    save(steps, 1)
+    (listed,) = steps.survey().steps
+    BucketSteps(place).pin(1)
+    with pytest.raises(SaveError, match="is pinned"):
+        steps.remove(listed)
+    steps.close()
+    assert steps.inspect(1).step == 1
+
+
+def test_of_two_restarts_the_one_that_lost_the_lease_deletes_nothing(s3: Server) -> None:
+    """It was about to clear away what a dead run had left, and found the other's save under way."""
+    place = place_in(s3)
+    slow, quick = BucketSteps(place), BucketSteps(place)
+    lease = slow.open()
+    _forget_leases()
+    attempt = quick.begin(1, 10)
+    write(attempt)
+    with pytest.raises(CommitConflictError, match="taken over"):
+        slow._recover(lease)
+    quick.commit(attempt, manifest_of(attempt))
+    quick.close()
+
+
+def test_a_store_that_one_rank_cannot_reach_stops_all_ranks_and_damages_no_step(s3: Server) -> None:
+    """Rank 1 has the store's error, rank 0 is told of it at once; neither goes on to an older step."""
+    place = place_in(s3)
+    steps = BucketSteps(place)
+    save(steps, 1)
+    steps.close()
+    nowhere = StoreConfig(endpoint=f"http://127.0.0.1:{free_port()}", retry_seconds=0.3)
+    places = [place, BucketPath(Bucket(place.bucket.scheme, place.bucket.name, nowhere), place.key)]
+    store, errors = dist.HashStore(), dict[int, BaseException]()
+
+    def open_step(rank: int) -> None:
+        try:
+            CheckpointDirectory(places[rank], Coordinator(rank, 2, store, "view", 10.0)).manifest(1)
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=open_step, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert isinstance(errors[1], StoreError) and isinstance(errors[0], PeerError)
+    assert "rank 1" in str(errors[0]) and "could not read it" in str(errors[0])
+
+
+def test_a_commit_is_read_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listing names its version, in buckets that keep versions, too, where it leaves out their ids."""
+    steps = BucketSteps(place_in(server))
+    save(steps, 1)
+    first = steps.survey()
+    steps.close()
+    steps._commits = {k: replace(c, version={**c.version, "version": "7"}) for k, c in steps._commits.items()}
+    monkeypatch.setattr(steps._bucket, "read", lambda key: pytest.fail(f"{key} is read again"))
+    assert steps.survey() == first

@@ -366,8 +366,11 @@ class BucketSteps(Steps):
 
 
 def _is_of(version: Version, listed: Version) -> bool:
-    """Return whether a listing shows this version; it may leave out parts, as S3 does the id in a versioned bucket."""
-    return bool(listed) and listed.items() <= version.items()
+    """Return whether a listing shows this version.
+
+    S3's leave out the id that a versioned bucket gives it, Azure's the quotes of the ETag.
+    """
+    return bool(listed) and all(version.get(name, "").strip('"') == text.strip('"') for name, text in listed.items())
 
 
 def _name(key: str) -> str:

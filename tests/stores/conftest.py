@@ -65,16 +65,13 @@ def through(place: BucketPath, proxy: servers.Proxy, **settings: object) -> Buck
 
 
 @contextlib.contextmanager
-def behind(
-    server: Server, fault: servers.Fault, method: str, suffix: str, times: int = 1, query: str = ""
-) -> Iterator[servers.Proxy]:
-    """Break the first requests of a method to an object; `suffix`: the end of its name, `query`: its query's start."""
+def behind(server: Server, fault: servers.Fault, method: str, suffix: str, times: int = 1) -> Iterator[servers.Proxy]:
+    """Break the first requests of a method to an object; `suffix`: the end of its name."""
     left = times
 
     def decide(asked: str, path: str) -> servers.Fault:
         nonlocal left
-        name, _, arguments = path.partition("?")
-        if asked == method and name.endswith(suffix) and arguments.startswith(query) and left > 0:
+        if asked == method and path.partition("?")[0].endswith(suffix) and left > 0:
             left -= 1
             return fault
         return None

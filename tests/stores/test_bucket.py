@@ -203,11 +203,3 @@ def test_an_endpoint_with_a_password_is_refused() -> None:
     """Settings are written to manifests and logs."""
     with pytest.raises(ConfigError, match="without user, password or query"):
         StoreConfig(endpoint="https://user:pw@host")
-
-
-def test_an_upload_whose_last_answer_is_lost_is_there(s3: Server) -> None:
-    """The client asks again to complete it, and the store knows no such upload any more."""
-    place, part = place_in(s3), memoryview(bytes(5 << 20))
-    with behind(s3, "cut", "POST", "/big", times=1, query="uploadId") as proxy:
-        through(place, proxy).bucket.upload((place / "big").key, iter([part, part]), 5 << 20)
-    assert place.bucket.read_head((place / "big").key, 1)[1] == 10 << 20

@@ -115,20 +115,16 @@ class Bucket:
         return None
 
     def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
-        """Put a large object in requests of `part_bytes`. Nothing else is put under its name.
+        """Put a large object in requests of `part_bytes`.
 
         `parts` may be views of memory that does not change meanwhile; at most `concurrency` requests are in flight.
-        Raises: StoreError; what `parts` raises. There is no object then, unless the store completes it late.
+        Raises: StoreError; what `parts` raises. There is no object then.
         """
         errors: list[BaseException] = []
-        num_bytes = 0
 
         def watched() -> Iterator[memoryview]:
-            nonlocal num_bytes
             try:
-                for part in parts:
-                    num_bytes += part.nbytes
-                    yield part
+                yield from parts
             except BaseException as error:  # the client would wrap it in an error of its own
                 errors.append(error)
                 raise
@@ -143,18 +139,10 @@ class Bucket:
                     chunk_size=part_bytes,
                     max_concurrency=self.settings.concurrency,
                 )
-        except FileNotFoundError as error:  # a completed upload is gone: was its answer lost, and it was asked again?
-            if errors or self._size(key) != num_bytes:
-                raise (errors or [error])[0] from None
         except BaseException:
             if errors:
                 raise errors[0] from None
             raise
-
-    def _size(self, key: str) -> int | None:
-        with contextlib.suppress(FileNotFoundError):
-            return self.read_head(key, 1)[1]
-        return None
 
     def read(self, key: str) -> tuple[bytes, Version]:
         """Return a small object and its version. Raises: FileNotFoundError; StoreError."""

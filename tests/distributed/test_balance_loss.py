@@ -124,6 +124,8 @@ def test_d3_the_factor_of_the_balance_loss_is_the_runs_or_that_of_config_json() 
     assert (balance_coefficient(config, MOE), balance_coefficient(config, SHAPE)) == (0.0, 0.5)
     config = from_dict(RunConfig, {**raw, "training": {"router_aux_loss_coef": 0.25}})
     assert balance_coefficient(config, MOE) == balance_coefficient(config, SHAPE) == 0.25
+    with pytest.raises(ConfigError, match="needs a sparse layer, and all are dense: set it to 0"):
+        balance_coefficient(config, replace(SHAPE, dense_layers=tuple(range(SHAPE.num_layers))))
 
 
 def test_d3_a_run_reports_the_balance_loss_apart_from_that_of_the_tokens(tmp_path: Path) -> None:

@@ -14,12 +14,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.forked import Program
 from tests.tiny_run import losses, rows, settings
 from tests.unit.training.test_runs import CONSTANT, LENGTH, Tiny, epochs
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.models import llama3
+from titan_ckpt.models.registry import Architecture
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.callbacks import Callback
 from titan_ckpt.training.data.batch import IGNORED, Batch, collate
@@ -169,9 +175,22 @@ def stopped(folder: Path) -> Any:
     )
 
 
+def on_a_mesh_of_its_own(model: nn.Module, *arguments: Any) -> Sequence[nn.Module]:
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return [model]
+
+
+NAMELESS: Architecture[Any] = Architecture(
+    llama3.Llama3, llama3.Llama3Config.from_hf, {"tiny": llama3.FLAVORS["debug-0.5m"]}, on_a_mesh_of_its_own
+)
+
+
 @distributed(nproc=2)
 def run_on_two(tmp_path: Path) -> None:
     """Every run of this file that has two ranks."""
+    with pytest.raises(ConfigError, match=r"NAMELESS.* tok_embeddings.*mesh of its own.*ranks\.mesh\(\"fsdp\"\)"):
+        Trainer(settings(tmp_path / "nameless", model={"name": f"{__name__}:NAMELESS", "flavor": "tiny"})).run()
+
     rank = dist.get_rank()
     gradients = Gradients()
     Uneven(averaged(tmp_path / "two", 2), callbacks=[gradients]).run()
@@ -204,7 +223,10 @@ def run_on_two(tmp_path: Path) -> None:
 
 
 def test_d9_two_ranks_average_gather_and_go_on_as_the_settings_say(tmp_path: Path) -> None:
-    """Rank averages and global batches are those of one rank; freeing changes no bit; a stop inside a step neither."""
+    """Rank averages and global batches are those of one rank; freeing changes no bit; a stop inside a step neither.
+
+    A model on a mesh that gives gradients no norm is refused on both ranks, as one of them would wait for the other.
+    """
     run_on_two(tmp_path)
 
     gradients = Gradients()

@@ -65,11 +65,12 @@ def run(command: Command) -> int:
 
 
 def _paths(command: Command) -> Iterator[tuple[str, Path]]:
-    """Yield the name and the value of every argument that is a path."""
+    """Yield the name and the value of every argument that is a path, each of several by its number."""
     for name, value in vars(command).items():
-        for part in value if isinstance(value, tuple) else (value,):
+        several = enumerate(value, 1) if isinstance(value, tuple) else ()
+        for key, part in [(name, value), *((f"{name} {number}", part) for number, part in several)]:
             if isinstance(part, Path):
-                yield name, part
+                yield key, part
 
 
 def _fail(text: str, code: int) -> int:

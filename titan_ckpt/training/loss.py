@@ -47,9 +47,10 @@ class Predicted:
         if is_whole:
             if here != (size := sum(batch["labels"].numel() for batch in batches)):
                 raise RuntimeError(
-                    f"every_label_counts of the dataset is true, and {size - here} labels of a step do not"
+                    f"{size - here} labels of a step are {IGNORED}, and every_label_counts of the dataset is true: set "
+                    "it to False in the class of the dataset"
                 )
-            counts = torch.tensor([here * ranks.data_size, ranks.data_size], device=ranks.device)
+            counts = torch.tensor([here * ranks.data_size, ranks.data_size]).to(ranks.device, non_blocking=True)
         else:
             counts = ranks.sum(torch.tensor([here, min(here, 1)], device=ranks.device), over_data=True)
         return Predicted(here, counts[0], counts[1])
@@ -82,6 +83,9 @@ def balance_coefficient(config: RunConfig, shape: Any) -> float:
     wanted = config.training.router_aux_loss_coef
     if isinstance(shape, Qwen3MoeConfig):
         coefficient = shape.balance_coefficient if wanted is None else wanted
+        if coefficient and not any(map(shape.is_sparse, range(shape.num_layers))):
+            problem = f"the load-balancing loss (factor {coefficient:g}) needs a sparse layer, and all are dense"
+            raise ConfigError([f"{_SETTING}: {problem}: set it to 0.0"])
         if coefficient and config.parallel.pipeline_parallel > 1:
             problem = (
                 f"the load-balancing loss (factor {coefficient:g}) is one of all layers together, and with "

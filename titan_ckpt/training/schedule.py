@@ -12,6 +12,8 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.config import RunConfig, ScheduleConfig
 from titan_ckpt.training.train_state import TrainState
 
+DECAY_LENGTH = "schedule.decay_tokens in steps"
+"""Key of `TrainState.schedule`: the length of a decay of `decay_tokens`, which depends on the size of a step."""
 DECAY_BEGAN = "schedule.decay_began"
 """Key of `TrainState.schedule`: the step that a decay with start_decay = "now" began at."""
 
@@ -30,13 +32,15 @@ def find_decay(
     """Return the decay that the settings of "wsd" describe; None if there are none, or before the load that it needs.
 
     `tokens_per_step`: of a full batch. `state`: that of the run after its load. A decay that has begun "now" goes on in
-    every later resume with the same settings; `state.schedule` gets the step that it began at.
+    every later resume with the same settings; `state.schedule` gets the step that it began at, and its length.
     Raises: ConfigError that says what is missing.
     """
     schedule = config.schedule
     length = schedule.decay_steps or math.ceil((schedule.decay_tokens or 0) / tokens_per_step)
     if not length:
         return None
+    if state is not None and schedule.decay_tokens:
+        state.schedule[DECAY_LENGTH] = length
     start = schedule.start_decay
     if start is None:
         start = max(num_steps - length, math.ceil(schedule.warmup_ratio * num_steps))

@@ -13,7 +13,7 @@ class TrainState:
         self.step = 0
         self.num_tokens = 0
         self.seconds = 0.0
-        """Time spent in steps since step 0, over all resumes, without the update of the newest; equal on every rank."""
+        """Time spent in steps since step 0, over all resumes, without the end of the newest; equal on every rank."""
         self.numerics: dict[str, Any] = {}
         """The settings that the last bits of a step depend on (precision.py), as rank 0 has them."""
         self.saved_numerics: dict[str, Any] = {}

@@ -45,8 +45,8 @@ class Trainer(BuildSteps):
     optional part is left out if its step returns None.
     """
 
-    _update_seconds = 0.0
-    """Time that the newest step took after its exchange; the next exchange tells it to all ranks."""
+    _untold_seconds = 0.0
+    """Time of the newest step since its exchange began, which the next exchange tells to all ranks."""
     outcome: Outcome
     """The end of the run; set when `run` returns."""
 
@@ -142,10 +142,12 @@ class Trainer(BuildSteps):
         if result.step:
             self._check_own_schedule()
         self.decay = find_decay(self.config, self.num_steps, self.tokens_per_step, self.state)
-        if self.decay is not None and isinstance(self.lr_scheduler, LambdaLR):
+        scheduler = self.lr_scheduler
+        if type(scheduler) is LambdaLR:
             # the checkpoint has the rate that its own run would have given to the next step
-            for group, peak in zip(self.optimizer.param_groups, self.lr_scheduler.base_lrs, strict=True):
-                group["lr"] = peak * self.lr_scheduler.lr_lambdas[0](self.lr_scheduler.last_epoch)
+            peaks = zip(self.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+            for group, peak, factor in peaks:
+                group["lr"] = peak * factor(scheduler.last_epoch)
         if self.ranks.rank == 0:
             forget_stop(Path(self.config.output_folder))
             self._log_choices(resumed=result.step > 0)
@@ -228,9 +230,9 @@ class Trainer(BuildSteps):
         predicted = Predicted.of(micro_batches, self.ranks, is_whole=is_whole)
         divisor = predicted.divisor(self.config.training.loss_average)
         share = self.accumulate_gradients(micro_batches, divisor) / divisor
-        spent = torch.tensor(time.perf_counter() - started + self._update_seconds, device=share.device)
-        grad_norm, (loss, of_ranks) = self.clip_gradients(torch.stack([share, spent.double()]))
-        updating = time.perf_counter()
+        told = time.perf_counter()
+        spent = torch.full_like(share, told - started + self._untold_seconds)
+        grad_norm, (loss, of_ranks) = self.clip_gradients(torch.stack([share, spent]))
         num_tokens = int(predicted.everywhere)  # is known: the device has nothing left to do
         self.callbacks.on_pre_optimizer(self, step, grad_norm)
         lr = float(self.optimizer.param_groups[0]["lr"])
@@ -246,7 +248,7 @@ class Trainer(BuildSteps):
         self.state.num_tokens += num_tokens
         self.state.seconds += of_ranks / self.ranks.size
         seconds = time.perf_counter() - started
-        self._update_seconds = time.perf_counter() - updating
+        self._untold_seconds = time.perf_counter() - told
         self.manager.last_step.complete(step)
         return StepMetrics(step, loss, grad_norm, lr, num_tokens, seconds)
 

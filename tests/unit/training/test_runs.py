@@ -161,6 +161,22 @@ def test_d9_the_backend_is_that_of_the_device_beside_gloo() -> None:
     assert (find_backends("cuda", None), find_backends("cuda", "Gloo")) == ("cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo")
 
 
+def test_d9_data_that_says_what_it_does_not_do_is_told_what_to_set(tmp_path: Path) -> None:
+    """A sequence without some labels, in data that has declared that every label counts."""
+
+    class Masked(PackedDataset):
+        def sequence(self, number: int) -> Batch:
+            sample = super().sequence(number)
+            return sample | {"labels": sample["labels"].masked_fill(torch.arange(LENGTH) == 0, IGNORED)}
+
+    class OnMasked(Tiny):
+        def build_dataset(self) -> PackedDataset:
+            return Masked(torch.arange(SEQUENCES * LENGTH + 1), LENGTH, self.config.seed)
+
+    with pytest.raises(RuntimeError, match=r"4 labels of a step are -100.*set it to False in the class"):
+        OnMasked(epochs(tmp_path)).run()
+
+
 class Scattering(Trainer):
     """Calls an operation that has no deterministic implementation."""
 

@@ -10,7 +10,7 @@ import pytest
 from titan_ckpt.config import from_dict
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.config import RunConfig, ScheduleConfig
-from titan_ckpt.training.schedule import Decay, find_decay, rate_factor
+from titan_ckpt.training.schedule import Decay, changes, find_decay, rate_factor
 from titan_ckpt.training.train_state import TrainState
 
 
@@ -90,6 +90,14 @@ def test_c5_a_decay_has_a_length_in_steps_or_in_tokens() -> None:
         factor = rate_factor(run(**length).schedule, 20, decay)
         assert [factor(i) for i in range(15, 21)] == [1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     assert find_decay(run(), 20, 100) is None, "decay_ratio"
+
+
+def test_c5_a_decay_in_tokens_says_if_another_size_of_steps_changes_its_length() -> None:
+    """More ranks take as many tokens in fewer steps, and the settings are the same."""
+    config, before, now = run(decay_tokens=400), resumed(8), resumed(8)
+    assert find_decay(config, 20, 100, before) == Decay(16, 4)
+    assert find_decay(config, 20, 200, now) == Decay(18, 2)
+    assert changes(before.schedule, now.schedule) == "schedule.decay_tokens in steps from 4 to 2"
 
 
 def test_c5_a_decay_begins_at_a_step_or_now() -> None:

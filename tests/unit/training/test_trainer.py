@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +76,20 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(tmp_path: Path) -> N
     assert losses(tmp_path) == losses(whole)
 
 
+def test_the_time_of_a_run_has_the_wait_for_its_exchanges_in_it(tmp_path: Path) -> None:
+    """On a device, that wait is nearly all of a step. The end of the newest step is not told yet."""
+
+    class Waiting(Trainer):
+        def clip_gradients(self, values: torch.Tensor) -> tuple[float, list[float]]:
+            time.sleep(0.2)
+            return super().clip_gradients(values)
+
+    trainer = Waiting(settings(tmp_path, checkpoint={"save": None}))
+    spent = trainer.run().seconds
+    whole = sum(row["seconds"] for row in rows(tmp_path))
+    assert whole - 0.4 < spent < whole - 0.2, "two of three waits"
+
+
 def test_training_learns(tmp_path: Path) -> None:
     """Thirty steps bring the loss well below that of a uniform guess."""
     Trainer(settings(tmp_path, training={"steps": 30, "batch_size": 8, "max_grad_norm": 1.0})).run()
@@ -115,6 +130,17 @@ def test_d5_every_step_has_the_rate_of_the_schedule(tmp_path: Path) -> None:
     schedule = {"kind": "linear", "warmup_ratio": 0.0, "min_ratio": 0.0}
     Trainer(settings(tmp_path, training={"steps": 4}, schedule=schedule)).run()
     assert [row["lr"] for row in rows(tmp_path)] == pytest.approx([3e-3, 2.25e-3, 1.5e-3, 0.75e-3])
+
+
+def test_d5_a_resume_follows_its_own_schedule_from_its_first_step(tmp_path: Path) -> None:
+    """The checkpoint has the next rate of its own run, which is nothing here; a schedule afresh begins at its peak."""
+    schedule = {"kind": "linear", "warmup_ratio": 0.0, "min_ratio": 0.0}
+    Trainer(settings(tmp_path, training={"steps": 2}, schedule=schedule)).run()
+    Trainer(settings(tmp_path, training={"steps": 4}, schedule=schedule)).run()
+    assert [row["lr"] for row in rows(tmp_path)] == pytest.approx([3e-3, 1.5e-3, 1.5e-3, 0.75e-3])
+    afresh = {"save": {"interval": 2}, "resume": {"exclude": ["lr_scheduler"]}}
+    Trainer(settings(tmp_path, training={"steps": 6}, schedule=schedule, checkpoint=afresh)).run()
+    assert [row["lr"] for row in rows(tmp_path)][4:] == pytest.approx([3e-3, 2.5e-3])
 
 
 def test_autocast_computes_in_bfloat16_over_float32_weights(tmp_path: Path) -> None:

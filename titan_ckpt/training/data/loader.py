@@ -94,7 +94,8 @@ class OrderedLoader:
         Raises: ConfigError for data whose length is not known.
         """
         if not isinstance(self.dataset, IndexedDataset):
-            raise ConfigError([f"training.epochs: the length of {type(self.dataset).__name__} is not known"])
+            kind = type(self.dataset).__name__
+            raise ConfigError([f"training.epochs: the length of {kind} is not known; set training.steps"])
         self.dataset.end = epochs * self.dataset.num_sequences
         return max(self.dataset.end - self._next_index, 0)
 

@@ -49,6 +49,19 @@ def shard(
     sum_gradients(model)
 
 
+def on_unknown_axes(model: nn.Module) -> list[str]:
+    """Return the parameters on meshes whose axes have other names than those of `Ranks.mesh`.
+
+    `sum_and_clip` cannot tell which ranks hold the same elements of them.
+    """
+    known = {*AXES, *FLAT}
+    return [
+        fqn
+        for fqn, value in model.named_parameters()
+        if isinstance(value, DTensor) and not known.issuperset(value.device_mesh.mesh_dim_names or ("",))
+    ]
+
+
 def sum_gradients(model: nn.Module) -> None:
     """Make FSDP2 sum the gradients of its ranks, which it averages by itself."""
     for module in model.modules():

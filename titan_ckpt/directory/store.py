@@ -169,10 +169,14 @@ class StepStore(Steps):
     def remove_set_aside(self, folder: Path) -> None:
         """Delete a step that a rollback set aside, damaged or not. Raises: as `remove`."""
         self.open().check()
+        self._report(trash.discard(self.root, folder, "removed", self.names_set_aside(folder)))
+
+    def names_set_aside(self, folder: Path) -> list[str]:
+        """Return the files of a step that was set aside. Raises: SaveError if it holds foreign files."""
         names = posix.list_folder(folder)
         if foreign := [name for name in names if not is_name_in_a_step(name)]:
             raise SaveError(f"{folder}: holds what is not ours: {', '.join(foreign)}. Take it out first")
-        self._report(trash.discard(self.root, folder, "removed", names))
+        return names
 
     def pin(self, step: int) -> None:
         """Write a file PINNED into a step; a step that holds a foreign file never expires."""

@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def prune(
             store.remove(step)
         names = [name for name in posix.list_folder(checkpoints) if is_set_aside_name(name)]
         aside = {name: folder_bytes(checkpoints / name) for name in names}
-        held = _remove_set_aside(store, aside) if set_aside and not dry_run else {}
+        held = _remove_set_aside(store, aside, dry_run=dry_run) if set_aside else {}
         gone = {step.step for step in expired}
         left_over = () if dry_run else tuple(posix.list_folder(checkpoints / TRASH))
         return Pruned(
@@ -91,12 +91,13 @@ def prune(
         store.close()
 
 
-def _remove_set_aside(store: StepStore, names: Iterable[str]) -> dict[str, str]:
-    """Delete the folders, and return the reason for each that stays because it holds other files."""
+def _remove_set_aside(store: StepStore, names: Iterable[str], *, dry_run: bool) -> dict[str, str]:
+    """Delete the folders unless it is a `dry_run`; return the reason for each that stays as it holds other files."""
+    remove: Callable[[Path], object] = store.names_set_aside if dry_run else store.remove_set_aside
     held = {}
     for name in names:
         try:
-            store.remove_set_aside(store.root / name)
+            remove(store.root / name)
         except CommitConflictError:
             raise
         except SaveError as error:

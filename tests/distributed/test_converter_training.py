@@ -147,9 +147,8 @@ def test_two_ranks_train_resume_and_export(name: str, tmp_path: Path) -> None:
             by_ranks = tmp_path / "run/exports" / folder
             if not by_ranks.exists():
                 continue
-            exported = alone.manager._exporter.export(
-                ExportConfig(kind, folder="alone"), 8, alone.manager._base.identity
-            )  # type: ignore[arg-type]
+            base_now = alone.manager._base.identity
+            exported = alone.manager._exporter.export(ExportConfig(kind, folder="alone"), 8, base_now)  # type: ignore[arg-type]
             ours, theirs = read_all(exported), read_all(by_ranks)
             assert list(ours) == list(theirs)
             for key, value in ours.items():

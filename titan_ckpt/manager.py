@@ -100,7 +100,7 @@ class CheckpointManager:
         """Add a sink of your own, or the settings of the whole run, before the load."""
         storage_line = coordinator.background()
         self.folder = open_location(config.folder, self.base_folder, config.store)
-        """Where the steps are: a folder, or a place in a bucket."""
+        """The folder, or the place in a bucket, that holds the steps."""
         self._directory = CheckpointDirectory(self.folder, storage_line)
         self._half_loaded = HalfLoaded()
         self._restorer = Restorer(

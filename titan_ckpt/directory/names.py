@@ -94,7 +94,7 @@ class CommittedStep:
 
     step: int
     path: Location
-    """Where its files are."""
+    """The folder or the place in a bucket that holds its files."""
     manifest: Manifest
     manifest_bytes: bytes
     foreign: tuple[str, ...]

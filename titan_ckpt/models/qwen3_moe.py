@@ -150,7 +150,7 @@ class Router(ExactBuffers):
     is_watched: bool = False
     """Keep `last`. A layer that is computed again in the backward pass must not: that would hold its graph."""
     last: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Of the last forward pass while watched: tokens of each expert, and their summed probabilities with gradient."""
+    """The tokens of each expert in the last watched forward pass, and their summed probabilities with gradient."""
 
     def __init__(self, config: Qwen3MoeConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a bucket answered, as an error that says who asked for what, and holds no credential.
+"""StoreError: a bucket's answer as an error that says who asked for what, and holds no credential.
 
 Owns the reading of the client's error texts. Sends no request.
 """

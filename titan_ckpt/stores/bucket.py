@@ -29,7 +29,7 @@ _ENDLESS = 10_000
 """More retries than fit into any retry time: the time alone bounds them."""
 
 Version = Mapping[str, str]
-"""What tells two contents of one object apart: its ETag, and on GCS its generation."""
+"""The ETag, and on GCS the generation, which differ between two contents of one object."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Where initial values come from: one CPU, the device in shards, or nowhere; and by patterns of names."""
+"""Initial values come from one CPU, from the device in shards, or from nowhere, and follow patterns of names."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Odd(nn.Module):
 
 @distributed(nproc=2)
 def test_b5_code_that_needs_whole_values_still_has_them() -> None:
-    """What tiles cannot do is done on whole tensors, with the same values on one rank and on shards."""
+    """Code that tiles cannot run fills whole tensors, with the same values on one rank and on shards."""
     alone = built(Odd, "device")
     initialize.initialise(ModelWrapper([alone]))
     torch.manual_seed(3)
@@ -142,7 +142,7 @@ def test_b5_tiles_cover_every_shape_once() -> None:
 
 
 def test_b5_a_model_that_is_constructed_for_a_load_is_never_initialised(tmp_path: Path) -> None:
-    """What a source lacks is an error with names; what no checkpoint holds is computed; a full one loads."""
+    """A tensor that a source lacks is named in an error; buffers that no checkpoint holds are computed."""
     with pytest.raises(LoadMismatchError, match=r'4 tensors were not loaded: first.*construct = "meta"'):
         load(built(Plain, "meta"), tmp_path)
     source = Plain()

@@ -41,13 +41,25 @@ CREDENTIALS = {
     "AZURE_STORAGE_ACCOUNT_KEY": AZURE_KEY,
 }
 
+# Two threads of moto can both find no object and both write it, which no store does: writes take their turns. A body is
+# read before its turn, so that a slow sender holds up nobody.
 _MOTO = """
-import logging, sys, threading
+import io, logging, sys, threading
 logging.disable()
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=int(sys.argv[1]), verbose=False)
-server.start()
-threading.Event().wait()
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import run_simple
+
+application, turn = DomainDispatcherApplication(create_backend_app), threading.Lock()
+
+def serve(environ, start_response):
+    if environ["REQUEST_METHOD"] in ("GET", "HEAD"):
+        return application(environ, start_response)
+    if length := int(environ.get("CONTENT_LENGTH") or 0):
+        environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(length))
+    with turn:
+        return application(environ, start_response)
+
+run_simple("127.0.0.1", int(sys.argv[1]), serve, threaded=True)
 """
 
 

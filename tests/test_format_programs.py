@@ -6,6 +6,7 @@ Each runs in a process that refuses to import titan_ckpt, torch and safetensors.
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -137,7 +138,7 @@ class Training:
         self.counts.next += 3
         return loss.item()
 
-    def dump(self, folder: Path, step: int) -> list[Path]:
+    def dump(self, folder: Path, step: int, ranks: int = 1) -> list[Path]:
         """Write what a step stores, as plain JSON and arrays."""
         arrays = {name: value.detach().numpy() for name, value in self.model.state_dict().items()}
         for parameter, state in self.optimizer.state.items():
@@ -156,6 +157,7 @@ class Training:
         ]
         facts = {
             "step": step,
+            "ranks": ranks,
             "seconds": 1.5e9,
             "groups": groups,
             "lr_scheduler": self.schedule.state_dict(),
@@ -198,3 +200,58 @@ def test_a_step_that_was_written_from_the_page_resumes_exactly(tmp_path: Path) -
         assert torch.equal(resumed.model.state_dict()[name], value), name
     assert resumed.optimizer.param_groups[0]["lr"] == reference.optimizer.param_groups[0]["lr"]
     assert [main(["verify", str(root / f"step-{step}")]) for step in (2, 4)] == [0, 0]
+
+
+def test_a_step_that_was_written_from_the_page_for_three_ranks_loads_exactly(tmp_path: Path) -> None:
+    """Rows in uneven parts, ranks without a tensor, and numbers that rank 0 names and another rank has."""
+    reference = Training(seed=1)
+    reference.step()
+    run("write_step.py", *reference.dump(tmp_path, 1, ranks=3), tmp_path / "checkpoints")
+    resumed = Training(seed=7)
+    with resumed.manager(tmp_path) as manager:
+        assert manager.load().step == 1
+    for name, value in reference.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
+    for mine, wanted in zip(resumed.model.parameters(), reference.model.parameters(), strict=True):
+        for name, value in reference.optimizer.state[wanted].items():
+            assert torch.equal(resumed.optimizer.state[mine][name], value), name
+    assert (resumed.data.next, resumed.counts.next) == (reference.data.next, reference.counts.next)
+    assert main(["verify", str(tmp_path / "checkpoints/step-1")]) == 0
+
+
+class Odd(nn.Module):
+    """Dtypes, shapes and names that need the less usual parts of the page, and state beside tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dtypes = [torch.bool, torch.uint16, torch.bfloat16, torch.complex64, torch.complex128]
+        dtypes += [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2]
+        for dtype in dtypes:
+            for shape in [(), (0, 2), (3, 2)]:
+                bits = torch.arange(1, 1 + dtype.itemsize * math.prod(shape), dtype=torch.uint8)
+                value = torch.empty(shape, dtype=dtype)
+                value.view(-1).view(torch.uint8).copy_(bits % 2 if dtype == torch.bool else bits)
+                self.register_buffer(f"{str(dtype)[6:]}#{len(shape) + 1 if 0 not in shape else 1}", value)
+        for name in ("__metadata__", "ü/λ 名", 'x"\\', "line\nbreak", "'"):
+            self.register_parameter(name, nn.Parameter(torch.randn(2)))
+        self.more = {"nested": [(1, 2**70), float("nan")], 3: torch.arange(2)}
+
+    def get_extra_state(self) -> Any:
+        return self.more
+
+    def set_extra_state(self, state: Any) -> None:
+        self.more = state
+
+
+def test_a_reader_written_from_the_page_reads_a_seed_of_odd_tensors(tmp_path: Path) -> None:
+    """A step of kind "model" with a state file; carried dtypes, numbers, empty tensors, names of any text."""
+    model = Odd()
+    config = CheckpointConfig(save=SaveConfig(interval=1))
+    with CheckpointManager(config, model_parts=[model], base_folder=tmp_path) as manager:
+        manager.load()
+        manager.save_seed()
+    found = json.loads(run("read_step.py", tmp_path / "checkpoints/step-0"))
+    wanted = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    assert found["tensors"] == {f"model.{name}": described(converted(value)) for name, value in wanted.items()}
+    run_state = {"step": 0, "model": {"_extra_state": model.more}}
+    assert found["states"]["state.json"] == described(converted(run_state))

@@ -1,21 +1,23 @@
-"""Write a step of one process, from docs/format.md and docs/format-rank-file.md alone, so that its run can resume.
+"""Write a step of one or several processes, from docs/format.md and docs/format-rank-file.md alone; its run resumes.
 
 Usage: write_step.py <facts.json> <arrays.npz> <checkpoint folder>. Needs numpy and xxhash, and nothing of titan_ckpt.
 
-facts.json: step, seconds, groups (hyperparameters, fqns and step of each), lr_scheduler, dataloader, states, random
-(python, numpy). arrays.npz: the model's tensors, "<fqn>|exp_avg", "<fqn>|exp_avg_sq", "random|torch", "random|numpy".
+facts.json: step, seconds, ranks (which divide the rows unevenly and read the same data), groups (hyperparameters, fqns
+and step of each), lr_scheduler, dataloader, states, random (python, numpy). arrays.npz: the model's tensors,
+"<fqn>|exp_avg", "<fqn>|exp_avg_sq", "random|torch", "random|numpy".
 """
 
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import pathlib
 import sys
 import uuid
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -24,26 +26,57 @@ DTYPES = {"float32": "F32", "float64": "F64", "int64": "I64", "uint8": "U8", "bo
 BLOCK_BYTES = 1 << 20
 
 
-def tensor_file(tensors: Mapping[str, np.ndarray[Any, Any]]) -> tuple[bytes, str]:
-    """Return the bytes of the only rank's tensor file, and its digest."""
-    order = sorted(tensors, key=lambda name: -tensors[name].itemsize)  # wider elements first
-    data = b"".join(tensors[name].tobytes() for name in order)
+class Chunk(NamedTuple):
+    """The rows of a tensor that one rank has."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    start: int
+    rows: np.ndarray[Any, Any]
+
+    @property
+    def kind(self) -> list[Any] | None:
+        return None if self.rows.shape == self.shape else [self.shape, [self.start, *[0] * (len(self.shape) - 1)]]
+
+
+def share(tensors: Mapping[str, np.ndarray[Any, Any]], rank: int, ranks: int) -> list[Chunk]:
+    """Return what a rank writes: of r ranks, rank i has 2 (i + 1) / r (r + 1) of the rows, the last one all numbers."""
+    chunks = []
+    for fqn, value in tensors.items():
+        if not value.shape:
+            chunks += [Chunk(fqn, (), 0, value)] if rank == ranks - 1 else []
+            continue
+        first, last = (len(value) * i * (i + 1) // (ranks * (ranks + 1)) for i in (rank, rank + 1))
+        chunks += [Chunk(fqn, value.shape, first, value[first:last])] if last > first or not len(value) else []
+    return sorted(chunks, key=lambda chunk: -chunk.rows.itemsize)  # wider elements first
+
+
+def tensor_file(chunks: Sequence[Chunk], rank: int, ranks: int, elsewhere: Mapping[str, Any]) -> tuple[bytes, str]:
+    """Return the bytes of a rank's tensor file, and its digest."""
+    data = b"".join(chunk.rows.tobytes() for chunk in chunks)
     blocks = [xxhash.xxh3_128_hexdigest(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)]
     about = {
         "titan_ckpt.digest": "0" * 32,
         "titan_ckpt.blocks": "".join(blocks),
         "titan_ckpt.block_bytes": str(BLOCK_BYTES),
         "titan_ckpt.version": "1",
-        "titan_ckpt.rank": "0",
-        "titan_ckpt.world_size": "1",
+        "titan_ckpt.rank": str(rank),
+        "titan_ckpt.world_size": str(ranks),
         "format": "pt",
     }
+    if any(chunk.kind for chunk in chunks):
+        kinds = [chunk.kind for chunk in chunks if chunk.kind]
+        numbers = itertools.count(1)
+        about["titan_ckpt.kinds"] = json.dumps(kinds)
+        about["titan_ckpt.kind_of"] = json.dumps([next(numbers) if chunk.kind else 0 for chunk in chunks])
+    if elsewhere:
+        about["titan_ckpt.elsewhere"] = json.dumps(elsewhere)
     header: dict[str, Any] = {"__metadata__": about}
     start = 0
-    for name in order:
-        value = tensors[name]
+    for chunk in chunks:
+        value = chunk.rows
         offsets = [start, start + value.nbytes]
-        header[name] = {"dtype": DTYPES[str(value.dtype)], "shape": list(value.shape), "data_offsets": offsets}
+        header[chunk.fqn] = {"dtype": DTYPES[str(value.dtype)], "shape": list(value.shape), "data_offsets": offsets}
         start += value.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 4096)
@@ -66,7 +99,7 @@ def group(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def state_files(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, bytes]:
-    """Return the files state.json and rank-00000.json."""
+    """Return the files state.json and rank-<r>.json."""
     run = {
         "step": facts["step"],
         "optimizer": [[group(stored) for stored in facts["groups"]]],
@@ -74,12 +107,12 @@ def state_files(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray[Any, A
         "states": facts["states"],
     }
     trained = sorted(fqn for stored in facts["groups"] for fqn in stored["fqns"])
-    layout = [1, 0, 0, 1, trained, {"meshes": [], "kinds": [], "names": [], "kind_of": []}]
+    layout = [facts["ranks"], 0, 0, 1, trained, {"meshes": [], "kinds": [], "names": [], "kind_of": []}]
     version, internal, gauss = facts["random"]["python"]
     name, position, has_gauss, cached = facts["random"]["numpy"]
     keys = base64.b64encode(arrays["random|numpy"].astype("<u4").tobytes()).decode()
     rank = {
-        "layout": xxhash.xxh3_128_hexdigest(json.dumps(layout).encode()),
+        "layout": "",
         "data_parallel": [0, 1],
         "dataloader": facts["dataloader"],
         "rng": {
@@ -88,7 +121,11 @@ def state_files(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray[Any, A
             "torch": in_json("uint8", arrays["random|torch"]),
         },
     }
-    return {"state.json": json.dumps(run).encode(), "rank-00000.json": json.dumps(rank).encode()}
+    files = {"state.json": json.dumps(run).encode()}
+    for layout[1] in range(facts["ranks"]):
+        rank["layout"] = xxhash.xxh3_128_hexdigest(json.dumps(layout).encode())
+        files[f"rank-{layout[1]:05d}.json"] = json.dumps(rank).encode()
+    return files
 
 
 def manifest(facts: Mapping[str, Any], attempt: str, files: Mapping[str, tuple[bytes, str]]) -> bytes:
@@ -100,7 +137,7 @@ def manifest(facts: Mapping[str, Any], attempt: str, files: Mapping[str, tuple[b
         "step": facts["step"],
         "kind": "full",
         "attempt": attempt,
-        "world_size": 1,
+        "world_size": facts["ranks"],
         "created_unix_seconds": float(facts["seconds"]),
         "components": ["model", "optimizer", "lr_scheduler", "dataloader", "rng", "states"],
         "converters": [],
@@ -122,7 +159,14 @@ def main(facts_file: pathlib.Path, arrays_file: pathlib.Path, root: pathlib.Path
         fqn, _, of_optimizer = name.partition("|")
         if fqn != "random":
             tensors[f"optimizer.{fqn}.{of_optimizer}" if of_optimizer else f"model.{fqn}"] = value
-    files = {"rank-00000.safetensors": tensor_file(tensors)}
+    ranks = facts["ranks"]
+    shares = [share(tensors, rank, ranks) for rank in range(ranks)]
+    others = tensors.keys() - {chunk.fqn for chunk in shares[0]}
+    elsewhere = {fqn: [str(tensors[fqn].dtype), tensors[fqn].shape] for fqn in others}
+    files = {
+        f"rank-{rank:05d}.safetensors": tensor_file(chunks, rank, ranks, elsewhere if rank == 0 else {})
+        for rank, chunks in enumerate(shares)
+    }
     files |= {name: (data, xxhash.xxh3_128_hexdigest(data)) for name, data in state_files(facts, arrays).items()}
     attempt = uuid.uuid4().hex
     staging = root / ".staging" / f"step-{facts['step']}.{attempt}"

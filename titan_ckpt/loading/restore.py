@@ -157,7 +157,16 @@ class Restorer:
             if self._config.save is not None and not self._config.external:
                 self._prove(prepared)
             base = self._identify_base(load_plan, prepared, None)
+            kept = [*self._run.model.extra_state_names(), *prepared.state.values] if load_plan.sources else []
         self._coordinator.together("load-end", self._half_loaded.check_replaced)
+        if kept:
+            logger.warning(
+                "initial load: a source gives tensors alone, so that the extra state of %d modules stays as the model "
+                "was built: %s. If the source's is needed, set it after load(), or resume the source with "
+                "training_state = true",
+                len(kept),
+                listed(kept, ", ", " "),
+            )
         return Restored(LoadResult(0, load_plan, report), base, None)
 
     def _resume(self, step: int, *, by_number: bool) -> Restored | None:

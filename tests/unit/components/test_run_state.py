@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import SWALR, AveragedModel
 
-from titan_ckpt import CheckpointConfig, CheckpointManager, ResumeConfig, SaveConfig
+from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, ResumeConfig, SaveConfig
 from titan_ckpt.errors import LoadMismatchError, StateEncodingError
 from titan_ckpt.geometry.nested import give_tensors, take_tensors
 
@@ -33,7 +33,8 @@ class Holder:
 
 
 def manager(folder: Path, model: nn.Module | None = None, **objects: Any) -> CheckpointManager:
-    config = CheckpointConfig(save=SaveConfig(interval=1), resume=objects.pop("resume", ResumeConfig()))
+    settings = {name: objects.pop(name) for name in ("resume", "initial_load") if name in objects}
+    config = CheckpointConfig(save=SaveConfig(interval=1), **settings)
     return CheckpointManager(config, model_parts=[model or nn.Linear(2, 2)], base_folder=folder, **objects)
 
 
@@ -271,8 +272,8 @@ def test_each_component_can_be_left_out(tmp_path: Path, component: Any) -> None:
     assert values(model, objects) == {**saved, component: own[component]}
 
 
-def test_extra_state_that_is_a_tensor_reaches_its_module(tmp_path: Path) -> None:
-    """It is a fresh tensor each time it is asked for: filling it would fill nothing."""
+def test_extra_state_that_is_a_tensor_reaches_its_module(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is a fresh tensor each time it is asked for: filling it would fill nothing. An initial load leaves it out aloud."""
 
     class Scaled(nn.Module):
         def __init__(self, scale: float) -> None:
@@ -294,6 +295,12 @@ def test_extra_state_that_is_a_tensor_reaches_its_module(tmp_path: Path) -> None
     more = nn.Sequential(Scaled(0.0), nn.Linear(2, 2), Scaled(0.0))
     with manager(tmp_path, more) as m, pytest.raises(LoadMismatchError, match=r"extra state of 1 .*2\._extra_state"):
         m.load()
+    source = InitialLoadConfig(str(tmp_path / "checkpoints/step-1"))
+    weights = nn.Sequential(Scaled(0.25), nn.Linear(2, 2))
+    with manager(tmp_path / "fresh", weights, initial_load=(source,)) as m:
+        m.load()
+    assert weights[0].scale == 0.25
+    assert "extra state of 1 modules stays as the model was built: 0._extra_state" in caplog.text
 
 
 def test_a_dataloader_that_draws_when_asked_for_its_state_disturbs_nothing(tmp_path: Path) -> None:

@@ -273,7 +273,7 @@ def test_each_component_can_be_left_out(tmp_path: Path, component: Any) -> None:
 
 
 def test_extra_state_that_is_a_tensor_reaches_its_module(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is a fresh tensor each time it is asked for: filling it would fill nothing. An initial load leaves it out aloud."""
+    """It is a fresh tensor each time it is asked for: filling it would fill nothing. An initial load leaves it out."""
 
     class Scaled(nn.Module):
         def __init__(self, scale: float) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from docs.examples import diloco
 from tests.forked import Program
 from tests.tiny_run import settings
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.callbacks import Callback
 from titan_ckpt.training.trainer import Trainer
 
@@ -101,3 +102,10 @@ def test_c5_a_worker_is_a_callback_named_in_a_run_file(tmp_path: Path) -> None:
     (first, straight), (_, interrupted_last) = found
     assert all(torch.equal(interrupted_last[name], value) for name, value in straight.items())
     assert not any(torch.equal(first[name], value) for name, value in straight.items())
+
+
+def test_c5_a_worker_without_saves_is_told_what_its_rounds_are(tmp_path: Path) -> None:
+    """Before the first step: the interval of the saves is the length of a round."""
+    config = settings(tmp_path, checkpoint={"components": ["optimizer", "rng"], "save": None})
+    with pytest.raises(ConfigError, match=r"checkpoint\.save: .* rounds .*; set checkpoint\.save\.interval"):
+        Trainer(replace(config, callbacks=("docs.examples.diloco:Worker",))).run()

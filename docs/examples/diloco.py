@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, KeepConfig, SaveConfig
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.geometry.chunks import fill
 from titan_ckpt.loading.external import ExternalLoad
 from titan_ckpt.models.language_model import LanguageModel
@@ -121,7 +122,9 @@ class Worker(Callback):
 
     def on_init_end(self, trainer: Trainer) -> None:
         save, output = trainer.config.checkpoint.save, Path(trainer.config.output_folder)
-        assert save is not None, "a worker's rounds are the intervals of its saves"
+        if save is None:
+            problem = "checkpoint.save: a worker's rounds are the intervals of its saves; set checkpoint.save.interval"
+            raise ConfigError([problem])
         self.folder, self.name, self.inner_steps = output.parent, output.name, save.interval
 
     def on_external_load(self, trainer: Trainer, event: ExternalLoad) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,12 @@ def test_a_tied_tensor_has_both_names_and_must_be_one(tmp_path: Path) -> None:
     with CheckpointManager(config, model_parts=[other := _tied(2)], base_folder=tmp_path / "run") as manager:
         manager.load()
     assert torch.equal(other.state_dict()["1.weight"], model.state_dict()["1.weight"])
+    broken = torch.full((8, 4), math.nan)
+    dcp.save({"model": dict.fromkeys(found, broken)}, checkpoint_id=tmp_path / "nan", no_dist=True)
+    config = CheckpointConfig(initial_load=(InitialLoadConfig(str(tmp_path / "nan")),))
+    with CheckpointManager(config, model_parts=[other], base_folder=tmp_path / "run") as manager:
+        manager.load()
+    assert other.state_dict()["1.weight"].isnan().all(), "the same bits are one tensor"
     dcp.save({"model": found | {"1.weight": torch.ones(8, 4)}}, checkpoint_id=tmp_path / "untied", no_dist=True)
     config = CheckpointConfig(initial_load=(InitialLoadConfig(str(tmp_path / "untied")),))
     with (

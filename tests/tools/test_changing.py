@@ -69,14 +69,29 @@ def test_every_format_converts_into_every_other_and_back_bit_exact(root: Path, t
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".staging")]
 
 
-def test_a_dtype_and_the_names_can_be_chosen(root: Path, tmp_path: Path) -> None:
-    """bfloat16 is the cast of each tensor; with --model hf the names are those of transformers."""
+MINE = """
+from titan_ckpt.models.registry import ARCHITECTURES
+
+Named, make = ARCHITECTURES["llama3"], ARCHITECTURES["llama3"].make
+"""
+
+
+def test_a_dtype_and_the_names_can_be_chosen(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bfloat16 is the cast of each tensor; --model chooses the names of transformers, or of your architecture."""
     assert call("convert", root / "hf", tmp_path / "t.pt", "--to", "torch", "--model", "hf", "--dtype", "bfloat16") == 0
     expected = {name: value.bfloat16() for name, value in tensors(root / "hf").items()}
     assert same(torch.load(tmp_path / "t.pt", weights_only=True, mmap=True), expected)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "my_named.py").write_text(MINE)
+    for name, code in (("my_named:Named", 0), ("my_named:make", 2), ("my_named:Nothing", 2), ("llama4", 2)):
+        assert call("convert", root / "hf", tmp_path / f"{name}.pt", "--to", "torch", "--model", name) == code
+    own = torch.load(tmp_path / "my_named:Named.pt", weights_only=True, mmap=True)
+    assert call("convert", root / "hf", tmp_path / "llama3.pt", "--to", "torch") == 0
+    assert same(own, torch.load(tmp_path / "llama3.pt", weights_only=True, mmap=True))
     assert call("convert", root / "dcp", tmp_path / "hf", "--to", "hf") == 2  # no config.json says what they are called
     assert call("convert", root / "hf", root / "hf", "--to", "hf") == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama3.pt", "my_named.py", "my_named:Named.pt", "t.pt"]
 
 
 @pytest.mark.parametrize("base", ["hf", "run2/checkpoints/step-1"])

@@ -71,7 +71,8 @@ class Convert(Shared):
     config: Path | None = None
     """Folder of the model's config.json, if the source has none."""
     model: str | None = None
-    """The native side has the names of this model: llama3, qwen3, qwen3_moe or hf. Absent: found from config.json."""
+    """The native side has the names of this model: llama3, qwen3, qwen3_moe, hf, or your own "package.module:Name".
+    Absent: found from config.json."""
     dtype: Dtype | None = None
     """Dtype of floating-point tensors in the target; absent: each keeps its own."""
     max_shard_bytes: int = 5_000_000_000
@@ -89,7 +90,8 @@ class Merge(Shared):
     config: Path | None = None
     """Folder of the model's config.json, if the base has none."""
     model: str | None = None
-    """Architecture of the base: llama3, qwen3, qwen3_moe or hf. Absent: found from config.json."""
+    """Architecture of the base: llama3, qwen3, qwen3_moe, hf, or your own "package.module:Name". Absent: found from
+    config.json."""
     dtype: Dtype | None = None
     """Dtype of floating-point tensors in the target; absent: each keeps its own."""
     max_shard_bytes: int = 5_000_000_000

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -26,6 +28,12 @@ class BadNameError(ValueError):
 def is_import_name(text: object) -> bool:
     """Return whether a setting names code, and no built-in choice."""
     return isinstance(text, str) and _NAME.fullmatch(text) is not None
+
+
+def find_names_here() -> None:
+    """Let names lead to modules in the current folder, too; they come last, so that no file here hides a package."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 def import_named(name: str) -> Any:

@@ -55,7 +55,8 @@ class Options:
     config: Path | None = None
     """Folder of the model's config.json; absent: the source's own, or one that the source's run left."""
     architecture: str | None = None
-    """The native side has the names of this model: llama3, qwen3, qwen3_moe or hf; absent: found from config.json."""
+    """The native side has the names of this model: llama3, qwen3, qwen3_moe, hf, or an Architecture as
+    "package.module:Name"; absent: found from config.json."""
     dtype: torch.dtype | None = None
     max_shard_bytes: int = 5_000_000_000
     settings: Path | None = None

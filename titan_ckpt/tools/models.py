@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from titan_ckpt.encoding.named import find_names_here, is_import_name
 from titan_ckpt.errors import ConfigError, NotACheckpointError
 from titan_ckpt.formats.huggingface.peft import PeftReader
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
@@ -21,7 +22,7 @@ from titan_ckpt.geometry.chunks import TensorInfo, info_of
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.models.config import read_config_json
-from titan_ckpt.models.registry import ARCHITECTURES, build_model
+from titan_ckpt.models.registry import ARCHITECTURES, build_model, find_architecture
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 CONFIG = "config.json"
@@ -32,7 +33,7 @@ class ModelTable:
     """A model without weights: its names, shapes, modules, and its table to Hugging Face names."""
 
     architecture: str
-    """As in [model] name: llama3, qwen3, qwen3_moe, or hf for any model of transformers."""
+    """As in [model] name: llama3, qwen3, qwen3_moe, hf for any model of transformers, or "package.module:Name"."""
     key_map: KeyMap
     tensors: Mapping[str, TensorInfo]
     """By native name; the dtypes are those of a new model."""
@@ -69,7 +70,12 @@ def find_table(folder: Path, names: Collection[str] | None = None, architecture:
 def tables_of(folder: Path, architecture: str | None, problems: list[str]) -> Iterator[ModelTable]:
     """Yield the table of each architecture that reads the config; add a line to `problems` for each other one."""
     if architecture is not None and architecture not in ARCHITECTURES:
-        raise ConfigError([f"--model: {architecture!r} is unknown; known: {', '.join(ARCHITECTURES)}"])
+        known = f'{", ".join(ARCHITECTURES)}, or your own Architecture as "package.module:Name"'
+        if not is_import_name(architecture):
+            raise ConfigError([f"--model: {architecture!r} is unknown; known: {known}"])
+        find_names_here()
+        if find_architecture(architecture) is None:
+            raise ConfigError([f"--model: {architecture!r} is no Architecture, which reads a {CONFIG}; known: {known}"])
     config = {key: value for key, value in read_config_json(folder).items() if key != "quantization_config"}
     for name in [architecture] if architecture else ARCHITECTURES:
         try:

@@ -39,6 +39,7 @@ def determinism(wanted: bool | Literal["warn"]) -> Iterator[None]:
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    workspace = os.environ.get(_WORKSPACE)
     if wanted:
         os.environ.setdefault(_WORKSPACE, ":4096:8")
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
@@ -48,6 +49,8 @@ def determinism(wanted: bool | Literal["warn"]) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+        if wanted and workspace is None:
+            os.environ.pop(_WORKSPACE, None)
 
 
 def numerics(device: torch.device, **of_run: Any) -> dict[str, Any]:

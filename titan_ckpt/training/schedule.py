@@ -31,13 +31,14 @@ def find_decay(
 ) -> Decay | None:
     """Return the decay that the settings of "wsd" describe; None if there are none, or before the load that it needs.
 
-    `tokens_per_step`: of a full batch. `state`: that of the run after its load. A decay that has begun "now" goes on in
-    every later resume with the same settings; `state.schedule` gets the step that it began at, and its length.
+    `tokens_per_step`: of a full batch. `state`: that of the run after its load, which says how many steps the epochs
+    that are left take. A decay that has begun "now" goes on in every later resume with the same settings;
+    `state.schedule` gets the step that it began at, and its length.
     Raises: ConfigError that says what is missing.
     """
     schedule = config.schedule
     length = schedule.decay_steps or math.ceil((schedule.decay_tokens or 0) / tokens_per_step)
-    if not length:
+    if not length or (state is None and config.training.epochs is not None):
         return None
     if state is not None and schedule.decay_tokens:
         state.schedule[DECAY_LENGTH] = length
@@ -55,7 +56,8 @@ def find_decay(
         state.schedule[DECAY_BEGAN] = start
     if num_steps < start + length:
         problem = f"the decay after step {start} takes {length} steps and training has {num_steps - start}"
-        raise ConfigError([f"schedule.kind: {problem}; set training.steps = {start + length}, or a shorter decay"])
+        longer = "train more epochs" if config.training.epochs else f"set training.steps = {start + length}"
+        raise ConfigError([f"schedule.kind: {problem}; {longer}, or a shorter decay"])
     return Decay(start, length)
 
 
@@ -80,6 +82,17 @@ def rate_factor(config: ScheduleConfig, num_steps: int, decay: Decay | None = No
         return config.min_ratio + (1 - config.min_ratio) * _shape(config, left)
 
     return factor
+
+
+def rescaled(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> str:
+    """Return every setting by which the rates after `step` differ from those of an earlier run, as `changes` does."""
+    if before.get("schedule.kind") == now["schedule.kind"] == "constant":
+        names = ("training.steps", "schedule.warmup_ratio")  # they give the length of warm-up, and nothing else counts
+        lengths = {math.ceil(math.prod(record[name] for name in names)) for record in (before, now)}
+        if len(lengths) == 1 or step >= max(lengths):
+            return ""
+        now = {name: now[name] for name in names}
+    return changes(before, now)
 
 
 def schedule_record(config: RunConfig, num_steps: int) -> dict[str, Any]:

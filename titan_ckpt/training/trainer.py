@@ -29,7 +29,7 @@ from titan_ckpt.training.outcome import STOPPED, Outcome, forget_stop, record_st
 from titan_ckpt.training.parallel.context_parallel import share_of
 from titan_ckpt.training.parallel.data_parallel import free_gathered, prepare_backward, sum_and_clip
 from titan_ckpt.training.precision import numerics
-from titan_ckpt.training.schedule import changes, find_decay, own_schedule_faults, schedule_record
+from titan_ckpt.training.schedule import changes, find_decay, own_schedule_faults, rescaled, schedule_record
 from titan_ckpt.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -169,9 +169,9 @@ class Trainer(BuildSteps):
             logger.warning("%s", line)
         if not resumed:
             return
-        rescaled = changes(self.state.saved_schedule, self.state.schedule)
-        if rescaled and self.lr_scheduler is not None and not is_import_name(self.config.schedule.kind):
-            logger.warning("the learning rate schedule is rescaled after step %d: %s", self.state.step, rescaled)
+        changed = rescaled(self.state.saved_schedule, self.state.schedule, self.state.step)
+        if changed and self.lr_scheduler is not None and not is_import_name(self.config.schedule.kind):
+            logger.warning("the learning rate schedule is rescaled after step %d: %s", self.state.step, changed)
         if otherwise := changes(self.state.saved_numerics, self.state.numerics):
             logger.warning(
                 "later steps may differ in their last bits from those of an uninterrupted run: %s", otherwise

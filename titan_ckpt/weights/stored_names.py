@@ -16,6 +16,7 @@ from titan_ckpt.geometry.chunks import TensorInfo, blocks_of
 from titan_ckpt.geometry.keymap import selected
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
 from titan_ckpt.types import StateDict
+from titan_ckpt.weights.live_memory import is_same
 
 MODEL = "model."
 """Prefix of a model tensor's name."""
@@ -75,7 +76,7 @@ class StoredNames:
         return self._prefix + self._theirs.get(name, (name,))[0]
 
     def _is_one(self, reader: TensorReader, alias: str, fqn: str, live: torch.Tensor) -> bool:
-        """Return whether the folder has the same values under both names, as far as this rank holds the live tensor."""
+        """Return whether the folder has the same bits under both names, as far as this rank holds the live tensor."""
         first, second = reader.tensors.get(self._key(fqn)), reader.tensors[self._prefix + alias]
         if first != second or second.shape != tuple(live.shape):
             return False
@@ -83,7 +84,7 @@ class StoredNames:
             parts = [torch.empty(block.chunk.sizes, dtype=second.dtype) for _ in range(2)]
             keys = (self._key(fqn), self._prefix + alias)
             reader.read([ReadRequest(key, block.chunk, part) for key, part in zip(keys, parts, strict=True)])
-            if not torch.equal(*parts):
+            if not is_same(*parts):
                 return False
         return True
 

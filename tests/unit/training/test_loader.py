@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,6 +52,25 @@ def test_ranks_deal_the_same_order_among_themselves() -> None:
     alone = starts(PackedDataset(TOKENS, 10, seed=1), 120)
     shares = [starts(PackedDataset(TOKENS, 10, seed=1, rank=r, num_ranks=4), 30) for r in range(4)]
     assert [start for turn in zip(*shares, strict=True) for start in turn] == alone
+
+
+class Backwards(PackedDataset):
+    """Has an order of its own."""
+
+    def samples(self) -> Iterator[tuple[Batch, None]]:
+        for index in self.indices():
+            yield self.sequence(self.num_sequences - 1 - index % self.num_sequences), None
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_d9_data_with_an_order_of_its_own_ends_with_its_epochs_too(num_workers: int) -> None:
+    """What fills the last batch has no labels, and is not part of the position."""
+    backwards = loader(Backwards(TOKENS[:31], 10, seed=0), 2, num_workers)
+    assert backwards.end_after(1) == 3
+    batches = [*islice(backwards, 2)]
+    assert [int(tokens[0]) for batch in batches for tokens in batch["tokens"]] == [20, 10, 0, 20]
+    assert [bool((labels == IGNORED).all()) for batch in batches for labels in batch["labels"]] == [False] * 3 + [True]
+    assert backwards.state_dict()["next_index"] == 3
 
 
 @pytest.mark.parametrize("taken", [0, 1, 7, 30])

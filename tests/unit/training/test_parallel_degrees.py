@@ -109,7 +109,7 @@ def test_every_rank_is_at_one_place() -> None:
             4,
             DENSE,
             {"pipeline_parallel": 4, "pipeline_schedule": "Interleaved1F1B", "pipeline_microbatches": 2},
-            r"Interleaved1F1B needs a multiple of pipeline_parallel 4, found 2",
+            r"Interleaved1F1B needs a multiple of pipeline_parallel 4, found 2 in a step; raise pipeline_microbatches",
         ),
         (3, DENSE, {"context_parallel": 3}, r"context_parallel: twice 3 does not divide data\.sequence_length 8192"),
         (
@@ -151,7 +151,7 @@ def test_d9_a_global_batch_that_does_not_divide_is_named_with_its_neighbours() -
 
 def test_combinations_that_do_not_work_are_refused_where_the_table_is_read() -> None:
     """Stages per rank belong to the interleaved schedule, and matrices are shared or compiled."""
-    with pytest.raises(ConfigError, match='2 need pipeline_schedule = "Interleaved1F1B"'):
+    with pytest.raises(ConfigError, match='2 need pipeline_schedule = "Interleaved1F1B"; set it or'):
         from_dict(ParallelConfig, {"pipeline_parallel": 2, "pipeline_stages_per_rank": 2})
     with pytest.raises(ConfigError, match="needs 2 or more"):
         from_dict(ParallelConfig, {"pipeline_schedule": "Interleaved1F1B", "pipeline_stages_per_rank": 1})

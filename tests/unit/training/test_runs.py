@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.models import llama3
 from titan_ckpt.models.registry import Architecture
 from titan_ckpt.training.callbacks import Callback, StepMetrics
-from titan_ckpt.training.config import RunConfig
+from titan_ckpt.training.config import RunConfig, ScheduleConfig
 from titan_ckpt.training.data.batch import IGNORED, Batch
 from titan_ckpt.training.data.sequences import PackedDataset
 from titan_ckpt.training.parallel.apply import parallelise
@@ -93,6 +95,18 @@ def test_d9_more_epochs_go_on_with_the_next_sequence(tmp_path: Path) -> None:
     assert [len(step) for step in second.taken] == [2] * 5
     for trainer in (first, second):
         assert sorted(number for step in trainer.taken for number in step) == [*range(10)]
+
+
+def test_c5_a_numbered_decay_of_a_run_by_epochs_is_judged_by_what_is_left(tmp_path: Path) -> None:
+    """Larger steps end the epoch at step 5, after the decay, although a run of them alone would end before it."""
+    Tiny(replace(epochs(tmp_path, 1, accumulation=1, steps=4), schedule=from_dict(ScheduleConfig, CONSTANT))).run()
+    decay = {"kind": "wsd", "warmup_ratio": 0.0, "start_decay": 4, "decay_steps": 1}
+    config = replace(epochs(tmp_path, 1), schedule=from_dict(ScheduleConfig, decay))
+    resumed = Tiny(config)
+    assert resumed.run().step == resumed.num_steps == 5
+    assert [row["lr"] for row in rows(tmp_path)] == [3e-3] * 5, "the last step is the first of the decay"
+    with pytest.raises(ConfigError, match=r"after step 4 takes 1 steps and training has -1; train more epochs"):
+        Tiny(replace(config, output_folder=str(tmp_path / "afresh"))).run()
 
 
 def test_d9_accumulation_follows_from_the_global_batch(tmp_path: Path) -> None:
@@ -187,11 +201,13 @@ class Scattering(Trainer):
 
 def test_d9_operations_without_a_deterministic_form_are_refused_or_warned_of(tmp_path: Path) -> None:
     """As training.deterministic says; afterwards the process is as it was."""
+    before = dict(os.environ)
     with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation"):
         Scattering(settings(tmp_path / "true", training={"deterministic": True})).run()
     with pytest.warns(UserWarning, match="put_ does not have a deterministic implementation"):
         assert Scattering(settings(tmp_path / "warn", training={"deterministic": "warn"})).run().step == 3
     assert not torch.are_deterministic_algorithms_enabled()
+    assert dict(os.environ) == before, "cuBLAS takes its workspace from there"
 
 
 def test_d9_what_the_last_bits_depend_on_is_recorded_and_compared(

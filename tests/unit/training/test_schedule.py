@@ -10,7 +10,7 @@ import pytest
 from titan_ckpt.config import from_dict
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.config import RunConfig, ScheduleConfig
-from titan_ckpt.training.schedule import Decay, changes, find_decay, rate_factor
+from titan_ckpt.training.schedule import Decay, changes, find_decay, rate_factor, rescaled, schedule_record
 from titan_ckpt.training.train_state import TrainState
 
 
@@ -130,3 +130,18 @@ def test_c5_what_a_decay_lacks_is_said() -> None:
         find_decay(run(start_decay="now", decay_steps=4), 20, 1, resumed(18))
     with pytest.raises(ConfigError, match=r"set training\.steps = 30"):
         find_decay(run(decay_steps=30), 20, 1)
+
+
+def test_d5_a_constant_rate_is_rescaled_in_its_warm_up_alone() -> None:
+    """Other steps, floors and lengths of decays change no rate of it; another length of warm-up does, until it ends."""
+
+    def record(steps: int, kind: str = "constant", **settings: Any) -> dict[str, Any]:
+        return schedule_record(run(steps, **{"kind": kind, "warmup_ratio": 0.1, "min_ratio": 0.1, **settings}), steps)
+
+    before = record(20)
+    assert rescaled(before, record(40, min_ratio=0.0), 4) == ""
+    assert rescaled(before, record(40, min_ratio=0.0), 3) == "training.steps from 20 to 40"
+    assert rescaled(before, record(40, warmup_ratio=0.05), 1) == "", "two steps, as before"
+    assert rescaled(before, record(20, "linear"), 8) == "schedule.kind from constant to linear"
+    assert rescaled(record(20, "linear"), record(40, "linear"), 8) == "training.steps from 20 to 40"
+    assert rescaled({}, before, 1) == ""

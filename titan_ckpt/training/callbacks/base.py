@@ -30,7 +30,7 @@ class StepMetrics:
 
     step: int
     loss: float
-    """Mean loss over all predicted tokens of the step."""
+    """Mean loss of the step over all predicted tokens, or with training.loss_average = "rank" of the ranks' means."""
     grad_norm: float
     """Global norm of the gradients before clipping."""
     lr: float

@@ -32,7 +32,8 @@ class Profiler(Callback):
     def on_init_end(self, trainer: Trainer) -> None:
         """Raises: ConfigError for ranks that this run does not have."""
         if absent := [rank for rank in self._config.ranks if rank >= trainer.ranks.size]:
-            raise ConfigError([f"profiling.ranks: {absent[0]} is no rank of this run, which has {trainer.ranks.size}"])
+            found = f"{absent[0]} is no rank of this run, which has {trainer.ranks.size}"
+            raise ConfigError([f"profiling.ranks: {found}; name ranks from 0 to {trainer.ranks.size - 1}"])
 
     def on_train_begin(self, trainer: Trainer) -> None:
         config = self._config

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_ckpt.errors import ConfigError, LoadMismatchError
-from titan_ckpt.training.data.batch import Batch
+from titan_ckpt.training.data.batch import Batch, without_labels
 from titan_ckpt.training.data.batch import collate as join
 from titan_ckpt.training.data.sequences import Bookmark, IndexedDataset, OrderedDataset
 
@@ -69,8 +69,9 @@ class OrderedLoader:
         self._next_index = 0
         self._bookmark: Bookmark = None
         self._is_whole = dataset.every_label_counts and getattr(collate, "func", collate) is join
+        self._samples = _Samples(dataset)
         self._batches = DataLoader(
-            _Samples(dataset),
+            self._samples,
             batch_size,
             collate_fn=_Collate(collate),
             generator=torch.Generator().manual_seed(seed),
@@ -96,13 +97,13 @@ class OrderedLoader:
         if not isinstance(self.dataset, IndexedDataset):
             kind = type(self.dataset).__name__
             raise ConfigError([f"training.epochs: the length of {kind} is not known; set training.steps"])
-        self.dataset.end = epochs * self.dataset.num_sequences
-        return max(self.dataset.end - self._next_index, 0)
+        self._samples.end = epochs * self.dataset.num_sequences
+        return max(self._samples.end - self._next_index, 0)
 
     @property
     def _taken(self) -> int:
         """Return how many sequences all ranks have taken, without those that only fill the last batches."""
-        end = self.dataset.end if isinstance(self.dataset, IndexedDataset) else None
+        end = self._samples.end
         return self._next_index if end is None else min(self._next_index, end)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -155,12 +156,19 @@ class _Unusable:
 class _Samples(IterableDataset[Any]):
     """The samples of a dataset; if the data cannot be used, ends with why."""
 
+    end: int | None = None
+    """Sequences from this number on have no labels: they fill the last batches of a run that ends with an epoch."""
+
     def __init__(self, dataset: OrderedDataset) -> None:
         self.dataset = dataset
 
     def __iter__(self) -> Iterator[Any]:
         try:
-            yield from self.dataset.samples()
+            if self.end is None:
+                yield from self.dataset.samples()
+                return
+            for index, (sample, bookmark) in zip(self.dataset.indices(), self.dataset.samples(), strict=False):
+                yield (sample if index < self.end else without_labels(sample)), bookmark
         except ConfigError as error:
             while True:  # a batch with an error in it is one
                 yield _Unusable(error.problems), None

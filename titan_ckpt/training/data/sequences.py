@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.training.data.batch import Batch, without_labels
+from titan_ckpt.training.data.batch import Batch
 from titan_ckpt.training.data.tokens import Conversations
 
 Bookmark = dict[str, Any] | None
@@ -66,8 +66,6 @@ class IndexedDataset(OrderedDataset):
 
     num_sequences: int
     shuffle: bool = True
-    end: int | None = None
-    """Sequences from this number on have no labels: they fill the last batches of a run that ends with an epoch."""
 
     def __init__(self, seed: int, rank: int = 0, num_ranks: int = 1) -> None:
         super().__init__(rank, num_ranks)
@@ -87,8 +85,7 @@ class IndexedDataset(OrderedDataset):
                     generator = torch.Generator().manual_seed(self.seed + 0x9E3779B1 * epoch)
                     order = torch.randperm(self.num_sequences, generator=generator)
                 number = int(order[number])
-            sample = self.sequence(number)
-            yield (sample if self.end is None or index < self.end else without_labels(sample)), None
+            yield self.sequence(number), None
 
     def epoch(self, index: int) -> int:
         return index // self.num_sequences

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,12 +37,12 @@ def main(argv: Sequence[str], program: str = "titan-ckpt train") -> int:
         return DONE
     if arguments.config is None:
         parser.error("which run? name a TOML file; `titan-ckpt init pretrain` writes one")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last, so that no file here hides a package; for code that the settings name
+    from titan_ckpt.encoding.named import find_names_here
     from titan_ckpt.errors import CheckpointError
     from titan_ckpt.training.launch.terminal import configure_logging
 
     configure_logging()
+    find_names_here()
     try:
         trainer = build_trainer(arguments.config, overrides)
         trainer.run()
@@ -71,7 +70,8 @@ def build_trainer(path: str, overrides: Sequence[str]) -> Trainer:
         except BadNameError as error:
             raise ConfigError([f"trainer: {error}"]) from None
         if not (isinstance(kind, type) and issubclass(kind, Trainer)):
-            raise ConfigError([f"trainer: {config.trainer!r} is no subclass of titan_ckpt.training.trainer.Trainer"])
+            found = f"{config.trainer!r} is no subclass of titan_ckpt.training.trainer.Trainer"
+            raise ConfigError([f"trainer: {found}; name one, or leave it out for the built-in one"])
     trainer: Trainer = kind(config, converters)
     return trainer
 

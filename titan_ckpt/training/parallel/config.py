@@ -75,7 +75,7 @@ class ParallelConfig(Checked):
         if self.pipeline_schedule == "Interleaved1F1B" and per_rank == 1:
             yield 'pipeline_stages_per_rank: "Interleaved1F1B" needs 2 or more; with 1, choose "1F1B"'
         if self.pipeline_schedule != "Interleaved1F1B" and per_rank is not None and per_rank > 1:
-            yield f'pipeline_stages_per_rank: {per_rank} need pipeline_schedule = "Interleaved1F1B"'
+            yield f'pipeline_stages_per_rank: {per_rank} need pipeline_schedule = "Interleaved1F1B"; set it or take 1'
         if self.compile and self.tensor_parallel > 1:
             yield "compile: torch.compile cannot differentiate layers under tensor_parallel; choose one of them"
 

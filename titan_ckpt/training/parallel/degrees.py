@@ -179,7 +179,8 @@ def _of_batch(parallel: ParallelConfig, batch_size: int, accumulation: int, sequ
     elif parallel.pipeline_schedule == "Interleaved1F1B" and count * accumulation % parallel.pipeline_parallel:
         yield (
             f"pipeline_microbatches: Interleaved1F1B needs a multiple of pipeline_parallel "
-            f"{parallel.pipeline_parallel}, found {count * accumulation}"
+            f"{parallel.pipeline_parallel}, found {count * accumulation} in a step; raise pipeline_microbatches or "
+            "training.accumulation to one"
         )
 
 
@@ -202,5 +203,5 @@ def _of_model(parallel: ParallelConfig, model: DecoderConfig) -> Iterator[str]:
     if stages > 1 and model.tie_embeddings:
         yield (
             "pipeline_parallel: the model's output is its embedding matrix (tie_word_embeddings), which the first and "
-            "the last stage would both need"
+            "the last stage would both need; set pipeline_parallel = 1"
         )

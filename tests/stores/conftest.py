@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import uuid
 from collections.abc import Iterator
 
@@ -66,12 +67,12 @@ def through(place: BucketPath, proxy: servers.Proxy, **settings: object) -> Buck
 
 @contextlib.contextmanager
 def behind(server: Server, fault: servers.Fault, method: str, suffix: str, times: int = 1) -> Iterator[servers.Proxy]:
-    """Break the first requests of a method to an object; `suffix`: the end of its name."""
+    """Break the first requests of a method to an object; `suffix`: a pattern of the end of its name."""
     left = times
 
     def decide(asked: str, path: str) -> servers.Fault:
         nonlocal left
-        if asked == method and path.partition("?")[0].endswith(suffix) and left > 0:
+        if asked == method and re.search(suffix + "$", path.partition("?")[0]) and left > 0:
             left -= 1
             return fault
         return None

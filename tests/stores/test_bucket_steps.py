@@ -5,32 +5,21 @@ from __future__ import annotations
 import errno
 import threading
 import uuid
-from dataclasses import replace
+from collections.abc import Sequence
 
 import pytest
 import torch.distributed as dist
 
 from tests.stores.conftest import place_in
 from tests.stores.servers import Server, free_port
-from tests.stores.test_manager_in_bucket import _forget_leases, keys, manifest_of
+from tests.stores.test_manager_in_bucket import _forget_leases, keys, manifest_of, save, write
+from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory
-from titan_ckpt.directory.steps import Attempt
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import CommitConflictError, PeerError, SaveError
+from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, PeerError, PreflightError, SaveError
 from titan_ckpt.stores.bucket import Bucket, BucketPath, StoreError
 from titan_ckpt.stores.settings import StoreConfig
-
-
-def write(attempt: Attempt) -> None:
-    assert isinstance(attempt.path, BucketPath)
-    attempt.path.bucket.create((attempt.path / "rank-00000.json").key, b"{}")
-
-
-def save(steps: BucketSteps, step: int) -> None:
-    attempt = steps.begin(step, 10)
-    write(attempt)
-    steps.commit(attempt, manifest_of(attempt))
 
 
 def test_a_rollback_sets_damaged_commits_aside_and_leaves_no_pin(s3: Server) -> None:
@@ -40,7 +29,8 @@ def test_a_rollback_sets_damaged_commits_aside_and_leaves_no_pin(s3: Server) -> 
     for step in (1, 2, 3):
         save(steps, step)
     steps.pin(3)
-    place.bucket.upload((place / "commits" / "step-2.json").key, iter([memoryview(b"{}")]), 5 << 20)
+    (second,) = [key for key in keys(place) if key.startswith("commits/step-2.")]
+    place.bucket.upload((place / second).key, iter([memoryview(b"{}")]), 5 << 20)
     assert [step.step for step in steps.survey().steps] == [1, 3]
     steps.resume_from(1)
     save(steps, 2)
@@ -48,7 +38,7 @@ def test_a_rollback_sets_damaged_commits_aside_and_leaves_no_pin(s3: Server) -> 
     steps.close()
     seen = steps.survey()
     assert [(step.step, step.foreign) for step in seen.steps] == [(1, ()), (2, ()), (3, ())]
-    assert len([key for key in keys(place) if ".abandoned-" in key]) == 2
+    assert len([key for key in keys(place) if key.endswith(".abandoned")]) == 2
 
 
 def test_a_clean_up_that_fails_fails_no_save_and_is_tried_again(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +133,90 @@ def test_a_commit_is_read_once(server: Server, monkeypatch: pytest.MonkeyPatch) 
     save(steps, 1)
     first = steps.survey()
     steps.close()
-    steps._commits = {k: replace(c, version={**c.version, "version": "7"}) for k, c in steps._commits.items()}
+    seen = steps._commits._seen
+    steps._commits._seen = {key: (content, {**version, "version": "7"}) for key, (content, version) in seen.items()}
     monkeypatch.setattr(steps._bucket, "read", lambda key: pytest.fail(f"{key} is read again"))
     assert steps.survey() == first
+
+
+def test_retention_keeps_as_many_whole_steps_as_it_is_told(s3: Server) -> None:
+    """A step whose file was lost or cut short is none of the two that stay; a listing shows it."""
+    place = place_in(s3)
+    steps = BucketSteps(place)
+    for step in (1, 2, 3, 4):
+        save(steps, step)
+    for step, size in ((2, 0), (4, 1)):
+        (key,) = [f.key for f in place.bucket.list_objects(f"{place.key}/data/step-{step}")]
+        place.bucket.delete([key])
+        if size:
+            place.bucket.create(key, b"{")
+    steps.expire(KeepConfig(latest=2), frozenset())
+    steps.close()
+    seen = steps.survey()
+    assert [step.step for step in seen.steps] == [1, 3]
+    assert [name for name, _ in seen.rejected] == ["step-2", "step-4"]
+    assert "rank-00000.json is missing" in seen.rejected[0][1] and "has 1 bytes, 2 were" in seen.rejected[1][1]
+
+
+def test_a_save_waits_until_it_is_known_that_an_earlier_one_of_its_step_never_arrives(s3: Server) -> None:
+    """Its commit was sent, its answer was lost, and the store could not be asked: one step is not saved twice."""
+    place = place_in(s3)
+    steps = BucketSteps(place)
+    attempt = steps.begin(1, 10)
+    write(attempt)
+    manifest, bucket = manifest_of(attempt), steps._bucket
+    nowhere = Bucket("s3", "box", StoreConfig(endpoint=f"http://127.0.0.1:{free_port()}", retry_seconds=0.2))
+    steps._commits._bucket = nowhere
+    steps._bucket = _Lists(nowhere, bucket)  # type: ignore[assignment]
+    with pytest.raises(StoreError):
+        steps.commit(attempt, manifest)
+    steps.abandon(attempt)
+    steps._bucket = bucket
+    with pytest.raises(StoreError):
+        steps.begin(1, 10)
+    steps._commits._bucket = bucket
+    bucket.create(steps._commits.place(1, attempt.id).key, manifest.to_bytes())  # it does arrive
+    with pytest.raises(CommitConflictError, match="committed already"):
+        steps.begin(1, 10)
+    steps.close()
+    assert steps.inspect(1).manifest == manifest
+
+
+class _Lists:
+    """A bucket that lists, and answers nothing else."""
+
+    def __init__(self, nowhere: Bucket, bucket: Bucket) -> None:
+        self.create, self.list_objects = nowhere.create, bucket.list_objects
+
+
+def test_a_step_that_is_pinned_while_it_is_removed_stays(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pin comes between the remover's look and its deletion; the one who pins has seen the commit."""
+    place = place_in(s3)
+    steps = BucketSteps(place)
+    save(steps, 1)
+    step = steps.inspect(1)
+    delete = steps._bucket.delete
+
+    def pinned_first(keys: Sequence[str]) -> None:
+        BucketSteps(place).pin(1)
+        delete(keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps._bucket, "delete", pinned_first)
+        with pytest.raises(SaveError, match="is pinned"):
+            steps.remove(step)
+    assert steps.inspect(1).foreign == ("PINNED",)
+    steps.unpin(1)
+    steps.remove(steps.inspect(1))
+    steps.close()
+    with pytest.raises(CheckpointNotFoundError, match="step 1 is not there"):
+        steps.unpin(1)
+
+
+def test_another_programs_lease_is_not_taken(s3: Server) -> None:
+    """An object of that name, or a web server that answers everything, is no lease."""
+    place = place_in(s3)
+    place.bucket.create((place / "lease.json").key, b'{"holder": "terraform"}')
+    with pytest.raises(PreflightError, match="expected a lease of titan_ckpt, found 23 bytes of another program"):
+        BucketSteps(place).open()
+    assert (place / "lease.json").read() == b'{"holder": "terraform"}'

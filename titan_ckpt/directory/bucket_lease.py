@@ -14,7 +14,7 @@ from dataclasses import asdict
 
 from titan_ckpt.directory.lease import Holder, holder_from
 from titan_ckpt.encoding.strict_json import Json
-from titan_ckpt.errors import CommitConflictError
+from titan_ckpt.errors import CommitConflictError, PreflightError
 from titan_ckpt.stores.bucket import BucketPath, Version
 
 LEASE_OBJECT = "lease.json"
@@ -36,7 +36,10 @@ class BucketLease:
 
     @staticmethod
     def acquire(root: BucketPath) -> BucketLease:
-        """Take the lease, unless its holder is alive. Raises: CommitConflictError naming the holder; OSError."""
+        """Take the lease, unless its holder is alive.
+
+        Raises: CommitConflictError naming the holder; PreflightError if another program's object is there; OSError.
+        """
         place = root / LEASE_OBJECT
         epoch, before, version = _read(place)
         if before is not None:
@@ -77,8 +80,9 @@ class BucketLease:
                 f"{self._place} is gone: the folder was moved or cleared under this run"
             ) from None
         if content != self._content:
+            _, other = _decode(content) or (0, None)
             raise CommitConflictError(
-                f"{root}: taken over by {_decode(content)[1] or 'another process'} while this one, {self._holder}, was "
+                f"{root}: taken over by {other or 'another process'} while this one, {self._holder}, was "
                 "away. What it has committed stays; stop this process"
             )
 
@@ -104,24 +108,36 @@ def bucket_holder(root: BucketPath) -> Holder | None:
 
 
 def _read(place: BucketPath) -> tuple[int, Holder | None, Version | None]:
-    """Return the epoch, the holder and the version of the lease; its epoch is 0 if there is none."""
+    """Return the epoch, the holder and the version of the lease; its epoch is 0 if there is none.
+
+    Raises: PreflightError if it is not a lease of ours; OSError.
+    """
     try:
         content, version = place.bucket.read(place.key)
     except FileNotFoundError:
         return 0, None, None
-    return *_decode(content), version
+    lease = _decode(content)
+    if lease is None:
+        raise PreflightError(
+            f"{place}: expected a lease of titan_ckpt, found {len(content)} bytes of another program. Is the endpoint "
+            "right? Else name another folder, or move the object away"
+        )
+    return *lease, version
 
 
 def _encode(epoch: int, holder: Holder | None) -> bytes:
     return json.dumps({"epoch": epoch, "holder": None if holder is None else asdict(holder)}).encode()
 
 
-def _decode(content: bytes) -> tuple[int, Holder | None]:
+def _decode(content: bytes) -> tuple[int, Holder | None] | None:
+    """Return the epoch and the holder that the bytes name; None for anything else."""
     try:
         value: Json = json.loads(content)
     except (ValueError, RecursionError):
-        return 0, None
-    if not isinstance(value, dict):
-        return 0, None
-    epoch = value.get("epoch")
-    return epoch if isinstance(epoch, int) else 0, holder_from(value.get("holder"))
+        return None
+    if not isinstance(value, dict) or value.keys() != {"epoch", "holder"}:
+        return None
+    epoch, holder = value["epoch"], value["holder"]
+    if type(epoch) is not int or (holder is not None and holder_from(holder) is None):
+        return None
+    return epoch, holder_from(holder)

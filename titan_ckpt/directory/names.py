@@ -54,7 +54,7 @@ def manifest_path(files: Location) -> Location:
     """Return where the manifest of a step is whose files are at `files`; in a bucket it is apart from them."""
     if isinstance(files, BucketPath):
         step = files.parent
-        return step.parent.parent / COMMITS / f"{step.name}.json"
+        return step.parent.parent / COMMITS / f"{step.name}.{files.name}.json"
     return files / MANIFEST_NAME
 
 

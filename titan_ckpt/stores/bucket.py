@@ -95,9 +95,10 @@ class Bucket:
                     return
                 if content is not None or mode != "create":
                     raise FileExistsError(errno.EEXIST, "another writer's content is there", self.url(key)) from None
-                failure = store_error(error, "create", self.url(key), time.monotonic() - started)
+                failure = store_error(error, "write", self.url(key), time.monotonic() - started)
+                failure.is_final = False  # what was in the way is gone
             except FileNotFoundError as error:
-                if not lacks_bucket(error):
+                if mode != "create" and not lacks_bucket(error):
                     raise FileExistsError(errno.EEXIST, "was deleted by another writer", self.url(key)) from None
                 raise store_error(error, "write", self.url(key), time.monotonic() - started) from None
             except self._api.exceptions.BaseError as error:

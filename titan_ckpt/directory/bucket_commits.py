@@ -1,0 +1,152 @@
+"""Commits: the small objects in a bucket that say which attempts are committed, fenced, pinned or set aside.
+
+Owns the names below `commits/` and what they mean. Every attempt to save a step has one place, which is created once
+and never again: by its manifest, which commits it, or by a fence, after which it never can be. So no object of a later
+save ever has the name of an earlier one, and a request that arrives late harms nothing. docs/format.md, "In a bucket".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from titan_ckpt.directory.manifest import Manifest
+from titan_ckpt.directory.names import COMMITS, DATA, manifest_path, step_name
+from titan_ckpt.disk.direct import run_workers
+from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.stores.bucket import BucketPath, ObjectFacts, Version
+
+_NAME = re.compile(r"step-(0|[1-9][0-9]{0,18})\.([0-9a-f]{32})\.(json|pinned|abandoned)")
+_FENCE = "titan_ckpt fence"
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The object in an attempt's place, a manifest or a fence, and the marks beside it."""
+
+    step: int
+    attempt: str
+    path: BucketPath
+    content: bytes
+    version: Version
+    is_pinned: bool = False
+    is_set_aside: bool = False
+
+    @property
+    def is_fence(self) -> bool:
+        return self.content.startswith(b'{"format": "' + _FENCE.encode())
+
+    @property
+    def is_current(self) -> bool:
+        """Return whether this commits a step, and no rollback has set it aside."""
+        return not (self.is_fence or self.is_set_aside)
+
+    def manifest(self) -> Manifest:
+        """Return the manifest. Raises: CorruptCheckpointError, also if it is another attempt's."""
+        manifest = Manifest.from_bytes(self.content, str(self.path))
+        if (manifest.step, manifest.attempt) != (self.step, self.attempt):
+            raise CorruptCheckpointError(
+                f"{self.path}: its manifest says step {manifest.step}, attempt {manifest.attempt}", str(self.path)
+            )
+        return manifest
+
+
+class Commits:
+    """The objects below `commits/` of a place in a bucket. One thread uses it at a time."""
+
+    def __init__(self, root: BucketPath) -> None:
+        self._root = root
+        self._bucket = root.bucket
+        self._seen: dict[str, tuple[bytes, Version]] = {}
+        """Key -> what was read there last; an object of the same version is not read again."""
+
+    def files(self, step: int, attempt: str) -> BucketPath:
+        """Return where an attempt's files are."""
+        return self._root / DATA / step_name(step) / attempt
+
+    def place(self, step: int, attempt: str) -> BucketPath:
+        """Return the place of an attempt's commit."""
+        path = manifest_path(self.files(step, attempt))
+        assert isinstance(path, BucketPath)
+        return path
+
+    def pin_at(self, step: int, attempt: str) -> BucketPath:
+        """Return the name of the empty object that pins a step."""
+        return self._root / COMMITS / f"{step_name(step)}.{attempt}.pinned"
+
+    def mark_at(self, step: int, attempt: str) -> BucketPath:
+        """Return the name of the empty object that sets a step aside."""
+        return self._root / COMMITS / f"{step_name(step)}.{attempt}.abandoned"
+
+    def look(self) -> tuple[list[Commit], list[str]]:
+        """List `commits/` by one request, and read what is new; fences, too. Raises: OSError.
+
+        Return the commits by step, and the names of other objects.
+        """
+        matches = {f.key: (_NAME.fullmatch(f.key.rpartition("/")[2]), f) for f in self._all()}
+        strangers = [key.rpartition("/")[2] for key, (match, _) in matches.items() if match is None]
+        marks = {(m[3], int(m[1]), m[2]) for m, _ in matches.values() if m}
+        wanted = {key: (m, facts) for key, (m, facts) in matches.items() if m and m[3] == "json"}
+        self._read(facts for _, facts in wanted.values())
+        commits = [
+            Commit(
+                step := int(match[1]), attempt := match[2], BucketPath(self._bucket, key), *self._seen[key],
+                ("pinned", step, attempt) in marks, ("abandoned", step, attempt) in marks,
+            )
+            for key, (match, _) in wanted.items() if key in self._seen
+        ]  # fmt: skip
+        return sorted(commits, key=lambda commit: (commit.step, commit.attempt)), strangers
+
+    def _all(self) -> list[ObjectFacts]:
+        return self._bucket.list_objects((self._root / COMMITS).key)
+
+    def _read(self, facts: Iterable[ObjectFacts]) -> None:
+        """Read the objects whose versions have not been read; forget those that are not asked for."""
+        listed = {f.key: f.version for f in facts}
+        self._seen = {k: seen for k, seen in self._seen.items() if k in listed and _is_of(seen[1], listed[k])}
+
+        def read(key: str) -> None:
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                self._seen[key] = self._bucket.read(key)
+
+        run_workers([key for key in listed if key not in self._seen], read, self._bucket.settings.concurrency)
+
+    def content(self, step: int, attempt: str) -> bytes | None:
+        """Return what is in an attempt's place: a manifest; None for nothing or a fence. Raises: StoreError."""
+        place = self.place(step, attempt)
+        try:
+            content, version = self._bucket.read(place.key)
+        except FileNotFoundError:
+            return None
+        return None if Commit(step, attempt, place, content, version).is_fence else content
+
+    def fence(self, step: int, attempt: str, by: str) -> bytes | None:
+        """Make sure that an attempt is never committed; return its manifest if it is committed already.
+
+        `by`: the process that does it, for the error of the one that is fenced. Raises: OSError.
+        """
+        place = self.place(step, attempt)
+        fence = json.dumps({"format": _FENCE, "by": by, "id": uuid.uuid4().hex}).encode()
+        try:
+            self._bucket.create(place.key, fence)
+            return None
+        except FileExistsError:
+            return self.content(step, attempt)
+
+    def fenced_by(self, step: int, attempt: str) -> str:
+        """Return who has fenced an attempt. Raises: OSError."""
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            return str(json.loads(self._bucket.read(self.place(step, attempt).key)[0])["by"])
+        return "another process"
+
+
+def _is_of(version: Version, listed: Version) -> bool:
+    """Return whether a listing shows this version.
+
+    S3's leave out the id that a versioned bucket gives it, Azure's the quotes of the ETag.
+    """
+    return bool(listed) and all(version.get(name, "").strip('"') == text.strip('"') for name, text in listed.items())

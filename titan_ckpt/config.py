@@ -300,6 +300,11 @@ class CheckpointConfig(Checked):
             targets.setdefault(target, i)
             if own is not None and os.path.commonpath([os.path.abspath(target), own]) == own:
                 yield f"export.{i}.folder: {export.folder!r} is inside checkpoint folder {self.folder!r}; name another"
+        if own is None and self.save is not None and 3 * self.store.retry_seconds > self.save.timeout_seconds:
+            yield (
+                f"store.retry_seconds: a commit may take 3 x {self.store.retry_seconds:g} s, and ranks wait for it for "
+                f"save.timeout_seconds = {self.save.timeout_seconds:g} s; lower the one or raise the other"
+            )
         if self.initial_load and self.initial_load[0].merge:
             yield "initial_load.0.merge: nothing is loaded yet that it could be merged into; name the base before it"
         if any(source.training_state for source in self.initial_load[:-1]):

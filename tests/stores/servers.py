@@ -155,7 +155,33 @@ def _make_container(endpoint: str, name: str) -> None:
         pass
 
 
-Fault = Literal["503", "SlowDown", "cut", "stall"] | None
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a store says instead: a status line's number and words, a body, and headers such as x-ms-error-code."""
+
+    status: str
+    body: str
+    headers: tuple[str, ...] = ()
+
+    def to_bytes(self) -> bytes:
+        head = [f"HTTP/1.1 {self.status}", f"Content-Length: {len(self.body.encode())}", *self.headers]
+        return ("\r\n".join(head) + "\r\n\r\n" + self.body).encode()
+
+
+def refusal(status: str, code: str, message: str, more: str = "") -> Answer:
+    """Return an error as S3 and Azure write it."""
+    error = f"<Error><Code>{code}</Code><Message>{message}</Message>{more}<RequestId>4442</RequestId></Error>"
+    headers = ("Content-Type: application/xml", f"x-ms-error-code: {code}")
+    return Answer(status, f'<?xml version="1.0" encoding="UTF-8"?>\n{error}', headers)
+
+
+_BUSY = "Please reduce your request rate."
+_REFUSALS = {
+    "503": refusal("503 Service Unavailable", "ServiceUnavailable", _BUSY),
+    "SlowDown": refusal("503 Slow Down", "SlowDown", _BUSY),
+}
+
+Fault = Literal["503", "SlowDown", "cut", "stall"] | Answer | None
 """cut: the server has processed the request, and its answer is lost. stall: nothing is answered."""
 
 
@@ -191,7 +217,7 @@ class Proxy:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
                 while await self._one(reader, writer):
                     pass
         finally:
@@ -207,16 +233,15 @@ class Proxy:
         fault = self._fault(method, path)
         if fault == "stall":
             await asyncio.sleep(3600)
-        if fault in ("503", "SlowDown"):
-            code = "ServiceUnavailable" if fault == "503" else "SlowDown"
-            text = f"<Error><Code>{code}</Code><Message>Please reduce your request rate.</Message></Error>".encode()
-            writer.write(f"HTTP/1.1 503 Busy\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)
+        answer = fault if isinstance(fault, Answer) else _REFUSALS.get(fault or "")
+        if answer is not None:
+            writer.write(answer.to_bytes())
             await writer.drain()
             return True
-        answer = await self._forward(head, body)
+        data = await self._forward(head, body)
         if fault == "cut":
             return False
-        writer.write(answer)
+        writer.write(data)
         await writer.drain()
         return False
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby
 
 from titan_ckpt.directory.bucket_commits import Commit, Commits
-from titan_ckpt.directory.bucket_lease import BucketLease
+from titan_ckpt.directory.bucket_lease import BucketLease, bucket_holder
 from titan_ckpt.directory.lease import Holder
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import DATA, PIN_NAME, CommittedStep, Survey, looks_like_a_step, step_name, step_of
@@ -105,7 +105,11 @@ class BucketSteps(Steps):
         return sizes
 
     def _strangers(self, strangers: list[str]) -> list[tuple[str, str]]:
-        """Return what looks like checkpoints of another program, where there are none of ours."""
+        """Return what looks like checkpoints of another program, where there are none of ours.
+
+        Raises: PreflightError if the lease is not one of ours, because a web server may list nothing, too; OSError.
+        """
+        bucket_holder(self.root)
         names = [*self._bucket.list_names(self.root.key), *strangers]
         reason = "not a checkpoint of titan_ckpt in a bucket, which has another layout than a folder on a disk"
         return [(name, reason) for name in names if looks_like_a_step(name)]

@@ -18,9 +18,35 @@ _CAUSE = re.compile(r'message: "([^"\n]{1,200})"|kind: (Timeout)|(TimedOut|Incom
 _QUERY = re.compile(r"\?[^\s'\")]*")
 _USER = re.compile(r"//[^/\s@]+@")
 _SECRET_NAME = re.compile(r"(?i)key|secret|token|password|sas|connection_string|credential")
-_STALE_TOKEN = re.compile(r"<Code>\s*(ExpiredToken|InvalidToken|TokenRefreshRequired)\s*</Code>")
-"""S3 answers 400 to credentials that were right."""
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
+_SAID = re.compile(r"<(?:Code|Message|AuthenticationErrorDetail)>([^<]{1,400})|\(code: (\w+)\)|(redirect without LOC)")
+_NAMES = re.compile(r"\"[^\"]*\"|arn:\S+")
+"""What a message quotes, such as an object's own name."""
+_OTHER_REGION = re.compile(r"AuthorizationHeaderMalformed|PermanentRedirect|IllegalLocationConstraint|redirect without")
+_REGION = re.compile(r"<Region>\s*([\w-]{1,40})\s*</Region>|expecting '([\w-]{1,40})'")
+_CLOCK = re.compile(r"RequestTimeTooSkewed|(?i:date header too old)|RequestExpired|RequestTimeTooOld")
+_LOCKED = re.compile(r"BlobImmutable|InvalidBucketState|ObjectLock|(?i:object lock|retention polic|immutab)")
+_WRONG_CREDENTIALS = re.compile(
+    r"InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|InvalidToken|TokenRefreshRequired|AuthenticationFailed|"
+    r"InvalidAuthenticationInfo"
+)
+"""S3 answers 400 to a token that was right once."""
+_RIGHTS = {
+    "s3": {
+        "read": "s3:GetObject, and s3:ListBucket, without which an object that is not there is answered so, too",
+        "write": "s3:PutObject",
+        "list": "s3:ListBucket for the prefix",
+        "delete": "s3:DeleteObject",
+    },
+    "gs": {
+        "read": "storage.objects.get",
+        "write": "storage.objects.create and storage.objects.delete, which an overwrite needs",
+        "list": "storage.objects.list",
+        "delete": "storage.objects.delete",
+    },
+    "az": {verb: f'"{verb}", as the role Storage Blob Data Contributor has it' for verb in ("read", "write", "delete")}
+    | {"list": '"list" and "read", as the role Storage Blob Data Contributor has them'},
+}
 _LEAST_SECRET = 6
 
 
@@ -37,27 +63,42 @@ class StoreError(OSError):
 
 def store_error(error: Exception, verb: str, url: str, seconds: float) -> StoreError:
     """Return the error of a request that was given up: `verb` names what was asked ("read")."""
-    text = str(error)
-    status = int(match[1][:3]) if (match := _STATUS.search(text)) else 0
-    code, is_final, advice = errno.EIO, False, "Is the endpoint right, and can this machine reach it?"
-    if lacks_bucket(error):
-        code, is_final, advice = errno.ENOENT, True, "Create the bucket, or correct its name, endpoint or region"
-    elif (
-        status in (401, 403)
-        or _STALE_TOKEN.search(text)
-        or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
-    ):
-        code, is_final = errno.EACCES, True
-        advice = "Check the credentials, their right to read, write, list and delete there, and this machine's clock"
-    elif (300 <= status < 500 and status not in (408, 409, 429)) or status == 501:
-        code, is_final, advice = errno.EINVAL, True, "Check the endpoint and the region of the bucket"
-    elif status:
-        advice = "Lower checkpoint.store.concurrency, or raise checkpoint.store.retry_seconds"
-    answer = _answer(text)
+    code, is_final, advice = _meaning(error, verb, url)
+    answer = _answer(str(error))
     return StoreError(
         code, f"{url}: rank {_rank()} could not {verb} it in {seconds:.1f} s; the last answer: {answer}. {advice}",
         is_final=is_final,
     )  # fmt: skip
+
+
+def _meaning(error: Exception, verb: str, url: str) -> tuple[int, bool, str]:
+    """Return an answer's errno, whether asking again gives the same answer, and the next step for the user.
+
+    Source: the error codes of S3's and Azure Blob Storage's references.
+    """
+    text, kind = str(error), type(error).__name__
+    said = _NAMES.sub("", " ".join(part for groups in _SAID.findall(text) for part in groups))
+    status = int(match[1][:3]) if (match := _STATUS.search(text)) else 0
+    if lacks_bucket(error):
+        return errno.ENOENT, True, "Create the bucket, or correct its name, endpoint or region"
+    if _CLOCK.search(said):
+        return errno.EACCES, True, "Set this machine's clock: it is too far from the store's"
+    if _OTHER_REGION.search(said):
+        named = next((name for match in _REGION.finditer(text) for name in match.groups() if name), None)
+        value = f'checkpoint.store.region = "{named}"' if named else "checkpoint.store.region to the bucket's region"
+        return errno.EINVAL, True, f"Set {value}, or correct checkpoint.store.endpoint"
+    if _LOCKED.search(said):
+        return errno.EACCES, True, "The bucket locks objects or their versions; take one without a retention policy"
+    if status == 401 or kind == "UnauthenticatedError" or _WRONG_CREDENTIALS.search(said):
+        return errno.EACCES, True, "Check the credentials, and that they are those of this endpoint"
+    if status == 403 or kind == "PermissionDeniedError" or "AccessDenied" in said:
+        right = _RIGHTS.get(url.partition(":")[0], {}).get(verb, f"the right to {verb}")
+        return errno.EACCES, True, f"The credentials need {right}"
+    if (300 <= status < 500 and status not in (408, 409, 429)) or status == 501:
+        return errno.EINVAL, True, "Check the endpoint and the region of the bucket"
+    if status:
+        return errno.EIO, False, "Lower checkpoint.store.concurrency, or raise checkpoint.store.retry_seconds"
+    return errno.EIO, False, "Is the endpoint right, and can this machine reach it?"
 
 
 def lacks_bucket(error: Exception) -> bool:

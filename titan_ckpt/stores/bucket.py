@@ -197,7 +197,7 @@ class Bucket:
         try:
             yield
         except FileNotFoundError as error:
-            if not lacks_bucket(error):
+            if verb != "write" and not lacks_bucket(error):
                 raise FileNotFoundError(errno.ENOENT, "no such object", self.url(key)) from None
             raise store_error(error, verb, self.url(key), time.monotonic() - started) from None
         except self._api.exceptions.BaseError as error:

@@ -6,12 +6,15 @@ Some servers accept the condition and ignore it; with them, two writers would bo
 from __future__ import annotations
 
 import contextlib
+import logging
 import uuid
 from collections.abc import Callable
 
 from titan_ckpt.errors import PreflightError
 from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.bucket import BucketPath
+
+logger = logging.getLogger(__name__)
 
 
 def probe(folder: BucketPath) -> None:
@@ -50,6 +53,11 @@ def _lacks(place: BucketPath) -> list[str]:
     content, version = bucket.read(key)
     if content != first:
         lacks.append("what is read is not what was written")
+    if bucket.scheme != "gs" and version.get("version", "null") != "null":
+        logger.warning(
+            "%s keeps old versions, so deleted steps go on taking space: give it a rule that deletes old versions",
+            bucket,
+        )
     if not bucket.settings.single_writer:
         must_fail(lambda: bucket.create(key, second), "a put with If-None-Match: * overwrites what is there")
         content, version = bucket.read(key)
@@ -64,5 +72,7 @@ def _lacks(place: BucketPath) -> list[str]:
     except FileExistsError:
         lacks.append("an object that was deleted cannot be created again")
     except StoreError as error:
+        if not lacks:
+            raise
         lacks.append(f"objects cannot be deleted ({error})")
     return lacks

@@ -25,7 +25,7 @@ _MOST_PARTS = 9_000
 _Endpoint = Annotated[str, Check("an http(s) URL without user, password or query", _ENDPOINT.fullmatch)]
 _Concurrency = Annotated[int, Check("1 to 256 (requests)", lambda n: 1 <= n <= 256)]
 _PartMib = Annotated[int, Check("5 to 512 (MiB)", lambda n: 5 <= n <= 512)]
-_Seconds = Annotated[float, Check("a positive number (seconds)", lambda s: s > 0)]
+_Seconds = Annotated[float, Check("above 0, at most 600 (seconds)", lambda s: 0 < s <= 600)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,196 @@
+"""Refusals of stores, as S3 and Azure write them: one error names the right or the setting, before the first step."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import re
+from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.stores.conftest import behind, place_in, through
+from tests.stores.servers import Answer, Fault, Proxy, Server, refusal
+from tests.stores.test_manager_in_bucket import keys, save
+from titan_ckpt.config import CheckpointConfig, SaveConfig
+from titan_ckpt.directory.bucket_steps import BucketSteps
+from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import ConfigError, CorruptCheckpointError, PreflightError
+from titan_ckpt.stores.bucket import Bucket, StoreError
+from titan_ckpt.stores.settings import StoreConfig
+
+DENIED = refusal("403 Forbidden", "AccessDenied", "Access Denied")
+DENIED_IN_BULK = Answer(
+    "200 OK",
+    '<?xml version="1.0"?><DeleteResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Error><Key>k</Key>'
+    "<Code>AccessDenied</Code><Message>Access Denied</Message></Error></DeleteResult>",
+)
+WITH_NAMES = refusal(
+    "403 Forbidden", "AccessDenied",
+    'User: arn:aws:iam::1:user/me may not perform s3:PutObject on "arn:aws:s3:::box/immutable/object-lock/k"',
+)  # fmt: skip
+SKEWED = refusal("403 Forbidden", "RequestTimeTooSkewed", "The difference between the request time and ...")
+OTHER_REGION = refusal(
+    "400 Bad Request", "AuthorizationHeaderMalformed",
+    "The authorization header is malformed; the region 'us-east-1' is wrong; expecting 'eu-west-1'",
+    "<Region>eu-west-1</Region>",
+)  # fmt: skip
+REDIRECT = refusal("301 Moved Permanently", "PermanentRedirect", "...", "<Endpoint>box.s3.eu-west-1.example</Endpoint>")
+LOCKED = refusal(
+    "400 Bad Request", "InvalidRequest",
+    "Content-MD5 OR x-amz-checksum- HTTP header is required for Put Object requests with Object Lock parameters",
+)  # fmt: skip
+LOCKED_BUCKET = refusal("409 Conflict", "InvalidBucketState", "The request is not valid with the state of the bucket.")
+IMMUTABLE = refusal("409 Conflict", "BlobImmutableDueToPolicy", "The blob is immutable due to a policy.")
+NO_RIGHT = refusal("403 Forbidden", "AuthorizationPermissionMismatch", "This request is not authorized to ...")
+NO_ACCOUNT = refusal("403 Forbidden", "AuthenticationFailed", "Server failed to authenticate the request.")
+LATE = refusal(
+    "403 Forbidden", "AuthenticationFailed", "Server failed to authenticate the request.",
+    "<AuthenticationErrorDetail>Request date header too old: 'Mon, 23 Nov 2026'</AuthenticationErrorDetail>",
+)  # fmt: skip
+NO_STORE = Answer("404 Not Found", "<html><h1>404 Not Found</h1></html>", ("Content-Type: text/html",))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "verb", "answer", "advice"),
+    [
+        ("s3", "create", DENIED, "The credentials need s3:PutObject"),
+        ("s3", "upload", WITH_NAMES, "The credentials need s3:PutObject"),
+        ("s3", "read", DENIED, "The credentials need s3:GetObject, and s3:ListBucket"),
+        ("s3", "list", DENIED, "The credentials need s3:ListBucket"),
+        ("s3", "delete", DENIED_IN_BULK, "The credentials need s3:DeleteObject"),
+        ("s3", "read", SKEWED, "Set this machine's clock"),
+        ("s3", "list", OTHER_REGION, 'Set checkpoint.store.region = "eu-west-1"'),
+        ("s3", "create", REDIRECT, "Set checkpoint.store.region to the bucket's region, or correct"),
+        ("s3", "create", LOCKED, "The bucket locks objects"),
+        ("s3", "create", LOCKED_BUCKET, "The bucket locks objects"),
+        ("s3", "read", refusal("403 Forbidden", "InvalidAccessKeyId", "..."), "Check the credentials"),
+        ("s3", "create", NO_STORE, "Check the endpoint and the region"),
+        ("s3", "upload", NO_STORE, "Check the endpoint and the region"),
+        ("s3", "list", NO_STORE, "Check the endpoint and the region"),
+        ("az", "create", NO_RIGHT, 'The credentials need "write"'),
+        ("az", "delete", NO_RIGHT, 'The credentials need "delete"'),
+        ("az", "list", NO_ACCOUNT, "Check the credentials"),
+        ("az", "read", LATE, "Set this machine's clock"),
+        ("az", "delete", IMMUTABLE, "The bucket locks objects"),
+    ],
+)
+def test_a_refusal_names_the_right_or_the_setting(
+    broken: tuple[Proxy, list[Fault]], scheme: str, verb: str, answer: Answer, advice: str
+) -> None:
+    """At the first answer, because another one would be the same."""
+    proxy, fault = broken
+    fault[0] = answer
+    endpoint = proxy.endpoint + ("/devstoreaccount1" if scheme == "az" else "")
+    bucket = Bucket(scheme, "box", StoreConfig(endpoint=endpoint, retry_seconds=60.0))
+    acts: dict[str, Callable[[], object]] = {
+        "create": lambda: bucket.create("k", b"x"),
+        "upload": lambda: bucket.upload("k", iter([memoryview(b"x")]), 5 << 20),
+        "read": lambda: bucket.read("k"),
+        "list": lambda: bucket.list_objects("k"),
+        "delete": lambda: bucket.delete(["k"]),
+    }
+    with pytest.raises(StoreError, match=re.escape(advice)) as caught:
+        acts[verb]()
+    assert caught.value.is_final and str(caught.value).startswith(f"{scheme}://box/k: rank 0 could not ")
+    assert len(proxy.requests) <= 4
+    proxy.requests.clear()
+
+
+@pytest.fixture(scope="module")
+def broken() -> Iterator[tuple[Proxy, list[Fault]]]:
+    """A proxy that answers everything with one thing."""
+    fault: list[Fault] = [None]
+    with Proxy("http://127.0.0.1:9", lambda method, path: fault[0]) as proxy:
+        yield proxy, fault
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "right"),
+    [
+        ("GET", "lease.json", "s3:GetObject, and s3:ListBucket"),
+        ("PUT", "", "s3:PutObject"),
+        ("GET", r"box\?list", "s3:ListBucket"),
+        ("POST", r"box\?delete", "s3:DeleteObject"),
+    ],
+)
+def test_a_missing_right_is_said_before_the_first_step(s3: Server, method: str, path: str, right: str) -> None:
+    """Once, and naming it; the lease is not kept."""
+    place = place_in(s3)
+
+    def decide(asked: str, url: str) -> Fault:
+        return DENIED if asked == method and re.search(path, url) else None
+
+    with Proxy(s3.endpoint, decide) as proxy:
+        directory = CheckpointDirectory(through(place, proxy), Coordinator(0, 1, None, "", 30.0))
+        with pytest.raises((PreflightError, StoreError), match=re.escape(f"The credentials need {right}")):
+            directory.preflight(10)
+        directory.close()
+    assert "lease.json" not in keys(place) or b'"holder": null' in (place / "lease.json").read()
+
+
+def test_a_web_server_is_no_empty_store(s3: Server) -> None:
+    """It answers every request with a page: a run that only loads does not start afresh."""
+    page = Answer("200 OK", "<html><h1>Hello</h1></html>", ("Content-Type: text/html",))
+    with Proxy(s3.endpoint, lambda method, path: page) as proxy:
+        place = through(place_in(s3), proxy, retry_seconds=0.2)
+        directory = CheckpointDirectory(place, Coordinator(0, 1, None, "", 30.0))
+        with pytest.raises(PreflightError, match="Is the endpoint right"):
+            directory.steps()
+
+
+def test_a_folder_of_another_layout_is_refused(s3: Server) -> None:
+    """A folder from a disk that was copied here, or another program's: nothing is started beside it."""
+    for name in ("step-10/MANIFEST.json", "step-10/.metadata", "commits/checkpoint-7.bin"):
+        place = place_in(s3)
+        place.bucket.create((place / name).key, b"{}")
+        with pytest.raises(
+            CorruptCheckpointError, match=r"(step-10|checkpoint-7\.bin): not a checkpoint of titan_ckpt in"
+        ):
+            CheckpointDirectory(place, Coordinator(0, 1, None, "", 30.0)).steps()
+
+
+def test_a_bucket_that_keeps_versions_works_and_is_warned_about(s3: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps are saved, removed and saved again; old versions go on taking space."""
+    ask(s3, "PUT", "/versions", b"")
+    rule = b"<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>"
+    ask(s3, "PUT", "/versions?versioning", rule)
+    place = place_in(Server("s3://versions", s3.endpoint))
+    steps = BucketSteps(place)
+    with caplog.at_level(logging.WARNING):
+        steps.open()
+        steps.begin_probe(10)
+    assert "keeps old versions" in caplog.text
+    for step in (1, 2):
+        save(steps, step)
+    steps.remove(steps.inspect(1))
+    steps.resume_from(1)
+    save(steps, 2)
+    steps.close()
+    assert [step.step for step in steps.survey().steps] == [2]
+
+
+def ask(server: Server, method: str, path: str, body: bytes) -> None:
+    connection = http.client.HTTPConnection(urlsplit(server.endpoint).netloc)
+    connection.request(method, path, body)
+    assert connection.getresponse().status < 300
+    connection.close()
+
+
+def test_what_was_in_the_way_and_is_gone_is_no_refusal(s3: Server) -> None:
+    """A create meets an object that its owner deletes before it can be read: it is asked again."""
+    place = place_in(s3)
+    gone = refusal("412 Precondition Failed", "PreconditionFailed", "At least one of the pre-conditions ...")
+    with behind(s3, gone, "PUT", "/a") as proxy:
+        through(place, proxy).bucket.create((place / "a").key, b"x")
+    assert (place / "a").read() == b"x"
+
+
+def test_ranks_wait_longer_than_a_store_is_asked() -> None:
+    """A commit that reads back and fences takes three times the retry time."""
+    with pytest.raises(ConfigError, match=r"store.retry_seconds: a commit may take 3 x 120 s"):
+        CheckpointConfig(folder="s3://b/run", save=SaveConfig(interval=1, timeout_seconds=300.0))
+    with pytest.raises(ConfigError, match="at most 600"):
+        StoreConfig(retry_seconds=601.0)

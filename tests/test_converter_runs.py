@@ -70,7 +70,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_the_loss_falls_and_a_killed_run_goes_on(name: str, base: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a8_the_loss_falls_and_a_killed_run_goes_on(name: str, base: tuple[Path, Path], tmp_path: Path) -> None:
     """Killed with -9 once step 4 is committed, the resumed run has the losses and the export of the other, bit for bit.
 
     Interval saves of adapters hold adapters alone.

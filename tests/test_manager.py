@@ -139,7 +139,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, mode: Any) ->
     assert same(second.state(), whole.state())
 
 
-def test_saves_follow_the_interval_and_the_last_step(tmp_path: Path) -> None:
+def test_a5_saves_follow_the_interval_and_the_last_step(tmp_path: Path) -> None:
     """Interval 2 and 5 steps: 2, 4 and the last one."""
     run = Run()
     with run.manager(tmp_path) as manager:
@@ -167,7 +167,7 @@ def test_the_best_step_stays(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [2, 4]
 
 
-def test_a_run_without_a_save_table_writes_nothing(tmp_path: Path) -> None:
+def test_a5_a_run_without_a_save_table_writes_nothing(tmp_path: Path) -> None:
     """Load-only: it resumes, and leaves the folder as it was."""
     run = Run()
     with run.manager(tmp_path) as manager:
@@ -181,7 +181,7 @@ def test_a_run_without_a_save_table_writes_nothing(tmp_path: Path) -> None:
     assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == before
 
 
-def test_a_step_can_be_asked_for_and_rolled_back_to(tmp_path: Path) -> None:
+def test_a5_a_step_can_be_asked_for_and_rolled_back_to(tmp_path: Path) -> None:
     """load(2) of 2, 4 goes back to 2, training goes on, and the abandoned 4 is not resumed from."""
     run = Run()
     with run.manager(tmp_path) as manager:
@@ -215,7 +215,7 @@ def damage(folder: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_flipped_bit_falls_back_to_the_step_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_f5_a_flipped_bit_falls_back_to_the_step_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The newest step is damaged: the one before is taken, and the log says why."""
     run = Run()
     with run.manager(tmp_path) as manager:
@@ -226,7 +226,7 @@ def test_a_flipped_bit_falls_back_to_the_step_before(tmp_path: Path, caplog: pyt
     assert "step 4" in caplog.text
 
 
-def test_nothing_readable_is_never_a_fresh_start(tmp_path: Path) -> None:
+def test_f5_nothing_readable_is_never_a_fresh_start(tmp_path: Path) -> None:
     """All steps are damaged: an error, not step 0."""
     run = Run()
     with run.manager(tmp_path) as manager:
@@ -278,7 +278,7 @@ def test_an_initial_source_that_is_not_there_stops_the_run(tmp_path: Path, missi
         manager.load()
 
 
-def test_a_native_step_is_a_source_of_weights(tmp_path: Path) -> None:
+def test_a4_a_native_step_is_a_source_of_weights(tmp_path: Path) -> None:
     """Another run starts from a step of this one: its weights, step 0, a fresh optimizer."""
     with (run := Run()).manager(tmp_path / "a") as manager:
         run.train(manager, 2)
@@ -291,7 +291,7 @@ def test_a_native_step_is_a_source_of_weights(tmp_path: Path) -> None:
     assert not other.optimizer.state
 
 
-def test_excluded_components_start_afresh(tmp_path: Path) -> None:
+def test_a5_excluded_components_start_afresh(tmp_path: Path) -> None:
     """exclude = optimizer, dataloader: weights come back, those two do not."""
     with (run := Run()).manager(tmp_path) as manager:
         run.train(manager, 2)
@@ -325,7 +325,7 @@ class Named:
         return [{"kind": self.kind}]
 
 
-def test_another_set_of_converters_is_named(tmp_path: Path) -> None:
+def test_f10_another_set_of_converters_is_named(tmp_path: Path) -> None:
     """A step saved with one converter is not resumed with another, nor one saved with none with one."""
     config = CheckpointConfig(save=SaveConfig(interval=1))
     hooks = Named("float8")
@@ -374,7 +374,7 @@ def test_a_failed_background_save_is_raised_once(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [1, 3]
 
 
-def test_an_optimizer_step_waits_for_staging(tmp_path: Path) -> None:
+def test_f12_an_optimizer_step_waits_for_staging(tmp_path: Path) -> None:
     """A plain loop that never calls maybe_wait_for_staging saves the weights of the step it asked for."""
     torch.manual_seed(0)
     model = nn.Linear(2048, 2048)

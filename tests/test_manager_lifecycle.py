@@ -422,7 +422,7 @@ print("the end of the program")
 """
 
 
-def test_a_program_that_ends_without_close_keeps_its_save_or_says_why_not(tmp_path: Path) -> None:
+def test_f12_a_program_that_ends_without_close_keeps_its_save_or_says_why_not(tmp_path: Path) -> None:
     """The process ends only when saves have; what went wrong with one that nobody waited for is logged."""
     command = [sys.executable, "-c", ENDS_WITHOUT_CLOSE, str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -167,7 +167,7 @@ WAYS = pytest.mark.parametrize(
 
 
 @WAYS
-def test_fifty_and_fifty_steps_with_a_kill_between_equal_a_hundred(
+def test_a6_fifty_and_fifty_steps_with_a_kill_between_equal_a_hundred(
     tmp_path: Path,
     cache: Path,
     whole_run: Callable[[int, str, str], Path],

@@ -52,7 +52,7 @@ def rooms() -> dict[str, set[str]]:
     return graph | {package: {room for room in graph if room.startswith(f"{package}.")} for package in PACKAGES}
 
 
-def test_rooms_import_each_other_in_one_direction() -> None:
+def test_a1_rooms_import_each_other_in_one_direction() -> None:
     """The graph of the rooms has an order; a cycle is named."""
     try:
         graphlib.TopologicalSorter(rooms()).prepare()

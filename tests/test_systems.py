@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-COUNTS = {"B": 5, "C": 5, "D": 9, "E": 2, "T": 20}
+COUNTS = {"A": 9, "B": 5, "C": 5, "D": 9, "E": 2, "F": 12, "T": 20}
 ROWS = {f"{letter}{i}" for letter, count in COUNTS.items() for i in range(1, count + 1)}
 
 

@@ -99,7 +99,7 @@ def check_on_shards(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["llama3", "qwen3", "qwen3_moe"])
-def test_laws_hold_for_every_set(model: str) -> None:
+def test_a8_laws_hold_for_every_set(model: str) -> None:
     """Five sets, whole, on FSDP2's shards of two ranks, and cut by tensor parallelism over two.
 
     A layer of Qwen3 is the attention of the mixture of experts and the feed-forward of Llama 3: a soak cuts it, too.

@@ -136,7 +136,7 @@ def train_resume_export(name: str, base: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_two_ranks_train_resume_and_export(name: str, tmp_path: Path) -> None:
+def test_a8_two_ranks_train_resume_and_export(name: str, tmp_path: Path) -> None:
     """4 + 4 steps equal 8, bit for bit; one process resumes the ranks' step and exports the same as they did."""
     base = write_base(tmp_path / "base")
     train_resume_export(name, base, tmp_path)

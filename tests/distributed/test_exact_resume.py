@@ -49,7 +49,7 @@ class Run:
 
 
 @distributed(nproc=3)
-def test_the_loss_has_no_gap_where_the_vocabulary_does_not_divide(tmp_path: Path) -> None:
+def test_f5_the_loss_has_no_gap_where_the_vocabulary_does_not_divide(tmp_path: Path) -> None:
     """The next losses are the same floats; where one file is damaged, all ranks take the step before, saying why."""
     run = Run(0)
     with run.manager(tmp_path) as manager:

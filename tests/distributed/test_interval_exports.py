@@ -70,7 +70,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
-def test_training_goes_on_while_the_staged_copy_is_exported(tmp_path: Path, mode: Mode) -> None:
+def test_f6_training_goes_on_while_the_staged_copy_is_exported(tmp_path: Path, mode: Mode) -> None:
     """The export waits for weights that change after the save was called, and holds those of before."""
     gate = Gate()
     model, manager = linear(gate, tmp_path, mode, ExportConfig("hf", interval=4, dtype="bfloat16"))
@@ -96,7 +96,7 @@ def test_training_goes_on_while_the_staged_copy_is_exported(tmp_path: Path, mode
     assert contents(tmp_path / "exports" / "step-4") == contents(tmp_path / "same")
 
 
-def test_a_failed_export_is_raised_once_and_its_step_is_committed(tmp_path: Path) -> None:
+def test_f6_a_failed_export_is_raised_once_and_its_step_is_committed(tmp_path: Path) -> None:
     """A file in the way of the exports: the step is there, the next wait raises, and close does not again."""
     gate = Gate()
     gate.changed.set()
@@ -203,14 +203,14 @@ def same_in_the_background(
     assert {key: value.dtype for key, value in stored.items()} == dtypes
 
 
-def test_merged_adapters_are_exported_in_the_background(tmp_path: Path) -> None:
+def test_f1_merged_adapters_are_exported_in_the_background(tmp_path: Path) -> None:
     """On one process: LoRA and trained copies, from saves of the adapter alone; and merged weights as int4."""
     same_in_the_background(tmp_path / "lora", [{**LORA, "modules_to_save": ["norm"]}])
     same_in_the_background(tmp_path / "int4", [QAT, LORA], other=INT4)
 
 
 @distributed(nproc=2)
-def test_sharded_adapters_are_exported_in_the_background(tmp_path: Path) -> None:
+def test_f6_sharded_adapters_are_exported_in_the_background(tmp_path: Path) -> None:
     """Merging gathers the adapters before training goes on: DoRA, LoRA with saves of the base too, and int4."""
     same_in_the_background(tmp_path / "dora", [{**LORA, "use_dora": True, "modules_to_save": ["norm"]}])
     same_in_the_background(tmp_path / "full", [{"kind": "float8", "emulate": True}, LORA], include_base=True)
@@ -235,7 +235,7 @@ def laid_out(layout: str) -> tuple[nn.Module, StateDictTransforms]:
 
 
 @distributed(nproc=2)
-def test_every_layout_is_exported_from_what_it_staged(tmp_path: Path) -> None:
+def test_f6_every_layout_is_exported_from_what_it_staged(tmp_path: Path) -> None:
     """Replicas, each rank with a half of them staged, stages and tensor parallelism: what one process writes."""
     for layout in ("replicas", "stages", "tensor parallel"):
         model, transforms = laid_out(layout)

@@ -91,7 +91,7 @@ def every_dtype_in_native_and_dcp(root: Path) -> None:
 
 
 @distributed(nproc=2)
-def test_native_dcp_and_hugging_face_forms_have_the_same_digests(tmp_path: Path) -> None:
+def test_f3_native_dcp_and_hugging_face_forms_have_the_same_digests(tmp_path: Path) -> None:
     """A model in rows, columns and whole, read back in another layout; 8- and 16-bit, bool, complex, 0-d and empty."""
     one_model_in_every_format(tmp_path)
     every_dtype_in_native_and_dcp(tmp_path)

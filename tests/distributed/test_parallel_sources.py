@@ -126,7 +126,7 @@ def everywhere(root: Path, num_ranks: int) -> None:
                 assert_loads_and_trains(root, model, layout)
 
 
-def test_an_adapter_step_loads_resumes_and_merges_on_two_ranks(tmp_path: Path) -> None:
+def test_a4_an_adapter_step_loads_resumes_and_merges_on_two_ranks(tmp_path: Path) -> None:
     """A native adapter step under FSDP2, tensor and pipeline parallelism, merged too; a DCP folder under FSDP2."""
     write_shapes(tmp_path)
     write_sources(tmp_path, "llama3")
@@ -139,7 +139,7 @@ def test_an_adapter_step_loads_resumes_and_merges_on_two_ranks(tmp_path: Path) -
     adapter_steps_on_2(tmp_path)
 
 
-def test_a_base_and_an_adapter_load_into_every_layout(tmp_path: Path) -> None:
+def test_a4_a_base_and_an_adapter_load_into_every_layout(tmp_path: Path) -> None:
     """Every shard has the bits of its place; loss and adapter gradients are those of one process."""
     write_shapes(tmp_path)
     for model in RUNS:

@@ -103,7 +103,7 @@ def export_shards(folder: Path) -> None:
             broken.export()
 
 
-def test_two_ranks_write_what_one_process_writes(tmp_path: Path) -> None:
+def test_f1_two_ranks_write_what_one_process_writes(tmp_path: Path) -> None:
     """Rows cut between blocks, columns cut within groups, replicas: one folder. Where a rank fails there is none."""
     export_shards(tmp_path)
     for name in SETS:

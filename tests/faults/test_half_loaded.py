@@ -137,7 +137,7 @@ def failing_after(blocks: int, error: BaseException) -> Iterator[None]:
 @pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
 @pytest.mark.parametrize("fresh", [False, True], ids=["rolled back", "resumed"])
 @pytest.mark.parametrize("share", [0.4, 0.9], ids=["weights", "moments"])
-def test_after_a_flipped_bit_the_ladder_ends_on_a_step_with_every_tensor_right(
+def test_f5_after_a_flipped_bit_the_ladder_ends_on_a_step_with_every_tensor_right(
     tmp_path: Path, cold: bool, fresh: bool, share: float
 ) -> None:
     """The step before is loaded over all that was overwritten, and can be saved."""

@@ -120,7 +120,7 @@ def test_a_signal_within_a_step_saves_the_step_before(tmp_path: Path, whole: dic
     goes_on(tmp_path, whole, last)
 
 
-def test_a_request_a_time_limit_and_a_second_signal(tmp_path: Path, whole: dict[int, str]) -> None:
+def test_f8_a_request_a_time_limit_and_a_second_signal(tmp_path: Path, whole: dict[int, str]) -> None:
     """`titan-ckpt save` returns when its save is committed; the run goes on, and ends in time by itself."""
     with running(tmp_path, slow=0.02, checkpoint={"save": {"interval": 1000, "async_mode": "thread"}}) as job:
         job.wait_for("step 1 ")
@@ -174,7 +174,7 @@ def test_an_exception_saves_the_last_whole_step_and_never_a_half_one(tmp_path: P
 
 
 @pytest.mark.parametrize("async_mode", ["thread", "process"])
-def test_all_ranks_stop_at_one_step_with_a_save_in_flight(tmp_path: Path, async_mode: str) -> None:
+def test_f12_all_ranks_stop_at_one_step_with_a_save_in_flight(tmp_path: Path, async_mode: str) -> None:
     """SIGTERM to all, writers too: the save in flight is finished, a last one made; who lags stops there too."""
     save = {"interval": 2, "async_mode": async_mode}
     with running(tmp_path, 2, slow=0.01, lag=0.1, width=1_000_000, checkpoint={"save": save}) as job:

@@ -57,7 +57,7 @@ def assert_continues(first: LoraRun, base: Path, adapter: Path, folder: Path) ->
     assert torch.equal(third.logits(), second.logits())
 
 
-def test_an_adapter_step_is_a_source_at_the_start_and_at_every_resume(tmp_path: Path, base: Path) -> None:
+def test_a4_an_adapter_step_is_a_source_at_the_start_and_at_every_resume(tmp_path: Path, base: Path) -> None:
     """The resume of such a run reads the base and its own step, and leaves the step that it started from alone."""
     first = trained(tmp_path, base)
     assert_continues(first, base, tmp_path / "run/checkpoints/step-4", tmp_path / "second")
@@ -117,7 +117,7 @@ def test_settings_that_give_the_same_result_are_accepted(tmp_path: Path, base: P
     assert torch.equal(second.logits(), first.logits())
 
 
-def test_another_base_than_the_steps_is_named(tmp_path: Path, base: Path) -> None:
+def test_f9_another_base_than_the_steps_is_named(tmp_path: Path, base: Path) -> None:
     """An adapter step knows the weights it was trained on, as a source too, loaded or merged."""
     trained(tmp_path, base)
     other, adapter = write_base(tmp_path / "other", seed=1), tmp_path / "run/checkpoints/step-4"
@@ -241,7 +241,7 @@ def test_adapters_of_a_chain_are_merged_in_their_order(tmp_path: Path, base: Pat
         merge_into(base, tmp_path / "alone", chain[1])
 
 
-def test_a_whole_step_with_an_adapter_inside_is_exact_or_refused(tmp_path: Path, base: Path) -> None:
+def test_a4_a_whole_step_with_an_adapter_inside_is_exact_or_refused(tmp_path: Path, base: Path) -> None:
     """It is the model with the same converters, refused with another alpha or merged, and a base alone if asked."""
     first = LoraRun.build(base)
     save = SaveConfig(interval=1, include_base=True)

@@ -91,7 +91,7 @@ def test_an_export_with_the_bases_dtypes_opens_as_the_base_does(tmp_path: Path, 
     assert torch.equal(base, exported)
 
 
-def test_keys_and_shapes_must_be_the_bases(tmp_path: Path, base: Path) -> None:
+def test_f2_keys_and_shapes_must_be_the_bases(tmp_path: Path, base: Path) -> None:
     """A base that changed under the run's feet has other tensors than the export: nothing is published."""
     first = min(base.glob("model-*.safetensors"))
     model = Llama3(CONFIG)

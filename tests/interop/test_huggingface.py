@@ -486,7 +486,7 @@ def rename(folder: Path, key: str) -> None:
         (rename, r"differs in 2 tensor\(s\): KEY is missing; .*no_proj\.weight is not the model's"),
     ],
 )
-def test_what_reads_back_differently_is_not_published(
+def test_f2_what_reads_back_differently_is_not_published(
     tmp_path: Path, damage: Callable[[Path, str], None], cause: str
 ) -> None:
     """One bit, one dtype or one name that is not what was sent fails the export, is said, and leaves nothing."""

@@ -126,7 +126,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_our_adapter_in_peft(name: str, tmp_path: Path) -> None:
+def test_a7_our_adapter_in_peft(name: str, tmp_path: Path) -> None:
     """Train on a Hugging Face base and export: PEFT on that base gives our logits, and so does the merged folder."""
     ours, _ = CASES[name]
     base = hf_base(tmp_path / "base")

@@ -116,7 +116,7 @@ def trained(tmp_path: Path, base: Path, **lora: Any) -> LoraRun:
     return run
 
 
-def test_saves_hold_the_adapter_only_and_resume_over_the_base(tmp_path: Path, base: Path) -> None:
+def test_a4_saves_hold_the_adapter_only_and_resume_over_the_base(tmp_path: Path, base: Path) -> None:
     """A save takes 12 bytes per adapter parameter and none of the base; a resume of both goes on bit for bit."""
     whole = trained(tmp_path, base)
     saved = tmp_path / "run" / "checkpoints" / "step-2"
@@ -150,7 +150,7 @@ def test_exports_give_the_same_logits_in_transformers_and_peft(tmp_path: Path, b
         assert (plain(IDS).logits - run.logits()).abs().max() > 1e-3
 
 
-def test_base_and_exported_adapter_are_sources_of_another_run(tmp_path: Path, base: Path) -> None:
+def test_a4_base_and_exported_adapter_are_sources_of_another_run(tmp_path: Path, base: Path) -> None:
     """Multi-source: base + our own PEFT folder give the logits of the run that wrote it."""
     run = trained(tmp_path, base)
     other = LoraRun.build(base, seed=9)
@@ -161,7 +161,7 @@ def test_base_and_exported_adapter_are_sources_of_another_run(tmp_path: Path, ba
     assert not report.initialised
 
 
-def test_an_adapter_that_peft_wrote_is_a_source(tmp_path: Path, base: Path) -> None:
+def test_a4_an_adapter_that_peft_wrote_is_a_source(tmp_path: Path, base: Path) -> None:
     """q and k rows are permuted on the way in: the logits are PEFT's, within 1e-5."""
     theirs = get_peft_model(
         LlamaForCausalLM.from_pretrained(base),
@@ -179,7 +179,7 @@ def test_an_adapter_that_peft_wrote_is_a_source(tmp_path: Path, base: Path) -> N
         assert (theirs(IDS).logits - run.logits()).abs().max() <= 1e-5
 
 
-def test_another_base_is_named(tmp_path: Path, base: Path) -> None:
+def test_f9_another_base_is_named(tmp_path: Path, base: Path) -> None:
     """A step and an exported adapter both know the weights they were trained on."""
     trained(tmp_path, base)
     other = write_base(tmp_path / "other", seed=1)
@@ -192,7 +192,7 @@ def test_another_base_is_named(tmp_path: Path, base: Path) -> None:
         manager.load()
 
 
-def test_a_base_that_moved_is_the_same_base(tmp_path: Path, base: Path) -> None:
+def test_f9_a_base_that_moved_is_the_same_base(tmp_path: Path, base: Path) -> None:
     """The digest counts, not the path."""
     trained(tmp_path, base)
     moved = tmp_path / "moved"

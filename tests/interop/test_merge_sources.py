@@ -104,7 +104,7 @@ def load_on_shards(base: Path, folder: Path, adapters: list[Path], expected: dic
         assert torch.allclose(value.full_tensor(), expected[fqn], rtol=1e-6, atol=1e-7), fqn
 
 
-def test_adapters_are_merged_one_after_another(tmp_path: Path) -> None:
+def test_a4_adapters_are_merged_one_after_another(tmp_path: Path) -> None:
     """Two merged sources, with patterns, embeddings and a module trained in full: PEFT's logits, and on shards."""
     base = write_base(tmp_path / "base")
     first = write_adapter(base, tmp_path / "first", rank_pattern={"k_proj": 2}, modules_to_save=["norm"])
@@ -120,7 +120,7 @@ def test_adapters_are_merged_one_after_another(tmp_path: Path) -> None:
     load_on_shards(base, tmp_path / "shards", [first, second], {k: v.clone() for k, v in ours.state_dict().items()})
 
 
-def test_a_run_trains_an_adapter_over_a_merged_base(tmp_path: Path) -> None:
+def test_a4_a_run_trains_an_adapter_over_a_merged_base(tmp_path: Path) -> None:
     """The merged base is the new adapter's base: saves hold the adapter, a resume merges again, and both know it."""
     base = write_base(tmp_path / "base")
     adapter = write_adapter(base, tmp_path / "adapter")

@@ -139,7 +139,7 @@ def test_an_adapter_of_peft_opens_here(tmp_path: Path, kind: str) -> None:
     assert (logits(model) - logits(theirs)).abs().max() <= 1e-5
 
 
-def test_the_folder_holds_what_vllm_and_peft_need(tmp_path: Path) -> None:
+def test_a7_the_folder_holds_what_vllm_and_peft_need(tmp_path: Path) -> None:
     """Every field is written, none that PEFT would warn of; what is ours lies in a file of its own, and comes back."""
     model, converters = adapted(KINDS["plain"])
     record = {"digest": "ab" * 16, "path": "base"}
@@ -173,7 +173,7 @@ def test_there_and_back_is_bit_equal(tmp_path: Path) -> None:
 # exports that must not happen
 
 
-def test_an_adapter_that_changes_nothing_is_refused(tmp_path: Path) -> None:
+def test_f2_an_adapter_that_changes_nothing_is_refused(tmp_path: Path) -> None:
     """A fresh adapter, whose B is zero, is not an export; nothing is left."""
     model, converters = adapted(KINDS["plain"])
     with torch.no_grad():

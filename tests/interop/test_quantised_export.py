@@ -114,7 +114,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_transformers_computes_what_training_computed(name: str, tmp_path: Path) -> None:
+def test_f1_transformers_computes_what_training_computed(name: str, tmp_path: Path) -> None:
     """Train a fake-quantised model of transformers and export it: the reloaded folder gives its logits, bit for bit."""
     model = llama(torch.bfloat16 if name.startswith("mx") else torch.float32)
     converters = convert(model, *CASES[name])

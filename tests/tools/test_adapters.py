@@ -62,7 +62,7 @@ def exotic(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_adapter_converts_between_peft_native_and_dcp_bit_exact(root: Path, exotic: Path, tmp_path: Path) -> None:
+def test_f4_an_adapter_converts_between_peft_native_and_dcp_bit_exact(root: Path, exotic: Path, tmp_path: Path) -> None:
     """Out and back: the same tensors under the same names, and PEFT computes what it did; native names between."""
     for source in (root / "peft1", exotic):
         out = tmp_path / source.name
@@ -147,7 +147,7 @@ def test_a_base_that_is_known_by_its_name_alone_stays_known(
     assert "was trained on someone/a-llama, and the base of this run" in caplog.text
 
 
-def test_diff_compares_a_peft_folder_with_our_own_adapter(
+def test_f4_diff_compares_a_peft_folder_with_our_own_adapter(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same is the same in PEFT, native and DCP; one element, and a scale that no tensor shows, are named."""
@@ -174,7 +174,7 @@ def test_diff_compares_a_peft_folder_with_our_own_adapter(
     assert call("diff", peft, root / "hf") == 2
 
 
-def test_merge_refuses_another_base_by_its_digest(
+def test_f4_merge_refuses_another_base_by_its_digest(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One changed element of the base is enough; a base that a run had cast, or in another format, is the same."""

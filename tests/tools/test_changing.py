@@ -50,7 +50,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_every_format_converts_into_every_other_and_back_bit_exact(root: Path, tmp_path: Path, kind: str) -> None:
+def test_f4_every_format_converts_into_every_other_and_back_bit_exact(root: Path, tmp_path: Path, kind: str) -> None:
     """Native, DCP, torchtitan's layout and Hugging Face, into native, DCP, Hugging Face and a torch.save file."""
     source = root / SOURCES[kind]
     config = () if kind == "hf" else ("--config", root / "hf")
@@ -95,7 +95,7 @@ def test_a_dtype_and_the_names_can_be_chosen(root: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("base", ["hf", "run2/checkpoints/step-1"])
-def test_merge_equals_pefts_merge_within_one_rounding(root: Path, tmp_path: Path, base: str) -> None:
+def test_f4_merge_equals_pefts_merge_within_one_rounding(root: Path, tmp_path: Path, base: str) -> None:
     """One adapter and two, on a Hugging Face base and on a step of two ranks; transformers opens the folder."""
     merged: Any = LlamaForCausalLM.from_pretrained(root / "hf")
     for count in (1, 2):
@@ -182,7 +182,7 @@ def in_child(act: Callable[[], int]) -> tuple[int, int]:
     return status, 1024 * int(told or 0)
 
 
-def test_a_gigabyte_takes_little_memory(root: Path, tmp_path: Path) -> None:
+def test_f4_a_gigabyte_takes_little_memory(root: Path, tmp_path: Path) -> None:
     """Every command that reads weights: at most the largest tensor and 256 MiB beyond what the process has anyway."""
     big = tmp_path / "big"
     largest = write_gigabyte(big)
@@ -271,7 +271,7 @@ class InterruptAt(Counter):
 
 
 @pytest.mark.parametrize("command", ["convert native", "convert hf", "convert torch", "merge"])
-def test_a_kill_or_ctrl_c_leaves_the_source_and_no_half_result(
+def test_f4_a_kill_or_ctrl_c_leaves_the_source_and_no_half_result(
     root: Path, tmp_path: Path, command: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """At operations from the first to the last: the target is whole or not there, and the next call works."""

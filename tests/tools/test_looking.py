@@ -52,7 +52,7 @@ def ask(capsys: pytest.CaptureFixture[str]) -> Answer:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_every_format_is_inspected_and_verified(root: Path, kind: str, ask: Answer) -> None:
+def test_f4_every_format_is_inspected_and_verified(root: Path, kind: str, ask: Answer) -> None:
     """The tree has all tensors, and the folder is whole."""
     place, format_ = FORMATS[kind]
     code, content = ask("inspect", root / place)
@@ -131,7 +131,7 @@ def test_the_same_weights_are_identical_in_every_format(root: Path, kind: str, a
         assert model["digests"][0] == model["digests"][1]
 
 
-def test_diff_finds_one_changed_element_in_any_format(root: Path, tmp_path: Path, ask: Answer) -> None:
+def test_f4_diff_finds_one_changed_element_in_any_format(root: Path, tmp_path: Path, ask: Answer) -> None:
     """One element, one row in the table: its tensor's name, one element, the largest difference."""
     changed = tmp_path / "hf"
     shutil.copytree(root / "hf", changed)
@@ -189,7 +189,7 @@ def test_diff_compares_training_state_and_settings(root: Path, tmp_path: Path, a
     assert (code, [d["name"] for d in found["settings"]]) == (1, ["lora_alpha"])
 
 
-def test_verify_finds_a_flipped_bit_in_any_native_file(root: Path, tmp_path: Path, ask: Answer) -> None:
+def test_f4_verify_finds_a_flipped_bit_in_any_native_file(root: Path, tmp_path: Path, ask: Answer) -> None:
     """Manifest, state, rank files: a bit anywhere is found, its file is named, and the exit code is 1."""
     source = root / "run2/checkpoints/step-1"
     shutil.copytree(source, tmp_path / "step-1")

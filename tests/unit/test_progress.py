@@ -39,7 +39,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, *, terminal: bool, delay: float) -> i
     return out
 
 
-def test_a_console_shows_what_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f11_a_console_shows_what_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An export and a load each have a bar with their bytes, which is gone at the end."""
     out = watch(monkeypatch, terminal=True, delay=0.0)
     export_and_load(tmp_path / "out")
@@ -50,7 +50,7 @@ def test_a_console_shows_what_is_under_way(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("terminal", "delay"), [(False, 0.0), (True, 60.0)])
-def test_files_pipes_and_short_work_have_no_bar(
+def test_f11_files_pipes_and_short_work_have_no_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool, delay: float
 ) -> None:
     """Not a byte is written."""

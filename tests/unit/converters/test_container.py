@@ -66,7 +66,7 @@ class OtherProbe(Probe):
         return "other"
 
 
-def test_wrong_order_is_answered_with_the_right_one() -> None:
+def test_a3_wrong_order_is_answered_with_the_right_one() -> None:
     """A converter that replaces modules after one that adapts them is refused, and the right order is given."""
     with pytest.raises(ConverterError, match=r"order lora, qat: .* in this order: qat, lora"):
         build([LoRAConfig(("up",)), QATConfig("int8_weight_only")])
@@ -132,7 +132,7 @@ class _NoFilter(ModelConverter):
         return None
 
 
-def test_adapter_without_filter_is_an_error() -> None:
+def test_a3_adapter_without_filter_is_an_error() -> None:
     """Names for added keys mean nothing where nothing says which keys were added."""
     with pytest.raises(ConverterError, match="'probe' has a state_dict_adapter and no key_filter"):
         ModelConverters([_NoFilter(Settings())])
@@ -160,14 +160,14 @@ def test_a_converter_that_breaks_a_law_is_named(probe: Probe, fault: str) -> Non
         ModelConverters([probe]).convert(model())
 
 
-def test_a_key_has_one_owner() -> None:
+def test_a3_a_key_has_one_owner() -> None:
     """An added key that another converter claims too is refused."""
     greedy = OtherProbe(claim=lambda fqn: fqn == "extra")
     with pytest.raises(ConverterError, match="added keys that another converter claims too: extra"):
         ModelConverters([Probe(add, lambda fqn: fqn == "extra"), greedy]).convert(model())
 
 
-def test_transforms_are_undone_last_first() -> None:
+def test_a3_transforms_are_undone_last_first() -> None:
     """The last converter applied is the first whose transform runs."""
     converters = ModelConverters([Probe(factor=10.0), OtherProbe(addend=1.0)])
     assert converters.state_dict_transform({"x": torch.tensor(1.0)}, last_step=True)["x"] == 20.0
@@ -221,7 +221,7 @@ class _OtherWithTable(_WithTable):
         return "other"
 
 
-def test_adapters_are_joined_and_one_folder_holds_one() -> None:
+def test_a3_adapters_are_joined_and_one_folder_holds_one() -> None:
     """The tables of several converters serve one checkpoint; a folder for another tool has one adapter's settings."""
     adapter = ModelConverters([_WithTable(), _OtherWithTable()]).state_dict_adapter()
     assert adapter is not None

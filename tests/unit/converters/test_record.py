@@ -27,7 +27,7 @@ def test_the_same_set_is_accepted() -> None:
     check_converters([], [], 5)
 
 
-def test_every_difference_is_listed() -> None:
+def test_f10_every_difference_is_listed() -> None:
     """Added, removed and changed converters are all in the one message, which says what to do."""
     saved = described(QAT, LORA)
     here = described({"kind": "float8", "emulate": True}, {**LORA, "rank": 8, "target_modules": ["wq"]})

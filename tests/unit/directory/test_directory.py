@@ -642,7 +642,7 @@ def test_staging_must_be_a_folder_here(tmp_path: Path) -> None:
 # pre-flight
 
 
-def test_a_preflight_that_passes_leaves_nothing(tmp_path: Path) -> None:
+def test_f7_a_preflight_that_passes_leaves_nothing(tmp_path: Path) -> None:
     """A tiny save goes all the way and is deleted; the folder is ready."""
     directory = open_directory(tmp_path / "new" / "run")
     directory.preflight(1_000_000)
@@ -653,7 +653,7 @@ def test_a_preflight_that_passes_leaves_nothing(tmp_path: Path) -> None:
     directory.close()
 
 
-def test_too_little_space_is_found_before_anything_is_written(tmp_path: Path) -> None:
+def test_f7_too_little_space_is_found_before_anything_is_written(tmp_path: Path) -> None:
     """1.05 times the bytes must be free, at the pre-flight and at each save; the message has the numbers."""
     status = os.statvfs(tmp_path)
     free = status.f_bavail * status.f_frsize
@@ -666,7 +666,7 @@ def test_too_little_space_is_found_before_anything_is_written(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["mkdir", "open_exclusive", "pwrite_all", "fsync", "fsync_folder", "rename_noreplace"])
-def test_a_folder_where_saves_fail_is_found_at_the_preflight(
+def test_f7_a_folder_where_saves_fail_is_found_at_the_preflight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Each operation of a save failing, as on a read-only or broken mount, is one PreflightError with what to check."""
@@ -761,7 +761,7 @@ def test_files_that_are_seen_late_are_waited_for(tmp_path: Path) -> None:
 
 
 @distributed(nproc=2)
-def test_a_folder_that_is_not_shared_is_found_at_the_preflight(tmp_path: Path) -> None:
+def test_f7_a_folder_that_is_not_shared_is_found_at_the_preflight(tmp_path: Path) -> None:
     """Rank 1's path leads to another disk: the pre-flight names the rank instead of a save failing hours later."""
     line = Coordinator.current(20)
     root = tmp_path / f"disk-of-rank-{line.rank}"

@@ -84,7 +84,7 @@ def test_revisions_that_both_sides_state_must_agree(tmp_path: Path, caplog: pyte
     assert "revision aaaa" in said and f"is revision {COMMIT}" in said
 
 
-def test_a_recorded_digest_makes_names_needless(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_f9_a_recorded_digest_makes_names_needless(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An adapter of this package is compared by its base's weights, wherever they are and whatever they are called."""
     record = {"digest": "ab" * 16, "path": "elsewhere"}
     config = {"base_model_name_or_path": "/elsewhere", "revision": "v1", "titan_ckpt_base": record}

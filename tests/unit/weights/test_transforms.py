@@ -100,7 +100,7 @@ class Adapter:
 LORA = Hooks((KeyRule.of("layers.{i}.wq.lora_b.weight", "peft.layers.{i}.q_proj.lora_B.weight", PermuteRotary(2)),))
 
 
-def test_there_and_back_is_bit_equal() -> None:
+def test_a1_there_and_back_is_bit_equal() -> None:
     """Every operation of the table, written and read again, restores every bit."""
     transforms = StateDictTransforms(TABLE)
     files = assembled(transforms.to_file(tensors(), None, None))
@@ -135,7 +135,7 @@ def test_the_true_shapes_are_laid_out_on_meta() -> None:
         assert {p.key for p in pieces} == set(group.infos)
 
 
-def test_a_dtype_casts_floats_only() -> None:
+def test_a7_a_dtype_casts_floats_only() -> None:
     """Integers and types that mean nothing without a scale keep their dtype."""
     mixed = {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.float16), "i": torch.ones(2, dtype=torch.int32)}
     mixed["f8"] = torch.ones(2).to(torch.float8_e4m3fn)

@@ -44,7 +44,7 @@ class OwnsAdapters:
         return []
 
 
-def test_values_alias_the_live_parameters() -> None:
+def test_a2_values_alias_the_live_parameters() -> None:
     """A load fills the model by filling these tensors."""
     model = nn.Linear(2, 2)
     ModelWrapper([model]).state_dict()["weight"].fill_(7)
@@ -72,7 +72,7 @@ def test_wrappers_leave_no_trace_in_names(wrap: str) -> None:
     assert sorted(wrapper.parameter_names().values()) == ["0.bias", "0.weight"]
 
 
-def test_modes_split_what_converters_own() -> None:
+def test_a2_modes_split_what_converters_own() -> None:
     """full = base + owned, disjoint; export is what the transform leaves."""
     model = nn.Linear(2, 2)
     model.register_parameter("lora", nn.Parameter(torch.zeros(2)))

@@ -138,8 +138,8 @@ class StopConfig(Checked):
 class InitialLoadConfig(Checked):
     """A source of weights for a run that has no checkpoint of its own yet."""
 
-    path: LocalPath
-    """Path of a checkpoint step, a Hugging Face folder, a PEFT adapter, or a DCP folder."""
+    path: FolderOrBucket
+    """Path or bucket's URL of a checkpoint step, a Hugging Face folder, a PEFT adapter, or a DCP folder."""
     format: Format | None = None
     """Required format; absent: detected from the content."""
     cast: bool = False
@@ -260,7 +260,7 @@ class CheckpointConfig(Checked):
     folder: FolderOrBucket = "checkpoints"
     """Path relative to the run's base folder, or a place in a bucket: s3://bucket/key, gs://, az://."""
     store: StoreConfig = field(default_factory=StoreConfig)
-    """How the bucket is reached, if `folder` names one."""
+    """How buckets are reached: that of `folder`, those of sources and of exports."""
     components: tuple[Component, ...] | None = None
     """Components that the run saves and loads; those it does not have are ignored. Absent: all. Without "model", the
     handler that the manager is given brings the weights from outside."""
@@ -282,6 +282,11 @@ class CheckpointConfig(Checked):
         """Return the components that the run neither saves nor loads."""
         return frozenset() if self.components is None else frozenset(get_args(Component)) - {*self.components}
 
+    def _places(self) -> Iterator[str]:
+        yield self.folder
+        yield from (source.path for source in self.initial_load)
+        yield from (export.folder for export in self.export)
+
     def problems(self) -> Iterator[str]:
         if self.components is not None and not self.components:
             yield "components: name one or more; absent: everything"
@@ -291,8 +296,11 @@ class CheckpointConfig(Checked):
             yield 'save.model_only_last: components has no "model", so none can be saved; leave one of the two out'
         targets: dict[str, int] = {}
         own = None if split_url(self.folder) else os.path.abspath(self.folder)
-        if own is not None and self.store != StoreConfig():
-            yield f"store: for a bucket, and folder {self.folder!r} is on a mounted file system; leave it out"
+        if self.store != StoreConfig() and not any(map(split_url, self._places())):
+            yield (
+                f"store: for buckets, and folder {self.folder!r}, sources and exports are on mounted file systems; "
+                "leave it out"
+            )
         for i, export in enumerate(self.export):
             target = export.lands_in()
             if target in targets:

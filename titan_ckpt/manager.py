@@ -108,7 +108,7 @@ class CheckpointManager:
         )
         self._saver = Saver(self._directory, storage_line, config.save, self.telemetry) if config.save else None
         self._exporter = Exporter(
-            self.base_folder, self._run, transforms, coordinator, storage_line, config.initial_load
+            self.base_folder, self._run, transforms, coordinator, storage_line, config.initial_load, config.store
         )
         self._exporter.check(config.export)
         hooked = steppers(optimizers) or []

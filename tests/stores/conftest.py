@@ -6,6 +6,7 @@ import contextlib
 import re
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +80,20 @@ def behind(server: Server, fault: servers.Fault, method: str, suffix: str, times
 
     with servers.Proxy(server.endpoint, decide) as proxy:
         yield proxy
+
+
+def put_folder(place: BucketPath, folder: Path) -> None:
+    """Upload every file below a folder."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            key = (place / str(path.relative_to(folder))).key
+            place.bucket.upload(key, iter([memoryview(path.read_bytes())]), 5 << 20)
+
+
+def get_folder(place: BucketPath, folder: Path) -> Path:
+    """Download every object below a place."""
+    for facts in place.bucket.list_objects(place.key):
+        path = folder / facts.key.removeprefix(f"{place.key}/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(place.bucket.read(facts.key)[0])
+    return folder

@@ -51,11 +51,17 @@ def listed_steps(root: Path) -> list[int]:
 
 
 def manifest_path(files: Location) -> Location:
-    """Return where the manifest of a step is whose files are at `files`; in a bucket it is apart from them."""
-    if isinstance(files, BucketPath):
+    """Return where the manifest of a step is whose files are at `files`; in a bucket a run puts it apart from them."""
+    if holds_attempt(files):
         step = files.parent
         return step.parent.parent / COMMITS / f"{step.name}.{files.name}.json"
     return files / MANIFEST_NAME
+
+
+def holds_attempt(files: Location) -> bool:
+    """Return whether a place in a bucket has the name of one attempt's files. A copied folder of a step has none."""
+    place = files.parent
+    return isinstance(files, BucketPath) and place.parent.name == DATA and step_of(place.name) is not None
 
 
 def read_file(path: Location, max_bytes: int) -> bytes:

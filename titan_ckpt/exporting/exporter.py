@@ -21,16 +21,26 @@ from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import ExportConfig, InitialLoadConfig
 from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator, bounded
-from titan_ckpt.errors import CheckpointError, ConverterError, ExportError, ExportSettingError, listed
+from titan_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConverterError,
+    ExportError,
+    ExportSettingError,
+    listed,
+)
 from titan_ckpt.exporting.job import ExportJob, FolderWriter
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.huggingface.export import Base, HuggingFaceExport
 from titan_ckpt.formats.huggingface.peft import PeftExport
 from titan_ckpt.formats.huggingface.reader import TIED
-from titan_ckpt.formats.open import detect_format
+from titan_ckpt.formats.open import detect_format, locate
 from titan_ckpt.formats.publish.columns import row_peers
 from titan_ckpt.formats.publish.record import MadeExports
 from titan_ckpt.geometry.chunks import LazyTensor, Stage, TensorInfo, can_freeze, frozen, info_of, local_tensor
+from titan_ckpt.stores.bucket import open_location
+from titan_ckpt.stores.settings import StoreConfig
+from titan_ckpt.stores.source import Source
 from titan_ckpt.types import ModelHooks, PlacesTensors, StateDict
 from titan_ckpt.weights.identity import base_settings
 from titan_ckpt.weights.quantise import QuantisesWeights, WeightQuantiser, quantised
@@ -51,11 +61,12 @@ class Exporter:
         coordinator: Coordinator,
         background: Coordinator,
         initial_load: Sequence[InitialLoadConfig],
+        store: StoreConfig | None = None,
     ) -> None:
         """Bind to a run.
 
         `background`: the line that exports of staged copies are given. `initial_load`: sources of the base, whose
-        dtypes and file layout exports may take over.
+        dtypes and file layout exports may take over. `store`: how buckets are reached.
         """
         self._run = run
         self._base_folder = base_folder
@@ -64,6 +75,7 @@ class Exporter:
         self._coordinator = coordinator
         self._background = background
         self._initial_load = initial_load
+        self._store = store or StoreConfig()
         self._made = MadeExports(base_folder)
 
     def check(self, configs: Sequence[ExportConfig]) -> None:
@@ -346,7 +358,7 @@ class Exporter:
         )
         base = None if base is None else base.without(key for key, _ in table.repeats)
         transforms = replace(self._transforms, key_map=table)
-        assets = Path(config.assets) if config.assets else transforms.assets
+        assets: Source | None = Path(config.assets) if config.assets else transforms.assets
         if assets is None and base is not None and base.path.is_dir():
             assets = base.path
         return HuggingFaceExport(
@@ -362,16 +374,21 @@ class Exporter:
 
     def _base_of(self, config: ExportConfig) -> Base | None:
         """Return what the export takes over from the Hugging Face folder of the base; None without such a folder."""
-        source = self._source() if config.format == "hf" else None
-        if source is None:
+        found = self._source() if config.format == "hf" else None
+        if found is None:
             return None
-        return Base.read(Path(source.path), self._transforms.key_map, source.initialise, source.ignore)
+        source, path = found
+        return Base.read(path, self._transforms.key_map, source.initialise, source.ignore)
 
-    def _source(self) -> InitialLoadConfig | None:
+    def _source(self) -> tuple[InitialLoadConfig, Source] | None:
         """Return the Hugging Face folder (or file) that the run's weights came from, if there is exactly one."""
-        there = [(source, Path(source.path)) for source in self._initial_load if Path(source.path).exists()]
-        sources = [source for source, path in there if (source.format or detect_format(path)) == "hf"]
-        return sources[0] if len(sources) == 1 else None
+        found: list[tuple[InitialLoadConfig, Source]] = []
+        for source in self._initial_load:
+            with contextlib.suppress(CheckpointNotFoundError):
+                path = locate(open_location(source.path, settings=self._store))
+                if (source.format or detect_format(path)) == "hf":
+                    found.append((source, path))
+        return found[0] if len(found) == 1 else None
 
 
 @contextlib.contextmanager

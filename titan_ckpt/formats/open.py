@@ -6,22 +6,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import assert_never
 
+from titan_ckpt.directory.names import holds_attempt, step_of
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.bucket import BucketPath, Location
+from titan_ckpt.stores.source import ListedPath, Source, listed
 from titan_ckpt.types import Format
 
 
-def detect_format(path: Path) -> Format:
+def detect_format(path: Location) -> Format:
     """Return the format of a path, detected from its content.
 
     Raises: ConfigError for a URI; CheckpointNotFoundError; NotACheckpointError if it has no known format, or several.
     """
     from titan_ckpt.formats.huggingface import reader as huggingface
 
-    path = _existing(path)
-    if (path / "MANIFEST.json").exists():
+    path = locate(path)
+    if (path / "MANIFEST.json").exists() or holds_attempt(path):
         return "native"
     if (path / "rank-00000.safetensors").exists():
         raise NotACheckpointError(
@@ -56,12 +58,11 @@ def open_reader(
     `ignore`: patterns of tensors that the caller leaves out.
     Raises: ConfigError for a URI; CheckpointNotFoundError; NotACheckpointError; CorruptCheckpointError.
     """
-    if isinstance(path, BucketPath):
+    if format == "native" and holds_attempt(path):
         from titan_ckpt.formats.native.reader import NativeReader
 
-        assert format == "native", "a step in a bucket is of this package"
         return NativeReader(path)
-    path = _existing(path)
+    path = locate(path)
     kind = format or detect_format(path)
     match kind:
         case "native":
@@ -73,6 +74,11 @@ def open_reader(
             from titan_ckpt.formats.dcp.torch_checkpointing import TorchCheckpointingReader
 
             if (path / "metadata.pkl").exists():
+                if isinstance(path, ListedPath):
+                    raise NotACheckpointError(
+                        f"{path} is a folder of torch_checkpointing, which is not read from a bucket: copy it to a "
+                        "mounted file system"
+                    )
                 return TorchCheckpointingReader(path)
             if not (path / ".metadata").exists():
                 raise NotACheckpointError(f"{path}: holds no .metadata, so no checkpoint of this format")
@@ -89,14 +95,32 @@ def open_reader(
             assert_never(kind)
 
 
-def _existing(path: Path) -> Path:
-    require_local({"path": path})
-    if not Path(path).exists():
+def locate(path: Location) -> Source:
+    """Return a place as it is read. In a bucket it is listed, and the name of a step leads to the place of its files.
+
+    Raises: ConfigError for a URI; CheckpointNotFoundError; CorruptCheckpointError for a damaged step; StoreError.
+    """
+    if isinstance(path, BucketPath):
+        found: Source = listed(path)
+        if not found.exists() and (step := step_of(path.name)) is not None:
+            found = listed(_files_of(path.parent, step))
+    else:
+        require_local({"path": path})
+        found = Path(path)
+    if not found.exists():
         raise CheckpointNotFoundError(f"{path} is not there; name an existing checkpoint folder or .safetensors file")
-    return Path(path)
+    return found
 
 
-def _what_is_there(path: Path) -> str:
+def _files_of(root: BucketPath, step: int) -> BucketPath:
+    from titan_ckpt.directory.bucket_steps import BucketSteps
+
+    path = BucketSteps(root).inspect(step).path
+    assert isinstance(path, BucketPath)
+    return path
+
+
+def _what_is_there(path: Source) -> str:
     """Return a description of a path that holds no checkpoint, with the next step."""
     if path.is_file():
         return "a single file must be a .safetensors file"
@@ -110,8 +134,8 @@ def _what_is_there(path: Path) -> str:
             f"{pickles[0]} is a pickle, which can run code when it is loaded; convert it to safetensors first "
             "(transformers: from_pretrained, then save_pretrained)"
         )
-    listed = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") if names else "nothing"
+    first = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") if names else "nothing"
     return (
-        f"it holds {listed}; expected MANIFEST.json (native), .metadata or metadata.pkl (dcp), "
+        f"it holds {first}; expected MANIFEST.json (native), .metadata or metadata.pkl (dcp), "
         "model.safetensors or model.safetensors.index.json (hf), or adapter_config.json (peft)"
     )

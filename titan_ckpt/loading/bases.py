@@ -33,7 +33,7 @@ def check_named_base(adapter: Location, config: Mapping[str, Any], base: LoadSou
 
     Raises: BaseMismatchError if the adapter and `base` both state a revision and they differ.
     """
-    if base is None or BASE_RECORD in config or not isinstance(base.path, Path):
+    if base is None or BASE_RECORD in config:
         return
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
     if revision and base.revision and not _same_revision(revision, base.revision):
@@ -45,7 +45,7 @@ def check_named_base(adapter: Location, config: Mapping[str, Any], base: LoadSou
             {"path": name, "revision": revision},
             {"path": str(base.path), "revision": base.revision},
         )
-    for doubt in _doubts(name, revision, base.path):
+    for doubt in _doubts(name, revision, base.path) if isinstance(base.path, Path) else ():
         logger.warning("load: %s was trained on %s. Nothing shows that the weights are the same", adapter, doubt)
 
 

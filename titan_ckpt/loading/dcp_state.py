@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
@@ -24,6 +23,7 @@ from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.loading.training_state import ResumeState, trained_nowhere
+from titan_ckpt.stores.source import Source
 from titan_ckpt.types import StateDict
 
 _STATE = "optimizer.state."
@@ -36,7 +36,7 @@ def has_training_state(reader: DcpReader) -> bool:
     return any(name.startswith((OPTIMIZER, "lr_scheduler.")) for name in (*reader.items, *reader.tensors))
 
 
-def step_of_folder(reader: DcpReader, path: Path) -> int:
+def step_of_folder(reader: DcpReader, path: Source) -> int:
     """Return the step that a folder says it is of. Raises: CorruptCheckpointError if it says none."""
     step = reader.item("train_state.step") if "train_state.step" in reader.items else None
     if step is None and path.name.startswith("step-") and path.name[5:].isdecimal():
@@ -50,7 +50,7 @@ def step_of_folder(reader: DcpReader, path: Path) -> int:
 
 
 def open_dcp_state(
-    path: Path,
+    path: Source,
     step: int,
     run_state: RunState,
     exclude: frozenset[str],

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.directory.manifest import Kind
@@ -81,11 +80,13 @@ class LoadPlan:
 
 
 def resolve(
-    config: CheckpointConfig, step: ResumeStep | None, describe: Callable[[InitialLoadConfig], tuple[Format, bool]]
+    config: CheckpointConfig,
+    step: ResumeStep | None,
+    describe: Callable[[InitialLoadConfig], tuple[Location, Format, bool]],
 ) -> LoadPlan:
     """Return the plan. A committed step wins over initial sources; an adapter-only step also needs its base.
 
-    `describe` returns the format of an initial source and whether it is an adapter.
+    `describe` returns the place of an initial source, its format, and whether it is an adapter.
     Raises: CheckpointNotFoundError for a step whose weights are not on disk.
     """
     exclude = frozenset(config.resume.exclude) | config.left_out()
@@ -99,11 +100,11 @@ def resolve(
     initial = []
     if step is None or (step.kind == "adapter" and "model" not in exclude):
         for source in config.initial_load:
-            format_, adapter = describe(source)
+            path, format_, adapter = describe(source)
             adapter = adapter and not source.merge
             initial.append(
                 LoadSource(
-                    Path(source.path), format_, source.cast, source.revision, adapter, source.merge,
+                    path, format_, source.cast, source.revision, adapter, source.merge,
                     source.initialise, source.ignore, prefix=source.prefix,
                 )
             )  # fmt: skip

@@ -30,7 +30,7 @@ from titan_ckpt.errors import (
     listed,
 )
 from titan_ckpt.formats.dcp.dcp import DcpReader
-from titan_ckpt.formats.open import detect_format, open_reader
+from titan_ckpt.formats.open import detect_format, locate, open_reader
 from titan_ckpt.geometry.requests import Fill
 from titan_ckpt.loading import plan
 from titan_ckpt.loading.adapters import is_adapter
@@ -40,7 +40,8 @@ from titan_ckpt.loading.half_loaded import HalfLoaded
 from titan_ckpt.loading.plan import LoadPlan, LoadSource, ResumeStep
 from titan_ckpt.loading.sources import PreparedLoad, prepare_load
 from titan_ckpt.loading.training_state import ResumeState
-from titan_ckpt.stores.bucket import Location
+from titan_ckpt.stores.bucket import Location, open_location
+from titan_ckpt.stores.source import Source
 from titan_ckpt.types import Format, LoadReport
 from titan_ckpt.weights.identity import BASE_RECORD, check_base, check_converters, identify_base
 from titan_ckpt.weights.initialize import empty_tensors, initialise, mark_filled
@@ -185,11 +186,16 @@ class Restorer:
 
         Raises: as CheckpointManager.load.
         """
-        path = Path(source.path)
-        format_ = self._coordinator.together("source-format", lambda: source.format or detect_format(path))
+        path = open_location(source.path, settings=self._config.store)
+
+        def look() -> tuple[Source, Format]:
+            found = locate(path)
+            return found, source.format or detect_format(found)
+
+        found, format_ = self._coordinator.together("source-format", look)
         if format_ != "native":
             self._require_alone(path, "whole run")
-            restored = self._resume_dcp(path, None, source)
+            restored = self._resume_dcp(found, None, source)
             assert restored is not None, "only a step in the run's own folder may hold weights alone"
             return restored
         step = step_of(path.name)
@@ -266,7 +272,7 @@ class Restorer:
                 "[[checkpoint.initial_load]] of another run instead"
             )
 
-    def _resume_dcp(self, path: Path, step: int | None, source: InitialLoadConfig) -> Restored | None:
+    def _resume_dcp(self, path: Source, step: int | None, source: InitialLoadConfig) -> Restored | None:
         """Resume a DCP folder of torchtitan. Step 0 is a seed: its model alone is loaded. Collective.
 
         `step`: the number in its name, if it is in this run's folder. Such a step without training state gives None.
@@ -430,16 +436,15 @@ class Restorer:
         is_trained = any(self._coordinator.gather("trained base", bool(self._run.model.trained_base())))
         return None if is_trained or was_trained else base
 
-    def _describe(self, source: InitialLoadConfig) -> tuple[Format, bool]:
-        path = Path(source.path)
-        if not path.exists():
-            raise CheckpointNotFoundError(
-                f"checkpoint.initial_load: {path} is not there; name an existing folder or file"
-            )
+    def _describe(self, source: InitialLoadConfig) -> tuple[Location, Format, bool]:
+        try:
+            path = locate(open_location(source.path, settings=self._config.store))
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(f"checkpoint.initial_load: {error}") from None
         format_ = source.format or detect_format(path)
         if source.prefix is not None and format_ != "dcp":
             raise ConfigError([f"initial_load.prefix: only a DCP folder nests the model, and {path} is {format_}"])
-        return format_, is_adapter(path, format_, self._run.model, source.prefix)
+        return path, format_, is_adapter(path, format_, self._run.model, source.prefix)
 
 
 def fill_in_order(fills: Sequence[tuple[Sequence[str], Fill]]) -> None:

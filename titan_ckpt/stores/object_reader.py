@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from titan_ckpt.disk.direct import IO_BYTES, run_workers
+
 if TYPE_CHECKING:
     from titan_ckpt.stores.bucket import BucketPath
 
@@ -23,6 +25,7 @@ class ObjectReader:
         self.path = path
         self.num_workers = path.bucket.settings.concurrency
         self._head, self.num_bytes = path.bucket.read_head(path.key, _HEAD_BYTES)
+        self._fetched: tuple[int, memoryview] = 0, memoryview(b"")
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Return `num_bytes` from `offset` on; fewer if the object ends. Raises: EOFError; StoreError."""
@@ -35,7 +38,11 @@ class ObjectReader:
         """Fill the buffer's first `num_bytes`, by one request. Raises: EOFError; StoreError."""
         if offset + num_bytes > self.num_bytes:
             raise EOFError(f"{self.path} ends at byte {self.num_bytes}")
-        data = self.path.bucket.read_range(self.path.key, offset, offset + num_bytes)
+        first, fetched = self._fetched
+        if first <= offset and offset + num_bytes <= first + len(fetched):
+            data = fetched[offset - first :][:num_bytes]
+        else:
+            data = self.path.bucket.read_range(self.path.key, offset, offset + num_bytes)
         np.copyto(np.frombuffer(buffer[:num_bytes], np.uint8), np.frombuffer(data, np.uint8))  # without the interpreter
 
     def read_into(self, views: list[memoryview], offset: int) -> None:
@@ -45,10 +52,38 @@ class ObjectReader:
                 self.read_aligned(view, offset, len(view))
                 offset += len(view)
 
+    def fetch(self, offset: int, num_bytes: int) -> None:
+        """Get these bytes, and what follows them if they are few; later reads of them send nothing. For one thread.
+
+        Raises: EOFError; StoreError.
+        """
+        first, fetched = self._fetched
+        if first <= offset and offset + num_bytes <= first + len(fetched):
+            return
+        self._fetched = 0, memoryview(b"")
+        memory = np.empty(min(max(num_bytes, IO_BYTES), self.num_bytes - offset), np.uint8).data
+        parts = [(memory[at : at + IO_BYTES], offset + at) for at in range(0, len(memory), IO_BYTES)]
+        run_workers(parts, lambda part: self.read_blocks(*part), min(self.num_workers, len(parts)))
+        self._fetched = offset, memory
+
+    def read_blocks(self, view: memoryview, offset: int) -> None:
+        """Fill the view, by one request. Raises: as `read_aligned`."""
+        self.read_aligned(view, offset, len(view))
+
+    def map(self, offset: int, num_bytes: int) -> memoryview:
+        """Return bytes in memory of their own, by one request. Raises: as `read_aligned`."""
+        memory = np.empty(num_bytes, np.uint8).data
+        self.read_aligned(memory, offset, num_bytes)
+        return memory
+
+    def is_cached(self, offset: int, num_bytes: int) -> bool:
+        """Return False: as `cached_bytes`."""
+        return False
+
     def cached_bytes(self, offset: int, num_bytes: int) -> int:
         """Return 0: nothing of a bucket is in this machine's memory."""
         return 0
 
     def close(self) -> None:
-        """Forget the head."""
-        self._head = b""
+        """Forget what was read."""
+        self._head, self._fetched = b"", (0, memoryview(b""))

@@ -30,7 +30,7 @@ _Seconds = Annotated[float, Check("above 0, at most 600 (seconds)", lambda s: 0 
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig(Checked):
-    """[checkpoint.store]: how the bucket in `checkpoint.folder` is reached."""
+    """[checkpoint.store]: how the buckets of checkpoints, sources and exports are reached."""
 
     endpoint: _Endpoint | None = None
     """URL of a server other than the provider's own, such as MinIO's; absent: the provider's."""

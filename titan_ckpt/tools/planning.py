@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig, apply_overrides, from_dict, read_toml
-from titan_ckpt.directory.names import CommittedStep, Survey, step_name, survey
+from titan_ckpt.directory.directory import open_steps
+from titan_ckpt.directory.names import CommittedStep, Survey, step_name
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from titan_ckpt.formats.native.reader import NativeReader
-from titan_ckpt.formats.open import detect_format, open_reader
+from titan_ckpt.formats.open import detect_format, locate, open_reader
 from titan_ckpt.loading.plan import LoadPlan, LoadSource, ResumeStep, resolve
+from titan_ckpt.stores.bucket import Location, open_location
+from titan_ckpt.stores.settings import StoreConfig
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.model_folder import checkpoint_settings
 from titan_ckpt.types import Format
@@ -54,8 +57,8 @@ def plan_load(config: Path, overrides: Sequence[str] = ()) -> Plan:
     tables = raw.pop("converters", [])
     run = from_dict(RunConfig, raw, str(config))
     settings = checkpoint_settings(run)
-    folder = Path(run.output_folder) / settings.folder
-    found = survey(folder)
+    folder = open_location(settings.folder, run.output_folder, settings.store)
+    found = open_steps(folder).survey()
     notes = [f"{name} cannot be loaded and is skipped: {reason}" for name, reason in found.rejected]
     problems: list[str] = []
     sources: list[PlannedSource] = []
@@ -84,7 +87,7 @@ def _override(text: str) -> tuple[str, str]:
     return f"--{name.removeprefix('--')}", value
 
 
-def _step(settings: CheckpointConfig, found: Survey, folder: Path, notes: list[str]) -> ResumeStep | None:
+def _step(settings: CheckpointConfig, found: Survey, folder: Location, notes: list[str]) -> ResumeStep | None:
     """Return the step that a run resumes: the one asked for, or the newest that holds more than weights.
 
     Raises: CheckpointNotFoundError for a step that is asked for and not there, or if no step can be resumed.
@@ -113,19 +116,20 @@ def _step(settings: CheckpointConfig, found: Survey, folder: Path, notes: list[s
 def _resolve(settings: CheckpointConfig, step: ResumeStep | None, found: Survey) -> LoadPlan:
     if step is not None and step.step in found.dcp:
         return LoadPlan(step, (LoadSource(step.path, "dcp", cast=True),), frozenset(settings.resume.exclude) | {"rng"})
-    return resolve(settings, step, _describe)
+    return resolve(settings, step, lambda source: _describe(source, settings.store))
 
 
-def _describe(source: InitialLoadConfig) -> tuple[Format, bool]:
-    """Return the format of an initial source, and whether it is an adapter, as far as the folder says so."""
-    path = Path(source.path)
-    if not path.exists():
-        raise CheckpointNotFoundError(f"checkpoint.initial_load: {path} is not there; name an existing folder or file")
+def _describe(source: InitialLoadConfig, store: StoreConfig) -> tuple[Location, Format, bool]:
+    """Return the place and the format of an initial source, and whether it is an adapter, as far as it says so."""
+    try:
+        path = locate(open_location(source.path, settings=store))
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(f"checkpoint.initial_load: {error}") from None
     format_ = source.format or detect_format(path)
     if format_ != "native":
-        return format_, format_ == "peft"
+        return path, format_, format_ == "peft"
     with NativeReader(path) as reader:
-        return format_, reader.manifest is not None and reader.manifest.kind == "adapter"
+        return path, format_, reader.manifest is not None and reader.manifest.kind == "adapter"
 
 
 def _opened(source: LoadSource) -> PlannedSource:

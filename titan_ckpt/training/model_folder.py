@@ -12,6 +12,7 @@ from pathlib import Path
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.formats.huggingface.reader import is_huggingface
+from titan_ckpt.stores.settings import split_url
 from titan_ckpt.training.config import RunConfig
 
 TOKENIZER = "tokenizer.json"
@@ -80,7 +81,7 @@ def _own_tokenizer(config: RunConfig) -> Path | None:
 
 def _folders(config: RunConfig) -> list[Path]:
     """Return the Hugging Face folders that describe the pretrained model; the model's own comes first."""
-    sources = [Path(source.path) for source in config.checkpoint.initial_load]
+    sources = [Path(source.path) for source in config.checkpoint.initial_load if split_url(source.path) is None]
     own = [] if config.model.folder is None else [Path(config.model.folder)]
     return own + [path for path in sources if path.is_dir() and is_huggingface(path)]
 

@@ -99,7 +99,7 @@ def _sources(config: CheckpointConfig, base_folder: Path, stack: ExitStack) -> I
     """Yield the run's newest step, then the initial sources; for each weight the first source that has it counts."""
     steps = open_steps(open_location(config.folder, base_folder, config.store)).survey().steps[-1:]
     initial: list[tuple[Location, Format | None, tuple[str, ...]]] = [
-        (Path(source.path), None, source.ignore) for source in config.initial_load
+        (open_location(source.path, settings=config.store), None, source.ignore) for source in config.initial_load
     ]
     for path, format_, ignore in [*((step.path, "native", ()) for step in steps), *initial]:
         try:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import IO, Any, cast
 
 import torch
@@ -29,6 +29,8 @@ from titan_ckpt.formats.safetensors.regions import copy_from_host
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo, info_of
 from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
+from titan_ckpt.stores.object_reader import ObjectReader
+from titan_ckpt.stores.source import ListedPath, Source, num_bytes_of, open_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,9 @@ class DcpReader(TensorReader):
     """A DCP folder. `tensors` lists its tensors; `item(name)` returns an item that is no tensor."""
 
     format = "dcp"
+    path: Source  # type: ignore[assignment]  # as HuggingFaceReader
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Source) -> None:
         """Read the metadata. Raises: CorruptCheckpointError for anything but plain, contained metadata."""
         self.path = path
         self._table = path / METADATA
@@ -63,6 +66,7 @@ class DcpReader(TensorReader):
         self.paths: dict[str, tuple[str, ...]] = saved_paths(metadata)
         """Name -> the keys by which the value was nested when it was saved, as far as the folder says so."""
         self._checked: set[str] = set()
+        self._objects: dict[str, ObjectReader] = {}
         self._unread: tuple[Stored, Any] | None = None
         """The last chunk, if it was read in part: the next request is likely to be for the rest of it."""
         for file in {info.relative_path for info in storage_table(metadata).values()}:
@@ -114,6 +118,10 @@ class DcpReader(TensorReader):
                     str(self.path),
                 )
         self._require_whole(by_chunk)
+        if isinstance(self.path, ListedPath):  # then items near each other are got by one request
+            stored_at = {(key, i): self._chunks[key][i] for key, i in by_chunk}
+            in_order = sorted(by_chunk, key=lambda chunk: (stored_at[chunk].file, stored_at[chunk].offset))
+            by_chunk = {chunk: by_chunk[chunk] for chunk in in_order}
         return partial(self._fill, by_chunk)
 
     def _fill(self, by_chunk: Mapping[tuple[str, int], Sequence[ReadRequest]]) -> None:
@@ -149,11 +157,15 @@ class DcpReader(TensorReader):
     def close(self) -> None:
         """Release the last chunk; no file stays open."""
         self._unread = None
+        self._objects.clear()
 
     def _require_contained(self, file: str) -> None:
         try:
-            target = self.path / PurePosixPath(file)
-            outside = not target.resolve().is_relative_to(self.path.resolve()) or target.is_symlink()
+            if isinstance(self.path, ListedPath):
+                outside = PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts
+            else:
+                target = self.path / PurePosixPath(file)
+                outside = not target.resolve().is_relative_to(self.path.resolve()) or target.is_symlink()
         except (ValueError, OSError):  # the path cannot be the name of a file
             outside = True
         if outside:
@@ -191,12 +203,14 @@ class DcpReader(TensorReader):
 
     def _load(self, name: str, stored: Stored) -> Any:
         try:
-            file = FileReader(self.path / stored.file)
+            file = self._open_file(stored.file)
         except FileNotFoundError as error:
             raise self._corrupt(stored, name, "is missing") from error
         try:
             if file.num_bytes < stored.offset + stored.num_bytes:
                 raise self._corrupt(stored, name, "is cut off")
+            if isinstance(file, ObjectReader):  # torch asks for a few bytes at a time
+                file.fetch(stored.offset, stored.num_bytes)
             return torch.load(cast(IO[bytes], _Part(file, stored)), weights_only=True, map_location="cpu")
         except (OSError, CorruptCheckpointError):
             raise
@@ -204,7 +218,17 @@ class DcpReader(TensorReader):
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise self._corrupt(stored, name, f"cannot be read as plain data: {reason}") from error
         finally:
-            file.close()
+            if isinstance(file, FileReader):
+                file.close()
+
+    def _open_file(self, name: str) -> FileReader | ObjectReader:
+        """Open a file; an object stays open, because its head is got each time. Raises: FileNotFoundError; OSError."""
+        if name in self._objects:
+            return self._objects[name]
+        file = open_file(self.path / name)
+        if isinstance(file, ObjectReader):
+            self._objects[name] = file
+        return file
 
     def _require_whole(self, chunks: Collection[tuple[str, int]]) -> None:
         """Refuse chunks whose files are missing or too short, before any of them is read."""
@@ -213,7 +237,7 @@ class DcpReader(TensorReader):
             stored = self._chunks[key][i]
             if stored.file not in sizes:
                 try:
-                    sizes[stored.file] = (self.path / stored.file).stat().st_size
+                    sizes[stored.file] = num_bytes_of(self.path / stored.file)
                 except FileNotFoundError as error:
                     raise self._corrupt(stored, key, "is missing") from error
             if sizes[stored.file] < stored.offset + stored.num_bytes:
@@ -227,7 +251,7 @@ class DcpReader(TensorReader):
 class _Part(io.RawIOBase):
     """A part of a file, presented as a file, so that torch.load keeps its content in memory only once."""
 
-    def __init__(self, file: FileReader, stored: Stored) -> None:
+    def __init__(self, file: FileReader | ObjectReader, stored: Stored) -> None:
         super().__init__()
         self._file = file
         self._stored = stored

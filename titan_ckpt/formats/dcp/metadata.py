@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
@@ -23,22 +22,22 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from titan_ckpt.disk import posix
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.dcp.unpickle import unpickle
 from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.stores.source import Source, read_whole
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 1 << 30
 
 
 @gc_paused()
-def read_metadata(path: Path) -> Metadata:
+def read_metadata(path: Source) -> Metadata:
     """Return a folder's metadata with every field checked. Nothing in the file is executed.
 
     Raises: OSError; CorruptCheckpointError for anything that is no valid metadata.
     """
-    data = posix.read_whole(path, MAX_METADATA_BYTES)
+    data = read_whole(path, MAX_METADATA_BYTES)
     try:
         metadata = unpickle(data)
         if not isinstance(metadata, Metadata):

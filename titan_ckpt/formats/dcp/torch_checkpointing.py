@@ -39,6 +39,8 @@ _Cell = list[tuple[Chunk, tuple[slice, ...]]]
 class TorchCheckpointingReader(DcpReader):
     """A folder of torch_checkpointing. Its tensors are named by item and path: `model.layers.0.weight`."""
 
+    path: Path  # not in a bucket, because a rank's file is mapped
+
     def __init__(self, path: Path) -> None:
         """Read the metadata. Raises: CorruptCheckpointError; NotACheckpointError for items in another serialization."""
         self.path = path

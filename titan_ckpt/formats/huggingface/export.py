@@ -23,6 +23,7 @@ from titan_ckpt.formats.publish.run import ExportSummary, FolderFormat, export_f
 from titan_ckpt.geometry.chunks import TensorInfo, dtype_name
 from titan_ckpt.geometry.keymap import KeyMap, selected
 from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.stores.source import Source
 from titan_ckpt.weights.quantise import WeightQuantiser, check_quantised, quantised
 from titan_ckpt.weights.transforms import CASTABLE, FileGroup
 
@@ -60,7 +61,7 @@ _IN_LAYER = re.compile(r"\.\d+\.")
 class Base:
     """The folder that the weights came from, with which an export of them has to agree."""
 
-    path: Path
+    path: Source
     key_map: KeyMap
     """The model's table, with the names of this folder."""
     tensors: Mapping[str, TensorInfo]
@@ -72,7 +73,7 @@ class Base:
     """Patterns of the model's tensors that did not come from it (InitialLoadConfig.initialise)."""
 
     @staticmethod
-    def read(path: Path, key_map: KeyMap, initialise: Sequence[str] = (), ignore: Sequence[str] = ()) -> Base:
+    def read(path: Source, key_map: KeyMap, initialise: Sequence[str] = (), ignore: Sequence[str] = ()) -> Base:
         """Read the folder's headers. `key_map`: the model's table. Raises: as HuggingFaceReader.
 
         `initialise`, `ignore`: the patterns of tensors that a load of the folder leaves out.
@@ -117,7 +118,7 @@ class HuggingFaceExport:
     groups: Sequence[FileGroup]
     config: Mapping[str, Any]
     """The model's config.json; if empty, the one in `assets`."""
-    assets: Path | None
+    assets: Source | None
     """A Hugging Face folder whose tokenizer, chat template, generation config and custom code are copied."""
     max_shard_bytes: int
     """Limit of one file's tensors."""
@@ -219,16 +220,18 @@ def _compare(infos: Mapping[str, TensorInfo], base: Base) -> None:
         )
 
 
-def _assets(folder: Path | None) -> Iterator[tuple[str, Path]]:
-    """Yield (relative name, file) for each file to copy. Raises: ExportError if the folder is not there."""
+def _assets(folder: Source | None) -> Iterator[tuple[str, bytes | Path]]:
+    """Yield (relative name, file or content) of each file to copy. Raises: ExportError if the folder is not there."""
     if folder is None:
         return
     if not folder.is_dir():
         raise ExportError(f"assets folder {folder} is not there; name a Hugging Face folder to copy the tokenizer from")
     for pattern in _COPIED:
-        for path in sorted(folder.glob(pattern)):
+        found: Iterable[Source] = folder.glob(pattern)
+        for path in sorted(found, key=str):
             if path.is_file():
-                yield str(path.relative_to(folder)), path
+                name = str(path).removeprefix(f"{folder}/")
+                yield name, path if isinstance(path, Path) else path.read()
 
 
 def _config(config: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from titan_ckpt.formats.safetensors.container import read_header
 from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
+from titan_ckpt.stores.source import Source
 from titan_ckpt.weights.transforms import CASTABLE, FileGroup
 
 WEIGHTS = "adapter_model.safetensors"
@@ -72,8 +73,9 @@ class PeftReader(TensorReader):
     """A LoRA adapter folder. Names are the file's own; nothing is stripped."""
 
     format = "peft"
+    path: Source  # type: ignore[assignment]  # as HuggingFaceReader
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Source) -> None:
         """Check config and names; read no tensor.
 
         An adapter with settings that cannot be honoured opens, to be looked at; `require_supported` refuses it.
@@ -273,7 +275,7 @@ def scaling_of(module: str, config: Mapping[str, Any]) -> float:
     return ModuleNumbers(config).scaling(module)
 
 
-def _read_adapter_config(path: Path) -> dict[str, Any]:
+def _read_adapter_config(path: Source) -> dict[str, Any]:
     file = path / CONFIG
     if not file.exists():
         raise NotACheckpointError(f"{path}: no {CONFIG}, so nothing says the adapter's kind and scale")

@@ -7,6 +7,8 @@ A run of bytes goes straight into contiguous memory of the same dtype. Into memo
 dtype it is copied from a mapping, if the file is cached, and else through a bounce buffer around the page cache. A
 strided region (a shard of columns) is copied from a mapping. Memory of a device is filled from bounce buffers, which
 are page-locked then, and casts are made there.
+
+From a bucket, runs that lie near each other in a file are one request, so that small tensors do not cost one each.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from titan_ckpt import progress
 from titan_ckpt.disk.cuda import upload
 from titan_ckpt.disk.direct import (
     IO_BYTES,
-    NUM_WORKERS,
     FileReader,
     bounce_buffer,
     finish_uploads,
@@ -39,9 +40,13 @@ from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import element_span, is_run
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.requests import Fill, ReadRequest
+from titan_ckpt.stores.object_reader import ObjectReader
+from titan_ckpt.stores.source import Source, open_file
 
 RUN_BYTES = IO_BYTES - 2 * ALIGNMENT
 """Bytes of one read. Extended to whole blocks, as a direct read must be, it still fits a bounce buffer."""
+_MOST_GAP_BYTES = 256 << 10
+"""Bytes that nobody wants, between two runs that one request of a bucket gets; asking again takes longer."""
 _MIN_DIRECT_BYTES = 64 << 10
 """A smaller read goes through the page cache, whose read-ahead serves the next read."""
 
@@ -50,7 +55,7 @@ _MIN_DIRECT_BYTES = 64 << 10
 class _Run:
     """One run of bytes of a file, and the memory that its elements fill in row-major order."""
 
-    file: FileReader
+    file: FileReader | ObjectReader
     offset: int
     num_bytes: int
     dtype: torch.dtype
@@ -61,7 +66,7 @@ class _Run:
 class _Region:
     """A strided box of a file tensor, and memory with as many elements."""
 
-    file: FileReader
+    file: FileReader | ObjectReader
     entry: Entry
     chunk: Chunk
     into: torch.Tensor
@@ -71,12 +76,25 @@ class _Region:
         return self.chunk.numel * self.entry.info.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Runs of one object of a bucket that one request gets; they fit a bounce buffer."""
+
+    file: FileReader | ObjectReader
+    offset: int
+    num_bytes: int
+    runs: tuple[_Run, ...]
+
+
+_Job = _Run | _Region | _Span
+
+
 class SafetensorsFiles:
     """Open safetensors files whose headers were checked before. Each key is in one file."""
 
     def __init__(self, headers: Sequence[SafetensorsHeader]) -> None:
         """Index the files' keys. Raises: CorruptCheckpointError if two files hold one key."""
-        self._files: dict[Path, FileReader] = {}
+        self._files: dict[Source, FileReader | ObjectReader] = {}
         self._lock = threading.Lock()
         self._places: dict[str, tuple[SafetensorsHeader, Entry]] = {}
         faults = []
@@ -112,12 +130,12 @@ class SafetensorsFiles:
                 jobs += _jobs(self._open(header), entry, request)
         order = {file: i for i, file in enumerate(list(self._files.values()))}
         jobs.sort(key=lambda job: (order[job.file], job.offset if isinstance(job, _Run) else job.entry.start))
-        return partial(self._fill, _joined(jobs))
+        return partial(self._fill, _spanned(_joined(jobs)))
 
     @gc_paused()
-    def _fill(self, jobs: Sequence[_Run | _Region]) -> None:
+    def _fill(self, jobs: Sequence[_Job]) -> None:
         cold = _cold_files(jobs)
-        num_workers = NUM_WORKERS if cold else num_copy_workers()
+        num_workers = max((file.num_workers for file in cold), default=0) or num_copy_workers()
         total = sum(job.num_bytes for job in jobs)
         try:
             with progress.shown(f"loading {self._headers[0].path.parent.name}", total) as count:
@@ -131,11 +149,11 @@ class SafetensorsFiles:
         for key in keys:
             self._open(self._places[key][0])
 
-    def _open(self, header: SafetensorsHeader) -> FileReader:
+    def _open(self, header: SafetensorsHeader) -> FileReader | ObjectReader:
         with self._lock:
             if header.path not in self._files:
                 # download caches hold links to their files, and FileReader opens no links
-                file = FileReader(header.path.resolve())
+                file = open_file(header.path.resolve() if isinstance(header.path, Path) else header.path)
                 if file.num_bytes != header.num_bytes:
                     file.close()
                     raise CorruptCheckpointError(f"{header.path}: it has changed since it was opened", str(header.path))
@@ -149,7 +167,7 @@ class SafetensorsFiles:
         self._files = {}
 
 
-def _jobs(file: FileReader, entry: Entry, request: ReadRequest) -> Iterator[_Run | _Region]:
+def _jobs(file: FileReader | ObjectReader, entry: Entry, request: ReadRequest) -> Iterator[_Run | _Region]:
     """Cut a request into reads that fit a bounce buffer, or into one strided copy."""
     shape, dtype, into = entry.info.shape, entry.info.dtype, request.into.detach()
     if not is_run(shape, request.chunk):
@@ -187,22 +205,50 @@ def _joined(jobs: Sequence[_Run | _Region]) -> list[_Run | _Region]:
     return made
 
 
-def _cold_files(jobs: Sequence[_Run | _Region]) -> set[FileReader]:
-    """Return the files whose wanted bytes are not cached. One answer per file: mixing both ways is slower."""
-    spans: dict[FileReader, tuple[int, int]] = {}
+def _spanned(jobs: Sequence[_Run | _Region]) -> Sequence[_Job]:
+    """Put runs of the same object of a bucket together that one request gets; leave those of files."""
+    if not any(job.file.is_remote for job in jobs):
+        return jobs
+    made: list[_Job] = []
     for job in jobs:
-        if isinstance(job, _Run):
+        last = made[-1] if made else None
+        if isinstance(job, _Region):
+            made.append(job)
+        elif (
+            isinstance(last, _Span)
+            and last.file is job.file
+            and 0 <= job.offset - (last.offset + last.num_bytes) <= _MOST_GAP_BYTES
+            and job.offset + job.num_bytes - last.offset <= RUN_BYTES
+        ):
+            num_bytes = job.offset + job.num_bytes - last.offset
+            made[-1] = _Span(last.file, last.offset, num_bytes, (*last.runs, job))
+        else:
+            made.append(_Span(job.file, job.offset, job.num_bytes, (job,)) if job.file.is_remote else job)
+    return made
+
+
+def _cold_files(jobs: Sequence[_Job]) -> set[FileReader | ObjectReader]:
+    """Return the files whose wanted bytes are not cached. One answer per file: mixing both ways is slower."""
+    spans: dict[FileReader | ObjectReader, tuple[int, int]] = {}
+    for job in jobs:
+        if not isinstance(job, _Region):
             first, stop = spans.get(job.file, (job.offset, 0))
             spans[job.file] = (first, max(stop, job.offset + job.num_bytes))
+        elif job.file.is_remote:
+            spans.setdefault(job.file, (0, 0))
     return {file for file, (first, stop) in spans.items() if not file.is_cached(first, stop - first)}
 
 
-def _fill(job: _Run | _Region, cold: set[FileReader], count: progress.Count) -> None:
+def _fill(job: _Job, cold: set[FileReader | ObjectReader], count: progress.Count) -> None:
     """Do one read."""
     count(job.num_bytes)
+    if isinstance(job, _Span):
+        _fill_span(job)
+        return
     if isinstance(job, _Region):
         _copy_region(job)
         return
+    assert isinstance(job.file, FileReader), "runs of objects are in spans"
     direct = job.file in cold and job.num_bytes >= _MIN_DIRECT_BYTES
     if job.into.dtype == job.dtype and is_plain_memory(job.into):
         address = job.into.data_ptr()
@@ -236,6 +282,19 @@ def _values(data: torch.Tensor, job: _Run) -> torch.Tensor:
     if data.storage_offset() % job.dtype.itemsize:  # other programs write tensors at odd offsets, and a view is aligned
         data = data.clone()
     return data.view(job.dtype).view(job.into.shape)
+
+
+def _fill_span(job: _Span) -> None:
+    """Send one request, and copy what it brings to the memory of each run."""
+    first = job.runs[0]
+    if len(job.runs) == 1 and first.into.dtype == first.dtype and is_plain_memory(first.into):
+        job.file.read_into([bytes_at(first.into.data_ptr(), first.num_bytes)], first.offset)
+        return
+    with bounce_buffer() as buffer:
+        job.file.read_into([buffer.view[: job.num_bytes]], job.offset)
+        for run in job.runs:
+            data = buffer.tensor[run.offset - job.offset :][: run.num_bytes]
+            run.into.copy_(_values(data if run.into.is_cpu else upload(data, run.into.device), run))
 
 
 def _copy_region(job: _Region) -> None:

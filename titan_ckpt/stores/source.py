@@ -1,0 +1,118 @@
+"""Folders that are read, on a mounted file system or in a bucket: the few questions that readers of files ask of both.
+
+Owns ListedPath. Knows no formats and changes nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+
+from titan_ckpt.disk import posix
+from titan_ckpt.disk.direct import FileReader
+from titan_ckpt.stores.bucket import BucketPath, StoreError
+from titan_ckpt.stores.object_reader import ObjectReader
+
+
+@dataclass(frozen=True, slots=True)
+class ListedPath(BucketPath):
+    """A place in a bucket, and what one listing found there: whether a file exists is asked often, and sends nothing.
+
+    It has the methods of a Path that readers use.
+    """
+
+    sizes: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+    """Key of each object -> its bytes."""
+    unwritten: Mapping[str, bytes] = field(default_factory=dict, compare=False, repr=False)
+    """Key -> content of objects that are read as if they were there already; they are among `sizes`."""
+
+    def __truediv__(self, name: str) -> ListedPath:
+        return self._at(f"{self.key}/{name}" if self.key else name)
+
+    @property
+    def parent(self) -> ListedPath:
+        return self._at(self.key.rpartition("/")[0])
+
+    def _at(self, key: str) -> ListedPath:
+        return ListedPath(self.bucket, key, self.sizes, self.unwritten)
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix
+
+    def is_file(self) -> bool:
+        return self.key in self.sizes
+
+    def is_dir(self) -> bool:
+        return any(key.startswith(f"{self.key}/" if self.key else "") for key in self.sizes)
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def iterdir(self) -> Iterator[ListedPath]:
+        """Yield what is directly below this place."""
+        prefix = f"{self.key}/" if self.key else ""
+        names = {key.removeprefix(prefix).partition("/")[0] for key in self.sizes if key.startswith(prefix)}
+        return (self / name for name in sorted(names))
+
+    def glob(self, pattern: str) -> Iterator[ListedPath]:
+        """Yield what has such a name below this place, as deep as the pattern."""
+        folder, _, name = pattern.rpartition("/")
+        return (path for path in (self / folder if folder else self).iterdir() if fnmatchcase(path.name, name))
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the object. Raises: FileNotFoundError."""
+        if self.key not in self.sizes:
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
+        return self.sizes[self.key]
+
+    def read(self) -> bytes:
+        """Return the whole object. Raises: FileNotFoundError; StoreError."""
+        if self.key in self.unwritten:
+            return self.unwritten[self.key]
+        return self.bucket.read(self.key)[0]
+
+
+Source = Path | ListedPath
+"""A file or a folder that is read."""
+
+
+def listed(place: BucketPath) -> ListedPath:
+    """List what is below a place by one request, or beside it if it is an object itself. Raises: StoreError."""
+    if isinstance(place, ListedPath):
+        return place
+    facts = place.bucket.list_objects(place.key)
+    if not facts and place.name.endswith(".safetensors"):
+        facts = [f for f in place.bucket.list_objects(place.parent.key) if "/" not in _below(f.key, place.parent.key)]
+    return ListedPath(place.bucket, place.key, {f.key: f.num_bytes for f in facts})
+
+
+def _below(key: str, folder: str) -> str:
+    return key.removeprefix(f"{folder}/") if folder else key
+
+
+def open_file(path: Source) -> FileReader | ObjectReader:
+    """Open a file for reads at offsets. Raises: FileNotFoundError; OSError, also for a symbolic link."""
+    return ObjectReader(path) if isinstance(path, ListedPath) else FileReader(path)
+
+
+def num_bytes_of(path: Source) -> int:
+    """Return the size of a file. Raises: FileNotFoundError; OSError."""
+    return path.num_bytes if isinstance(path, ListedPath) else path.stat().st_size
+
+
+def read_whole(path: Source, max_bytes: int, *, through_links: bool = False) -> bytes:
+    """Return a small file. Raises: FileNotFoundError; OSError, with EFBIG if it is larger than `max_bytes`."""
+    if isinstance(path, ListedPath):
+        if path.num_bytes > max_bytes:
+            raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
+        return path.read()
+    return posix.read_whole(os.path.realpath(path) if through_links else path, max_bytes)
+
+
+__all__ = ["ListedPath", "Source", "StoreError", "listed", "num_bytes_of", "open_file", "read_whole"]

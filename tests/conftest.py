@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.run_folder import RunFolder
 from titan_ckpt.testing import ranks
 
 torch.set_num_threads(1)
@@ -81,6 +82,12 @@ def _without_device(config: pytest.Config, items: list[pytest.Item]) -> list[pyt
 def _one_cache_of_tokens(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Name the folder in which runs of this session and the ranks they start find each other's tokenised corpus."""
     os.environ["TITAN_CKPT_TESTS_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> RunFolder:
+    """Return where a run has its checkpoints; tests/stores has another fixture of this name."""
+    return RunFolder(tmp_path)
 
 
 @pytest.fixture(autouse=True)

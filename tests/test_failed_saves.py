@@ -7,8 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from tests.faults.shim import WRITES, intercepted
+from tests.run_folder import Disk, RunFolder
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, RunGuard, SaveConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.errors import CommitConflictError, ConfigError, ExportError, PeerError, SaveError
@@ -26,24 +24,9 @@ from titan_ckpt.guard import outside_request
 from titan_ckpt.testing import distributed
 
 
-@dataclass
-class Disk:
-    """A disk that refuses every write while `error` is set; what is there can be renamed and deleted."""
-
-    error: int = 0
-    only: str = ""
-    """Refuse only paths with this part."""
-    names: frozenset[str] = WRITES
-
-    def __call__(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if self.error and name in self.names and self.only in str(args[0]):
-            raise OSError(self.error, os.strerror(self.error))
-        return operation(*args)
-
-
-def manager_in(folder: Path, **save: Any) -> CheckpointManager:
-    config = CheckpointConfig(save=SaveConfig(interval=1, timeout_seconds=30, **save))
-    return CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=folder)
+def manager_in(folder: RunFolder, **save: Any) -> CheckpointManager:
+    config = CheckpointConfig(**folder.settings, save=SaveConfig(interval=1, timeout_seconds=30, **save))
+    return CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=folder.base)
 
 
 def save(manager: CheckpointManager, step: int) -> None:
@@ -51,11 +34,9 @@ def save(manager: CheckpointManager, step: int) -> None:
     manager.wait()
 
 
-def content(folder: Path) -> list[str]:
-    """Return the steps, and everything in the folders of unfinished saves and deletions."""
-    root = folder / "checkpoints"
-    steps = [path.name for path in root.glob("step-*")]
-    return sorted(steps) + [str(path) for name in (".staging", ".trash") for path in (root / name).iterdir()]
+def content(folder: RunFolder) -> list[int | str]:
+    """Return the steps, and everything of unfinished saves and deletions."""
+    return [*folder.steps(), *folder.unfinished()]
 
 
 MODES = pytest.mark.parametrize("mode", ["disabled", "thread"])
@@ -69,7 +50,7 @@ def test_an_error_of_the_disk_is_a_save_error_with_its_cause_and_path(
 ) -> None:
     """It has the errno, names the folder and the step, and leaves no step behind; by default it ends the run."""
     disk = Disk(names=frozenset({name}))
-    with intercepted(disk), manager_in(tmp_path, async_mode=mode) as manager:
+    with disk.inserted(), manager_in(RunFolder(tmp_path), async_mode=mode) as manager:
         manager.save(1)
         manager.wait()
         disk.error = error
@@ -79,24 +60,24 @@ def test_an_error_of_the_disk_is_a_save_error_with_its_cause_and_path(
     assert raised.value.errno == error
     assert f"{tmp_path / 'checkpoints'}: step 2" in str(raised.value) and os.strerror(error) in str(raised.value)
     if name == "rename_noreplace":  # what cannot be renamed cannot be cleared away yet
-        with manager_in(tmp_path) as manager:
+        with manager_in(RunFolder(tmp_path)) as manager:
             manager.load()
-    assert content(tmp_path) == ["step-1"]
+    assert content(RunFolder(tmp_path)) == [1]
 
 
 @pytest.mark.parametrize("mode", ["disabled", "thread", "process"])
 def test_with_warn_the_run_goes_on_and_the_next_interval_saves(
-    tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
+    run_folder: RunFolder, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each failed save is one warning with its cause, and a whole step is all that is ever there."""
     disk = Disk()
-    with intercepted(disk), manager_in(tmp_path, async_mode=mode, on_failure="warn") as manager:
+    with disk.inserted(), manager_in(run_folder, async_mode=mode, on_failure="warn") as manager:
         for step in range(1, 6):
             disk.error = errno.ENOSPC if step in (2, 3) else 0
             manager.save(step)
             manager.wait()
             assert manager.last_step.saved == (None if step in (2, 3) else step)
-    assert content(tmp_path) == ["step-1", "step-4", "step-5"]
+    assert content(run_folder) == [1, 4, 5]
     lines = [record.getMessage() for record in caplog.records if "is not saved" in record.getMessage()]
     assert [line.partition(":")[0] for line in lines] == [
         f"step {n} is not saved ({n - 1} in a row, 3 are accepted)" for n in (2, 3)
@@ -104,11 +85,11 @@ def test_with_warn_the_run_goes_on_and_the_next_interval_saves(
     assert all("No space left on device" in line for line in lines)
 
 
-def test_warn_ends_the_run_at_one_failure_too_many_in_a_row(tmp_path: Path) -> None:
+def test_warn_ends_the_run_at_one_failure_too_many_in_a_row(run_folder: RunFolder) -> None:
     """A save that succeeds begins the count anew."""
     disk = Disk()
-    manager = manager_in(tmp_path, async_mode="disabled", on_failure="warn", max_failures_in_row=2)
-    with intercepted(disk), manager:
+    manager = manager_in(run_folder, async_mode="disabled", on_failure="warn", max_failures_in_row=2)
+    with disk.inserted(), manager:
         for step in range(1, 8):
             disk.error = 0 if step in (1, 4) else errno.EDQUOT
             if step < 7:
@@ -117,19 +98,19 @@ def test_warn_ends_the_run_at_one_failure_too_many_in_a_row(tmp_path: Path) -> N
                 with pytest.raises(SaveError, match=r"step 7.*Disk quota exceeded"):
                     manager.save(step)
         disk.error = 0
-    assert content(tmp_path) == ["step-1", "step-4"]
+    assert content(run_folder) == [1, 4]
 
 
 @MODES
 @pytest.mark.parametrize("how", ["last step", "last step, begun as any other", "close"])
-def test_the_last_save_always_raises(tmp_path: Path, mode: str, how: str) -> None:
+def test_the_last_save_always_raises(run_folder: RunFolder, mode: str, how: str) -> None:
     """No later save can make up for it, so "warn" does not hide that it is missing."""
     if (mode, how) == ("disabled", "close"):
         pytest.skip("nothing is in flight then")
     disk = Disk()
 
     def end() -> None:
-        with intercepted(disk), manager_in(tmp_path, async_mode=mode, on_failure="warn") as manager:
+        with disk.inserted(), manager_in(run_folder, async_mode=mode, on_failure="warn") as manager:
             manager.save(1)
             manager.wait()
             disk.error = errno.ENOSPC
@@ -140,35 +121,35 @@ def test_the_last_save_always_raises(tmp_path: Path, mode: str, how: str) -> Non
 
     with pytest.raises(SaveError, match="No space left"):
         end()
-    assert content(tmp_path) == ["step-1"]
+    assert content(run_folder) == [1]
 
 
 def test_what_a_failed_save_could_not_clear_away_is_cleared_by_the_next_one(tmp_path: Path) -> None:
     """A disk that refuses to rename keeps the files of the attempt; they do not pile up over a run that goes on."""
     disk = Disk(names=frozenset({"rename_noreplace"}))
-    with intercepted(disk), manager_in(tmp_path, async_mode="disabled", on_failure="warn") as manager:
+    with disk.inserted(), manager_in(RunFolder(tmp_path), async_mode="disabled", on_failure="warn") as manager:
         for step in range(1, 5):
             disk.error = errno.EROFS if step in (2, 3) else 0
             assert manager.save(step) is (step in (1, 4))
-        assert content(tmp_path) == ["step-1", "step-4"]
+        assert content(RunFolder(tmp_path)) == [1, 4]
 
 
-def test_the_last_save_makes_up_for_the_one_before_it(tmp_path: Path) -> None:
+def test_the_last_save_makes_up_for_the_one_before_it(run_folder: RunFolder) -> None:
     """A background save that turns out to have failed when the last one begins is no failure of the last one."""
     disk = Disk()
-    with intercepted(disk), manager_in(tmp_path, on_failure="warn") as manager:
+    with disk.inserted(), manager_in(run_folder, on_failure="warn") as manager:
         save(manager, 1)
         disk.error = errno.ENOSPC
         manager.save(2)
         assert manager.in_flight is not None and not manager.in_flight.succeeded()
         disk.error = 0
         assert manager.save(3, last_step=True)
-    assert content(tmp_path) == ["step-1", "step-3"]
+    assert content(run_folder) == [1, 3]
 
 
 def test_warn_is_no_licence_for_other_failures(tmp_path: Path) -> None:
     """A folder that another writer has taken over stops this run at once."""
-    with manager_in(tmp_path, async_mode="disabled", on_failure="warn") as manager:
+    with manager_in(RunFolder(tmp_path), async_mode="disabled", on_failure="warn") as manager:
         manager.save(1)
         (tmp_path / "checkpoints" / ".lease").unlink()
         with pytest.raises(CommitConflictError):
@@ -181,13 +162,13 @@ def test_a_lack_of_space_that_is_foreseen_is_a_failure_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each save asks for the space that it takes; nothing is written if it is not there."""
-    with manager_in(tmp_path, async_mode="disabled", on_failure="warn") as manager:
+    with manager_in(RunFolder(tmp_path), async_mode="disabled", on_failure="warn") as manager:
         assert manager.save(1)
         monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
         assert not manager.save(2)
         monkeypatch.undo()
         assert manager.save(3)
-    assert content(tmp_path) == ["step-1", "step-3"]
+    assert content(RunFolder(tmp_path)) == [1, 3]
 
 
 def export_through(folder: Path, mode: str, *, last_step: int) -> None:
@@ -198,7 +179,7 @@ def export_through(folder: Path, mode: str, *, last_step: int) -> None:
         export=(ExportConfig("dcp", interval=1),),
     )
     manager = CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=folder)
-    with intercepted(disk), manager:
+    with disk.inserted(), manager:
         for step in range(1, last_step + 1):
             manager.wait()
             disk.error = errno.ENOSPC if step in (2, 3) else 0
@@ -243,18 +224,18 @@ def test_an_interval_export_that_the_disk_refuses_does_not_end_the_run(
     """It is one warning and leaves nothing behind, made in the background or not; the last exports raise."""
     export_through(tmp_path / "a", mode, last_step=4)
     assert sorted(path.name for path in (tmp_path / "a" / "exports").iterdir()) == ["step-1", "step-4"]
-    assert content(tmp_path / "a") == [f"step-{n}" for n in range(1, 5)]
+    assert content(RunFolder(tmp_path / "a")) == [1, 2, 3, 4]
     assert [n for n in range(1, 5) if f"step {n} is not exported" in caplog.text] == [2, 3]
     with pytest.raises(ExportError, match="No space left"):
         export_through(tmp_path / "b", mode, last_step=3)
 
 
 @distributed(nproc=2)
-def test_all_ranks_go_on_after_a_failure_of_one(tmp_path: Path) -> None:
+def test_all_ranks_go_on_after_a_failure_of_one(run_folder: RunFolder) -> None:
     """The disk of one rank is full, then rank 0's: both go on and save the next step; one too many ends both."""
     disk = Disk()
-    manager = manager_in(tmp_path, on_failure="warn", max_failures_in_row=2)
-    with intercepted(disk), manager:
+    manager = manager_in(run_folder, on_failure="warn", max_failures_in_row=2)
+    with disk.inserted(), manager:
         for step, full in ((1, None), (2, 1), (3, 0), (4, None), (5, 1), (6, 1), (7, 1)):
             disk.error = errno.ENOSPC if full == dist.get_rank() else 0
             if step < 7:
@@ -264,7 +245,7 @@ def test_all_ranks_go_on_after_a_failure_of_one(tmp_path: Path) -> None:
                 with pytest.raises(SaveError, match="No space left"):
                     save(manager, step)
         disk.error = 0
-    assert content(tmp_path) == ["step-1", "step-4"]
+    assert content(run_folder) == [1, 4]
 
 
 @distributed(nproc=2, timeout_seconds=60)
@@ -289,27 +270,27 @@ def test_a_save_that_fails_on_one_rank_beside_exports_ends_all_ranks_at_once(tmp
 
 
 @MODES
-def test_a_requested_save_that_fails_is_answered_and_the_run_goes_on(tmp_path: Path, mode: str) -> None:
+def test_a_requested_save_that_fails_is_answered_and_the_run_goes_on(run_folder: RunFolder, mode: str) -> None:
     """The answer says that the save has failed, whether it was made in the background or not."""
-    disk = Disk(only=".staging")
-    manager = manager_in(tmp_path, async_mode=mode, on_failure="warn")
-    with intercepted(disk), manager, RunGuard(manager) as guard:
+    disk = Disk(only=run_folder.attempts)
+    manager = manager_in(run_folder, async_mode=mode, on_failure="warn")
+    with disk.inserted(), manager, RunGuard(manager) as guard:
         manager.save(1)
         guard.step_ended(1)
         manager.wait()
         disk.error = errno.ENOSPC
-        name = outside_request.ask(tmp_path)
+        name = outside_request.ask(run_folder.base)
         for step in range(2, 1000):
             manager.last_step.complete(step)
             guard.step_ended(step)
-            if (tmp_path / outside_request.ANSWER).exists():
+            if (run_folder.base / outside_request.ANSWER).exists():
                 break
             time.sleep(0.02)
-        answer = outside_request.await_answer(tmp_path, name, 10)
+        answer = outside_request.await_answer(run_folder.base, name, 10)
         assert answer.error is not None and ("No space left" in answer.error or "see the log" in answer.error)
         disk.error = 0
         manager.save(step + 1)
-    assert content(tmp_path) == ["step-1", f"step-{step + 1}"]
+    assert content(run_folder) == [1, step + 1]
 
 
 @pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
@@ -324,12 +305,12 @@ def test_what_is_called_save_request_and_is_none_does_not_end_a_run(
         path.symlink_to("nowhere")
     else:
         os.mkfifo(path)
-    with manager_in(tmp_path) as manager, RunGuard(manager) as guard:
+    with manager_in(RunFolder(tmp_path)) as manager, RunGuard(manager) as guard:
         for step in range(1, 4):
             time.sleep(0.2)
             manager.save(step)
             assert not guard.step_ended(step)
-    assert content(tmp_path) == ["step-1", "step-2", "step-3"]
+    assert content(RunFolder(tmp_path)) == [1, 2, 3]
     assert os.path.lexists(path)
     assert caplog.text.count("no request to save: ") == 1 and str(path) in caplog.text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.run_folder import Disk, RunFolder
 from titan_ckpt.config import (
     CheckpointConfig,
     InitialLoadConfig,
@@ -50,16 +52,17 @@ class Run:
         self.counters = Position()
         self.losses: list[float] = []
 
-    def manager(self, folder: Path, /, **settings: Any) -> CheckpointManager:
+    def manager(self, folder: RunFolder | Path, /, **settings: Any) -> CheckpointManager:
+        folder = RunFolder(folder) if isinstance(folder, Path) else folder
         settings.setdefault("save", SaveConfig(interval=2))
         return CheckpointManager(
-            CheckpointConfig(**settings),
+            CheckpointConfig(**folder.settings, **settings),
             model_parts=[self.model],
             optimizers=[self.optimizer],
             lr_schedulers=[self.scheduler],
             dataloader=self.data,
             states={"counters": self.counters},
-            base_folder=folder,
+            base_folder=folder.base,
         )
 
     def step(self) -> None:
@@ -115,125 +118,113 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def steps_in(folder: Path) -> list[int]:
-    names = (p.name.removeprefix("step-") for p in (folder / "checkpoints").glob("step-*"))
-    return sorted(int(name) for name in names if name.isdigit())
-
-
 @pytest.mark.parametrize("mode", ["disabled", "thread", "process"])
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, mode: Any) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(run_folder: RunFolder, mode: Any) -> None:
     """Three steps, a new process's objects, three more: every bit as six in a row."""
     whole = Run()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
-    with whole.manager(tmp_path / "whole", save=SaveConfig(interval=3, async_mode=mode)) as manager:
-        whole.train(manager, 6)
+    for _ in range(6):
+        whole.step()
     first = Run()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
-    with first.manager(tmp_path / "halves", save=SaveConfig(interval=3, async_mode=mode)) as manager:
+    with first.manager(run_folder / "halves", save=SaveConfig(interval=3, async_mode=mode)) as manager:
         first.train(manager, 6, stop=3)
     second = Run(seed=5)
     random.seed(5), np.random.seed(5)  # noqa: NPY002
-    with second.manager(tmp_path / "halves", save=SaveConfig(interval=3, async_mode=mode)) as manager:
+    with second.manager(run_folder / "halves", save=SaveConfig(interval=3, async_mode=mode)) as manager:
         second.train(manager, 6)
     assert first.losses + second.losses == whole.losses
     assert same(second.state(), whole.state())
 
 
-def test_a5_saves_follow_the_interval_and_the_last_step(tmp_path: Path) -> None:
+def test_a5_saves_follow_the_interval_and_the_last_step(run_folder: RunFolder) -> None:
     """Interval 2 and 5 steps: 2, 4 and the last one."""
     run = Run()
-    with run.manager(tmp_path) as manager:
+    with run.manager(run_folder) as manager:
         run.train(manager, 5)
-    assert steps_in(tmp_path) == [2, 4, 5]
+    assert run_folder.steps() == [2, 4, 5]
 
 
-def test_retention_keeps_what_it_says(tmp_path: Path) -> None:
+def test_retention_keeps_what_it_says(run_folder: RunFolder) -> None:
     """Latest 2 and every 4 of the steps 2, 4, .., 10."""
     run = Run()
-    with run.manager(tmp_path, save=SaveConfig(interval=2, keep=KeepConfig(latest=2, every=4))) as manager:
+    with run.manager(run_folder, save=SaveConfig(interval=2, keep=KeepConfig(latest=2, every=4))) as manager:
         run.train(manager, 10)
-    assert steps_in(tmp_path) == [4, 8, 10]
+    assert run_folder.steps() == [4, 8, 10]
 
 
-def test_the_best_step_stays(tmp_path: Path) -> None:
+def test_the_best_step_stays(run_folder: RunFolder) -> None:
     """With the losses 3, 1, nan and 2, step 2 is kept beside the newest."""
     run = Run()
     keep = KeepConfig(latest=1, best=1, metric="loss")
-    with run.manager(tmp_path, save=SaveConfig(interval=1, keep=keep)) as manager:
+    with run.manager(run_folder, save=SaveConfig(interval=1, keep=keep)) as manager:
         manager.load()
         for step, loss in enumerate([3.0, 1.0, float("nan"), 2.0], 1):
             run.step()
             manager.save(step, metrics={"loss": loss})
-    assert steps_in(tmp_path) == [2, 4]
+    assert run_folder.steps() == [2, 4]
 
 
-def test_a5_a_run_without_a_save_table_writes_nothing(tmp_path: Path) -> None:
+def test_a5_a_run_without_a_save_table_writes_nothing(run_folder: RunFolder) -> None:
     """Load-only: it resumes, and leaves the folder as it was."""
     run = Run()
-    with run.manager(tmp_path) as manager:
+    with run.manager(run_folder) as manager:
         run.train(manager, 2)
-    before = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*"))
+    before = run_folder.everything()
     other = Run(seed=3)
-    with other.manager(tmp_path, save=None) as manager:
+    with other.manager(run_folder, save=None) as manager:
         assert manager.load().step == 2
         other.step()
         manager.save(3, last_step=True)
-    assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == before
+    assert run_folder.everything() == before
 
 
-def test_a5_a_step_can_be_asked_for_and_rolled_back_to(tmp_path: Path) -> None:
+def test_a5_a_step_can_be_asked_for_and_rolled_back_to(run_folder: RunFolder) -> None:
     """load(2) of 2, 4 goes back to 2, training goes on, and the abandoned 4 is not resumed from."""
     run = Run()
-    with run.manager(tmp_path) as manager:
+    with run.manager(run_folder) as manager:
         run.train(manager, 4)
     again = Run(seed=3)
-    with again.manager(tmp_path, resume=ResumeConfig(step=2)) as manager:
+    with again.manager(run_folder, resume=ResumeConfig(step=2)) as manager:
         assert manager.load().step == 2
         again.step()
         again.step()
         manager.save(4, last_step=True)
     assert same(again.model.state_dict(), run.model.state_dict())
-    assert steps_in(tmp_path) == [2, 4]
+    assert run_folder.steps() == [2, 4]
 
 
-def test_a_missing_step_is_named_with_those_that_are_there(tmp_path: Path) -> None:
+def test_a_missing_step_is_named_with_those_that_are_there(run_folder: RunFolder) -> None:
     """A step asked for by number never falls back."""
     run = Run()
-    with run.manager(tmp_path) as manager:
+    with run.manager(run_folder) as manager:
         run.train(manager, 4)
     with (
-        Run().manager(tmp_path) as manager,
+        Run().manager(run_folder) as manager,
         pytest.raises(CheckpointNotFoundError, match=r"step 3 .*committed steps: 2, 4"),
     ):
         manager.load(3)
 
 
-def damage(folder: Path) -> None:
-    path = folder / "rank-00000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.write_bytes(data)
-
-
-def test_f5_a_flipped_bit_falls_back_to_the_step_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_f5_a_flipped_bit_falls_back_to_the_step_before(run_folder: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
     """The newest step is damaged: the one before is taken, and the log says why."""
     run = Run()
-    with run.manager(tmp_path) as manager:
+    with run.manager(run_folder) as manager:
         run.train(manager, 4)
-    damage(tmp_path / "checkpoints" / "step-4")
-    with Run().manager(tmp_path) as manager:
+    run_folder.damage(4)
+    with Run().manager(run_folder) as manager:
         assert manager.load().step == 2
     assert "step 4" in caplog.text
 
 
-def test_f5_nothing_readable_is_never_a_fresh_start(tmp_path: Path) -> None:
+def test_f5_nothing_readable_is_never_a_fresh_start(run_folder: RunFolder) -> None:
     """All steps are damaged: an error, not step 0."""
     run = Run()
-    with run.manager(tmp_path) as manager:
+    with run.manager(run_folder) as manager:
         run.train(manager, 4)
     for step in (2, 4):
-        damage(tmp_path / "checkpoints" / f"step-{step}")
-    with Run().manager(tmp_path) as manager, pytest.raises(CorruptCheckpointError):
+        run_folder.damage(step)
+    with Run().manager(run_folder) as manager, pytest.raises(CorruptCheckpointError):
         manager.load()
 
 
@@ -246,22 +237,22 @@ def other_runs() -> Sequence[tuple[str, Run, str]]:
 
 
 @pytest.mark.parametrize("index", range(3))
-def test_a_model_that_does_not_fit_is_one_error_and_nothing_is_touched(tmp_path: Path, index: int) -> None:
+def test_a_model_that_does_not_fit_is_one_error_and_nothing_is_touched(run_folder: RunFolder, index: int) -> None:
     """Shapes, dtypes and names: everything is listed, the live model is as it was."""
-    with (run := Run()).manager(tmp_path) as manager:
+    with (run := Run()).manager(run_folder) as manager:
         run.train(manager, 2)
     _, other, message = other_runs()[index]
     before = {k: v.clone() for k, v in other.model.state_dict().items()}
-    with other.manager(tmp_path) as manager, pytest.raises(LoadMismatchError, match=message):
+    with other.manager(run_folder) as manager, pytest.raises(LoadMismatchError, match=message):
         manager.load()
     assert same(other.model.state_dict(), before)
 
 
-def test_missing_keys_are_listed(tmp_path: Path) -> None:
+def test_missing_keys_are_listed(run_folder: RunFolder) -> None:
     """A checkpoint of a model without a bias does not fill one that has it."""
-    with (run := Run(bias=False)).manager(tmp_path) as manager:
+    with (run := Run(bias=False)).manager(run_folder) as manager:
         run.train(manager, 2)
-    with Run().manager(tmp_path) as manager, pytest.raises(LoadMismatchError, match=r"1 missing: 0\.bias"):
+    with Run().manager(run_folder) as manager, pytest.raises(LoadMismatchError, match=r"1 missing: 0\.bias"):
         manager.load()
 
 
@@ -278,25 +269,25 @@ def test_an_initial_source_that_is_not_there_stops_the_run(tmp_path: Path, missi
         manager.load()
 
 
-def test_a4_a_native_step_is_a_source_of_weights(tmp_path: Path) -> None:
+def test_a4_a_native_step_is_a_source_of_weights(run_folder: RunFolder) -> None:
     """Another run starts from a step of this one: its weights, step 0, a fresh optimizer."""
-    with (run := Run()).manager(tmp_path / "a") as manager:
+    with (run := Run()).manager(run_folder / "a") as manager:
         run.train(manager, 2)
     other = Run(seed=9)
-    source = (InitialLoadConfig(str(tmp_path / "a" / "checkpoints" / "step-2")),)
-    with other.manager(tmp_path / "b", initial_load=source) as manager:
+    source = (InitialLoadConfig(f"{(run_folder / 'a').checkpoints}/step-2"),)
+    with other.manager(run_folder / "b", initial_load=source) as manager:
         result = manager.load()
     assert result.step == 0
     assert same(other.model.state_dict(), run.model.state_dict())
     assert not other.optimizer.state
 
 
-def test_a5_excluded_components_start_afresh(tmp_path: Path) -> None:
+def test_a5_excluded_components_start_afresh(run_folder: RunFolder) -> None:
     """exclude = optimizer, dataloader: weights come back, those two do not."""
-    with (run := Run()).manager(tmp_path) as manager:
+    with (run := Run()).manager(run_folder) as manager:
         run.train(manager, 2)
     other = Run(seed=9)
-    with other.manager(tmp_path, resume=ResumeConfig(exclude=("optimizer", "dataloader"))) as manager:
+    with other.manager(run_folder, resume=ResumeConfig(exclude=("optimizer", "dataloader"))) as manager:
         assert manager.load().step == 2
     assert same(other.model.state_dict(), run.model.state_dict())
     assert not other.optimizer.state
@@ -325,62 +316,53 @@ class Named:
         return [{"kind": self.kind}]
 
 
-def test_f10_another_set_of_converters_is_named(tmp_path: Path) -> None:
+def test_f10_another_set_of_converters_is_named(run_folder: RunFolder) -> None:
     """A step saved with one converter is not resumed with another, nor one saved with none with one."""
-    config = CheckpointConfig(save=SaveConfig(interval=1))
-    hooks = Named("float8")
-    with CheckpointManager(
-        config, model_parts=[nn.Linear(2, 2)], model_converters=hooks, base_folder=tmp_path
-    ) as manager:
-        manager.save(1)
-    with (
-        CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=tmp_path) as manager,
-        pytest.raises(ConverterError, match=r"float8.*this run has none"),
-    ):
-        manager.load()
-    with CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=tmp_path / "plain") as manager:
-        manager.save(1)
-    with (
-        CheckpointManager(
-            config, model_parts=[nn.Linear(2, 2)], model_converters=hooks, base_folder=tmp_path / "plain"
-        ) as manager,
-        pytest.raises(ConverterError, match="float8"),
-    ):
-        manager.load()
+
+    def manager(folder: RunFolder, converters: Named | None = None) -> CheckpointManager:
+        config = CheckpointConfig(**folder.settings, save=SaveConfig(interval=1))
+        return CheckpointManager(
+            config, model_parts=[nn.Linear(2, 2)], model_converters=converters, base_folder=folder.base
+        )
+
+    with manager(run_folder, Named("float8")) as run:
+        run.save(1)
+    with manager(run_folder) as run, pytest.raises(ConverterError, match=r"float8.*this run has none"):
+        run.load()
+    with manager(run_folder / "plain") as run:
+        run.save(1)
+    with manager(run_folder / "plain", Named("float8")) as run, pytest.raises(ConverterError, match="float8"):
+        run.load()
 
 
-def test_a_failed_background_save_is_raised_once(tmp_path: Path) -> None:
+def test_a_failed_background_save_is_raised_once(run_folder: RunFolder) -> None:
     """An error in the writing thread shows at the next save, once; saving goes on after it."""
-    run = Run()
+    run, disk = Run(), Disk()
     config = SaveConfig(interval=1, async_mode="thread")
-    with run.manager(tmp_path, save=config) as manager:
+    with disk.inserted(), run.manager(run_folder, save=config) as manager:
         manager.load()
         run.step()
         manager.save(1)
         manager.wait()
-        staging = tmp_path / "checkpoints" / ".staging"
-        hidden = staging.with_name("hidden")
-        staging.rename(hidden)
-        staging.write_text("a file where a folder should be")
+        disk.error = errno.EDQUOT
         run.step()
         manager.save(2)
         run.step()
-        with pytest.raises(OSError, match="staging"):
+        with pytest.raises(OSError, match="Disk quota exceeded"):
             manager.save(3)
-        staging.unlink()
-        hidden.rename(staging)
+        disk.error = 0
         manager.save(3)
         manager.wait()
-    assert steps_in(tmp_path) == [1, 3]
+    assert run_folder.steps() == [1, 3]
 
 
-def test_f12_an_optimizer_step_waits_for_staging(tmp_path: Path) -> None:
+def test_f12_an_optimizer_step_waits_for_staging(run_folder: RunFolder) -> None:
     """A plain loop that never calls maybe_wait_for_staging saves the weights of the step it asked for."""
     torch.manual_seed(0)
     model = nn.Linear(2048, 2048)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="thread"))
-    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path) as manager:
+    config = CheckpointConfig(**run_folder.settings, save=SaveConfig(interval=1, async_mode="thread"))
+    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=run_folder.base) as manager:
         for step in range(1, 4):
             for p in model.parameters():
                 p.grad = torch.ones_like(p)
@@ -392,7 +374,7 @@ def test_f12_an_optimizer_step_waits_for_staging(tmp_path: Path) -> None:
         optimizer.step()
     fresh = nn.Linear(2048, 2048)
     optimizer = torch.optim.SGD(fresh.parameters(), lr=1.0)
-    with CheckpointManager(config, model_parts=[fresh], optimizers=[optimizer], base_folder=tmp_path) as manager:
+    with CheckpointManager(config, model_parts=[fresh], optimizers=[optimizer], base_folder=run_folder.base) as manager:
         manager.load()
     assert torch.equal(fresh.weight, wanted)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gc
 import os
 import subprocess
@@ -15,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import nn
 
+from tests.run_folder import Disk, RunFolder
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig
 from titan_ckpt.directory.manifest import FileRecord, Manifest
 from titan_ckpt.errors import (
@@ -33,14 +35,12 @@ from titan_ckpt.formats.native.writer import StagedFile, WritePlan
 MODES = pytest.mark.parametrize("mode", ["disabled", "thread"])
 
 
-def manager(folder: Path, mode: Any = "disabled", model: nn.Module | None = None, **objects: Any) -> CheckpointManager:
+def manager(
+    folder: RunFolder, mode: Any = "disabled", model: nn.Module | None = None, **objects: Any
+) -> CheckpointManager:
     save = SaveConfig(interval=1, async_mode=mode, if_busy=objects.pop("if_busy", "wait"))
-    config = CheckpointConfig(save=save, export=objects.pop("export", ()))
-    return CheckpointManager(config, model_parts=[model or nn.Linear(2, 2)], base_folder=folder, **objects)
-
-
-def steps_in(folder: Path) -> list[str]:
-    return sorted(p.name for p in (folder / "checkpoints").glob("step-*"))
+    config = CheckpointConfig(**folder.settings, save=save, export=objects.pop("export", ()))
+    return CheckpointManager(config, model_parts=[model or nn.Linear(2, 2)], base_folder=folder.base, **objects)
 
 
 def _weight(model: nn.Sequential, index: int) -> torch.Tensor:
@@ -64,42 +64,39 @@ class State:
 
 @MODES
 @pytest.mark.parametrize("value", [object(), RuntimeError("no state today")])
-def test_a_state_that_cannot_be_saved_is_an_error_and_not_a_hang(tmp_path: Path, mode: Any, value: Any) -> None:
+def test_a_state_that_cannot_be_saved_is_an_error_and_not_a_hang(run_folder: RunFolder, mode: Any, value: Any) -> None:
     """The save fails at once, closing does not wait for it, and the next save works."""
     state = State(value)
-    with manager(tmp_path, mode, states={"it": state}) as m:
+    with manager(run_folder, mode, states={"it": state}) as m:
         with pytest.raises((StateEncodingError, RuntimeError), match=r"states?\.it\.value|no state today"):
             m.save(1)
         state.value = 3
         assert m.save(1)
-    assert steps_in(tmp_path) == ["step-1"]
+    assert run_folder.steps() == [1]
 
 
-def test_a_failed_save_of_a_step_can_be_made_again(tmp_path: Path) -> None:
+def test_a_failed_save_of_a_step_can_be_made_again(run_folder: RunFolder) -> None:
     """The step is not taken for saved because a save of it was started."""
-    with manager(tmp_path, "thread") as m:
+    disk = Disk()
+    with disk.inserted(), manager(run_folder, "thread") as m:
         m.save(1)
         m.wait()
-        staging = tmp_path / "checkpoints" / ".staging"
-        hidden = staging.with_name("hidden")
-        staging.rename(hidden)
-        staging.write_text("a file where a folder should be")
+        disk.error = errno.EIO
         m.save(2)
-        with pytest.raises(OSError, match="staging"):
+        with pytest.raises(OSError, match="Input/output error"):
             m.wait()
-        staging.unlink()
-        hidden.rename(staging)
+        disk.error = 0
         assert m.save(2)
         assert not m.save(2)
-    assert steps_in(tmp_path) == ["step-1", "step-2"]
+    assert run_folder.steps() == [1, 2]
 
 
 @MODES
 def test_an_interrupt_while_writing_leaves_nothing_behind(
-    tmp_path: Path, mode: Any, monkeypatch: pytest.MonkeyPatch
+    run_folder: RunFolder, mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C in the middle of a save: raised once, no staging folder stays, the next save works."""
-    with manager(tmp_path, mode) as m:
+    """Ctrl-C in the middle of a save: raised once, no file of it stays, the next save works."""
+    with manager(run_folder, mode) as m:
         assert m._saver is not None
         with monkeypatch.context() as patch:
             for way in (WritePlan, StagedFile):
@@ -108,30 +105,30 @@ def test_an_interrupt_while_writing_leaves_nothing_behind(
                 m.save(1)
             with pytest.raises(KeyboardInterrupt):
                 m.wait() if mode != "disabled" else m.save(1)
-        assert not list((tmp_path / "checkpoints" / ".staging").iterdir())
+        assert not run_folder.unfinished()
         assert m.save(1)
-    assert steps_in(tmp_path) == ["step-1"]
+    assert run_folder.steps() == [1]
 
 
-def test_a_closed_manager_says_so(tmp_path: Path) -> None:
+def test_a_closed_manager_says_so(run_folder: RunFolder) -> None:
     """Saving or loading after close is refused; closing again is not."""
-    m = manager(tmp_path)
+    m = manager(run_folder)
     m.save(1)
     m.close()
     m.close()
     for use in (lambda: m.save(2), m.load):
         with pytest.raises(CheckpointError, match="is closed; make another"):
             use()
-    assert steps_in(tmp_path) == ["step-1"]
+    assert run_folder.steps() == [1]
 
 
 @MODES
-def test_nothing_is_left_after_close(tmp_path: Path, mode: Any) -> None:
+def test_nothing_is_left_after_close(run_folder: RunFolder, mode: Any) -> None:
     """No thread, no open file, no hook on the optimizer; also where the run fails with a save in flight."""
     model = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
 
-    def run(folder: Path, *, fail: bool) -> None:
+    def run(folder: RunFolder, *, fail: bool) -> None:
         with manager(folder, mode, model, optimizers=[optimizer]) as m:
             m.load()
             m.save(1)
@@ -143,50 +140,49 @@ def test_nothing_is_left_after_close(tmp_path: Path, mode: Any) -> None:
         threads = {t.name for t in threading.enumerate()}
         return len(os.listdir("/proc/self/fd")), threads, len(optimizer._optimizer_step_pre_hooks)
 
-    run(tmp_path / "first", fail=False)  # buffers and libraries that stay for the next save
+    run(run_folder / "first", fail=False)  # buffers and libraries that stay for the next save
     before = open_things()
-    run(tmp_path / "first", fail=False)
+    run(run_folder / "first", fail=False)
     with pytest.raises(RuntimeError, match="the run failed"):
-        run(tmp_path / "second", fail=True)
+        run(run_folder / "second", fail=True)
     with pytest.raises(ExportError):
-        manager(tmp_path, model=model, optimizers=[optimizer], export=(ExportConfig("peft"),))
-    other = manager(tmp_path / "first", model=nn.Linear(3, 3))
+        manager(run_folder, model=model, optimizers=[optimizer], export=(ExportConfig("peft"),))
+    other = manager(run_folder / "first", model=nn.Linear(3, 3))
     with pytest.raises(LoadMismatchError):
         other.load()
     other.close()
     assert open_things() == before
-    assert steps_in(tmp_path / "second") == ["step-1"]
+    assert (run_folder / "second").steps() == [1]
 
 
-def test_a_second_writer_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused_while_the_first_lives(run_folder: RunFolder) -> None:
     """Two managers on one folder: the second cannot save, and can once the first is closed."""
-    with manager(tmp_path) as first:
+    with manager(run_folder) as first:
         first.load()
         first.save(1)
-        with manager(tmp_path) as second, pytest.raises(CommitConflictError):
+        with manager(run_folder) as second, pytest.raises(CommitConflictError):
             second.load()
         first.save(2)
-    with manager(tmp_path) as second:
+    with manager(run_folder) as second:
         assert second.load().step == 2
 
 
-def test_saving_among_the_steps_of_a_run_that_was_not_loaded_is_refused(tmp_path: Path) -> None:
+def test_saving_among_the_steps_of_a_run_that_was_not_loaded_is_refused(run_folder: RunFolder) -> None:
     """A forgotten load() would put a new run's steps among the old ones, and resume from a mixture."""
-    with manager(tmp_path) as m:
+    with manager(run_folder) as m:
         m.save(10)
-    with manager(tmp_path) as m, pytest.raises(CommitConflictError, match=r"load\(\) was never called, and step 10"):
+    with manager(run_folder) as m, pytest.raises(CommitConflictError, match=r"load\(\) was never called, and step 10"):
         m.save(1)
-    assert steps_in(tmp_path) == ["step-10"]
+    assert run_folder.steps() == [10]
 
 
-def test_a_state_file_of_another_shape_is_typed_though_its_digest_holds(tmp_path: Path) -> None:
+def test_a_state_file_of_another_shape_is_typed_though_its_digest_holds(run_folder: RunFolder) -> None:
     """A state file that another program sealed is named, the step before is taken, and nothing is touched."""
     model = nn.Linear(2, 2)
-    with manager(tmp_path, "disabled", model, optimizers=[torch.optim.SGD(model.parameters(), 0.1)]) as m:
+    with manager(run_folder, "disabled", model, optimizers=[torch.optim.SGD(model.parameters(), 0.1)]) as m:
         m.save(1)
         m.save(2)
-    step = tmp_path / "checkpoints" / "step-2"
-    committed = Manifest.from_bytes((step / "MANIFEST.json").read_bytes())
+    committed = Manifest.from_bytes(run_folder.read(2, "MANIFEST.json"))
     for name, text in [
         ("state.json", "[]"),
         ("state.json", '{"step": 2, "optimizer": 1}'),
@@ -198,27 +194,27 @@ def test_a_state_file_of_another_shape_is_typed_though_its_digest_holds(tmp_path
         ("rank-00000.json", '{"rng": 1}'),
         ("rank-00000.json", '{"rng": {"python": 1}}'),
     ]:
-        before = (step / name).read_bytes()
-        (step / name).write_text(text)
+        before = run_folder.read(2, name)
+        run_folder.write(2, name, text.encode())
         sealed = FileRecord(name, len(text), xxhash.xxh3_128_hexdigest(text.encode()))
         files = tuple(sealed if record.name == name else record for record in committed.files)
-        (step / "MANIFEST.json").write_bytes(dataclasses.replace(committed, files=files).to_bytes())
+        run_folder.write(2, "MANIFEST.json", dataclasses.replace(committed, files=files).to_bytes())
         fresh = nn.Linear(2, 2)
         weight = fresh.weight.detach().clone()
-        with manager(tmp_path, "disabled", fresh, optimizers=[torch.optim.SGD(fresh.parameters(), 0.1)]) as m:
-            with pytest.raises(CorruptCheckpointError, match=rf"step-2/{name}: not the state of a run"):
+        with manager(run_folder, "disabled", fresh, optimizers=[torch.optim.SGD(fresh.parameters(), 0.1)]) as m:
+            with pytest.raises(CorruptCheckpointError, match=rf"step-2/.*{name}: not the state of a run"):
                 m.load(2)
             assert torch.equal(fresh.weight, weight)
             assert m.load().step == 1
-        (step / name).write_bytes(before)
+        run_folder.write(2, name, before)
 
 
 @pytest.mark.parametrize("if_busy", ["wait", "skip"])
 def test_a_save_that_is_due_meanwhile_waits_or_is_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, if_busy: str
+    run_folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, if_busy: str
 ) -> None:
     """if_busy = "skip": the step is left out, the one in flight and the next are saved; the log says which it was."""
-    with manager(tmp_path, "thread", if_busy=if_busy) as m:
+    with manager(run_folder, "thread", if_busy=if_busy) as m:
         assert m._saver is not None
         go_on = threading.Event()
         write = StagedFile.write
@@ -230,14 +226,14 @@ def test_a_save_that_is_due_meanwhile_waits_or_is_skipped(
         go_on.set()
         m.wait()
         assert m.save(3)
-    assert steps_in(tmp_path) == ["step-1", *(["step-2"] if if_busy == "wait" else []), "step-3"]
+    assert run_folder.steps() == [1, *([2] if if_busy == "wait" else []), 3]
     said = {"wait": "training waits", "skip": "not saved"}[if_busy]
     assert [f"step 2 is due and {said}" in line for line in caplog.messages].count(True) == 1, caplog.messages
 
 
-def test_the_last_step_waits_for_the_save_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_step_waits_for_the_save_in_flight(run_folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is committed when save(last_step=True) returns."""
-    with manager(tmp_path, "thread") as m:
+    with manager(run_folder, "thread") as m:
         assert m._saver is not None
         write = StagedFile.write
 
@@ -248,10 +244,10 @@ def test_the_last_step_waits_for_the_save_in_flight(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(StagedFile, "write", slow)
         m.save(1)
         m.save(2, last_step=True)
-        assert steps_in(tmp_path) == ["step-1", "step-2"]
+        assert run_folder.steps() == [1, 2]
 
 
-def test_loading_again_gives_the_same_run_again(tmp_path: Path) -> None:
+def test_loading_again_gives_the_same_run_again(run_folder: RunFolder) -> None:
     """load() after a step took over twice: weights and moments are those of the step, both times."""
     torch.manual_seed(0)
     model = nn.Linear(3, 3)
@@ -261,7 +257,7 @@ def test_loading_again_gives_the_same_run_again(tmp_path: Path) -> None:
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
 
-    with manager(tmp_path, "thread", model, optimizers=[optimizer]) as m:
+    with manager(run_folder, "thread", model, optimizers=[optimizer]) as m:
         step()
         m.save(1)
         weight, moment = model.weight.detach().clone(), optimizer.state[model.weight]["exp_avg"].clone()
@@ -273,32 +269,26 @@ def test_loading_again_gives_the_same_run_again(tmp_path: Path) -> None:
             assert optimizer.state[model.weight]["step"].item() == 1
 
 
-def test_a_damaged_step_before_a_weights_only_one_is_no_fresh_start(tmp_path: Path) -> None:
+def test_a_damaged_step_before_a_weights_only_one_is_no_fresh_start(run_folder: RunFolder) -> None:
     """Nothing that can be resumed from is whole: an error, not step 0."""
-    with manager(tmp_path) as m:
+    with manager(run_folder) as m:
         m.save(1)
         m.save(2)
-    folder = tmp_path / "checkpoints"
-    path = folder / "step-1" / "MANIFEST.json"
-    manifest = Manifest.from_bytes(path.read_bytes(), str(path))
-    path.write_bytes(
-        type(manifest)(**{f: getattr(manifest, f) for f in manifest.__slots__} | {"kind": "model"}).to_bytes()
-    )
-    data = bytearray((folder / "step-2" / "rank-00000.safetensors").read_bytes())
-    data[-1] ^= 1
-    (folder / "step-2" / "rank-00000.safetensors").write_bytes(data)
-    with manager(tmp_path) as m, pytest.raises(CorruptCheckpointError):
+    manifest = dataclasses.replace(Manifest.from_bytes(run_folder.read(1, "MANIFEST.json")), kind="model")
+    run_folder.write(1, "MANIFEST.json", manifest.to_bytes())
+    run_folder.damage(2)
+    with manager(run_folder) as m, pytest.raises(CorruptCheckpointError):
         m.load()
 
 
 def test_statistics_that_a_forward_changes_are_those_of_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """BatchNorm moves its buffers while the save is still being staged: what is saved is what was there."""
     model = nn.Sequential(nn.BatchNorm1d(3))
     other = nn.Sequential(nn.BatchNorm1d(3))
     optimizer = torch.optim.SGD(model.parameters())
-    with manager(tmp_path, "thread", model, optimizers=[optimizer]) as m:
+    with manager(run_folder, "thread", model, optimizers=[optimizer]) as m:
         assert m._saver is not None
         go_on = threading.Event()
         begin = StagedFile.begin
@@ -318,16 +308,16 @@ def test_statistics_that_a_forward_changes_are_those_of_the_step(
         model(torch.randn(4, 3) + 5)
         go_on.set()
         m.wait()
-    with manager(tmp_path, "thread", other) as m:
+    with manager(run_folder, "thread", other) as m:
         m.load()
     assert all(torch.equal(value, wanted[name]) for name, value in other.state_dict().items())
 
 
-def test_parameters_replaced_between_saves_are_the_ones_saved(tmp_path: Path) -> None:
+def test_parameters_replaced_between_saves_are_the_ones_saved(run_folder: RunFolder) -> None:
     """A layer of another size, with an optimizer's group of its own: names and the plan are looked at anew."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
-    with manager(tmp_path, "thread", model, optimizers=[optimizer]) as m:
+    with manager(run_folder, "thread", model, optimizers=[optimizer]) as m:
         m.save(1)
         model[1] = nn.Linear(2, 5)
         optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.3})
@@ -336,51 +326,54 @@ def test_parameters_replaced_between_saves_are_the_ones_saved(tmp_path: Path) ->
         m.save(2)
     other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 5))
     again = torch.optim.SGD([{"params": list(layer.parameters())} for layer in other], lr=9.0, momentum=0.9)
-    with manager(tmp_path, "thread", other, optimizers=[again]) as m:
+    with manager(run_folder, "thread", other, optimizers=[again]) as m:
         assert m.load().step == 2
     assert torch.equal(_weight(other, 1), _weight(model, 1))
     assert [g["lr"] for g in again.param_groups] == [0.1, 0.3]
 
 
-def test_an_optimizer_of_replaced_parameters_is_named(tmp_path: Path) -> None:
+def test_an_optimizer_of_replaced_parameters_is_named(run_folder: RunFolder) -> None:
     """It trains tensors that are the model's no longer: said so, instead of saving them under the model's names."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with manager(tmp_path, model=model, optimizers=[optimizer]) as m:
+    with manager(run_folder, model=model, optimizers=[optimizer]) as m:
         model.weight = nn.Parameter(torch.zeros(2, 2))
         with pytest.raises(LoadMismatchError, match=r"parameter 0 \(shape \[2, 2\]\) of SGD is in no model part"):
             m.save(1)
 
 
-def test_ties_are_those_of_the_moment(tmp_path: Path) -> None:
+def test_ties_are_those_of_the_moment(run_folder: RunFolder) -> None:
     """A weight tied when the manager was made, and untied since, is saved under both names."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[2].weight = model[0].weight
-    with manager(tmp_path, model=model) as m:
+    with manager(run_folder, model=model) as m:
         m.save(1)
         model[1].weight = nn.Parameter(torch.full((2, 2), 7.0))
         m.save(2)
     other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     other[2].weight = other[0].weight
-    with manager(tmp_path, model=other) as m:
+    with manager(run_folder, model=other) as m:
         m.load()
     assert torch.equal(_weight(other, 1), _weight(model, 1))
     assert torch.equal(_weight(other, 2), _weight(model, 0))
 
 
 @pytest.mark.parametrize("kind", ["meta", "lazy"])
-def test_a_model_without_memory_is_neither_saved_nor_loaded_into(tmp_path: Path, kind: str) -> None:
+def test_a_model_without_memory_is_neither_saved_nor_loaded_into(run_folder: RunFolder, kind: str) -> None:
     """A model left on meta would take a load in silence."""
-    with manager(tmp_path, model=nn.Linear(2, 3)) as m:
+    with manager(run_folder, model=nn.Linear(2, 3)) as m:
         m.save(1)
     if kind == "meta":
         with torch.device("meta"):
             model: nn.Module = nn.Linear(2, 3)
     else:
         model = nn.LazyLinear(3)
-    with manager(tmp_path, model=model) as m, pytest.raises(LoadMismatchError, match=r"no memory to load into.*weight"):
+    with (
+        manager(run_folder, model=model) as m,
+        pytest.raises(LoadMismatchError, match=r"no memory to load into.*weight"),
+    ):
         m.load()
-    with manager(tmp_path / "new", model=model) as m, pytest.raises(StateEncodingError, match="have no memory yet"):
+    with manager(run_folder / "new", model=model) as m, pytest.raises(StateEncodingError, match="have no memory yet"):
         m.save(1)
 
 
@@ -428,29 +421,29 @@ def test_f12_a_program_that_ends_without_close_keeps_its_save_or_says_why_not(tm
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert ended.stdout == "the end of the program\n", ended.stderr
-    assert steps_in(tmp_path / "works") == ["step-1"], ended.stderr
-    assert steps_in(tmp_path / "fails") == []
+    assert (RunFolder(tmp_path) / "works").steps() == [1], ended.stderr
+    assert (RunFolder(tmp_path) / "fails").steps() == []
     assert "step 1 was not saved: [Errno 28] No space left" in ended.stderr
     assert ended.stderr.count("is not there") == 1
 
 
-def test_without_an_optimizer_a_save_returns_when_its_copy_is_taken(tmp_path: Path) -> None:
+def test_without_an_optimizer_a_save_returns_when_its_copy_is_taken(run_folder: RunFolder) -> None:
     """Nothing can tell the manager that weights are about to change, so they may change at once."""
-    model = nn.Linear(2000, 2000)
-    with manager(tmp_path, "thread", model=model) as m:
-        for step in range(1, 6):
+    model = nn.Linear(1000, 1000)
+    with manager(run_folder, "thread", model=model) as m:
+        for step in range(1, 4):
             with torch.no_grad():
                 model.weight.fill_(step)
             m.save(step)
             with torch.no_grad():
                 model.weight.zero_()
             m.wait()
-            stored = load_file(tmp_path / "checkpoints" / f"step-{step}" / "rank-00000.safetensors")
+            stored = load(run_folder.read(step, "rank-00000.safetensors"))
             assert stored["model.weight"].eq(step).all()
 
 
 def test_memory_for_the_first_copy_is_made_ready_before_the_first_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While no save is due: the first one finds the plan and the memory that later ones use."""
     made: list[WritePlan] = []
@@ -464,11 +457,11 @@ def test_memory_for_the_first_copy_is_made_ready_before_the_first_save(
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     save = SaveConfig(interval=2, async_mode="thread")
-    config = CheckpointConfig(save=save)
-    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path) as m:
+    config = CheckpointConfig(**run_folder.settings, save=save)
+    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=run_folder.base) as m:
         for step in range(1, 5):
             model(torch.ones(2)).sum().backward()
             optimizer.step()
             assert m.save(step) is (step % 2 == 0)
             assert len(made) == 1
-    assert steps_in(tmp_path) == ["step-2", "step-4"]
+    assert run_folder.steps() == [2, 4]

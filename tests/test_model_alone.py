@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.run_folder import RunFolder
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig, SaveConfig
 from titan_ckpt.errors import CheckpointNotFoundError
 from titan_ckpt.manager import CheckpointManager
 
 
-def _run(folder: Path, seed: int = 0, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer, CheckpointManager]:
+def _run(
+    folder: RunFolder, seed: int = 0, **settings: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, CheckpointManager]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     optimizer = torch.optim.AdamW(model.parameters())
     settings.setdefault("save", SaveConfig(interval=2))
-    config = CheckpointConfig(**settings)
-    return model, optimizer, CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=folder)
+    config = CheckpointConfig(**folder.settings, **settings)
+    return (
+        model,
+        optimizer,
+        CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=folder.base),
+    )
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, manager: CheckpointManager, last: int) -> int:
@@ -33,12 +39,12 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, manager: Checkpoi
     return start
 
 
-def test_a_run_starts_from_a_seed_and_from_nothing_else_of_its_process(tmp_path: Path) -> None:
+def test_a_run_starts_from_a_seed_and_from_nothing_else_of_its_process(run_folder: RunFolder) -> None:
     """The seed's weights are loaded, the optimizer and the generators of the new run are not touched."""
-    seed, _, manager = _run(tmp_path, seed=1)
+    seed, _, manager = _run(run_folder, seed=1)
     manager.save_seed()
     manager.close()
-    model, optimizer, manager = _run(tmp_path, seed=2)
+    model, optimizer, manager = _run(run_folder, seed=2)
     generator = torch.get_rng_state()
     result = manager.load()
     assert result.step == 0
@@ -47,18 +53,18 @@ def test_a_run_starts_from_a_seed_and_from_nothing_else_of_its_process(tmp_path:
     assert not optimizer.state
     assert torch.equal(generator, torch.get_rng_state())
     manager.close()
-    assert _train(*_run(tmp_path, seed=2), last=2) == 0
-    assert _train(*_run(tmp_path, seed=2), last=4) == 2
+    assert _train(*_run(run_folder, seed=2), last=2) == 0
+    assert _train(*_run(run_folder, seed=2), last=4) == 2
 
 
 @pytest.mark.parametrize("mode", ["disabled", "thread", "process"])
 @pytest.mark.parametrize("dtype", ["own", "bfloat16"])
-def test_a_last_step_holds_the_model_alone_in_its_dtype(tmp_path: Path, mode: Any, dtype: Any) -> None:
+def test_a_last_step_holds_the_model_alone_in_its_dtype(run_folder: RunFolder, mode: Any, dtype: Any) -> None:
     """The values are those of the model, rounded once; counters keep their type; another run can start from them."""
     save = SaveConfig(interval=2, async_mode=mode, model_only_last=dtype)
-    model, optimizer, manager = _run(tmp_path, save=save)
+    model, optimizer, manager = _run(run_folder, save=save)
     _train(model, optimizer, manager, last=3)
-    other, _, manager = _run(tmp_path / "other", seed=5, initial_load=(_source(tmp_path / "checkpoints/step-3"),))
+    other, _, manager = _run(run_folder / "other", seed=5, initial_load=(_source(f"{run_folder.checkpoints}/step-3"),))
     report = manager.load().report
     manager.close()
     wanted = torch.bfloat16 if dtype == "bfloat16" else torch.float32
@@ -69,27 +75,29 @@ def test_a_last_step_holds_the_model_alone_in_its_dtype(tmp_path: Path, mode: An
     assert "1.num_batches_tracked" in report.loaded
 
 
-def test_a_finished_run_with_the_model_alone_goes_on_from_its_last_full_step(tmp_path: Path) -> None:
+def test_a_finished_run_with_the_model_alone_goes_on_from_its_last_full_step(run_folder: RunFolder) -> None:
     """The newer weights-only step is passed over, and the steps after the full one are trained again."""
     save = SaveConfig(interval=2, model_only_last="own")
-    assert _train(*_run(tmp_path, save=save), last=3) == 0
-    assert _train(*_run(tmp_path, save=save), last=3) == 2
+    assert _train(*_run(run_folder, save=save), last=3) == 0
+    assert _train(*_run(run_folder, save=save), last=3) == 2
 
 
 @pytest.mark.parametrize("seeded", [False, True])
-def test_a_finished_run_without_a_full_step_is_not_trained_again_in_silence(tmp_path: Path, seeded: bool) -> None:
+def test_a_finished_run_without_a_full_step_is_not_trained_again_in_silence(
+    run_folder: RunFolder, seeded: bool
+) -> None:
     """A folder whose steps all hold the model alone is refused, with the way to its weights."""
     save = SaveConfig(interval=100, model_only_last="own")
     if seeded:
-        _, _, manager = _run(tmp_path, save=save)
+        _, _, manager = _run(run_folder, save=save)
         manager.save_seed()
         manager.close()
-    _train(*_run(tmp_path, save=save), last=3)
-    _, _, manager = _run(tmp_path, save=save)
+    _train(*_run(run_folder, save=save), last=3)
+    _, _, manager = _run(run_folder, save=save)
     with pytest.raises(CheckpointNotFoundError, match=r"step 3 holds the model alone.*initial_load"):
         manager.load()
     manager.close()
 
 
-def _source(path: Path) -> InitialLoadConfig:
-    return InitialLoadConfig(str(path), cast=True)
+def _source(path: str) -> InitialLoadConfig:
+    return InitialLoadConfig(path, cast=True)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.run_folder import RunFolder
 from titan_ckpt import CheckpointConfig, CheckpointManager, ResumeConfig, SaveConfig
 from titan_ckpt.errors import CheckpointError, LoadMismatchError, PeerError
 from titan_ckpt.formats.native.writer import WritePlan
@@ -38,9 +39,11 @@ class Run:
             fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
-    def manager(self, folder: Path, mode: Mode = "disabled", **settings: Any) -> CheckpointManager:
-        config = CheckpointConfig(save=SaveConfig(interval=2, async_mode=mode, timeout_seconds=20), **settings)
-        return CheckpointManager(config, model_parts=[self.model], optimizers=[self.optimizer], base_folder=folder)
+    def manager(self, folder: RunFolder | Path, mode: Mode = "disabled", **settings: Any) -> CheckpointManager:
+        folder = RunFolder(folder) if isinstance(folder, Path) else folder
+        save = SaveConfig(interval=2, async_mode=mode, timeout_seconds=20)
+        config = CheckpointConfig(**folder.settings, save=save, **settings)
+        return CheckpointManager(config, model_parts=[self.model], optimizers=[self.optimizer], base_folder=folder.base)
 
     def step(self) -> float:
         torch.rand(1)  # the ranks' generators move alike; the data is drawn from them
@@ -60,7 +63,7 @@ class Run:
 
 
 @distributed(nproc=2)
-def train_and_resume(folder: Path, mode: Mode) -> None:
+def train_and_resume(folder: RunFolder, mode: Mode) -> None:
     whole = Run()
     torch.manual_seed(1)
     losses = [whole.step() for _ in range(6)]
@@ -79,17 +82,17 @@ def train_and_resume(folder: Path, mode: Mode) -> None:
     reference = whole.whole()
     assert all(torch.equal(value, reference[key]) for key, value in second.whole().items())
     if dist.get_rank() == 0:
-        torch.save(reference, folder / "reference.pt")
+        torch.save(reference, folder.base / "reference.pt")
 
 
 @pytest.mark.parametrize("mode", ["disabled", "thread"])
-def test_a_sharded_run_resumes_bit_for_bit_and_its_checkpoint_opens_in_one_process(tmp_path: Path, mode: Mode) -> None:
+def test_a_sharded_run_resumes_bit_for_bit_and_its_checkpoint_opens_in_one_process(run_folder: RunFolder, mode: Mode) -> None:
     """FSDP2 x2: 4 + 2 steps equal 6; then a single process reads the same weights and moments."""
-    train_and_resume(tmp_path, mode)
+    train_and_resume(run_folder, mode)
     single = Run(seed=5)
-    with single.manager(tmp_path) as manager:
+    with single.manager(run_folder) as manager:
         assert manager.load().step == 6
-    reference = torch.load(tmp_path / "reference.pt")
+    reference = torch.load(run_folder.base / "reference.pt")
     assert single.whole().keys() == reference.keys()
     assert all(torch.equal(value, reference[key]) for key, value in single.whole().items())
 
@@ -142,10 +145,10 @@ def test_a_misfit_and_one_ranks_damaged_header_raise_on_every_rank_and_change_no
 
 
 @distributed(nproc=2)
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_no_step(tmp_path: Path) -> None:
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_no_step(run_folder: RunFolder) -> None:
     """Rank 1 cannot write its file: every rank raises, the step before stays the newest."""
     run = Run()
-    with run.manager(tmp_path) as manager:
+    with run.manager(run_folder) as manager:
         manager.load()
         run.step()
         manager.save(2)
@@ -153,7 +156,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_no_step(tmp_path:
         with fails if dist.get_rank() == 1 else nullcontext(), pytest.raises(OSError, match=r"rank 1 failed|no space"):
             manager.save(4)
         manager.save(6)
-    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-2", "step-6"]
+    assert run_folder.steps() == [2, 6]
 
 
 @distributed(nproc=2, timeout_seconds=90)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.run_folder import RunFolder
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig
 from titan_ckpt.errors import BaseMismatchError, CheckpointError, LoadMismatchError, SaveError
 from titan_ckpt.testing import distributed
@@ -413,20 +414,22 @@ class Adapters:
         return [{"kind": "adapters"}]
 
 
-def adapted(base: Path, folder: Path) -> tuple[Net, CheckpointManager]:
+def adapted(base: Path, folder: RunFolder) -> tuple[Net, CheckpointManager]:
     [net] = pipeline()
     assert isinstance(net, Net)
     net.requires_grad_(requires_grad=False)  # a base that is trained would be saved
     if dist.get_rank() == 0:
         net.layers["0"].register_parameter("lora", nn.Parameter(torch.zeros(3)))
     config = CheckpointConfig(
-        save=SaveConfig(interval=1, timeout_seconds=20), initial_load=(InitialLoadConfig(str(base)),)
+        **folder.settings,
+        save=SaveConfig(interval=1, timeout_seconds=20),
+        initial_load=(InitialLoadConfig(str(base)),),
     )
-    return net, CheckpointManager(config, model_parts=[net], model_converters=Adapters(), base_folder=folder)
+    return net, CheckpointManager(config, model_parts=[net], model_converters=Adapters(), base_folder=folder.base)
 
 
 @distributed(nproc=2)
-def adapt_a_stage(base: Path, other: Path, folder: Path) -> None:
+def adapt_a_stage(base: Path, other: Path, folder: RunFolder) -> None:
     net, manager = adapted(base, folder)
     with manager:
         assert manager.load().step == 0
@@ -442,15 +445,15 @@ def adapt_a_stage(base: Path, other: Path, folder: Path) -> None:
         manager.load()
 
 
-def test_a_stage_without_adapters_takes_part_in_those_of_another(tmp_path: Path) -> None:
+def test_a_stage_without_adapters_takes_part_in_those_of_another(run_folder: RunFolder) -> None:
     """The base's digest spans all stages, the save holds the adapter alone, and another base is named on each rank."""
     for name, rate in (("base", 0.1), ("other", 0.2)):
         net = Net()
         nn.init.constant_(net.layers["1"].bias, rate)  # type: ignore[arg-type]
         config = CheckpointConfig(save=SaveConfig(interval=1))
-        with CheckpointManager(config, model_parts=[net], base_folder=tmp_path / name) as manager:
+        with CheckpointManager(config, model_parts=[net], base_folder=run_folder.base / name) as manager:
             manager.save(1)
-    base, other = (tmp_path / name / "checkpoints" / "step-1" for name in ("base", "other"))
-    adapt_a_stage(base, other, tmp_path / "run")
-    stored = [load_file(p) for p in sorted((tmp_path / "run/checkpoints/step-1").glob("*.safetensors"))]
+    base, other = (run_folder.base / name / "checkpoints" / "step-1" for name in ("base", "other"))
+    adapt_a_stage(base, other, run_folder)
+    stored = [load(run_folder.read(1, f"rank-{rank:05d}.safetensors")) for rank in range(2)]
     assert [name for tensors in stored for name in tensors] == ["model.layers.0.lora"]

@@ -27,10 +27,6 @@ from titan_ckpt.stores.bucket import BucketPath
 from titan_ckpt.testing import distributed
 
 
-def seed() -> None:
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
-
-
 def manager(run: Run, place: BucketPath, folder: Path, **save: object) -> CheckpointManager:
     config = SaveConfig(**{"interval": 2, **save})  # type: ignore[arg-type]
     return run.manager(folder, folder=str(place), store=place.bucket.settings, save=config)
@@ -38,29 +34,6 @@ def manager(run: Run, place: BucketPath, folder: Path, **save: object) -> Checkp
 
 def keys(place: BucketPath) -> list[str]:
     return [facts.key.removeprefix(place.key + "/") for facts in place.bucket.list_objects(place.key)]
-
-
-@pytest.mark.parametrize(("store", "mode"), [("s3", "disabled"), ("azure", "thread"), ("s3", "process")])
-def test_a_run_goes_on_from_a_bucket_as_if_never_stopped(
-    store: str, mode: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """Two steps, a new process' objects, and two more are four steps, bit for bit; nothing is on the local disk."""
-    place = place_in(request.getfixturevalue(store))
-    whole, first, second = Run(), Run(), Run(seed=9)
-    seed()
-    for _ in range(4):
-        whole.step()
-    seed()
-    with manager(first, place, tmp_path, async_mode=mode) as saves:
-        first.train(saves, 4, stop=2)
-    random.seed(5)
-    with manager(second, place, tmp_path, async_mode=mode) as saves:
-        second.train(saves, 4, stop=4)
-    assert first.losses + second.losses == whole.losses
-    assert same(second.state(), whole.state())
-    kinds = Counter(key.partition("/")[0] for key in keys(place))
-    assert kinds == {"commits": 2, "data": 6, "lease.json": 1}
-    assert not (tmp_path / "s3:").exists() and not (tmp_path / "az:").exists()
 
 
 def test_retention_pins_and_a_rollback(server: Server, tmp_path: Path) -> None:
@@ -208,37 +181,3 @@ def test_a_bucket_that_is_not_there_is_an_error_before_the_first_step(server: Se
         saves.load()
     saves.close()
     assert not (tmp_path / place.partition("/")[0]).exists()
-
-
-@distributed(nproc=2)
-def _two_ranks_save(url: str, store: StoreConfig, tmp_path: Path) -> None:
-    run = Run()
-    fully_shard(run.model, mesh=init_device_mesh("cpu", (2,)))
-    _with_one_group(run)
-    with run.manager(tmp_path, folder=url, store=store, save=SaveConfig(interval=1)) as saves:
-        saves.load()
-        seed()
-        run.step()
-        saves.save(1)
-
-
-def _with_one_group(run: Run) -> None:
-    run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2)
-    run.scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1 / (1 + step))
-
-
-def test_shards_of_two_ranks_are_loaded_on_one(s3: Server, tmp_path: Path) -> None:
-    """Each rank uploads its file, rank 0 commits; one process reads its ranges of both."""
-    place = place_in(s3)
-    _two_ranks_save(str(place), place.bucket.settings, tmp_path)
-    expected, run = Run(), Run(seed=3)
-    _with_one_group(expected)
-    _with_one_group(run)
-    seed()
-    expected.step()
-    exclude = ResumeConfig(exclude=("dataloader",))
-    with run.manager(tmp_path, folder=str(place), store=place.bucket.settings, resume=exclude) as saves:
-        assert saves.load().step == 1
-    for ours, theirs in zip(run.model.parameters(), expected.model.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs)
-    assert len([name for name in keys(place) if name.endswith(".safetensors")]) == 2

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.run_folder import RunFolder
 from titan_ckpt import CheckpointConfig, CheckpointManager, ResumeConfig, SaveConfig
 from titan_ckpt.config import from_dict
 from titan_ckpt.directory.directory import CheckpointDirectory
@@ -52,13 +53,14 @@ class Counter:
 class Run:
     """One model with everything a checkpoint may hold, after two steps."""
 
-    def __init__(self, folder: Path, components: tuple[Any, ...] | None, handler: Any = None, **config: Any) -> None:
+    def __init__(self, folder: RunFolder | Path, components: tuple[Any, ...] | None, handler: Any = None, **config: Any) -> None:
         self.model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
         self.counter = Counter()
         self.loader: Counter | None = None
-        self.folder = folder
+        self.folder = RunFolder(folder) if isinstance(folder, Path) else folder
+        config |= self.folder.settings
         self.config = CheckpointConfig(components=components, save=SaveConfig(interval=1), **config)
         self.handler = handler
 
@@ -71,7 +73,7 @@ class Run:
             dataloader=self.loader,
             states={"counter": self.counter},
             external_weights=self.handler,
-            base_folder=self.folder,
+            base_folder=self.folder.base,
         )
 
     def step(self) -> None:
@@ -86,7 +88,7 @@ class Run:
         self.step()
         with self.manager() as manager:
             manager.save(2)
-        return CheckpointDirectory(self.folder / "checkpoints", Coordinator.current(5.0)).manifest(2)
+        return Manifest.from_bytes(self.folder.read(2, "MANIFEST.json"))
 
     def load(self) -> CheckpointManager:
         with self.manager() as manager:
@@ -102,21 +104,21 @@ def everything(event: ExternalLoad) -> None:
 WITHOUT_MODEL = ("optimizer", "lr_scheduler", "rng", "states")
 
 
-def test_c1_one_setting_selects_what_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_c1_one_setting_selects_what_is_saved_and_loaded(run_folder: RunFolder) -> None:
     """A run of model and states saves these two, and takes these two from a checkpoint that holds everything."""
-    few = Run(tmp_path / "few", ("model", "states"))
+    few = Run(run_folder / "few", ("model", "states"))
     few.loader = Counter()
     assert few.save().components == ("model", "states")
-    step = tmp_path / "few" / "checkpoints" / "step-2"
-    assert {name.split(".")[0] for name in load_file(step / "rank-00000.safetensors")} == {"model"}
-    assert json.loads((step / "state.json").read_text()).keys() == {"step", "states"}
-    assert json.loads((step / "rank-00000.json").read_text()).keys() == {"layout"}
-    Run(tmp_path / "one", ("model",)).save()
-    assert json.loads((tmp_path / "one" / "checkpoints" / "step-2" / "state.json").read_text()).keys() == {"step"}
-    whole = Run(tmp_path / "all", None)
+    few_files = run_folder / "few"
+    assert {name.split(".")[0] for name in load(few_files.read(2, "rank-00000.safetensors"))} == {"model"}
+    assert json.loads(few_files.read(2, "state.json")).keys() == {"step", "states"}
+    assert json.loads(few_files.read(2, "rank-00000.json")).keys() == {"layout"}
+    Run(run_folder / "one", ("model",)).save()
+    assert json.loads((run_folder / "one").read(2, "state.json")).keys() == {"step"}
+    whole = Run(run_folder / "all", None)
     whole.loader = Counter(7)
     whole.save()
-    run = Run(tmp_path / "all", ("states", "model"))
+    run = Run(run_folder / "all", ("states", "model"))
     run.loader = Counter()
     rate, generators = run.schedule.get_last_lr(), torch.get_rng_state()
     run.load()
@@ -137,21 +139,21 @@ def test_c1_the_vocabulary_is_closed_and_what_a_run_lacks_is_ignored(tmp_path: P
     Run(tmp_path, ("model", "dataloader", "optimizer")).load()
 
 
-def test_c1_a_checkpoint_without_a_wanted_component_says_so(tmp_path: Path) -> None:
+def test_c1_a_checkpoint_without_a_wanted_component_says_so(run_folder: RunFolder) -> None:
     """A run of everything does not take a checkpoint of the model alone for one of its own."""
-    Run(tmp_path, ("model",)).save()
+    Run(run_folder, ("model",)).save()
     with pytest.raises(LoadMismatchError, match="no state for: optimizer, lr_scheduler, states"):
-        Run(tmp_path, None).load()
+        Run(run_folder, None).load()
 
 
-def test_c2_a_checkpoint_without_weights_is_marked_and_holds_none(tmp_path: Path) -> None:
+def test_c2_a_checkpoint_without_weights_is_marked_and_holds_none(run_folder: RunFolder) -> None:
     """Its manifest says kind external; a run that wants weights from it is told that there are none."""
-    manifest = Run(tmp_path, WITHOUT_MODEL, everything).save()
+    manifest = Run(run_folder, WITHOUT_MODEL, everything).save()
     assert manifest.kind == "external" and "model" not in manifest.components
-    run = Run(tmp_path, None)
+    run = Run(run_folder, None)
     with pytest.raises(CheckpointNotFoundError, match=r"step-2 holds no model weights: its run took them from outside"):
         run.load()
-    run = Run(tmp_path, None, resume=ResumeConfig(step=2, exclude=("model",)))
+    run = Run(run_folder, None, resume=ResumeConfig(step=2, exclude=("model",)))
     run.load()
     assert run.counter.value == 2, "asked for, the model starts afresh"
 
@@ -173,12 +175,12 @@ def test_c2_only_a_marked_checkpoint_may_lack_weights(tmp_path: Path) -> None:
         run.load()
 
 
-def test_c3_the_handler_fills_the_model_at_the_point_of_the_load(tmp_path: Path) -> None:
+def test_c3_the_handler_fills_the_model_at_the_point_of_the_load(run_folder: RunFolder) -> None:
     """At the start and at a resume; training state is attached after it, and exactly."""
     seen: list[tuple[int, int]] = []
-    saved = Run(tmp_path, WITHOUT_MODEL, everything)
+    saved = Run(run_folder, WITHOUT_MODEL, everything)
     saved.save()
-    for folder, step in ((tmp_path / "new", 0), (tmp_path, 2)):
+    for folder, step in ((run_folder / "new", 0), (run_folder, 2)):
         run = Run(folder, WITHOUT_MODEL)
 
         def handler(event: ExternalLoad, run: Run = run) -> None:

@@ -14,18 +14,21 @@ import pytest
 import torch
 from torch import nn
 
+from tests.run_folder import RunFolder
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, KeepConfig, SaveConfig
+from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.errors import SaveError
 from titan_ckpt.telemetry.events import TELEMETRY, Telemetry, append_line, read_events
 from titan_ckpt.telemetry.start import git_revision
 
 
-def run(folder: Path, async_mode: Any = "thread", sinks: Any = (), steps: int = 3, **changes: Any) -> None:
+def run(folder: RunFolder | Path, async_mode: Any = "thread", sinks: Any = (), steps: int = 3, **changes: Any) -> None:
+    folder = RunFolder(folder) if isinstance(folder, Path) else folder
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     save = SaveConfig(interval=1, async_mode=async_mode, keep=KeepConfig(latest=1), **changes)
-    config = CheckpointConfig(save=save, export=(ExportConfig("dcp", interval=2),))
-    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=folder) as manager:
+    config = CheckpointConfig(**folder.settings, save=save, export=(ExportConfig("dcp", interval=2),))
+    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=folder.base) as manager:
         for sink in sinks:
             manager.telemetry.add_sink(sink)
         start = manager.load().step
@@ -36,20 +39,20 @@ def run(folder: Path, async_mode: Any = "thread", sinks: Any = (), steps: int = 
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "thread"])
-def test_every_load_save_and_export_is_one_line(tmp_path: Path, async_mode: str) -> None:
+def test_every_load_save_and_export_is_one_line(run_folder: RunFolder, async_mode: str) -> None:
     """Steps, bytes, seconds and phases agree with the folder and with each other; a sink gets the same objects."""
     seen: list[Mapping[str, Any]] = []
-    run(tmp_path, async_mode, [seen.append])
-    run(tmp_path, async_mode)
-    events = [*read_events(tmp_path / TELEMETRY)]
+    run(run_folder, async_mode, [seen.append])
+    run(run_folder, async_mode)
+    events = [*read_events(run_folder.base / TELEMETRY)]
     assert json.loads(json.dumps(seen, default=str)) == events[: len(seen)]
     kinds = [event["event"] for event in events]
     assert [kinds.count(kind) for kind in ("start", "load", "save", "export", "end")] == [2, 2, 6, 4, 2]
     assert [event["step"] for event in events if event["event"] == "load"] == [0, 3]
     assert [event["step"] for event in events if event["event"] == "save"] == [1, 2, 3, 4, 5, 6]
     last = [event for event in events if event["event"] == "save"][-1]
-    step = tmp_path / "checkpoints" / "step-6"
-    assert last["num_bytes"] == sum(p.stat().st_size for p in step.iterdir() if p.name != "MANIFEST.json")
+    manifest = Manifest.from_bytes(run_folder.read(6, "MANIFEST.json"))
+    assert last["num_bytes"] == sum(file.num_bytes for file in manifest.files)
     assert last["expired"] == [5]
     for event in events:
         if event["event"] in ("start", "end"):

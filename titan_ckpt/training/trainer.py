@@ -234,6 +234,8 @@ class Trainer(BuildSteps):
         spent = torch.full_like(share, told - started + self._untold_seconds)
         grad_norm, (loss, of_ranks) = self.clip_gradients(torch.stack([share, spent]))
         num_tokens = int(predicted.everywhere)  # is known: the device has nothing left to do
+        if not num_tokens and self.ranks.rank == 0:
+            logger.warning("step %d learns nothing: no label of its %d sequences counts", step, self.global_batch_size)
         self.callbacks.on_pre_optimizer(self, step, grad_norm)
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()

@@ -23,6 +23,12 @@ def test_d8_ids_and_mask_are_those_of_transformers(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path / "marked")
     marked, plain = ChatTemplate(tokenizer), ChatTemplate(chat_tokenizer(tmp_path / "plain", PLAIN))
     reference: Any = AutoTokenizer.from_pretrained(tmp_path / "marked")
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    with_tools = "{% if tools %}{{ tools | tojson }}{% endif %}" + MARKED
+    called = ChatTemplate(chat_tokenizer(tmp_path / "tools", with_tools))(conversations(1)[0], tools)
+    options: Any = {"tools": tools, "chat_template": with_tools, "return_dict": True}
+    assert called[0] == reference.apply_chat_template(conversations(1)[0], **options)["input_ids"]
+    assert learned(lambda _: called, [], tokenizer) == learned(marked, conversations(1)[0], tokenizer)
     for messages in conversations(7):
         expected = reference.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = marked(messages)
@@ -45,8 +51,17 @@ def test_d8_a_conversation_that_cannot_be_masked_exactly_is_refused(tmp_path: Pa
     picky = ChatTemplate(chat_tokenizer(tmp_path / "c", "{{ raise_exception('no system') }}" + PLAIN))
     with pytest.raises(ChatError, match=r"the chat template cannot render its first . messages: no system"):
         picky(one_turn)
-    with pytest.raises(ChatError, match="the assistant says nothing in it"):
-        ChatTemplate(chat_tokenizer(tmp_path / "d"))(one_turn[:2])
+    marked = ChatTemplate(chat_tokenizer(tmp_path / "d"))
+    endless = ChatTemplate(chat_tokenizer(tmp_path / "e", PLAIN.replace("{{ eos_token }}", "")))
+    for said in (one_turn[:1], one_turn[:2], [one_turn[1], {"role": "assistant", "content": ""}]):
+        with pytest.raises(ChatError, match="the assistant says nothing in it"):
+            endless(said)
+    parts: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "x"}]}, one_turn[2]]
+    with pytest.raises(ChatError, match=r"the content of message 0 is a list of parts, and the chat template writes"):
+        marked(parts)
+    knows = PLAIN.replace("{% else %}{{ m.content }}", "{% else %}{{ m.content[0].text }}")
+    joined: list[dict[str, Any]] = [{"role": "user", "content": "x"}, one_turn[2]]
+    assert ChatTemplate(chat_tokenizer(tmp_path / "f", knows))(parts) == marked(joined)
 
 
 def test_d8_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:

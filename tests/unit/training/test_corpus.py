@@ -61,6 +61,18 @@ def test_d8_a_folder_and_a_pattern_are_all_of_their_files_in_order(tmp_path: Pat
     assert rows == [f"{tmp_path}/b[1]/x.jsonl:2"]
 
 
+def test_d8_files_of_other_tools_hold_what_they_say(tmp_path: Path) -> None:
+    """A byte order mark, Windows' line ends, a part without rows and a linked folder, of which each comes once."""
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "1"}\r\n\r\n{"text": "2"}\r\n')
+    (tmp_path / "b.jsonl").touch()
+    (tmp_path / "c.txt").write_bytes(b"\xef\xbb\xbf3")
+    parquet.write_table(Table.from_pylist([{"text": "x"}]).slice(1), tmp_path / "d.parquet")
+    (tmp_path / "e").symlink_to(tmp_path / "other", target_is_directory=True)
+    jsonl(tmp_path / "other" / "x.jsonl", {"text": "4"})
+    (tmp_path / "other" / "back").symlink_to(tmp_path, target_is_directory=True)
+    assert texts(tmp_path) == ["1", "2", "3", "4"]
+
+
 def test_a_digest_follows_the_files(tmp_path: Path) -> None:
     """A cached corpus is built again when one of its files changes, or a different field is read."""
     path = jsonl(tmp_path / "a.jsonl", {"text": "a", "x": "b"})
@@ -78,6 +90,9 @@ def test_d8_conversations_come_as_they_are_written(tmp_path: Path) -> None:
     for path in (jsonl(tmp_path / "a.jsonl", *rows), tmp_path / "a.parquet"):
         found = [*open_corpus(str(path), field="chat", messages=True).all_rows([])]
         assert [(row.value, row.tools) for row in found] == [(CHAT, None), (call, [{"type": "function"}])]
+    as_text = jsonl(tmp_path / "b.jsonl", {"chat": CHAT, "tools": json.dumps([{"type": "function"}])})
+    (row,) = open_corpus(str(as_text), field="chat", messages=True).all_rows([])
+    assert row.tools == [{"type": "function"}], "Arrow has no other place for schemas that differ"
 
 
 def bad(folder: Path) -> None:
@@ -91,6 +106,14 @@ def bad(folder: Path) -> None:
     (folder / "no.parquet").write_text("x" * 100)
     parquet.write_table(Table.from_pylist([{"body": "x"}]), folder / "body.parquet")
     (folder / "bad.jsonl").write_text('{"text": "x"}\n{"txt": "y"}\nnot json\n[]\n{"text": 1}\n')
+    (folder / "odd.jsonl").write_text('{"text": "a\\ud83d"}\n{"text": null}\n' + "[" * 100_000 + "\n")
+    parquet.write_table(Table.from_pylist([{"text": "x"}, {"text": None}]), folder / "null.parquet")
+    picture, part = {"type": "image", "image": "x.png"}, {"type": "text", "text": "\ud83d"}
+    said = [{"role": "user", "contents": "x"}, {"role": "user", "content": None}]
+    said += [{"role": "user", "content": content} for content in ([picture], [part], "a\udc00", {"text": "x"})]
+    with (folder / "said.jsonl").open("w") as file:
+        file.writelines(json.dumps({"m": [message]}) + "\n" for message in said)
+        file.write(json.dumps({"m": CHAT, "tools": "{"}) + "\n")
     jsonl(folder / "chat.jsonl", {"m": CHAT}, {"m": []}, {"m": "hi"}, {"m": [{"from": "x"}]}, {"m": [1]}, {"x": 1})
 
 
@@ -114,6 +137,29 @@ def bad(folder: Path) -> None:
                 r":3: not JSON: .*; expected an object",
                 r":4: expected an object .*, found list",
                 r":5: .*, found int",
+            ],
+        ),
+        ("null.parquet", {}, [r"null\.parquet: row 1: expected an object with a string .*, found null"]),
+        (
+            "odd.jsonl",
+            {},
+            [
+                r":1: .*found half of a character, '\\ud83d' at position 1; remove it",
+                r":2: .*, found null",
+                r":3: not JSON: maximum recursion depth",
+            ],
+        ),
+        (
+            "said.jsonl",
+            {"field": "m", "messages": True},
+            [
+                r":1: .*, found message 0 with the fields role, contents",
+                r":2: .*, found message 0 with the fields role",
+                r":3: .*, found message 0 with a part of type image; text alone can be learned",
+                r":4: .*, found message 0 with half of a character, '\\ud83d' at position 0",
+                r":5: .*, found message 0 with half of a character, '\\udc00' at position 1",
+                r":6: .*, found message 0 with dict",
+                r':7: "tools" is a text that is not JSON',
             ],
         ),
         (

@@ -22,7 +22,7 @@ from titan_ckpt.models import llama3
 from titan_ckpt.models.registry import Architecture
 from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.config import RunConfig, ScheduleConfig
-from titan_ckpt.training.data.batch import IGNORED, Batch
+from titan_ckpt.training.data.batch import IGNORED, Batch, collate
 from titan_ckpt.training.data.sequences import PackedDataset
 from titan_ckpt.training.parallel.apply import parallelise
 from titan_ckpt.training.parallel.data_parallel import clip_gradients
@@ -189,6 +189,18 @@ def test_d9_data_that_says_what_it_does_not_do_is_told_what_to_set(tmp_path: Pat
 
     with pytest.raises(RuntimeError, match=r"4 labels of a step are -100.*set it to False in the class"):
         OnMasked(epochs(tmp_path)).run()
+
+
+def test_d9_a_step_that_learns_nothing_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as one whose conversations were all dropped; it has a loss of zero, and is no error."""
+
+    class Silent(Tiny):
+        def build_collate(self) -> Any:
+            return lambda samples: {**(batch := collate(samples)), "labels": batch["labels"] * 0 + IGNORED}
+
+    Silent(epochs(tmp_path, None, steps=1)).run()
+    assert "step 1 learns nothing: no label of its 4 sequences counts" in caplog.text
+    assert losses(tmp_path) == [0.0]
 
 
 class Scattering(Trainer):

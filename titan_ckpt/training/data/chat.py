@@ -8,6 +8,7 @@ whose mask would not be exact is refused.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.data.tokenizer import TextTokenizer
+
+logger = logging.getLogger(__name__)
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
@@ -32,6 +35,12 @@ class ChatTemplate:
         """Raises: ConfigError if the tokenizer's folder has no template, or without the extra `hf`."""
         self._encode = tokenizer.backend.encode
         self.template, self._special = _read_template(tokenizer.folder)
+        if "strftime_now" in self.template:
+            logger.warning(
+                "data.messages: the chat template of %s writes the day on which it is rendered, so a stream that is "
+                "resumed on another day has other tokens; write a fixed date into the template",
+                tokenizer.folder,
+            )
         self.has_marks = _GENERATION.search(self.template) is not None
         self.digest = hashlib.sha256(f"{tokenizer.digest}{self.template}{self._special}".encode()).hexdigest()
 
@@ -82,6 +91,12 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a program, and may fail in any way
             raise ChatError(f"the chat template cannot render its first {len(messages)} messages: {error}") from None
+        for i, message in enumerate(messages):
+            if isinstance(content := message.get("content"), list) and str(content) in rendered[0][0]:
+                raise ChatError(
+                    f"the content of message {i} is a list of parts, and the chat template writes it as Python does; "
+                    "join the parts to one text, or name a tokenizer whose template knows parts"
+                )
         return (rendered[0][0], rendered[1]) if "return_assistant_tokens_mask" in options else rendered[0][0]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from titan_ckpt.errors import ConfigError, listed
 BUILTIN, DUMMY = "builtin", "dummy"
 KINDS = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
 """Suffix -> kind of file. A text file is one document; a line of a jsonl file and a row of a parquet file are one."""
+_MARK = "\ufeff"
+"""The byte order mark with which some editors begin a file."""
 _EXPECTED = "a .txt, .md, .jsonl or .parquet file"
 
 
@@ -88,9 +91,10 @@ class Corpus:
             return
         for number, value in self._read(kind, files, start):
             if kind == "text":
-                row = Row(number, value["text"], None, str(files[number]))
+                row = self._row(number, {self.field: value["text"].removeprefix(_MARK)}, str(files[number]))
             elif kind == "jsonl":
-                row = self._line(number, value["text"], f"{files[0]}:{number + 1}")
+                line = value["text"] if number else value["text"].removeprefix(_MARK)
+                row = self._line(number, line, f"{files[0]}:{number + 1}")
             else:
                 row = self._row(number, _without_none(value) if self.messages else value, f"{files[0]}: row {number}")
             if row.problem is not None or not isinstance(row.value, str) or row.value.strip():
@@ -126,6 +130,8 @@ class Corpus:
     def _read(self, kind: str, files: tuple[Path, ...], start: int) -> Iterator[tuple[int, dict[str, Any]]]:
         from datasets import load_dataset  # it takes seconds to import
 
+        if kind == "parquet" and not _num_rows(files[0]):
+            return  # datasets fails there; writers in parallel leave such files
         number = start
         escaped = [glob.escape(str(file.absolute())) for file in files]
         options: dict[str, Any] = {"sample_by": "document" if kind == "text" else "line"}
@@ -134,8 +140,9 @@ class Corpus:
         try:
             builder = "parquet" if kind == "parquet" else "text"
             rows: Any = load_dataset(builder, data_files=escaped, split="train", streaming=True, **options)
-            # batches, because a loop over rows would divide them among the worker processes of a loader
-            for batch in (rows.skip(start) if start else rows).iter(batch_size=1 if kind == "text" else 256):
+            # batches, because a loop over rows would divide them among the worker processes of a loader; small ones,
+            # because a line may be large
+            for batch in (rows.skip(start) if start else rows).iter(batch_size=1 if kind == "text" else 16):
                 for values in zip(*batch.values(), strict=True):
                     yield number, dict(zip(batch, values, strict=True))
                     number += 1
@@ -152,7 +159,7 @@ class Corpus:
             return Row(number, "", None, place)
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return Row(number, None, None, place, f"{place}: not JSON: {error}; expected {self._expected}")
         return self._row(number, value, place)
 
@@ -162,10 +169,15 @@ class Corpus:
         elif self.field not in value:
             found = f"the fields {', '.join(value) or '(none)'}; {self._choose}"
         else:
-            found = _misfit(value[self.field], messages=self.messages)
+            found = _no_conversation(value[self.field]) if self.messages else _no_text(value[self.field])
         if found is not None:
             return Row(number, None, None, place, f"{place}: expected {self._expected}, found {found}")
         tools = value.get("tools") if self.messages else None
+        if isinstance(tools, str) and tools:  # parquet has no other place for schemas that differ between rows
+            try:
+                tools = json.loads(tools)
+            except ValueError as error:
+                return Row(number, None, None, place, f'{place}: "tools" is a text that is not JSON: {error}')
         return Row(number, value[self.field], tools or None, place)
 
     @property
@@ -178,17 +190,34 @@ class Corpus:
         return f"name the right one in {'data.messages' if self.messages else 'data.field'}"
 
 
-def _misfit(value: Any, *, messages: bool) -> str | None:
-    """Return what a field holds that is no string, or no list of messages."""
-    if not messages:
-        return None if isinstance(value, str) else type(value).__name__
+def _no_text(value: Any) -> str | None:
+    """Return what a field holds that is no text."""
+    if not isinstance(value, str):
+        return "null" if value is None else type(value).__name__
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        return f"half of a character, {value[error.start]!a} at position {error.start}; remove it"
+    return None
+
+
+def _no_conversation(value: Any) -> str | None:
+    """Return what a field holds that is no list of messages with text."""
     if not isinstance(value, list) or not value:
-        return "an empty list" if value == [] else type(value).__name__
+        return "an empty list" if value == [] else "null" if value is None else type(value).__name__
     for i, message in enumerate(value):
         if not isinstance(message, Mapping):
             return f"a {type(message).__name__} as message {i}"
-        if not isinstance(message.get("role"), str):
-            return f"message {i} with the fields {', '.join(message) or '(none)'}"
+        content = message.get("content")
+        if not isinstance(message.get("role"), str) or (content is None and not message.get("tool_calls")):
+            fields = [name for name in message if message[name] is not None]
+            return f"message {i} with the fields {', '.join(fields) or '(none)'}"
+        for part in content if isinstance(content, list) else [{"type": "text", "text": content or ""}]:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if kind != "text":
+                return f"message {i} with a part of type {kind}; text alone can be learned"
+            if wrong := _no_text(part.get("text")):
+                return f"message {i} with {wrong}"
     return None
 
 
@@ -226,6 +255,12 @@ def open_corpus(name: str, setting: str = "data.corpus", *, field: str = "text",
     return Corpus(name, setting, field, messages, tuple(_sources(files)))
 
 
+def _num_rows(file: Path) -> int:
+    from pyarrow import parquet  # as `datasets`
+
+    return int(parquet.read_metadata(file).num_rows)
+
+
 def _columns(file: Path) -> list[str]:
     from pyarrow import parquet  # as `datasets`
 
@@ -254,16 +289,23 @@ def _find_files(name: str, setting: str) -> list[Path]:
                 [f"{setting}: {path}: expected {_EXPECTED}, found the suffix {path.suffix or '(none)'!r}"]
             )
         return [path]
-    inside = sorted(file for file in path.rglob("*") if file.is_file())
-    files = [file for file in inside if file.suffix in KINDS and not _is_hidden(file.relative_to(path))]
+    inside = sorted(_files_in(path))
+    files = [file for file in inside if file.suffix in KINDS]
     if not files:
         found = f"{len(inside)} other files" if inside else "nothing"
         raise ConfigError([f"{setting}: the folder {path} holds {found}; expected {_EXPECTED}"])
     return files
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _files_in(path: Path) -> Iterator[Path]:
+    """Yield the files at any depth that are not hidden, those of linked folders too; each folder comes once."""
+    seen: set[str] = set()
+    for root, folders, files in os.walk(path, followlinks=True):
+        real = os.path.realpath(root)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and real not in seen)
+        shown = [] if real in seen else [Path(root, name) for name in files if not name.startswith(".")]
+        yield from (file for file in shown if file.is_file())
+        seen.add(real)
 
 
 def _sources(files: Iterable[Path]) -> Iterator[Source]:

@@ -107,23 +107,42 @@ class Regression(L.LightningModule):
         self.seen = checkpoint["seen"]
 
 
+class TwoOptimizers(L.LightningModule):
+    """Two networks that step by hand: one in all batches but the last, one in every second; its hooks read weights."""
+
+    def __init__(self, *death: Any) -> None:
+        super().__init__()
+        self.network = torch.nn.ModuleList([model(), model()])
+        self.death, self.num_batches, self.automatic_optimization = death, 0, False
+
+    def training_step(self, batch: torch.Tensor, index: int) -> None:
+        die_at(self.num_batches, *self.death)
+        self.num_batches += 1
+        for number, optimizer in enumerate(self.optimizers()):
+            if index < 12 and index % 2 >= number:
+                loss = (self.network[number](batch[:, :4]) - batch[:, 4:]).square().mean()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(network.parameters(), lr=1e-2) for network in self.network]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        steps = [int(state["state"][0]["step"]) for state in checkpoint["optimizer_states"] if state["state"]]
+        checkpoint["own"] = {"weights": sorted(checkpoint["state_dict"]), "batches": self.num_batches, "steps": steps}
+        del checkpoint["state_dict"]  # leaves nothing out of a step of titan_ckpt
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert checkpoint["own"]["weights"] == sorted(checkpoint["state_dict"])
+        self.num_batches = checkpoint["own"]["batches"]
+
+
 def run_trainer(folder: str, interval: int, killed_at: int | None) -> None:
     """Train with Lightning's Trainer, which validates twice in an epoch and accumulates gradients."""
     L.seed_everything(0, verbose=False)
     data, module = Samples(26), Regression(killed_at, interval, Path(folder))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=int(os.environ.get("WORLD_SIZE", "1")),
-        max_epochs=3,
-        accumulate_grad_batches=2,
-        val_check_interval=3,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=False,
-        default_root_dir=folder,
-    )
-    attach(trainer, CheckpointConfig(save=SaveConfig(interval=interval)))
+    trainer = attached(folder, interval, max_epochs=3, accumulate_grad_batches=2, val_check_interval=3)
     trainer.fit(module, DataLoader(data, batch_size=2, shuffle=True), DataLoader(Samples(4), batch_size=2))
     (plateau,) = (config.scheduler for config in trainer.lr_scheduler_configs)
     write(
@@ -132,6 +151,32 @@ def run_trainer(folder: str, interval: int, killed_at: int | None) -> None:
         [module.seen if trainer.world_size == 1 else [], plateau.state_dict()],
         data.num_read,
     )
+
+
+def run_two_optimizers(folder: str, interval: int, killed_at: int | None) -> None:
+    """Train two networks in turn; trainer.global_step counts the steps of both."""
+    L.seed_everything(0, verbose=False)
+    data, module = Samples(26), TwoOptimizers(killed_at, interval, Path(folder))
+    trainer = attached(folder, interval, max_epochs=2)
+    trainer.fit(module, DataLoader(data, batch_size=2, shuffle=True))
+    assert Path(folder, "checkpoints", "step-25").is_dir(), "twelve steps of each epoch, and the end"
+    write(Path(folder), module.network, [module.num_batches, trainer.global_step], data.num_read)
+
+
+def attached(folder: str, interval: int, **settings: Any) -> L.Trainer:
+    """Return a quiet trainer with checkpoints of titan_ckpt."""
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ.get("WORLD_SIZE", "1")),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+        default_root_dir=folder,
+        **settings,
+    )
+    attach(trainer, CheckpointConfig(save=SaveConfig(interval=interval)))
+    return trainer
 
 
 def write(folder: Path, network: torch.nn.Module, logs: list[Any], num_read: int) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from lightning import LightningModule
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from lightning_fabric.wrappers import _FabricDataLoader
 from torch.utils.data import DataLoader
 
@@ -15,12 +17,14 @@ from tests.integrations.playing import Run, assert_same_run, both_results, play_
 from titan_ckpt import CheckpointConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.lightning import attach, fabric_manager
+from titan_ckpt.integrations.lightning.progress import Progress
 
 RUNS = {
     "fabric within an epoch": Run("run_fabric", 1, 3, 17),
     "fabric after an epoch, 2 ranks": Run("run_fabric", 2, 7, 9),
     "trainer within an epoch": Run("run_trainer", 1, 3, 11),
     "trainer after an epoch, 2 ranks": Run("run_trainer", 2, 4, 6),
+    "two optimizers": Run("run_two_optimizers", 1, 5, 11),
 }
 
 
@@ -53,12 +57,49 @@ def test_a_strategy_without_named_shards_is_refused_by_name(name: str, instead: 
 
 
 def test_a_trainer_is_told_all_that_does_not_fit_at_once() -> None:
-    """Lightning's own checkpoints and reloaded dataloaders are refused together."""
+    """A callback that changes Lightning's own checkpoints, those, and reloaded dataloaders are refused together."""
     trainer = SimpleNamespace(
-        strategy=strategy("DDPStrategy"), callbacks=[], checkpoint_callbacks=[1], reload_dataloaders_every_n_epochs=1
+        strategy=strategy("DDPStrategy"),
+        callbacks=[EMAWeightAveraging(), EarlyStopping("val_loss")],
+        checkpoint_callbacks=[1],
+        reload_dataloaders_every_n_epochs=1,
     )
-    with pytest.raises(ConfigError, match=r"(?s)enable_checkpointing.*reload_dataloaders_every_n_epochs"):
+    names = r"(?s)EMAWeightAveraging: .*enable_checkpointing.*reload_dataloaders_every_n_epochs"
+    with pytest.raises(ConfigError, match=names) as refused:
         attach(trainer, CheckpointConfig())
+    assert "EarlyStopping" not in str(refused.value)
+
+
+class Resetting(LightningModule):
+    """A module that gives a loaded checkpoint a new head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(1, 1)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert checkpoint["own"] == 1
+        checkpoint["state_dict"]["head.bias"] = torch.ones(1) + self.head.bias
+
+
+def test_weights_that_a_hook_changes_after_the_load_are_an_error() -> None:
+    """The weights of a step are loaded before the module sees them, so a change of the dict would be lost."""
+    module = Resetting()
+    loops = SimpleNamespace(load_state_dict=lambda _: None, epoch_progress=SimpleNamespace(total=Numbers(1, 2)))
+    trainer = SimpleNamespace(
+        fit_loop=loops, lightning_module=module, callbacks=[], datamodule=None, callback_metrics={}, current_epoch=0,
+        global_step=1, optimizers=[], lr_scheduler_configs=[],
+    )  # fmt: skip
+    stored = {"loops": {}, "callbacks": {}, "module": {"own": 1}, "data": {}, "metrics": {}}
+    with pytest.raises(ConfigError, match=r'changes checkpoint\["state_dict"\] \(head\.bias\)'):
+        Progress(trainer).load_state_dict(stored)
+
+
+class Numbers(NamedTuple):
+    """Epochs of Lightning's loop."""
+
+    completed: int
+    ready: int
 
 
 def test_batches_of_any_nesting_go_to_the_device_of_fabric(tmp_path: Path) -> None:

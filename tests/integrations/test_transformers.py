@@ -15,8 +15,12 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from tests.integrations.phases import Phase
 from tests.integrations.playing import Run, assert_same_run, both_results, play_all
 from titan_ckpt import CheckpointConfig, ExportConfig
+from titan_ckpt.encoding.typed_json import MAX_INLINE_BYTES
+from titan_ckpt.errors import LoadMismatchError
 from titan_ckpt.formats.safetensors.container import read_header
+from titan_ckpt.integrations.transformers import completions
 from titan_ckpt.integrations.transformers.loader import TrainerLoader
+from titan_ckpt.integrations.transformers.progress import RankProgress
 from titan_ckpt.integrations.transformers.refusals import problems
 
 RUNS = {
@@ -24,6 +28,9 @@ RUNS = {
     "Trainer after an epoch, 2 ranks": Run("run", 2, 3, 5),
     "SFTTrainer": Run("run_sft", 1, 3, 8),
     "SFTTrainer, LoRA, FSDP2, 2 ranks": Run("run_lora", 2, 2, 5),
+    "DPOTrainer, its reference follows": Run("run_dpo", 1, 3, 8),
+    "GRPOTrainer between two generations": Run("run_grpo", 1, 3, 6),
+    "Trainer, FSDP2 and tensor parallelism, 4 ranks": Run("run_parallel", 4, 3, 4),
 }
 
 
@@ -144,3 +151,27 @@ def test_another_number_of_ranks_goes_on_after_what_all_ranks_have_read(split: b
             loader.load_state_dicts([old.state_dict() for old in loaders])
         rest = [number for loader in resumed for batch in loader for number in batch.tolist()]
         assert sorted(read + rest) == [*range(64)]
+
+
+def generating(number: int, held: Any) -> Any:
+    """Return the attributes of a GRPOTrainer that uses each generation for four forward passes."""
+    args = SimpleNamespace(steps_per_generation=2, num_iterations=2, gradient_accumulation_steps=1)
+    state = SimpleNamespace(global_step=number)
+    return SimpleNamespace(args=args, _step=number, _buffered_inputs=held, entropy_coef=0.5, state=state)
+
+
+def test_completions_are_held_between_generations_and_where_they_fit(caplog: pytest.LogCaptureFixture) -> None:
+    """A step before a generation holds none; those that typed JSON cannot hold are left out with a warning."""
+    held, large = [{"ids": torch.ones(2)}], [{"ids": torch.ones(MAX_INLINE_BYTES + 1, dtype=torch.int8)}]
+    states = [completions.state_of(generating(number, value)) for number, value in ((3, held), (4, held), (5, large))]
+    assert [state and state["held"] for state in states] == [held, None, None]
+    assert [record.getMessage()[:22] for record in caplog.records] == ["step 5: the completion"]
+    assert completions.state_of(trainer()) is None
+
+
+def test_completions_are_not_divided_among_another_number_of_ranks() -> None:
+    """The error says which steps hold none."""
+    progress = RankProgress(trainer(), TrainerLoader(DataLoader(range(8))))  # type: ignore[arg-type]  # as above
+    stored = {"loader": {}, "completions": completions.state_of(generating(3, [{"ids": torch.ones(2)}]))}
+    with pytest.raises(LoadMismatchError, match=r"2 data-parallel ranks use.*checkpoint\.resume\.step.*multiple of"):
+        progress.load_state_dicts([stored, stored])

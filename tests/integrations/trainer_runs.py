@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -21,6 +22,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch.distributed.tensor import DTensor
 from transformers import (
+    DistributedConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -28,7 +30,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from titan_ckpt import CheckpointConfig, SaveConfig
 from titan_ckpt.errors import BaseMismatchError
@@ -150,7 +152,7 @@ def run_other_base(folder: str) -> None:
 
 def write(folder: Path, trainer: Trainer, num_read: int) -> None:
     """Write the weights, the log and the number of samples that were read, of this rank."""
-    timings = ("runtime", "per_second", "train_loss")
+    timings = ("runtime", "per_second", "step_time", "train_loss")
     logs = [{k: v for k, v in e.items() if not any(t in k for t in timings)} for e in trainer.state.log_history]
     model: Any = trainer.model
     shards = model.state_dict()
@@ -189,6 +191,68 @@ def sft(path: Path, interval: int, killed_at: int | None, lora: LoraConfig | Non
     attach(trainer, CheckpointConfig(save=SaveConfig(interval=interval)))
     trainer.train()
     write(path, trainer, 0)
+
+
+def run_dpo(folder: str, interval: int, killed_at: int | None) -> None:
+    """Train with TRL's DPOTrainer, whose reference follows the model."""
+    path, pairs = Path(folder), [(f"w{n} w1 w2", f"w{n % 7} w3", f"w{n % 5} w4 w5") for n in range(18)]
+    data = Dataset.from_list([{"prompt": prompt, "chosen": one, "rejected": other} for prompt, one, other in pairs])
+    reference = {"sync_ref_model": True, "ref_model_sync_steps": 2}
+    settings = arguments(path, max_length=16, bf16=False, gradient_checkpointing=False, **reference)
+    trainer = DPOTrainer(
+        model(),
+        ref_model=model(),
+        args=DPOConfig(**settings),
+        train_dataset=data,
+        eval_dataset=data.select(range(4)),
+        processing_class=tokenizer(),
+        callbacks=kill_after(killed_at, path, interval),
+    )
+    attach(trainer, CheckpointConfig(save=SaveConfig(interval=interval)))
+    trainer.train()
+    write(path, trainer, 0)
+
+
+def number_of_words(completions: list[str], **_: Any) -> list[float | None]:
+    """Return a reward for each completion."""
+    return [float(len(set(text.split()))) for text in completions]
+
+
+def run_grpo(folder: str, interval: int, killed_at: int | None) -> None:
+    """Train with TRL's GRPOTrainer, four steps on the same completions, so that most saves fall between."""
+    path = Path(folder)
+    data = Dataset.from_dict({"prompt": [f"w{number} w1 w2" for number in range(18)]})
+    generation = {"num_generations": 2, "steps_per_generation": 4, "num_iterations": 2, "max_completion_length": 4}
+    settings = arguments(path, bf16=False, gradient_checkpointing=False, eval_strategy="no", max_steps=10, **generation)
+    trainer = GRPOTrainer(
+        model(),
+        reward_funcs=number_of_words,
+        args=GRPOConfig(**settings),
+        train_dataset=data,
+        processing_class=tokenizer(),
+        callbacks=kill_after(killed_at, path, interval),
+    )
+    attach(trainer, CheckpointConfig(save=SaveConfig(interval=interval)))
+    trainer.train()
+    write(path, trainer, 0)
+
+
+def run_parallel(folder: str, interval: int, killed_at: int | None) -> None:
+    """Train on four ranks with FSDP2 over tensor parallelism, in which transformers loads a model."""
+    path, data = Path(folder), Tokens(18)
+    torch.distributed.init_process_group("gloo")
+    model().save_pretrained(base := path / "base")  # rank 0 alone writes
+    torch.distributed.barrier()
+    layout = DistributedConfig(tp_size=2, fsdp_size=2)
+    network = LlamaForCausalLM.from_pretrained(base, distributed_config=layout, attention_dropout=0.1)
+    settings = arguments(path, gradient_accumulation_steps=1, max_steps=5, eval_strategy="no")
+    # accelerate knows tensor parallelism on accelerators alone, and does nothing for it that needs one
+    with mock.patch.object(ParallelismConfig, "_validate_accelerator"):
+        args, callbacks = TrainingArguments(**settings), kill_after(killed_at, path, interval)
+        trainer = Trainer(network, args, train_dataset=data, callbacks=callbacks)
+    attach(trainer, CheckpointConfig(save=SaveConfig(interval=interval)))
+    trainer.train()
+    write(path, trainer, data.num_read)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -12,11 +12,10 @@ import importlib
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.run_guard import RunGuard
+from titan_ckpt.integrations.lightning.progress import Progress, callbacks_with_hooks
 from titan_ckpt.integrations.lightning.strategies import problems
 from titan_ckpt.integrations.loader_position import PositionedLoader
 from titan_ckpt.manager import CheckpointManager
@@ -32,10 +31,10 @@ def attach(trainer: Any, config: CheckpointConfig) -> TitanCheckpoint:
     trainer.fit(model, loader)
     ```
 
-    Call it once, after the trainer is built, on every rank. A step is one of `trainer.global_step`.
+    Call it once, after the trainer is built, on every rank. A step ends with a batch in which an optimizer steps.
     Raises: ConfigError listing every setting of the trainer that does not work with it.
     """
-    faults = [*problems(trainer.strategy)]
+    faults = [*problems(trainer.strategy), *callbacks_with_hooks(trainer.callbacks)]
     if any(isinstance(callback, TitanCheckpoint) for callback in trainer.callbacks):
         faults.append("this trainer is attached already: give the first call all settings")
     if trainer.checkpoint_callbacks:
@@ -67,7 +66,7 @@ class TitanCheckpoint:
         self._config = config
         self._guard: RunGuard | None = None
         self._opened = ExitStack()
-        self._completed = 0
+        self._completed = self._counted = 0
 
     @property
     def stopped(self) -> str | None:
@@ -83,6 +82,7 @@ class TitanCheckpoint:
         loaders.flattened = [self._loader]
         self.manager = self._opened.enter_context(self._new_manager(trainer, pl_module))
         self._completed = step = self.manager.load().step
+        self._counted = trainer.global_step
         iter(fit._data_fetcher)  # noqa: SLF001 - as above
         for loop, then, unless in (
             (fit.epoch_loop, self._batch_ended, _skips_validation),
@@ -118,11 +118,12 @@ class TitanCheckpoint:
             self._complete()
 
     def _complete(self) -> None:
-        trainer, step = self._trainer, self._trainer.global_step
-        if step == self._completed:
+        trainer, counted = self._trainer, self._trainer.global_step
+        if counted == self._counted and not trainer.fit_loop.done:
             return
         assert self._guard is not None
-        self._completed = step
+        # Lightning counts the steps of several optimizers together
+        self._counted, self._completed = counted, (step := self._completed + 1)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.manager.save(step, last_step=trainer.fit_loop.done, metrics=metrics)
         if self._guard.step_ended(step, metrics):
@@ -130,7 +131,7 @@ class TitanCheckpoint:
             trainer.should_stop = True
 
     def _new_manager(self, trainer: Any, pl_module: Any) -> CheckpointManager:
-        states: dict[str, Stateful] = {"lightning": _Progress(trainer)}
+        states: dict[str, Stateful] = {"lightning": Progress(trainer)}
         if trainer.precision_plugin.state_dict():
             states["precision"] = trainer.precision_plugin
         return CheckpointManager(
@@ -149,48 +150,6 @@ class _LightningLoader(PositionedLoader):
 
     def begin_epoch(self) -> None:
         """Leave the sampler as Lightning has set it."""
-
-
-class _Progress:
-    """The counters of Lightning's loops, and the states of callbacks, module and data module, as a Stateful."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that Lightning's own checkpoint has, without weights and optimizers."""
-        trainer = self._trainer
-        loops = trainer.fit_loop.state_dict()
-        loops["state_dict"] = {
-            k: v for k, v in loops["state_dict"].items() if k != "combined_loader"
-        }  # each rank's own
-        module: dict[str, Any] = {}
-        trainer.lightning_module.on_save_checkpoint(module)
-        return {
-            "loops": loops,
-            "callbacks": {c.state_key: state for c in trainer.callbacks if (state := c.state_dict())},
-            "module": module,
-            "data": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
-            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set all of it; the loops go on within an epoch, or begin the next one."""
-        trainer, fit = self._trainer, self._trainer.fit_loop
-        fit.load_state_dict(state_dict["loops"])
-        epochs = fit.epoch_progress.total
-        if epochs.completed == epochs.ready:  # nothing is to be done again
-            fit.restarting = False
-            for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop):
-                loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False  # noqa: SLF001 - as its own on_iteration_done
-        for callback in trainer.callbacks:
-            if callback.state_key in state_dict["callbacks"]:
-                callback.load_state_dict(state_dict["callbacks"][callback.state_key])
-        trainer.lightning_module.on_load_checkpoint(state_dict["module"])
-        if trainer.datamodule is not None:
-            trainer.datamodule.load_state_dict(state_dict["data"])
-        # schedulers and callbacks monitor them
-        trainer.callback_metrics.update({name: torch.tensor(v) for name, v in state_dict["metrics"].items()})
 
 
 def _only(loaders: Any) -> list[Any]:

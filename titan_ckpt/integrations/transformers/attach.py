@@ -151,6 +151,8 @@ class TitanCheckpoint:
         states: dict[str, Stateful] = {"trainer": RunProgress(trainer)}
         if trainer.accelerator.scaler is not None:
             states["scaler"] = trainer.accelerator.scaler
+        if getattr(trainer.args, "sync_ref_model", False):
+            states["ref_model"] = trainer.ref_model  # TRL moves it towards the model
         if self._only_adapter:
             states["base"] = BaseWeights(trainer.model)
         return CheckpointManager(

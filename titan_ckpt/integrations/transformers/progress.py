@@ -13,7 +13,8 @@ import torch
 from transformers import Trainer, TrainerControl
 from transformers.trainer_callback import ExportableState
 
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, LoadMismatchError
+from titan_ckpt.integrations.transformers import completions
 from titan_ckpt.integrations.transformers.loader import TrainerLoader
 
 _FIELDS = ("epoch", "best_metric", "best_global_step", "num_input_tokens_seen", "total_flos")
@@ -59,13 +60,14 @@ class RunProgress:
 
 
 class RankProgress:
-    """The position in the data, and what a rank has summed up since the last log."""
+    """The position in the data, the completions in use, and what a rank has summed up since the last log."""
 
     def __init__(self, trainer: Trainer, loader: TrainerLoader) -> None:
         self._trainer = trainer
         self.loader = loader
         self.dp_rank, self.dp_world_size = loader.dp_rank, loader.dp_world_size
         self._since_log: dict[str, Any] | None = None
+        self._completions: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the sums. TRL's trainers keep metrics and a number of tokens of their own."""
@@ -78,23 +80,39 @@ class RankProgress:
             "metrics": {mode: _plain(dict(values)) for mode, values in own.items()} if own else None,
             "tokens": _plain(getattr(trainer, "_total_train_tokens", None)),
         }
-        return {"loader": self.loader.state_dict(), "since_log": since_log}
+        return {
+            "loader": self.loader.state_dict(),
+            "since_log": since_log,
+            "completions": completions.state_of(trainer),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the position; the sums wait for `begin`."""
+        """Set the position; the rest waits for `begin`."""
         self.loader.load_state_dict(state_dict["loader"])
-        self._since_log = state_dict["since_log"]
+        self._since_log, self._completions = state_dict["since_log"], state_dict["completions"]
 
     def load_state_dicts(self, state_dicts: list[dict[str, Any]]) -> None:
-        """Set the position of a different number of ranks; what was not logged yet is in no later log."""
+        """Set the position of a different number of ranks; what was not logged yet is in no later log.
+
+        Raises: LoadMismatchError between two generations.
+        """
+        if any(state["completions"] and state["completions"]["held"] is not None for state in state_dicts):
+            raise LoadMismatchError(
+                f"the checkpoint holds completions that {len(state_dicts)} data-parallel ranks use for more steps, and "
+                f"{self.dp_world_size} ranks cannot divide them: resume with {len(state_dicts)}, or from a step where "
+                "the trainer generates anew (checkpoint.resume.step), which is each multiple of steps_per_generation * "
+                "num_iterations / gradient_accumulation_steps"
+            )
         self.loader.load_state_dicts([state["loader"] for state in state_dicts])
 
     def begin(self) -> None:
-        """Set the sums, after the Trainer has set them to zero."""
-        since_log, self._since_log = self._since_log, None
+        """Set completions and sums, after the Trainer has set the sums to zero."""
+        trainer: Any = self._trainer
+        if self._completions is not None:
+            completions.restore(trainer, self._completions)
+        since_log, self._since_log, self._completions = self._since_log, None, None
         if since_log is None:
             return
-        trainer: Any = self._trainer
         trainer._tr_loss += since_log["loss"]  # noqa: SLF001 - Trainer logs from it
         trainer._total_loss_scalar -= since_log["loss"]  # noqa: SLF001 - train_loss is that of the steps of this process
         trainer._globalstep_last_logged = since_log["step"]  # noqa: SLF001 - as above

@@ -1,0 +1,60 @@
+"""The completions that TRL's trainers generate once and use for several steps, as part of a rank's progress.
+
+Owns what a save holds of them between two generations: the completions, how often they were used, and the coefficient
+that GRPOTrainer adapts. A save where the next step generates anew holds no completion.
+Source: trl 1.16, trainer/grpo_trainer.py `_prepare_inputs`, which rloo_trainer.py and distillation_trainer.py share.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+
+from titan_ckpt.encoding.typed_json import MAX_BYTES, MAX_INLINE_BYTES
+
+_log = logging.getLogger(__name__)
+
+_COEFFICIENTS = ("entropy_coef", "_last_world_entropy")
+
+
+def state_of(trainer: Any) -> dict[str, Any] | None:
+    """Return what a rank holds between two generations; None for a trainer that generates nothing."""
+    if not hasattr(trainer, "_buffered_inputs"):
+        return None
+    args, number = trainer.args, trainer._step  # noqa: SLF001 - where TRL counts forward passes
+    uses = getattr(args, "steps_per_generation", args.gradient_accumulation_steps) * getattr(args, "num_iterations", 1)
+    held = trainer._buffered_inputs if number % uses else None  # noqa: SLF001 - where TRL keeps the completions
+    if held is not None and not _fits(held):
+        _log.warning(
+            f"step {trainer.state.global_step}: the completions of this generation are too large for a checkpoint: "
+            "a resume from this step generates them anew, and is not exact"
+        )
+        held = None
+    coefficients = {name: getattr(trainer, name) for name in _COEFFICIENTS if hasattr(trainer, name)}
+    return {"number": number, "held": held, "coefficients": coefficients}
+
+
+def restore(trainer: Any, stored: dict[str, Any]) -> None:
+    """Give the trainer what `state_of` has returned."""
+    trainer._step = stored["number"]  # noqa: SLF001 - as above
+    trainer._buffered_inputs = send_to_device(stored["held"], trainer.accelerator.device)  # noqa: SLF001 - as above
+    for name, value in stored["coefficients"].items():
+        setattr(trainer, name, value)
+
+
+def _fits(held: Any) -> bool:
+    """Return whether typed JSON can hold the tensors."""
+    sizes = [tensor.nbytes for tensor in _tensors(held)]
+    return max(sizes, default=0) <= MAX_INLINE_BYTES and sum(sizes) <= MAX_BYTES // 2
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)

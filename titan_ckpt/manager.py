@@ -421,7 +421,8 @@ class CheckpointManager:
         if self._knows_state and (changed := self._base.changes()):
             problem = (
                 f"save.include_base: {len(changed)} tensors of the base, such as {changed[0]}, are trained or have "
-                "changed since the first step, and saves of the adapter alone lose them: set it to true"
+                "changed since the first step, and saves of the adapter alone lose them: set it to true, and start the "
+                "run again from its newest step"
             )
             raise ConfigError([problem], "checkpoint")
         return replace(state, tensors={fqn: value for fqn, value in state.tensors.items() if self._model.owns(fqn)})

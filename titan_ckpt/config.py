@@ -194,8 +194,9 @@ class ExportConfig(Checked):
     """Maximum size of one safetensors file, unless a single tensor is larger."""
     file_layout: Literal["size", "base"] = "size"
     """size: files of at most max_shard_bytes; base: each tensor in the file that has it in the base's folder."""
-    folder: LocalPath = "exports"
-    """Path relative to the run's base folder; outside the checkpoint folder, so that a resume never looks into it."""
+    folder: FolderOrBucket = "exports"
+    """Path relative to the run's base folder, or a place in a bucket; outside the checkpoint folder, so that a resume
+    never looks into it."""
     assets: LocalPath | None = None
     """Hugging Face folder whose tokenizer, generation config and similar files are copied beside the weights; absent:
     the model's own, or the folder of initial_load."""
@@ -224,7 +225,10 @@ class ExportConfig(Checked):
     def lands_in(self, step: int | None = None) -> str:
         """Return the folder of a step's export; without a step, its pattern, which two exports must not share."""
         kind = "-peft" if self.format == "peft" else "-quantised" if self.quantised else ""
-        return os.path.join(os.path.normpath(self.folder), f"step-{'N' if step is None else step}{kind}")
+        name = f"step-{'N' if step is None else step}{kind}"
+        if place := split_url(self.folder):
+            return "/".join([f"{place[0]}://{place[1]}", *filter(None, [place[2]]), name])
+        return os.path.join(os.path.normpath(self.folder), name)
 
 
 _TORCHTITAN_KEYS = {
@@ -282,6 +286,14 @@ class CheckpointConfig(Checked):
         """Return the components that the run neither saves nor loads."""
         return frozenset() if self.components is None else frozenset(get_args(Component)) - {*self.components}
 
+    def _is_inside(self, target: str) -> bool:
+        """Return whether an export would be inside the checkpoint folder."""
+        own, other = split_url(self.folder), split_url(target)
+        if own is None and other is None:
+            folder = os.path.abspath(self.folder)
+            return os.path.commonpath([os.path.abspath(target), folder]) == folder
+        return own is not None and other is not None and f"{'/'.join(other)}/".startswith(f"{'/'.join(own)}/")
+
     def _places(self) -> Iterator[str]:
         yield self.folder
         yield from (source.path for source in self.initial_load)
@@ -295,7 +307,6 @@ class CheckpointConfig(Checked):
         if self.external and self.save is not None and self.save.model_only_last is not None:
             yield 'save.model_only_last: components has no "model", so none can be saved; leave one of the two out'
         targets: dict[str, int] = {}
-        own = None if split_url(self.folder) else os.path.abspath(self.folder)
         if self.store != StoreConfig() and not any(map(split_url, self._places())):
             yield (
                 f"store: for buckets, and folder {self.folder!r}, sources and exports are on mounted file systems; "
@@ -306,7 +317,7 @@ class CheckpointConfig(Checked):
             if target in targets:
                 yield f"export.{i}: lands in {target!r}, as export.{targets[target]} does; give one another folder"
             targets.setdefault(target, i)
-            if own is not None and os.path.commonpath([os.path.abspath(target), own]) == own:
+            if self._is_inside(target):
                 yield f"export.{i}.folder: {export.folder!r} is inside checkpoint folder {self.folder!r}; name another"
         if own is None and self.save is not None and 3 * self.store.retry_seconds > self.save.timeout_seconds:
             yield (

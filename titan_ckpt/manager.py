@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,8 @@ from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.saving.handle import SaveHandle
 from titan_ckpt.saving.last_step import LastStep
 from titan_ckpt.saving.saver import DueSave, Saver, SaveRequest
-from titan_ckpt.stores.bucket import open_location
+from titan_ckpt.stores.bucket import Location, open_location
+from titan_ckpt.stores.source import listed as listed_path
 from titan_ckpt.telemetry.events import Event, Telemetry, folder_bytes
 from titan_ckpt.types import ModelHooks, Stateful
 from titan_ckpt.weights.identity import TrackedBase
@@ -291,7 +293,16 @@ class CheckpointManager:
         about = {"step": job.step, "format": job.config.format, "folder": str(job.folder), "background": True}
         with self.telemetry.event("export", **about) as event:
             job.run(coordinator)
-            event.note(num_bytes=folder_bytes(job.folder))
+            event.note(num_bytes=self._bytes_in(job.folder))
+
+    def _bytes_in(self, folder: Location) -> int | None:
+        """Return the bytes of an export for the record; None where that would be a request of every rank."""
+        if isinstance(folder, Path):
+            return folder_bytes(folder)
+        if self._coordinator.rank == 0:
+            with suppress(OSError):
+                return sum(listed_path(folder).sizes.values())
+        return None
 
     def _note_last(self, step: int, last_step: bool) -> None:
         """Note that the save in flight is the last one, which was not known when it began."""
@@ -300,12 +311,12 @@ class CheckpointManager:
 
     def _export_now(self, export: ExportConfig, step: int, last_step: bool) -> None:
         error: Exception | None = None
-        folder = self.base_folder / export.lands_in(step)
+        folder = self._exporter.folder(export, step)
         about = {"step": step, "format": export.format, "folder": str(folder), "background": False}
         try:
             with self.telemetry.event("export", **about) as event:
                 self._exporter.export(export, step, self._base.identity)
-                event.note(num_bytes=folder_bytes(folder))
+                event.note(num_bytes=self._bytes_in(folder))
         except Exception as e:
             error = e
         self._failures.settle("exported", step, error, is_last=last_step)

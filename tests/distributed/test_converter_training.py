@@ -149,6 +149,7 @@ def test_a8_two_ranks_train_resume_and_export(name: str, tmp_path: Path) -> None
                 continue
             base_now = alone.manager._base.identity
             exported = alone.manager._exporter.export(ExportConfig(kind, folder="alone"), 8, base_now)  # type: ignore[arg-type]
+            assert isinstance(exported, Path)
             ours, theirs = read_all(exported), read_all(by_ranks)
             assert list(ours) == list(theirs)
             for key, value in ours.items():

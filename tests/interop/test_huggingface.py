@@ -37,6 +37,7 @@ from titan_ckpt.formats.publish.run import ExportSummary, FolderFormat, export_f
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo, info_of
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
+from titan_ckpt.stores.source import Source
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.transforms import StateDictTransforms
 
@@ -495,13 +496,14 @@ def test_f2_what_reads_back_differently_is_not_published(
     def pack(infos: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
         return {"model.safetensors": list(infos)}
 
-    def open_damaged(folder: Path) -> TensorReader:
+    def open_damaged(folder: Source) -> TensorReader:
+        assert isinstance(folder, Path)
         damage(folder, key)
         return HuggingFaceReader(folder)
 
     model = native()
     groups = transforms_of(model).to_file(model.state_dict(), None, None)
-    layout = FolderFormat(pack, lambda plan: {}, open_damaged, lambda reader: None)
+    layout = FolderFormat(pack, lambda plan: {}, open_damaged, lambda reader: None, "config.json")
     with pytest.raises(ExportError, match=cause.replace("KEY", re.escape(key))):
         export_folder(tmp_path / "out", groups, layout, Coordinator.current())
     assert list(tmp_path.iterdir()) == []

@@ -35,11 +35,12 @@ from titan_ckpt.formats.huggingface.export import Base, HuggingFaceExport
 from titan_ckpt.formats.huggingface.peft import PeftExport
 from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.formats.open import detect_format, locate
+from titan_ckpt.formats.publish.bucket_record import BucketExports
 from titan_ckpt.formats.publish.columns import row_peers
 from titan_ckpt.formats.publish.record import MadeExports
 from titan_ckpt.geometry.chunks import LazyTensor, Stage, TensorInfo, can_freeze, frozen, info_of, local_tensor
-from titan_ckpt.stores.bucket import open_location
-from titan_ckpt.stores.settings import StoreConfig
+from titan_ckpt.stores.bucket import BucketPath, Location, open_location
+from titan_ckpt.stores.settings import StoreConfig, split_url
 from titan_ckpt.stores.source import Source
 from titan_ckpt.types import ModelHooks, PlacesTensors, StateDict
 from titan_ckpt.weights.identity import base_settings
@@ -76,7 +77,8 @@ class Exporter:
         self._background = background
         self._initial_load = initial_load
         self._store = store or StoreConfig()
-        self._made = MadeExports(base_folder)
+        self._on_disk = MadeExports(base_folder)
+        self._in_buckets: dict[str, BucketExports] = {}
 
     def check(self, configs: Sequence[ExportConfig]) -> None:
         """Check before training that every export can be made. Collective.
@@ -116,11 +118,16 @@ class Exporter:
     def check_folders(self, configs: Sequence[ExportConfig], *, fresh: bool) -> None:
         """Check after a load that weights, config.json and base agree, as an export itself does. Collective.
 
+        A bucket is asked whether this run may write, list and delete there.
+
         `fresh`: the run begins at step 0, so no export that is there is its own; those are logged.
-        Raises: ExportError; KeyMapError.
+        Raises: ExportError; KeyMapError; StoreError.
         """
+        for made in map(self._made, configs):
+            if isinstance(made, BucketExports):
+                self._coordinator.on_rank_0("export-place", made.check)
         if fresh and self._coordinator.rank == 0:
-            there = [str(self._folder(config, step)) for config in configs for step in self._made.steps_there(config)]
+            there = [str(self.folder(c, step)) for c in configs for step in self._made(c).steps_there(c)]
             if there:
                 logger.warning(
                     "%s is there from before this run, which will not export over it: move it away, or choose another "
@@ -162,7 +169,7 @@ class Exporter:
                     f"dcp: there are no names of torchtitan for {listed(lacking)}; the manager takes them from "
                     "sd_transforms=StateDictTransforms(torchtitan=...)"
                 )
-            if why := posix.why_no_folder(self._base_folder / config.folder):
+            if split_url(config.folder) is None and (why := posix.why_no_folder(self._base_folder / config.folder)):
                 problems.append(f"folder: {why}")
             if config.assets is not None and not Path(config.assets).is_dir():
                 problems.append(f"assets: {config.assets} is no folder")
@@ -211,16 +218,31 @@ class Exporter:
 
     def is_there(self, config: ExportConfig, step: int) -> bool:
         """Return whether rank 0 sees that this export was published before. Collective."""
-        folder = self._folder(config, step)
-        published = bool(self._coordinator.broadcast("export-there", folder.is_dir()))
+        folder = self.folder(config, step)
+        made = self._made(config)
+        published = self._coordinator.on_rank_0("export-there", lambda: made.is_there(config.lands_in(step)))
         if published:
             logger.warning("export %s is there already and stays as it is", folder)
         return published
 
-    def _folder(self, config: ExportConfig, step: int) -> Path:
+    def folder(self, config: ExportConfig, step: int) -> Location:
+        """Return where an export of this step is, or will be."""
+        made = self._made(config)
+        if isinstance(made, BucketExports):
+            return made.root / config.lands_in(step).rpartition("/")[2]
         return self._base_folder / config.lands_in(step)
 
-    def export(self, config: ExportConfig, step: int, base: dict[str, Any] | None) -> Path:
+    def _made(self, config: ExportConfig) -> MadeExports | BucketExports:
+        """Return the exports at the place of a config's own."""
+        if split_url(config.folder) is None:
+            return self._on_disk
+        if config.folder not in self._in_buckets:
+            root = open_location(config.folder, settings=self._store)
+            assert isinstance(root, BucketPath)
+            self._in_buckets[config.folder] = BucketExports(root)
+        return self._in_buckets[config.folder]
+
+    def export(self, config: ExportConfig, step: int, base: dict[str, Any] | None) -> Location:
         """Write, prove and publish one export of the live weights, and return its folder. Collective.
 
         Raises: ExportError, KeyMapError and PeerError; nothing is published then.
@@ -335,7 +357,7 @@ class Exporter:
             if base is not None:
                 about |= base_settings(base)
             writer = PeftExport(self._transforms.to_file(tensors, hooks, dtype), about)
-        return ExportJob(config, step, self._folder(config, step), writer, self._made)
+        return ExportJob(config, step, self.folder(config, step), writer, self._made(config))
 
     def _dcp_names(self, config: ExportConfig, tensors: StateDict) -> StateDict:
         """Return the tensors by the names in a DCP folder, which has a tied one under each of its names."""

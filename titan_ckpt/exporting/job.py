@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from titan_ckpt.config import ExportConfig
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError
+from titan_ckpt.formats.publish.bucket_record import BucketExports
 from titan_ckpt.formats.publish.record import MadeExports
+from titan_ckpt.stores.bucket import Location
 from titan_ckpt.weights.transforms import FileGroup
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ class FolderWriter(Protocol):
     def groups(self) -> Sequence[FileGroup]:
         """Return the tensors whose columns ranks may put together; none if the format stores shards as they are."""
 
-    def write(self, folder: Path, coordinator: Coordinator) -> object:
+    def write(self, folder: Location, coordinator: Coordinator) -> object:
         """Publish the folder. Collective; any thread may call it. Raises: an error, with nothing under its name."""
 
 
@@ -34,9 +35,9 @@ class ExportJob:
 
     config: ExportConfig
     step: int
-    folder: Path
+    folder: Location
     writer: FolderWriter
-    made: MadeExports
+    made: MadeExports | BucketExports
 
     def run(self, coordinator: Coordinator) -> None:
         """Publish the folder, record it, and remove exports that have expired. Collective. Raises: ExportError."""

@@ -26,7 +26,8 @@ def _folders(config: RunConfig) -> Iterator[tuple[str, Path]]:
         if isinstance(folder := open_location(config.checkpoint.folder, output, config.checkpoint.store), Path):
             yield "checkpoint.folder", folder
         for i, export in enumerate(config.checkpoint.export):
-            yield f"checkpoint.export.{i}.folder", output / export.folder
+            if isinstance(place := open_location(export.folder, output, config.checkpoint.store), Path):
+                yield f"checkpoint.export.{i}.folder", place
         if config.tensorboard is not None:
             yield "tensorboard.folder", output / config.tensorboard.folder
         if config.profiling is not None:

@@ -58,7 +58,7 @@ def test_every_setting_that_names_a_folder_refuses_a_uri() -> None:
         "checkpoint.initial_load.0.path", "checkpoint.initial_load.2.path", "checkpoint.export.folder",
         "checkpoint.export.assets",
     }  # fmt: skip
-    in_buckets = ("checkpoint.folder", "checkpoint.initial_load")
+    in_buckets = ("checkpoint.folder", "checkpoint.initial_load", "checkpoint.export.folder")
     for line in raised.value.problems:
         known = "or s3://bucket/key, gs://bucket/key or az://container/key, found"
         assert (known if line.startswith(in_buckets) else '(no URI such as s3:// is supported), found "') in line

@@ -16,9 +16,12 @@ import xxhash
 
 from titan_ckpt import progress
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.direct import IO_BYTES, NUM_WORKERS, FileReader, bounce_buffer, run_workers
+from titan_ckpt.disk.direct import IO_BYTES, FileReader, bounce_buffer, run_workers
 from titan_ckpt.errors import ExportError, listed
 from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.stores.bucket import BucketPath, Location
+from titan_ckpt.stores.object_reader import ObjectReader
+from titan_ckpt.stores.object_writer import ObjectWriter
 
 
 class _Piece(NamedTuple):
@@ -33,10 +36,12 @@ class _Piece(NamedTuple):
 class DigestedFile(io.RawIOBase):
     """A new file to which items are appended and which digests each on its way. A context manager that closes it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Location, expected_bytes: int) -> None:
+        """Create nothing yet. `expected_bytes`: about the size that the file will have."""
         super().__init__()
         self._path = path
         self._fd = -1
+        self._object = ObjectWriter(path, expected_bytes) if isinstance(path, BucketPath) else None
         self._position = 0
         self._pieces: list[_Piece] = []
         self._item = ""
@@ -48,8 +53,9 @@ class DigestedFile(io.RawIOBase):
         return self._position
 
     def open(self) -> None:
-        """Create the file. Raises: OSError."""
-        self._fd = posix.open_exclusive(self._path)
+        """Create the file; an object is there when it is synced. Raises: OSError."""
+        if isinstance(self._path, Path):
+            self._fd = posix.open_exclusive(self._path)
 
     def append(self, item: str, write: Callable[[IO[bytes]], object]) -> tuple[str, int, int]:
         """Let `write` put an item at the end of the file; return the file's name, the first byte and the length."""
@@ -65,7 +71,10 @@ class DigestedFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Append bytes at once, so that torch.save never keeps a tensor in memory twice."""
         view = memoryview(data).cast("B")
-        posix.pwrite_all(self._fd, view, self._position)
+        if self._object is not None:
+            self._object.write(view, self._position)
+        else:
+            posix.pwrite_all(self._fd, view, self._position)
         done = 0
         while done < len(view):
             part = view[done : done + IO_BYTES - self._position % IO_BYTES]
@@ -84,10 +93,16 @@ class DigestedFile(io.RawIOBase):
             self._digest.reset()
 
     def sync(self) -> None:
-        posix.fsync(self._fd)
+        """Make the file durable; nothing is appended after it. Raises: OSError."""
+        if self._object is None:
+            posix.fsync(self._fd)
+        elif self._position:  # nothing refers to an empty object
+            self._object.finish(self._position)
 
     def close(self) -> None:
-        """Close the file; idempotent."""
+        """Close the file; an object that is not synced is given up. Idempotent."""
+        if self._object is not None:
+            self._object.abort()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             posix.close(fd)
@@ -95,8 +110,10 @@ class DigestedFile(io.RawIOBase):
     @gc_paused()
     def prove(self, count: progress.Count) -> None:
         """Read the file back and compare it with what was written. Raises: ExportError naming items that differ."""
+        if self._object is not None and not self._position:
+            return
         wrong: set[str] = set()
-        file = FileReader(self._path)
+        file = FileReader(self._path) if isinstance(self._path, Path) else ObjectReader(self._path)
 
         def compare(pieces: Sequence[_Piece]) -> None:
             start, stop = pieces[0].first, pieces[-1].stop
@@ -112,7 +129,7 @@ class DigestedFile(io.RawIOBase):
             if file.num_bytes != self._position:
                 raise ExportError(f"{self._path.name} has {file.num_bytes} bytes, and {self._position} were written")
             blocks = (list(block) for _, block in groupby(self._pieces, lambda piece: piece.first // IO_BYTES))
-            run_workers(blocks, compare, NUM_WORKERS)
+            run_workers(blocks, compare, file.num_workers)
         finally:
             file.close()
         if wrong:

@@ -35,9 +35,12 @@ from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.dcp.metadata import METADATA
 from titan_ckpt.formats.dcp.proof import DigestedFile
 from titan_ckpt.formats.publish.plan import coverage_faults
-from titan_ckpt.formats.publish.run import compare_infos, published
+from titan_ckpt.formats.publish.publication import Unpublished, published
+from titan_ckpt.formats.publish.run import compare_infos
 from titan_ckpt.geometry.chunks import LazyTensor, TensorInfo, blocks_of, dtype_name, info_of, layout_of, run_through
 from titan_ckpt.geometry.requests import StoredValue
+from titan_ckpt.stores.bucket import Location
+from titan_ckpt.stores.source import read_whole
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.transforms import FileGroup
 
@@ -51,24 +54,24 @@ class DcpExport:
     groups: tuple[FileGroup, ...] = ()
     """Ranks write shards as they are, so none are put together."""
 
-    def write(self, folder: Path, coordinator: Coordinator) -> None:
+    def write(self, folder: Location, coordinator: Coordinator) -> None:
         """Write and prove the folder, and publish it atomically. Lazy tensors are resolved one by one. Collective.
 
         Raises: as `write_dcp`; FileExistsError. Nothing has the folder's name then.
         """
         total = 2 * sum(info_of(value).nbytes for value in self.tensors.values())  # written, and read back
         with (
-            published(folder, coordinator, "dcp-", lambda: None) as (path, _),
+            published(folder, coordinator, "dcp-", lambda: None) as unpublished,
             progress.shown(f"exporting {folder.name}", total // coordinator.world_size) as count,
         ):
             try:
-                write_dcp(path, self.tensors, coordinator, self.values, count)
+                write_dcp(unpublished, self.tensors, coordinator, self.values, count)
             except ExportError as error:
                 raise ExportError(f"export to {folder} failed, nothing was published: {error}") from error
 
 
 def write_dcp(
-    folder: Path,
+    folder: Unpublished[None] | Path,
     tensors: StateDict,
     coordinator: Coordinator,
     values: Mapping[str, StoredValue] | None = None,
@@ -83,6 +86,7 @@ def write_dcp(
     from what was written; OSError; PeerError.
     """
     values = values or {}
+    unpublished = Unpublished[None](folder, None) if isinstance(folder, Path) else folder
     alone = coordinator.world_size == 1  # then the layout of lazy tensors is not needed before they are written
     held: Json = {} if alone else {name: _offsets(value) for name, value in tensors.items()}
     digests: Json = {name: value.digest for name, value in values.items()}
@@ -91,7 +95,8 @@ def write_dcp(
     own = {name: {c for c, rank in chunks.items() if rank == coordinator.rank} for name, chunks in writers.items()}
     first = _first_holders([of_rank["values"] for of_rank in of_ranks])
     mine = {name: value for name, value in values.items() if first[name] == coordinator.rank}
-    file = DigestedFile(folder / f"__{coordinator.rank}_0.distcp")
+    share = sum(info_of(value).nbytes for value in tensors.values()) + sum(len(v.data) for v in mine.values())
+    file = DigestedFile(unpublished.path / f"__{coordinator.rank}_0.distcp", share)
     counted = 0
 
     def count_written(num_bytes: int) -> None:
@@ -111,7 +116,7 @@ def write_dcp(
 
     def prove() -> None:
         if coordinator.rank == 0:
-            _write_metadata(folder, written)
+            _write_metadata(unpublished, written)
         file.prove(lambda num_bytes: count(num_bytes * counted // file.num_bytes))  # pickles are larger than tensors
 
     coordinator.together("dcp-prove", prove)
@@ -191,8 +196,8 @@ def _alone(data: torch.Tensor) -> torch.Tensor:
     return data if data.untyped_storage().nbytes() == data.nbytes else data.clone()
 
 
-def _write_metadata(folder: Path, gathered: list[Any]) -> None:
-    """Write the metadata of all ranks' files, and open the folder as any reader would.
+def _write_metadata(unpublished: Unpublished[None], gathered: list[Any]) -> None:
+    """Write the metadata of all ranks' files, in a bucket last, and open the folder as any reader would.
 
     Raises: ExportError for metadata that is not read back as it was written, and for tensors that are not whole.
     """
@@ -218,10 +223,13 @@ def _write_metadata(folder: Path, gathered: list[Any]) -> None:
     metadata = Metadata(dict(entries), planner_data={n: paths.get(n, (n,)) for n in entries}, storage_data=storage)
     metadata.storage_meta = StorageMeta()
     data = pickle.dumps(metadata)
-    posix.write_file(folder / METADATA, data)
-    if posix.read_whole(folder / METADATA, len(data) + 1) != data:
+    if isinstance(folder := unpublished.path, Path):
+        posix.write_file(folder / METADATA, data)
+    else:
+        unpublished.last = METADATA, data
+    if read_whole(unpublished.as_source() / METADATA, len(data) + 1) != data:
         raise ExportError(f"{METADATA} read back differs from what was written")
-    with DcpReader(folder) as reader:
+    with DcpReader(unpublished.as_source()) as reader:
         boxes = {name: [(c.offsets, c.sizes) for c in chunks] for name, chunks in reader.stored_chunks().items()}
         nothing: dict[str, list[Any]] = {name: [] for name in infos}
         faults = compare_infos(infos, reader.tensors) or coverage_faults(infos, [nothing, boxes])

@@ -23,6 +23,7 @@ from titan_ckpt.formats.publish.run import ExportSummary, FolderFormat, export_f
 from titan_ckpt.geometry.chunks import TensorInfo, dtype_name
 from titan_ckpt.geometry.keymap import KeyMap, selected
 from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.stores.bucket import Location
 from titan_ckpt.stores.source import Source
 from titan_ckpt.weights.quantise import WeightQuantiser, check_quantised, quantised
 from titan_ckpt.weights.transforms import CASTABLE, FileGroup
@@ -131,7 +132,7 @@ class HuggingFaceExport:
     verified: bool = False
     """Names and config.json come from the same library (KeyMap.verified)."""
 
-    def write(self, folder: Path, coordinator: Coordinator) -> ExportSummary:
+    def write(self, folder: Location, coordinator: Coordinator) -> ExportSummary:
         """Write the folder, prove it, and publish it atomically. Collective.
 
         Memory: at most one shard of a tensor, as lazy tensors compute it, and less than 64 MiB.
@@ -175,6 +176,7 @@ class HuggingFaceExport:
             self._companions,
             partial(HuggingFaceReader, dequantise=False),  # the proof reads the stored tensors
             check,
+            CONFIG,
             None if quantiser is None else quantiser.header,
         )
 
@@ -200,7 +202,7 @@ class HuggingFaceExport:
 
 
 def export_huggingface(
-    folder: Path, groups: Sequence[FileGroup], *, coordinator: Coordinator, **options: Any
+    folder: Location, groups: Sequence[FileGroup], *, coordinator: Coordinator, **options: Any
 ) -> ExportSummary:
     """Write a Hugging Face folder; `options` are the fields of HuggingFaceExport. Collective. Raises: ExportError."""
     return HuggingFaceExport(groups, **options).write(folder, coordinator)

@@ -33,6 +33,7 @@ from titan_ckpt.formats.safetensors.container import read_header
 from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
+from titan_ckpt.stores.bucket import Location
 from titan_ckpt.stores.source import Source
 from titan_ckpt.weights.transforms import CASTABLE, FileGroup
 
@@ -159,7 +160,7 @@ class PeftExport:
     """adapter_config.json; r, lora_alpha and target_modules are required, the others have PEFT's defaults. Fields named
     `titan_ckpt_*` go to titan_ckpt.json."""
 
-    def write(self, folder: Path, coordinator: Coordinator) -> ExportSummary:
+    def write(self, folder: Location, coordinator: Coordinator) -> ExportSummary:
         """Write the folder, prove it, and publish it atomically. Collective.
 
         Raises: ExportError on every rank, with nothing under the folder's name; also for an adapter that changes
@@ -170,7 +171,7 @@ class PeftExport:
             if coordinator.rank == 0:
                 _check_values(reader)
 
-        layout = FolderFormat(lambda infos: {WEIGHTS: sorted(infos)}, self._companions, PeftReader, check)
+        layout = FolderFormat(lambda infos: {WEIGHTS: sorted(infos)}, self._companions, PeftReader, check, CONFIG)
         return export_folder(folder, self.groups, layout, coordinator)
 
     def _companions(self, plan: ExportPlan) -> dict[str, bytes | Path]:

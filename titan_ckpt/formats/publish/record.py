@@ -40,6 +40,10 @@ class MadeExports:
     _left: set[Path] = field(default_factory=set)
     """Folders that retention leaves, because they are not as this run published them; each was logged."""
 
+    def is_there(self, name: str) -> bool:
+        """Return whether an export's folder is there, whoever made it."""
+        return (self.run / name).is_dir()
+
     def record(self, config: ExportConfig, step: int) -> None:
         """Record an export. A failure is logged: the export is whole, and it never expires."""
         name = config.lands_in(step)

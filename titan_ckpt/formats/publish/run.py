@@ -6,30 +6,32 @@ companions and the reader that proves the result.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from titan_ckpt import progress
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.direct import meanwhile
-from titan_ckpt.disk.unpublished_folder import StagedFolder, copy_file
+from titan_ckpt.disk.unpublished_folder import copy_file
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.errors import ExportError, PeerError
 from titan_ckpt.formats.publish.columns import ColumnExchange, Lost, agree, row_peers
 from titan_ckpt.formats.publish.plan import ExportPlan, MakeHeader, PackFiles, coverage_faults, plan_export
+from titan_ckpt.formats.publish.publication import Unpublished, published
+from titan_ckpt.formats.publish.upload import Uploads
 from titan_ckpt.formats.publish.write import ExportWriter, Place, create_file
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.stores.bucket import BucketPath, Location
+from titan_ckpt.stores.source import Source
 from titan_ckpt.weights.transforms import FileGroup, FilePiece
 
 logger = logging.getLogger(__name__)
-_Prepared = TypeVar("_Prepared")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +41,12 @@ class FolderFormat:
     pack: PackFiles
     companions: Callable[[ExportPlan], Mapping[str, bytes | Path]]
     """Returns file name -> its bytes, or the file to copy. Called on rank 0 before anything is written. May raise."""
-    open_reader: Callable[[Path], TensorReader]
+    open_reader: Callable[[Source], TensorReader]
     """Opens the folder as any reader would; the proof reads through it."""
     check: Callable[[TensorReader], None]
     """Called with the re-opened folder before it is published. Raises if its values are wrong."""
+    last: str
+    """The companion without which no reader opens the folder; in a bucket it is written last."""
     header: MakeHeader | None = None
     """Extra safetensors metadata of each file, beside {"format": "pt"}."""
 
@@ -51,7 +55,7 @@ class FolderFormat:
 class ExportSummary:
     """A published export."""
 
-    folder: Path
+    folder: Location
     files: tuple[str, ...]
     """Names of the files with tensors."""
     num_tensors: int
@@ -61,7 +65,7 @@ class ExportSummary:
 
 
 def export_folder(
-    folder: Path, groups: Sequence[FileGroup], layout: FolderFormat, coordinator: Coordinator
+    folder: Location, groups: Sequence[FileGroup], layout: FolderFormat, coordinator: Coordinator
 ) -> ExportSummary:
     """Write, prove and publish a folder. Collective: ranks without tensors take part too.
 
@@ -90,7 +94,7 @@ def export_folder(
 
 @dataclass(slots=True)
 class _Export:
-    folder: Path
+    folder: Location
     groups: Sequence[FileGroup]
     layout: FolderFormat
     coordinator: Coordinator
@@ -99,25 +103,40 @@ class _Export:
     def run(self) -> ExportPlan:
         """Take all steps. If it raises, it leaves no staging folder behind."""
         plan = plan_export(self.groups, self.layout.pack, self.coordinator, self.layout.header)
-        with published(self.folder, self.coordinator, "export/", lambda: self.layout.companions(plan)) as opened:
-            path, companions = opened
-            self._fill(path, plan, companions or {})
+        with published(self.folder, self.coordinator, "export/", lambda: self.layout.companions(plan)) as unpublished:
+            self._fill(unpublished, plan, dict(unpublished.prepared or {}))
             self.is_proved = True
         return plan
 
-    def _fill(self, path: Path, plan: ExportPlan, companions: Mapping[str, bytes | Path]) -> None:
-        """Write everything into the staging folder and prove it."""
-        rank, world_size = self.coordinator.rank, self.coordinator.world_size
+    def _fill(
+        self,
+        unpublished: Unpublished[Mapping[str, bytes | Path]],
+        plan: ExportPlan,
+        companions: dict[str, bytes | Path],
+    ) -> None:
+        """Write everything into the unpublished folder and prove it."""
+        path, rank, world_size = unpublished.path, self.coordinator.rank, self.coordinator.world_size
         own_files = list(plan.layouts)[rank::world_size]
         share = 2 * plan.num_bytes // world_size  # written, and read back
+        uploads = None
+        if isinstance(path, BucketPath):
+            uploads = Uploads(path, plan.layouts, self.coordinator)
+            if isinstance(content := companions.pop(self.layout.last, None), bytes):
+                unpublished.last = self.layout.last, content
+            unpublished.share_last("export/last", self.coordinator)
         with (
             progress.shown(f"exporting {self.folder.name}", share) as count,
-            ExportWriter(path, plan, count) as writer,
+            ExportWriter(path, plan, count, uploads) as writer,
         ):
-            rounds_and_pieces = self._peers(plan, writer)
+            rounds_and_pieces = self._peers(plan, writer) if uploads is None else None
+            if uploads is not None:
+                uploads.start()
 
             def create() -> ColumnExchange | None:
+                if rounds_and_pieces is None:
+                    return None
                 columns = self._columns(plan, writer, *rounds_and_pieces)
+                assert isinstance(path, Path)
                 for name in own_files:
                     create_file(path / name, plan.layouts[name])
                 return columns
@@ -131,7 +150,9 @@ class _Export:
             parts = self.coordinator.gather("export/parts", cast("Any", writer.undivided))
             if faults := coverage_faults(plan.infos, cast("Any", parts)):
                 raise ExportError(f"{len(faults)} tensor(s) are not whole: {'; '.join(faults)}")
-            self.coordinator.together("export/prove", lambda: self._prove(path, plan, writer))
+            if uploads is not None:  # a rank reads what others have uploaded
+                self.coordinator.together("export/uploaded", writer.sync)
+            self.coordinator.together("export/prove", lambda: self._prove(unpublished, plan, writer))
 
     def _peers(self, plan: ExportPlan, writer: ExportWriter) -> tuple[list[Ranks], dict[Ranks, dict[Place, FilePiece]]]:
         """Connect the ranks that share rows; return the groups of this rank, and its pieces for each. Collective."""
@@ -167,7 +188,7 @@ class _Export:
 
     def _write(
         self,
-        path: Path,
+        path: Location,
         plan: ExportPlan,
         companions: Mapping[str, bytes | Path],
         writer: ExportWriter,
@@ -175,10 +196,13 @@ class _Export:
     ) -> str | None:
         """Write this rank's part. Return why the exchange with other ranks broke off, if one of these is to blame."""
         try:
-            writer.write(self._in_turn(plan), columns)
+            writer.write(self._in_turn(plan, path), columns)
         except Lost as error:
             return str(error)
         for name, content in companions.items():
+            if isinstance(path, BucketPath):
+                _upload(path / name, content)
+                continue
             if (path / name).parent != path and not (path / name).parent.exists():
                 posix.mkdir((path / name).parent)
             if isinstance(content, Path):
@@ -187,20 +211,30 @@ class _Export:
                 posix.write_file(path / name, content)
         return None
 
-    def _in_turn(self, plan: ExportPlan) -> list[FileGroup]:
+    def _in_turn(self, plan: ExportPlan, path: Location) -> list[FileGroup]:
         """Return the groups in another order on each rank, because writers of one file wait for each other.
 
-        The order stays as it is if any group is collective.
+        The order stays as it is if any group is collective. In a bucket it is that of the files on all ranks, because
+        an object is written from its beginning; as many files as there are ranks are written side by side.
         """
         groups = list(self.groups)
+        if isinstance(path, BucketPath):
+            turn = {name: i // self.coordinator.world_size for i, name in enumerate(plan.layouts)}
+
+            def place(group: FileGroup) -> tuple[int, int]:
+                name = plan.file_of[key := next(iter(group.infos))]
+                return turn[name], plan.layouts[name].entries[key].start
+
+            return sorted(groups, key=place)
         if any(group.collective for group in groups):
             return groups
         number = {name: i for i, name in enumerate(plan.layouts)}
         first = self.coordinator.rank * len(number) // self.coordinator.world_size
         return sorted(groups, key=lambda g: (number[plan.file_of[next(iter(g.infos))]] - first) % len(number))
 
-    def _prove(self, path: Path, plan: ExportPlan, writer: ExportWriter) -> None:
-        with self.layout.open_reader(path) as reader, meanwhile(writer.sync):  # what is read back becomes durable
+    def _prove(self, unpublished: Unpublished[Any], plan: ExportPlan, writer: ExportWriter) -> None:
+        source = unpublished.as_source()
+        with self.layout.open_reader(source) as reader, meanwhile(writer.sync):  # what is read back becomes durable
             faults = compare_infos(plan.infos, reader.tensors)
             if faults:
                 raise ExportError(f"the re-opened export differs in {len(faults)} tensor(s): {'; '.join(faults)}")
@@ -209,40 +243,12 @@ class _Export:
         writer.close()
 
 
-@contextlib.contextmanager
-def published(
-    folder: Path, coordinator: Coordinator, tag: str, prepare: Callable[[], _Prepared]
-) -> Iterator[tuple[Path, _Prepared | None]]:
-    """Give all ranks an empty folder to fill, and publish it as `folder` after the block, if all succeed. Collective.
-
-    Yields the path, and on rank 0 the value of `prepare`, which is called there first. After an error nothing has the
-    folder's name, unless another rank fell silent after the publication.
-    Raises: FileExistsError; OSError; PeerError; the errors of `prepare`.
-    """
-    staged: StagedFolder | None = None
-    prepared: _Prepared | None = None
-
-    def begin() -> str:
-        nonlocal staged, prepared
-        prepared = prepare()
-        staged = StagedFolder.begin(folder)
-        return str(staged.path)
-
-    def publish() -> None:
-        nonlocal staged
-        if staged is not None:
-            staged.publish()
-            staged = None
-
-    try:
-        path = coordinator.on_rank_0(f"{tag}begin", begin)
-        yield Path(path), prepared
-        coordinator.together(f"{tag}publish", publish)
-    except BaseException:
-        if staged is not None:
-            with contextlib.suppress(OSError):  # a later export removes what is left
-                staged.abandon()
-        raise
+def _upload(place: BucketPath, content: bytes | Path) -> None:
+    """Put a small file, and compare what is read back. Raises: ExportError; StoreError."""
+    data = content if isinstance(content, bytes) else content.read_bytes()
+    place.bucket.upload(place.key, iter([memoryview(data)]), place.bucket.settings.part_bytes(len(data)))
+    if place.read() != data:
+        raise ExportError(f"{place} read back differs from what was written")
 
 
 def compare_infos(expected: Mapping[str, TensorInfo], found: Mapping[str, TensorInfo]) -> list[str]:

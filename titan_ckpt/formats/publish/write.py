@@ -15,9 +15,10 @@ import threading
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 
@@ -31,12 +32,14 @@ from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.publish.columns import Assembled, ColumnExchange, Round, Rows
 from titan_ckpt.formats.publish.plan import ExportPlan
 from titan_ckpt.formats.publish.proof import Written, differing
+from titan_ckpt.formats.publish.upload import Uploads
 from titan_ckpt.formats.safetensors.container import Entry, Layout
 from titan_ckpt.formats.safetensors.reader import RUN_BYTES
 from titan_ckpt.formats.safetensors.regions import mapped_boxes, windows
-from titan_ckpt.geometry.boxes import element_span, is_run
+from titan_ckpt.geometry.boxes import boxes_of_range, element_span, is_run, spans
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, blocks_of, run_through
 from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.stores.bucket import Location
 from titan_ckpt.weights.transforms import FileGroup, FilePiece
 
 _QUEUED_BYTES = 256 << 20
@@ -45,12 +48,36 @@ _FEW_BYTES = 1 << 20
 """One thread writes fewer bytes than this faster than other threads start."""
 
 
+class _Output(Protocol):
+    """A file that is written at offsets."""
+
+    @property
+    def is_direct(self) -> bool:
+        """Return whether whole blocks bypass the page cache, and so must be aligned in memory as in the file."""
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write bytes; threads may do so at the same time. Raises: OSError."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Uploaded:
+    """A file in a bucket."""
+
+    uploads: Uploads
+    name: str
+    is_direct = False
+
+    def write(self, view: memoryview, offset: int) -> None:
+        self.uploads.write(self.name, view, offset)
+
+
 @dataclass(frozen=True, slots=True)
 class _Block:
     """Values that one worker casts, digests and writes to a run of a file, or copies into a mapping."""
 
     view: torch.Tensor
-    target: tuple[SharedFile, int] | torch.Tensor
+    target: list[tuple[_Output, int, int]] | torch.Tensor
+    """Runs of the file, as (file, offset, number of bytes), or memory that is mapped."""
     written: Written
     number: int
 
@@ -62,8 +89,14 @@ Place = tuple[str, tuple[int, ...], tuple[int, ...]]
 class ExportWriter:
     """Writes this rank's slices into files that exist already. A context manager; leaving it closes the files."""
 
-    def __init__(self, folder: Path, plan: ExportPlan, count: progress.Count) -> None:
-        """Open no file yet. `count` is called with the bytes that are written, and again with those that are proved."""
+    def __init__(
+        self, folder: Location, plan: ExportPlan, count: progress.Count, uploads: Uploads | None = None
+    ) -> None:
+        """Open no file yet. `count` is called with the bytes that are written, and again with those that are proved.
+
+        `uploads`: the files of a folder in a bucket, which leaving the block closes.
+        """
+        self._uploads = uploads
         self._folder = folder
         self._count = count
         self._plan = plan
@@ -118,7 +151,9 @@ class ExportWriter:
             file.flush()
 
     def sync(self) -> None:
-        """Make this rank's writes durable."""
+        """Make this rank's writes durable. In a bucket all ranks do so before anything is read."""
+        if self._uploads is not None:
+            self._uploads.finish()
         for file in self._files.values():
             file.sync()
 
@@ -168,7 +203,7 @@ class ExportWriter:
     def _write_rows(self, assembled: Assembled) -> None:
         rows, num_bytes = assembled.rows, len(assembled.data)
         with assembled.lease:
-            self._file(rows.key).write(assembled.data, assembled.offset)
+            self._shared(rows.key).write(assembled.data, assembled.offset)
         self._count(num_bytes)
         info = self._plan.infos[rows.key]
         blocks = [(num_bytes, b"")]
@@ -198,7 +233,11 @@ class ExportWriter:
         file = self._file(piece.key)
 
         step = RUN_BYTES // dtype.itemsize
+        if not is_one_run and self._uploads is not None:
+            yield from self._strided_blocks(piece, entry, file, written)
+            return
         if not is_one_run:
+            file = self._shared(piece.key)
             mapped = mapped_boxes(entry, piece.chunk, piece.view, lambda at, size: posix.map_shared(file.fd, at, size))
             for box, memory in mapped:
                 for target, window in zip(windows(box, step), windows(memory, step), strict=True):
@@ -206,11 +245,29 @@ class ExportWriter:
             return
         for window in _run_windows(piece.view, offset, dtype.itemsize):
             num_bytes = window.numel() * dtype.itemsize
-            yield _Block(window, (file, offset), written, written.add(num_bytes))
+            yield _Block(window, [(file, offset, num_bytes)], written, written.add(num_bytes))
             offset += num_bytes
 
-    def _file(self, key: str) -> SharedFile:
+    def _strided_blocks(self, piece: FilePiece, entry: Entry, file: _Output, written: Written) -> Iterator[_Block]:
+        """Cut a piece that is no run of its file into blocks, each with the runs that it is written to."""
+        itemsize, first = entry.info.dtype.itemsize, 0
+        for window in windows(piece.view, RUN_BYTES // itemsize):
+            runs: list[tuple[_Output, int, int]] = []
+            for box in boxes_of_range(piece.chunk.sizes, first, first + window.numel()):
+                there = Chunk(tuple(map(add, box.offsets, piece.chunk.offsets)), box.sizes)
+                for start, stop in spans(entry.info.shape, there, 0):
+                    runs.append((file, entry.start + start * itemsize, (stop - start) * itemsize))
+            yield _Block(window, runs, written, written.add(window.numel() * itemsize))
+            first += window.numel()
+
+    def _file(self, key: str) -> _Output:
+        if self._uploads is not None:
+            return _Uploaded(self._uploads, self._plan.file_of[key])
+        return self._shared(key)
+
+    def _shared(self, key: str) -> SharedFile:
         name = self._plan.file_of[key]
+        assert isinstance(self._folder, Path)
         with self._opening:
             if name not in self._files:
                 self._files[name] = SharedFile(self._folder / name, direct=True)
@@ -218,6 +275,8 @@ class ExportWriter:
 
     def close(self) -> None:
         """Close the files; idempotent. Raises: OSError if a network file system reports a late error."""
+        if self._uploads is not None:
+            self._uploads.close()
         while self._files:
             _, file = self._files.popitem()
             file.close()
@@ -281,8 +340,8 @@ def _write(block: _Block, count: progress.Count) -> None:
     view, target, dtype = block.view, block.target, block.written.info.dtype
     num_bytes = view.numel() * dtype.itemsize
     count(num_bytes)
-    if isinstance(target, tuple):
-        file, offset = target
+    if isinstance(target, list) and len(target) == 1:
+        file, offset, _ = target[0]
         as_it_is = view.dtype == dtype and is_plain_memory(view)
         if as_it_is and (num_bytes < ALIGNMENT or not file.is_direct):
             data = bytes_at(view.data_ptr(), num_bytes)
@@ -297,7 +356,10 @@ def _write(block: _Block, count: progress.Count) -> None:
         values = bounce.tensor[first : first + num_bytes].view(dtype).view(view.shape)
         values.copy_(_cast(view, dtype))
         block.written.note(block.number, data)
-        if isinstance(target, tuple):
-            target[0].write(data, target[1])
-        else:
+        if isinstance(target, torch.Tensor):
             target.copy_(values)
+            return
+        at = 0
+        for file, offset, size in target:
+            file.write(data[at : at + size], offset)
+            at += size

@@ -1,0 +1,243 @@
+"""Exports to a bucket: what other programs open, proved, loadable all at once or not at all, kept and expired."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from transformers import LlamaForCausalLM
+
+from tests.stores.conftest import behind, get_folder, place_in, through
+from tests.stores.servers import Server
+from tests.test_manager import Run
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
+from titan_ckpt.config import SaveConfig, StoreConfig
+from titan_ckpt.errors import ConfigError, ExportError
+from titan_ckpt.formats.publish.bucket_record import RECORDS
+from titan_ckpt.models.llama3 import FLAVORS, Llama3
+from titan_ckpt.stores.bucket import BucketPath
+from titan_ckpt.stores.object_writer import ObjectWriter
+from titan_ckpt.testing import distributed
+
+CONFIG = replace(FLAVORS["debug-0.5m"], vocab_size=160, num_layers=2, max_seq_len=64, tie_embeddings=False)
+
+
+def export(model: Llama3, place: BucketPath, folder: Path, *, step: int = 1, **settings: Any) -> BucketPath:
+    """Export the model as a run's last step does."""
+    config = CheckpointConfig(
+        store=place.bucket.settings, export=(ExportConfig(**{"format": "hf", "folder": str(place), **settings}),)
+    )
+    transforms = StateDictTransforms(model.key_map(), model.hf_config())
+    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=folder) as manager:
+        manager.load()
+        manager.save(step, last_step=True)
+    return place / f"step-{step}"
+
+
+def names(place: BucketPath) -> list[str]:
+    return [f.key.removeprefix(f"{place.key}/") for f in place.bucket.list_objects(place.key)]
+
+
+def test_an_object_is_uploaded_while_it_is_written_in_any_order(s3: Server) -> None:
+    """Bytes that are written twice keep their first value; a hole is an error, and there is no object then."""
+    place = place_in(s3, part_mib=5, concurrency=2)
+    data = np.random.default_rng(0).integers(0, 256, 23 << 20, dtype=np.uint8)
+    edges = sorted({0, len(data), *np.random.default_rng(1).integers(0, len(data), 200).tolist()})
+    runs = [*pairwise(edges)]
+    writer = ObjectWriter(place / "a", len(data))
+    late = [run for number, run in enumerate(runs) if number % 7 == 3]
+    for start, stop in [run for run in runs if run not in late]:
+        writer.write(data[start:stop].data, start)
+    for start, stop in runs[:2]:
+        writer.write(memoryview(bytes(stop - start)), start)
+    for start, stop in late:
+        writer.write(data[max(0, start - 100) : stop].data, max(0, start - 100))
+    writer.finish(len(data))
+    assert (place / "a").read() == data.tobytes()
+    hollow = ObjectWriter(place / "b", 10)
+    hollow.write(memoryview(b"12345"), 0)
+    with pytest.raises(EOFError, match="5 of 10 bytes were written"):
+        hollow.finish(10)
+    given_up = ObjectWriter(place / "c", 10)
+    given_up.write(memoryview(b"12345"), 0)
+    given_up.abort()
+    assert names(place) == ["a"]
+
+
+def test_transformers_opens_an_export_and_a_run_loads_it(server: Server, tmp_path: Path) -> None:
+    """Sharded, with what lies beside it: transformers' logits are the model's, and initial_load takes it."""
+    place = place_in(server)
+    torch.manual_seed(0)
+    model = Llama3(CONFIG)
+    made = export(model, place, tmp_path, max_shard_bytes=400_000, dtype="bfloat16")
+    assert len([name for name in names(made) if name.endswith(".safetensors")]) > 1
+    on_disk = ExportConfig("hf", max_shard_bytes=400_000, dtype="bfloat16")
+    config = CheckpointConfig(export=(on_disk,))
+    transforms = StateDictTransforms(model.key_map(), model.hf_config())
+    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path) as manager:
+        manager.save(1, last_step=True)
+    copy, local = get_folder(made, tmp_path / "copy"), tmp_path / "exports" / "step-1"
+    assert {p.name: p.read_bytes() for p in copy.iterdir()} == {p.name: p.read_bytes() for p in local.iterdir()}
+    theirs: Any = LlamaForCausalLM.from_pretrained(copy)
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits.float(), model.bfloat16()(tokens).float(), rtol=0.1, atol=0.1)
+    again = Llama3(CONFIG).bfloat16()
+    source = CheckpointConfig(store=place.bucket.settings, initial_load=(InitialLoadConfig(str(made)),))
+    transforms = StateDictTransforms(again.key_map(), again.hf_config())
+    with CheckpointManager(source, model_parts=[again], sd_transforms=transforms, base_folder=tmp_path) as manager:
+        manager.load()
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+
+
+def test_a_cut_in_the_middle_leaves_nothing_that_opens(server: Server, tmp_path: Path) -> None:
+    """The second shard, then the last file cannot be written: no config.json is there; the next export succeeds."""
+    place = place_in(server)
+    model = Llama3(CONFIG)
+    for suffix in ("-00002-of-00003.safetensors", "config.json"):
+        with behind(server, "503", "PUT", suffix, times=10_000) as proxy:
+            broken = through(place, proxy, retry_seconds=0.5)
+            with pytest.raises(ExportError, match="nothing was published"):
+                export(model, broken, tmp_path, max_shard_bytes=400_000)
+        assert not [name for name in names(place) if not name.startswith(RECORDS)]
+    (place / "step-1" / "model-00007-of-00009.safetensors").bucket.create(
+        (place / "step-1" / "model-00007-of-00009.safetensors").key, b"of a process that was killed"
+    )
+    made = export(model, place, tmp_path, max_shard_bytes=400_000)
+    assert "config.json" in names(made) and "model-00007-of-00009.safetensors" not in names(made)
+
+
+def test_an_export_is_not_written_over(s3: Server, tmp_path: Path) -> None:
+    """What is there stays: an export that is published, and objects that no export has left."""
+    place = place_in(s3)
+    model = Llama3(CONFIG)
+    made = export(model, place, tmp_path)
+    before = [(f.key, f.version) for f in place.bucket.list_objects(made.key)]
+    with pytest.raises(ExportError, match="is there already; remove it or choose another folder"):
+        export(model, place, tmp_path)
+    assert [(f.key, f.version) for f in place.bucket.list_objects(made.key)] == before
+    place.bucket.create((place / "step-2" / "notes.txt").key, b"mine")
+    with pytest.raises(ExportError, match=r"holds objects that no export has left, such as notes\.txt"):
+        export(model, place, tmp_path, step=2)
+    assert names(place / "step-2") == ["notes.txt"]
+
+
+def test_a_flipped_bit_in_the_bucket_is_found_before_it_is_published(
+    s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof reads what the store holds."""
+    place = place_in(s3)
+    real = ObjectWriter.finish
+
+    def flip(writer: ObjectWriter, num_bytes: int) -> None:
+        real(writer, num_bytes)
+        data = bytearray(writer.path.read())
+        data[-3] ^= 4
+        writer.path.bucket.upload(writer.path.key, iter([memoryview(data)]), 5 << 20)
+
+    monkeypatch.setattr(ObjectWriter, "finish", flip)
+    with pytest.raises(ExportError, match="read back differ from what was"):
+        export(Llama3(CONFIG), place, tmp_path)
+    assert not [name for name in names(place) if not name.startswith(RECORDS)]
+
+
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+def test_the_newest_interval_exports_stay(server: Server, kind: str, tmp_path: Path) -> None:
+    """Exports of staged copies expire, but none that is not as the run published it."""
+    place = place_in(server)
+    model = Llama3(CONFIG)
+    store = place.bucket.settings
+    made = ExportConfig(kind, interval=1, keep=1, folder=str(place))  # type: ignore[arg-type]
+    config = CheckpointConfig(export=(made,), store=store, save=SaveConfig(interval=1))
+    config = replace(config, folder=str(place_in(server)))
+    transforms = StateDictTransforms(model.key_map(), model.hf_config())
+    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path) as manager:
+        manager.load()
+        for step in (1, 2, 3):
+            manager.save(step, last_step=step == 3)
+            manager.wait()
+            if step == 1:
+                place.bucket.create((place / "step-1" / "notes.txt").key, b"mine")
+    steps = {name.split("/")[0] for name in names(place) if name.startswith("step-")}
+    assert steps == {"step-1", "step-3"}
+    assert {name.removeprefix(f"{RECORDS}/") for name in names(place) if name.startswith(RECORDS)} == {
+        "step-1.json", "step-3.json",
+    }  # fmt: skip
+    assert not (tmp_path / "s3:").exists() and not (tmp_path / "az:").exists()
+
+
+def test_what_cannot_be_an_export_is_said_before_the_first_step(s3: Server, tmp_path: Path) -> None:
+    """A bucket that is not there; a place inside the checkpoint folder; an unknown scheme."""
+    settings = StoreConfig(endpoint=s3.endpoint, retry_seconds=1.0)
+    run = Run()
+    saves = run.manager(
+        tmp_path, save=None, store=settings, export=(ExportConfig("dcp", folder=f"{s3.url}-none/exports"),)
+    )
+    with saves, pytest.raises(OSError, match="Create the bucket"):
+        saves.load()
+    with pytest.raises(ConfigError, match="is inside checkpoint folder"):
+        CheckpointConfig(folder="s3://box/run", export=(ExportConfig("dcp", folder="s3://box/run/exports"),))
+    CheckpointConfig(folder="s3://box/run", export=(ExportConfig("dcp", folder="s3://box/run-exports"),))
+    with pytest.raises(ConfigError, match="s3://bucket/key, gs://bucket/key or az://container/key"):
+        ExportConfig("hf", folder="hdfs://a/b")
+
+
+@distributed(nproc=2)
+def _two_ranks_export(url: str, store: StoreConfig, broken: StoreConfig, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Llama3(CONFIG)
+    mesh = init_device_mesh("cpu", (2,))
+    layouts = (Shard(0), Shard(1), Replicate())
+    for number, (name, value) in enumerate(list(model.named_parameters())):
+        layout = layouts[number % 3] if value.dim() > 1 else layouts[number % 2 * 2]
+        owner, _, own = name.rpartition(".")
+        shard = distribute_tensor(value.detach(), mesh, [layout])
+        setattr(model.get_submodule(owner), own, torch.nn.Parameter(shard))
+    exports = (
+        ExportConfig("hf", folder=url, max_shard_bytes=400_000),
+        ExportConfig("dcp", folder=f"{url}/dcp"),
+    )
+    config = CheckpointConfig(store=store, export=exports)
+    transforms = StateDictTransforms(model.key_map(), model.hf_config())
+    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path) as manager:
+        manager.load()
+        manager.save(1, last_step=True)
+    config = CheckpointConfig(store=broken, export=(replace(exports[0], folder=f"{url}/broken"),))
+    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path) as manager:
+        manager.load()
+        with pytest.raises(ExportError, match=r"00002-of-00003\.safetensors: rank 1 could not write it"):
+            manager.save(1, last_step=True)
+
+
+def test_shards_of_two_ranks_are_the_files_of_one(s3: Server, tmp_path: Path) -> None:
+    """Shards of rows and of columns, and replicas: each file is uploaded by one rank, byte for byte as on a disk; and
+    if one rank cannot upload its file, both say so, and nothing is left.
+    """
+    place = place_in(s3)
+    with behind(s3, "503", "PUT", "-00002-of-00003.safetensors", times=10_000) as proxy:
+        broken = through(place, proxy, retry_seconds=0.5).bucket.settings
+        _two_ranks_export(str(place), place.bucket.settings, broken, tmp_path)
+    assert names(place / "broken") == [f"{RECORDS}/step-1.json"]
+    torch.manual_seed(0)
+    model = Llama3(CONFIG)
+    config = CheckpointConfig(export=(ExportConfig("hf", max_shard_bytes=400_000),))
+    transforms = StateDictTransforms(model.key_map(), model.hf_config())
+    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path) as manager:
+        manager.save(1, last_step=True)
+    copy, local = get_folder(place / "step-1", tmp_path / "copy"), tmp_path / "exports" / "step-1"
+    assert {p.name: p.read_bytes() for p in copy.iterdir()} == {p.name: p.read_bytes() for p in local.iterdir()}
+    assert names(place / "dcp" / "step-1") == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=get_folder(place / "dcp" / "step-1", tmp_path / "dcp"))
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())

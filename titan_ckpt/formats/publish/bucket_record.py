@@ -1,0 +1,179 @@
+"""The exports that runs have made at one place in a bucket: their records, their publication and their retention.
+
+Owns `.titan_ckpt-exports/` beside the exports: an object for each, which names the attempt that writes it, and has the
+size and the ETag of every file once it is published. A folder in a bucket is loadable by one of its files, which is
+written last and deleted first (LOADABLE).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from titan_ckpt import policy
+from titan_ckpt.config import ExportConfig
+from titan_ckpt.encoding.strict_json import Json, parse
+from titan_ckpt.errors import CorruptCheckpointError, ExportError, listed
+from titan_ckpt.stores.bucket import BucketPath, ObjectFacts, StoreError
+
+RECORDS = ".titan_ckpt-exports"
+LOADABLE = ("config.json", "adapter_config.json", ".metadata")
+"""Without one of these no reader opens a folder as a model, an adapter or a DCP checkpoint."""
+_MAX_BYTES = 1 << 24
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketExports:
+    """The exports below one place. Rank 0 alone calls this."""
+
+    root: BucketPath
+    _left: set[str] = field(default_factory=set)
+    """Names that retention leaves, because they are not as a run published them; each was logged."""
+
+    def check(self) -> None:
+        """Write, list and delete an object, so that a right which is missing is known before the first step.
+
+        Raises: StoreError.
+        """
+        place = self.root / RECORDS / f"probe-{uuid.uuid4().hex}"
+        place.bucket.create(place.key, place.name.encode())
+        place.bucket.list_names(self.root.key)
+        place.bucket.delete([place.key])
+
+    def is_there(self, name: str) -> bool:
+        """Return whether an export of this name is published; it may have a path before it. Raises: StoreError."""
+        return any(path in LOADABLE for path in self._objects(name.rpartition("/")[2]))
+
+    def begin(self, name: str) -> str:
+        """Start an export, and return the id of the attempt; what an attempt that was cut short left is deleted.
+
+        Raises: FileExistsError for an export that is published, and for objects of somebody else; StoreError.
+        """
+        there = self._objects(name)
+        if any(path in LOADABLE for path in there):
+            raise FileExistsError(f"{self.root / name} is there already; remove it or choose another folder")
+        before = self._record(name)
+        if there and (before is None or before.get("content") is not None):
+            raise FileExistsError(
+                f"{self.root / name} holds objects that no export has left, such as {min(there)}; remove them or "
+                "choose another folder"
+            )
+        if there:
+            logger.info("%s: removing what an export that was cut short left", self.root / name)
+            self._delete(there)
+        attempt = uuid.uuid4().hex
+        self._write(name, {"folder": name, "attempt": attempt, "content": None})
+        return attempt
+
+    def publish(self, name: str, attempt: str, last: str, content: bytes) -> None:
+        """Write the last file, if the place is still this attempt's.
+
+        Raises: ExportError; FileExistsError; StoreError.
+        """
+        record = self._record(name)
+        if record is None or record.get("attempt") != attempt:
+            raise ExportError(
+                f"{self.root / name}: another run exports to this name. Give one of the two another folder"
+            )
+        place = self.root / name / last
+        place.bucket.create(place.key, content)
+        if place.read() != content:
+            place.bucket.delete([place.key])
+            raise ExportError(f"{place} read back differs from what was written")
+
+    def abandon(self, name: str, attempt: str) -> None:
+        """Delete what an attempt has written; its record stays, because another rank may still be writing.
+
+        Raises: StoreError.
+        """
+        record = self._record(name)
+        if record is not None and record.get("attempt") == attempt and record.get("content") is None:
+            self._delete(self._objects(name))
+
+    def record(self, config: ExportConfig, step: int) -> None:
+        """Record a published export. A failure is logged: the export is whole, and it never expires."""
+        name = _name(config, step)
+        try:
+            record = self._record(name) or {"folder": name}
+            self._write(name, {**record, "content": {path: _mark(f) for path, f in self._objects(name).items()}})
+        except OSError as error:
+            logger.warning("%s is not recorded, so it never expires: %s", self.root / name, error)
+
+    def expire(self, config: ExportConfig, step: int) -> None:
+        """Remove interval exports that are no longer kept, each with the file first that makes it loadable.
+
+        Raises: StoreError.
+        """
+        if config.keep is None:
+            return
+        for expired in policy.expired_exports(self._own_steps(config), step, config):
+            name = _name(config, expired)
+            self._delete(self._objects(name))
+            self.root.bucket.delete([self._record_at(name).key])
+            logger.info("export of step %d removed: the newest %d are kept", expired, config.keep)
+
+    def steps_there(self, config: ExportConfig) -> list[int]:
+        """Return the steps whose exports have objects, whoever made them. Raises: StoreError."""
+        before, after = map(re.escape, _name(config, None).split("N"))
+        pattern = re.compile(rf"{before}(0|[1-9][0-9]*){after}")
+        matches = map(pattern.fullmatch, self.root.bucket.list_names(self.root.key))
+        return [int(match[1]) for match in matches if match]
+
+    def why_foreign(self, name: str) -> str | None:
+        """Return why a folder is not an export as a run published it; None if it is. Raises: StoreError."""
+        record = self._record(name)
+        written = None if record is None else record.get("content")
+        if not isinstance(written, dict):
+            return "there is no record that a run has finished it"
+        content = {path: _mark(facts) for path, facts in self._objects(name).items()}
+        changed = sorted(path for path in {*written, *content} if written.get(path) != content.get(path))
+        return f"changed since: {listed(changed, ', ', most=3)}" if changed else None
+
+    def _own_steps(self, config: ExportConfig) -> list[int]:
+        foreign = {step: self.why_foreign(_name(config, step)) for step in self.steps_there(config)}
+        left = {_name(config, step): why for step, why in foreign.items() if why}
+        if new := [f"{self.root / name} ({why})" for name, why in left.items() if name not in self._left]:
+            logger.warning("retention of exports leaves what is not as a run published it: %s", ", ".join(new))
+        self._left.update(left)
+        return [step for step, why in foreign.items() if why is None]
+
+    def _objects(self, name: str) -> dict[str, ObjectFacts]:
+        """Return the objects of a folder by their names in it."""
+        place = self.root / name
+        return {f.key.removeprefix(f"{place.key}/"): f for f in place.bucket.list_objects(place.key)}
+
+    def _delete(self, objects: Mapping[str, ObjectFacts]) -> None:
+        self.root.bucket.delete([facts.key for path, facts in objects.items() if path in LOADABLE])
+        self.root.bucket.delete([facts.key for path, facts in objects.items() if path not in LOADABLE])
+
+    def _record_at(self, name: str) -> BucketPath:
+        return self.root / RECORDS / f"{name}.json"
+
+    def _record(self, name: str) -> dict[str, Json] | None:
+        path = self._record_at(name)
+        try:
+            record = parse(path.read(), _MAX_BYTES, str(path))
+        except (FileNotFoundError, CorruptCheckpointError):
+            return None
+        return record if isinstance(record, dict) and record.get("folder") == name else None
+
+    def _write(self, name: str, record: Mapping[str, Json]) -> None:
+        path = self._record_at(name)
+        data = json.dumps(record, indent=1).encode()
+        path.bucket.upload(path.key, iter([memoryview(data)]), path.bucket.settings.part_bytes(len(data)))
+
+
+def _name(config: ExportConfig, step: int | None) -> str:
+    return config.lands_in(step).rpartition("/")[2]
+
+
+def _mark(facts: ObjectFacts) -> str:
+    return f"{facts.num_bytes} bytes, {' '.join(facts.version.values())}"
+
+
+__all__ = ["LOADABLE", "BucketExports", "StoreError"]

@@ -1,0 +1,120 @@
+"""How an export comes to have its name: all at once, by a rename, or in a bucket by its last file.
+
+Owns the order of these steps. Knows no format: the caller says which file makes a folder loadable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from titan_ckpt.disk.unpublished_folder import StagedFolder
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.encoding.strict_json import Json
+from titan_ckpt.formats.publish.bucket_record import BucketExports
+from titan_ckpt.stores.bucket import BucketPath, Location
+from titan_ckpt.stores.source import ListedPath, Source, listed
+
+_Prepared = TypeVar("_Prepared")
+
+
+@dataclass(slots=True)
+class Unpublished(Generic[_Prepared]):
+    """A folder that ranks fill, and that nobody takes for an export yet."""
+
+    path: Location
+    prepared: _Prepared | None
+    """On rank 0, what `prepare` has returned."""
+    last: tuple[str, bytes] | None = None
+    """Name and content of the file that makes a folder in a bucket loadable; no other file is written after it."""
+
+    def share_last(self, tag: str, coordinator: Coordinator) -> None:
+        """Tell the other ranks rank 0's `last`, because they read it back before it is there. Collective."""
+        text: Json = None if self.last is None else [self.last[0], self.last[1].decode("latin-1")]
+        shared = coordinator.broadcast(tag, text)
+        if isinstance(shared, list):
+            self.last = str(shared[0]), str(shared[1]).encode("latin-1")
+
+    def as_source(self) -> Source:
+        """Return the folder as a reader will find it: in a bucket it has its last file already. Raises: StoreError."""
+        if not isinstance(self.path, BucketPath):
+            return self.path
+        found = listed(self.path)
+        made = {} if self.last is None else {(self.path / self.last[0]).key: self.last[1]}
+        sizes = {**found.sizes, **{key: len(content) for key, content in made.items()}}
+        return ListedPath(found.bucket, found.key, sizes, made)
+
+
+@contextlib.contextmanager
+def published(
+    folder: Location, coordinator: Coordinator, tag: str, prepare: Callable[[], _Prepared]
+) -> Iterator[Unpublished[_Prepared]]:
+    """Give all ranks an empty folder to fill, and publish it as `folder` after the block, if all succeed. Collective.
+
+    `prepare` is called on rank 0 first. In a bucket the block sets `last` on rank 0. After an error nothing has the
+    folder's name, or in a bucket no loadable folder has, unless another rank fell silent after the publication.
+    Raises: FileExistsError; OSError; PeerError; the errors of `prepare`.
+    """
+    if isinstance(folder, BucketPath):
+        with _in_bucket(folder, coordinator, tag, prepare) as unpublished:
+            yield unpublished
+        return
+    staged: StagedFolder | None = None
+    prepared: _Prepared | None = None
+
+    def begin() -> str:
+        nonlocal staged, prepared
+        prepared = prepare()
+        staged = StagedFolder.begin(folder)
+        return str(staged.path)
+
+    def publish() -> None:
+        nonlocal staged
+        if staged is not None:
+            staged.publish()
+            staged = None
+
+    try:
+        path = coordinator.on_rank_0(f"{tag}begin", begin)
+        yield Unpublished(Path(path), prepared)
+        coordinator.together(f"{tag}publish", publish)
+    except BaseException:
+        if staged is not None:
+            with contextlib.suppress(OSError):  # a later export removes what is left
+                staged.abandon()
+        raise
+
+
+@contextlib.contextmanager
+def _in_bucket(
+    folder: BucketPath, coordinator: Coordinator, tag: str, prepare: Callable[[], _Prepared]
+) -> Iterator[Unpublished[_Prepared]]:
+    """Publish a folder in a bucket, whose objects have their final names from the beginning."""
+    exports = BucketExports(folder.parent)
+    unpublished: Unpublished[_Prepared] = Unpublished(folder, None)
+    attempt: str | None = None
+
+    def begin() -> None:
+        nonlocal attempt
+        unpublished.prepared = prepare()
+        attempt = exports.begin(folder.name)
+
+    def publish() -> None:
+        nonlocal attempt
+        if attempt is not None:
+            assert unpublished.last is not None
+            exports.publish(folder.name, attempt, *unpublished.last)
+            attempt = None
+
+    try:
+        coordinator.on_rank_0(f"{tag}begin", begin)
+        yield unpublished
+        coordinator.together(f"{tag}publish", publish)
+    except BaseException:
+        if attempt is not None:
+            with contextlib.suppress(OSError):  # a later export of this name removes what is left
+                exports.abandon(folder.name, attempt)
+        raise

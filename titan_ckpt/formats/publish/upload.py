@@ -1,0 +1,213 @@
+"""The files of an export in a bucket: one rank uploads each, and gets the other ranks' parts of it.
+
+Owns which rank uploads which file, and the way of bytes between ranks. Knows no tensors.
+
+A bucket has no file that several ranks write, so bytes go through the memory of the rank that uploads their file. The
+ranks exchange them in rounds that all make in lockstep, each in a thread of its own, so that a rank that computes its
+values, or waits for a collective of them, holds up nobody.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import torch
+
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.distributed.peer_groups import Ranks
+from titan_ckpt.errors import ExportError
+from titan_ckpt.formats.safetensors.container import Layout
+from titan_ckpt.stores.bucket import BucketPath
+from titan_ckpt.stores.object_writer import ObjectWriter
+
+_HEAD = struct.Struct("<qqq")
+"""Of a frame: number of the file, offset in it, and bytes that follow."""
+_QUEUED_BYTES = 32 << 20
+"""Bytes that wait to be sent to other ranks; a writer of more waits."""
+_ROUND_BYTES = 32 << 20
+"""Bytes that a rank receives in one round, from all others together."""
+_IDLE_SECONDS = 0.01
+
+
+class Uploads:
+    """The files of one export, in the order of its plan; file n is uploaded by rank n modulo their number."""
+
+    def __init__(self, place: BucketPath, layouts: Mapping[str, Layout], coordinator: Coordinator) -> None:
+        """Send nothing yet. With several ranks, `connect` comes next."""
+        self._coordinator = coordinator
+        self._names = list(layouts)
+        self._numbers = {name: number for number, name in enumerate(self._names)}
+        self._layouts = layouts
+        self._own = {
+            number: ObjectWriter(place / name, layouts[name].num_bytes)
+            for number, name in enumerate(self._names)
+            if number % coordinator.world_size == coordinator.rank
+        }
+        self._courier: Courier | None = None
+
+    def start(self) -> None:
+        """Connect the ranks, and write the headers of this rank's files. Collective. Raises: ExportError; PeerError."""
+        if self._coordinator.world_size > 1:
+            everyone = tuple(range(self._coordinator.world_size))
+            if not self._coordinator.peers.connect(self._coordinator, lambda: {everyone}):
+                raise ExportError(
+                    "the ranks cannot connect to each other by gloo, and an export in a bucket needs it: open the "
+                    "network between the hosts, or export to a folder on a file system that they share"
+                )
+            self._courier = Courier(self._coordinator, everyone, self._deliver)
+        for number, writer in self._own.items():
+            writer.write(memoryview(self._layouts[self._names[number]].header), 0)
+
+    def write(self, name: str, view: memoryview, offset: int) -> None:
+        """Write bytes of a file, whichever rank uploads it. Raises: StoreError; ExportError."""
+        number = self._numbers[name]
+        if number in self._own:
+            self._own[number].write(view, offset)
+        else:
+            assert self._courier is not None
+            self._courier.send(number % self._coordinator.world_size, number, offset, view)
+
+    def _deliver(self, number: int, offset: int, view: memoryview) -> None:
+        self._own[number].write(view, offset)
+
+    def finish(self) -> None:
+        """Wait until all ranks have sent everything, and this rank's files are uploaded.
+
+        Every rank calls it, or `close` after an error. Raises: StoreError; ExportError.
+        """
+        if self._courier is not None:
+            self._courier.finish()
+        for number, writer in self._own.items():
+            writer.finish(self._layouts[self._names[number]].num_bytes)
+
+    def close(self) -> None:
+        """End what is under way; idempotent. Collective after an error, because the ranks end their rounds together."""
+        for writer in self._own.values():
+            writer.abort()
+        if self._courier is not None:
+            self._courier.close()
+
+
+class Courier:
+    """Carries bytes to other ranks, in rounds that all ranks make, until all have finished."""
+
+    def __init__(self, coordinator: Coordinator, ranks: Ranks, deliver: Callable[[int, int, memoryview], None]) -> None:
+        """Start the thread. `deliver` gets (number of a file, offset, bytes) of what arrives here, in that thread."""
+        self._coordinator = coordinator
+        self._ranks = ranks
+        self._deliver = deliver
+        self._most = max(1 << 16, _ROUND_BYTES // len(ranks))
+        self._queues: list[deque[tuple[int, int, memoryview]]] = [deque() for _ in ranks]
+        self._queued_bytes = 0
+        self._is_finished = False
+        self._is_broken = False
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="titan_ckpt-courier", daemon=True)
+        self._thread.start()
+
+    def send(self, to: int, number: int, offset: int, view: memoryview) -> None:
+        """Queue a copy of the bytes. Raises: the error of a delivery or of the exchange."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._queued_bytes < _QUEUED_BYTES)
+            self._check()
+            self._queues[to].append((number, offset, memoryview(bytes(view))))
+            self._queued_bytes += len(view)
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Wait until all ranks have finished, and everything is delivered. Raises: as `send`."""
+        with self._changed:
+            self._is_finished = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._check()
+
+    def close(self) -> None:
+        """Drop what is queued, and wait until all ranks have finished or the exchange is broken. Idempotent."""
+        with self._changed:
+            self._error = self._error or ExportError("the export was given up")
+            self._is_finished = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise ExportError(f"the files of other ranks cannot be written: {self._error}") from self._error
+
+    def _run(self) -> None:
+        try:
+            while not self._round():
+                pass
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def _round(self) -> bool:
+        """Exchange what is queued; return whether all ranks have finished."""
+        frames, is_last = self._take()
+        sizes = torch.tensor([[len(data), is_last] for data in frames], dtype=torch.int64)
+        received_sizes = torch.empty_like(sizes)
+        ones = [1] * len(frames)
+        self._exchange(sizes, ones, received_sizes, ones)
+        num_bytes: list[int] = received_sizes[:, 0].tolist()
+        send = torch.frombuffer(bytearray(b"".join(frames)), dtype=torch.uint8)
+        received = torch.empty(sum(num_bytes), dtype=torch.uint8)
+        self._exchange(send, list(map(len, frames)), received, num_bytes)
+        at = 0
+        for size in num_bytes:
+            self._open(received.numpy().data[at : at + size])
+            at += size
+        return bool(received_sizes[:, 1].all())
+
+    def _exchange(self, send: torch.Tensor, sizes: list[int], into: torch.Tensor, into_sizes: list[int]) -> None:
+        seconds = self._coordinator.timeout_seconds
+        self._coordinator.peers.exchange(self._ranks, send, sizes, into, into_sizes, seconds).wait()
+
+    def _take(self) -> tuple[list[bytes], bool]:
+        """Return the frames for each rank, ended by an empty one, and whether none will follow."""
+        deadline = time.monotonic() + _IDLE_SECONDS
+        with self._changed:
+            self._changed.wait_for(lambda: self._queued_bytes or self._is_finished, max(0, deadline - time.monotonic()))
+            if self._error is not None:
+                self._queues = [deque() for _ in self._queues]
+                self._queued_bytes = 0
+            taken = [b"".join(self._frames(queue)) for queue in self._queues]
+            is_last = self._is_finished and not self._queued_bytes
+            self._changed.notify_all()
+        return [frames + _HEAD.pack(-1, 0, 0) for frames in taken], is_last
+
+    def _frames(self, queue: deque[tuple[int, int, memoryview]]) -> list[bytes]:
+        parts: list[bytes] = []
+        room = self._most
+        while queue and room > 0:
+            number, offset, view = queue.popleft()
+            piece = view[:room]
+            if len(piece) < len(view):
+                queue.appendleft((number, offset + len(piece), view[len(piece) :]))
+            parts += [_HEAD.pack(number, offset, len(piece)), bytes(piece)]
+            room -= len(piece)
+            self._queued_bytes -= len(piece)
+        return parts
+
+    def _open(self, frames: memoryview) -> None:
+        """Deliver frames. After an error the rounds go on, because the other ranks wait for them."""
+        at = 0
+        while True:
+            number, offset, num_bytes = _HEAD.unpack_from(frames, at)
+            at += _HEAD.size
+            if number < 0:
+                return
+            if self._error is None:
+                try:
+                    self._deliver(number, offset, frames[at : at + num_bytes])
+                except BaseException as error:
+                    with self._changed:
+                        self._error = error
+                        self._changed.notify_all()
+            at += num_bytes

@@ -1,0 +1,154 @@
+"""ObjectWriter: an object that is uploaded while its bytes are written, in any order.
+
+Owns the memory between the writers and the requests: parts that are not whole yet, and a few that wait to be sent.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+
+from titan_ckpt.stores.bucket import BucketPath
+
+_WAITING_PARTS = 2
+"""Whole parts that wait to be sent; a writer that would make more waits, too."""
+
+
+class ObjectWriter:
+    """A new object at a place where nobody else writes. Threads may write at the same time.
+
+    A byte that is written twice keeps its first value. `finish` or `abort` comes last.
+    """
+
+    def __init__(self, path: BucketPath, expected_bytes: int) -> None:
+        """Send nothing yet. `expected_bytes`: at most a little less than the size of the object."""
+        self.path = path
+        self._part_bytes = path.bucket.settings.part_bytes(expected_bytes)
+        self._parts: dict[int, _Part] = {}
+        self._taken = 0
+        """Number of parts that the upload has taken, from the first one on."""
+        self._total: int | None = None
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Copy bytes to their place; return while they are sent. Raises: StoreError of this or an earlier write."""
+        while len(view):
+            number, at = divmod(offset, self._part_bytes)
+            piece = view[: self._part_bytes - at]
+            self._write_part(number, at, piece)
+            view, offset = view[len(piece) :], offset + len(piece)
+
+    def _write_part(self, number: int, at: int, piece: memoryview) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or number in self._parts or self._num_waiting() < _WAITING_PARTS)
+            self._check()
+            if number < self._taken:
+                return
+            part = self._parts.setdefault(number, _Part(self._part_bytes))
+            new = part.reserve(at, at + len(piece))
+        for start, stop in new:
+            np.copyto(part.memory[start:stop], np.frombuffer(piece[start - at : stop - at], np.uint8))
+        with self._changed:
+            part.num_written += sum(stop - start for start, stop in new)
+            self._start()
+            self._changed.notify_all()
+
+    def finish(self, num_bytes: int) -> None:
+        """Wait until the object of `num_bytes`, which are all written, is there. Raises: StoreError; EOFError."""
+        with self._changed:
+            self._total = num_bytes
+            written = self._taken * self._part_bytes + sum(part.num_written for part in self._parts.values())
+            if self._error is None and min(written, num_bytes) < num_bytes:
+                self._error = EOFError(f"{self.path}: {written} of {num_bytes} bytes were written")
+            self._start()
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        self._check()
+
+    def abort(self) -> None:
+        """End the upload; there is no object then, unless it is finished already. Idempotent."""
+        with self._changed:
+            self._error = self._error or InterruptedError(f"{self.path}: its upload was given up")
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._upload, name="titan_ckpt-upload", daemon=True)
+            self._thread.start()
+
+    def _upload(self) -> None:
+        try:
+            self.path.bucket.upload(self.path.key, self._whole_parts(), self._part_bytes)
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+                self._parts.clear()
+                self._changed.notify_all()
+
+    def _whole_parts(self) -> Iterator[memoryview]:
+        """Yield the parts in order, each when it is whole."""
+        for number in count():
+            with self._changed:
+                self._changed.wait_for(lambda n=number: self._error or self._is_whole(n) or self._is_end(n))  # type: ignore[misc]
+                self._check()
+                if self._is_end(number):
+                    return
+                part = self._parts.pop(number)
+                self._taken = number + 1
+                self._changed.notify_all()
+            yield part.memory[: part.num_written].data
+
+    def _is_end(self, number: int) -> bool:
+        return self._total is not None and number * self._part_bytes >= self._total
+
+    def _is_whole(self, number: int) -> bool:
+        size = self._part_bytes
+        if self._total is not None:
+            size = min(size, self._total - number * size)
+        return number in self._parts and self._parts[number].num_written == size
+
+    def _num_waiting(self) -> int:
+        """Return how many parts from the next one on are whole."""
+        return next(n for n in count() if not self._is_whole(self._taken + n))
+
+
+class _Part:
+    """The memory of a part, and which of its bytes are written."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.memory: npt.NDArray[np.uint8] = np.empty(num_bytes, np.uint8)
+        self.num_written = 0
+        self._ends: list[tuple[int, int]] = []
+        """(Start, stop) of what is written or being written, in order and apart from each other."""
+
+    def reserve(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the runs of [start, stop) that nobody has reserved; they are reserved then."""
+        runs = self._ends
+        first = bisect_left(runs, (start, start))
+        if first and runs[first - 1][1] >= start:
+            first -= 1
+        last, free, at = first, [], start
+        while last < len(runs) and runs[last][0] <= stop:
+            if at < runs[last][0]:
+                free.append((at, runs[last][0]))
+            at = max(at, runs[last][1])
+            last += 1
+        if at < stop:
+            free.append((at, stop))
+        low, high = min([start, *(run[0] for run in runs[first:last])]), max([stop, *(r[1] for r in runs[first:last])])
+        runs[first:last] = [(low, high)]
+        return free

@@ -27,7 +27,7 @@ from titan_ckpt.training.loss import Predicted, summed_cross_entropy
 from titan_ckpt.training.model_folder import other_choices
 from titan_ckpt.training.outcome import STOPPED, Outcome, forget_stop, record_stop
 from titan_ckpt.training.parallel.context_parallel import share_of
-from titan_ckpt.training.parallel.data_parallel import free_gathered, prepare_backward, sum_and_clip
+from titan_ckpt.training.parallel.data_parallel import prepare_backward, sum_and_clip
 from titan_ckpt.training.precision import numerics
 from titan_ckpt.training.schedule import changes, find_decay, own_schedule_faults, rescaled, schedule_record
 from titan_ckpt.training.train_state import TrainState
@@ -282,22 +282,18 @@ class Trainer(BuildSteps):
             return total / self.ranks.degrees.tp
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         keep_gathered = not self.config.parallel.reshard_between_micro_batches
-        try:
-            for index, batch in enumerate(batches):
-                self.callbacks.on_substep_begin(self, index)
-                prepare_backward(self.model_parts, last=index == len(batches) - 1, keep_gathered=keep_gathered)
-                with self.training_context(), self.balance_loss.watching() if self.balance_loss else nullcontext():
-                    loss = self.compute_loss(batch)
-                objective = loss / divisor
-                if self.balance_loss is not None:
-                    objective = objective + self.balance_loss.share() / len(batches)
-                objective.backward()
-                total += loss.detach()
-                self.callbacks.on_substep_end(self, index)
-                self.guard.check()
-        except BaseException:  # the step before may be saved, from the shards
-            free_gathered(self.model_parts)
-            raise
+        for index, batch in enumerate(batches):
+            self.callbacks.on_substep_begin(self, index)
+            prepare_backward(self.model_parts, last=index == len(batches) - 1, keep_gathered=keep_gathered)
+            with self.training_context(), self.balance_loss.watching() if self.balance_loss else nullcontext():
+                loss = self.compute_loss(batch)
+            objective = loss / divisor
+            if self.balance_loss is not None:
+                objective = objective + self.balance_loss.share() / len(batches)
+            objective.backward()
+            total += loss.detach()
+            self.callbacks.on_substep_end(self, index)
+            self.guard.check()
         return total / self.ranks.degrees.tp
 
     @torch.no_grad()

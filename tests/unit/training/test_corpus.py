@@ -62,15 +62,17 @@ def test_d8_a_folder_and_a_pattern_are_all_of_their_files_in_order(tmp_path: Pat
 
 
 def test_d8_files_of_other_tools_hold_what_they_say(tmp_path: Path) -> None:
-    """A byte order mark, Windows' line ends, a part without rows and a linked folder, of which each comes once."""
-    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "1"}\r\n\r\n{"text": "2"}\r\n')
-    (tmp_path / "b.jsonl").touch()
-    (tmp_path / "c.txt").write_bytes(b"\xef\xbb\xbf3")
-    parquet.write_table(Table.from_pylist([{"text": "x"}]).slice(1), tmp_path / "d.parquet")
-    (tmp_path / "e").symlink_to(tmp_path / "other", target_is_directory=True)
-    jsonl(tmp_path / "other" / "x.jsonl", {"text": "4"})
-    (tmp_path / "other" / "back").symlink_to(tmp_path, target_is_directory=True)
-    assert texts(tmp_path) == ["1", "2", "3", "4"]
+    """A byte order mark, Windows' line ends, a part without rows, and linked folders, of which each comes once."""
+    corpus, other = tmp_path / "corpus", tmp_path / "other"
+    jsonl(other / "x.jsonl", {"text": "4"})
+    corpus.mkdir()
+    (corpus / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "1"}\r\n\r\n{"text": "2"}\r\n')
+    (corpus / "b.jsonl").touch()
+    (corpus / "c.txt").write_bytes(b"\xef\xbb\xbf3")
+    parquet.write_table(Table.from_pylist([{"text": "x"}]).slice(1), corpus / "d.parquet")
+    for link, folder in ((corpus / "e", other), (corpus / "f", other), (other / "back", corpus)):
+        link.symlink_to(folder, target_is_directory=True)
+    assert texts(corpus) == ["1", "2", "3", "4"]
 
 
 def test_a_digest_follows_the_files(tmp_path: Path) -> None:

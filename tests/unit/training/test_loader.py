@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,6 +131,26 @@ def test_documents_are_tokenised_once(tmp_path: Path) -> None:
     assert calls == ["ab", "c"]
     path.write_text('{"text": "d"}\n')
     assert tokenise(open_corpus(str(path)), encode, {}, tmp_path / "cache").tolist() == [100]
+
+
+def test_ranks_that_start_on_an_empty_cache_tokenise_it_once(tmp_path: Path) -> None:
+    """One does, the others wait for it; if it fails, the next one tokenises. Nothing else is left."""
+    path, counted = tmp_path / "a.txt", Counter[str]()
+    path.write_text("a")
+
+    def encode(text: str) -> list[int]:
+        time.sleep(0.1)  # the others come meanwhile
+        counted[text] += 1
+        if counted[text] == 1:
+            raise InterruptedError
+        return [7]
+
+    with ThreadPoolExecutor(3) as ranks:
+        ends = [ranks.submit(tokenise, open_corpus(str(path)), encode, {}, tmp_path / "cache") for _ in range(3)]
+    assert sorted(type(end.exception()).__name__ for end in ends) == ["InterruptedError", "NoneType", "NoneType"]
+    assert [end.result().tolist() for end in ends if end.exception() is None] == [[7], [7]]
+    assert counted == {"a": 2}
+    assert len([*(tmp_path / "cache").iterdir()]) == 1
 
 
 def test_collate_stacks_sequences() -> None:

@@ -97,6 +97,7 @@ class Odd(nn.Module):
         self.square = nn.Linear(8, 8, bias=False)
         self.scaled = nn.Linear(8, 600)
         self.assigned = nn.Linear(8, 8)
+        self.untouched = nn.Linear(8, 100)
 
     def init_weights(self) -> None:
         nn.init.normal_(self.table.weight, std=0.5)
@@ -124,6 +125,9 @@ def test_b5_code_that_needs_whole_values_still_has_them() -> None:
     assert torch.allclose(alone.square.weight @ alone.square.weight.T, torch.eye(8), atol=1e-5)
     assert float(alone.scaled.weight.detach().abs().max()) == pytest.approx(0.2)
     assert alone.assigned.bias.abs().max() <= 8**-0.5, "the constructor's fill"
+    assert 0.98 < float(alone.untouched.weight.detach().abs().max()) * 8**0.5 <= 1, (
+        "kaiming_uniform_ of the constructor"
+    )
 
 
 def test_b5_tiles_cover_every_shape_once() -> None:

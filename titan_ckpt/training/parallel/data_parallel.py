@@ -87,7 +87,7 @@ def prepare_backward(model_parts: Sequence[nn.Module], *, last: bool, keep_gathe
 
 
 def free_gathered(model_parts: Sequence[nn.Module]) -> None:
-    """Free all gathered parameters; a forward pass without a backward pass, or an abandoned step, keeps some."""
+    """Free all gathered parameters; a forward pass without a backward pass keeps some."""
     for module in (module for part in model_parts for module in part.modules()):
         if isinstance(module, FSDPModule):
             module.reshard()

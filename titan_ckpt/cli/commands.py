@@ -31,6 +31,7 @@ from titan_ckpt.cli.arguments import (
     Verify,
 )
 from titan_ckpt.cli.new_run import write_run_file
+from titan_ckpt.cli.output import Output
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import (
     CheckpointError,
@@ -48,7 +49,7 @@ SAME, DIFFERENT, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
 def run(command: Command) -> int:
     """Run a command and return the exit code; an error is one line on standard error."""
-    console = Console(markup=True, emoji=False)
+    console = Output(markup=True, emoji=False)
     try:
         require_local(dict(_paths(command)))
         return _run(command, console)
@@ -60,6 +61,8 @@ def run(command: Command) -> int:
         return _fail(str(error), DIFFERENT if isinstance(command, Verify) else WRONG_USE)
     except CheckpointError as error:
         return _fail(str(error), WRONG_USE)
+    except BrokenPipeError:  # main answers
+        raise
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), WRONG_USE)
 

@@ -8,16 +8,18 @@ codes of its own (titan_ckpt/training/launch/command.py). Completion of your she
 from __future__ import annotations
 
 import io
+import os
 import shutil
+import signal
 import sys
 from contextlib import redirect_stdout
 from typing import TextIO
 
 import tyro
-from rich.console import Console
 from rich.text import Text
 
 from titan_ckpt.cli.arguments import Command
+from titan_ckpt.cli.output import Output
 from titan_ckpt.training.launch import command as train
 
 
@@ -26,6 +28,20 @@ def main(args: list[str] | None = None) -> int:
     given = sys.argv[1:] if args is None else args
     if given[:1] == ["train"]:  # any --table.key VALUE may follow, which tyro cannot know
         return train.main(given[1:])
+    sys.stdout, sys.stderr = (out or open(os.devnull, "w") for out in (sys.stdout, sys.stderr))  # noqa: SIM115
+    try:
+        code = _answer(given)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has gone, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        sys.stderr.write(f"titan-ckpt: standard output: {error.strerror}\n")
+        return 2
+    return code
+
+
+def _answer(given: list[str]) -> int:
     if given == ["--version"]:
         from importlib.metadata import version
 
@@ -50,7 +66,7 @@ class _Paragraphs(io.StringIO):
     def flush_to(self, out: TextIO) -> None:
         usage, newline, rest = self.getvalue().partition("\n")
         text = Text.from_ansi(usage.replace(",", ", ") + newline + rest)
-        Console(file=out, width=shutil.get_terminal_size().columns).print(text, end="")
+        Output(file=out, width=shutil.get_terminal_size().columns).print(text, end="")
 
 
 def _parsed(given: list[str]) -> Command:

@@ -5,8 +5,12 @@ The commands are tested on real folders of every format in tests/tools.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -48,6 +52,38 @@ def test_ls_pins_and_prune_do_not_wait_for_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", [["--help"], ["ls"], ["ls", "--json"]])
+def test_a_reader_that_has_gone_ends_the_command_without_a_word(tmp_path: Path, command: list[str]) -> None:
+    """`titan-ckpt ls RUN | head -1` prints no traceback; the code is the one that SIGPIPE would give."""
+    if command[0] == "ls":
+        with CheckpointManager(
+            CheckpointConfig(save=SaveConfig(interval=1)), model_parts=[nn.Linear(1, 1)], base_folder=tmp_path
+        ) as m:
+            m.save_seed()
+    places = [str(tmp_path)] if command[0] == "ls" else []
+    code = "import sys; from titan_ckpt.cli.main import main; sys.exit(main())"
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        arguments = [sys.executable, "-c", code, *command[:1], *places, *command[1:]]
+        done = subprocess.run(arguments, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_output_that_cannot_be_written_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk under a redirected output is no traceback."""
+    shown = io.StringIO()
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(sys, "stderr", shown)
+        assert main(["--version"]) == 2
+        with contextlib.suppress(OSError):
+            full.close()
+    assert shown.getvalue() == "titan-ckpt: standard output: No space left on device\n"
 
 
 def test_prune_keeps_what_the_run_would_keep(

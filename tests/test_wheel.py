@@ -27,9 +27,9 @@ def outside() -> dict[str, str]:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel from a copy of what a source distribution has."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("LICENSE", "README.md", "pyproject.toml"):
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, source)
-    for name in ("converters", "titan_ckpt"):
+    for name in ("converters", "docs", "titan_ckpt"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(out), str(source)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
@@ -50,7 +50,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_says_what_it_is(wheel: Path) -> None:
-    """Licence, platforms, extras, entry points, templates and types; nothing but the two packages."""
+    """Licence, platforms, extras, entry points, templates, types and pages; nothing but the two packages."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (info,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
@@ -61,7 +61,12 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
     assert set(metadata.get_all("Provides-Extra") or ()) >= {"train", "hf", "tensorboard", "wandb"}
     assert "Operating System :: POSIX :: Linux" in (metadata.get_all("Classifier") or ())
     assert {"titan_ckpt/py.typed", "converters/py.typed", "titan_ckpt/cli/templates/lora.toml"} <= names
-    assert {name.partition("/")[0] for name in names} == {"titan_ckpt", "converters", info}
+    pages = f"{info.removesuffix('.dist-info')}.data"
+    assert {name.partition("/")[0] for name in names} == {"titan_ckpt", "converters", info, pages}
+    assert {f"{pages}/data/share/doc/titan-ckpt/{name}" for name in ("README.md", "docs/configuration.md")} <= names
+    description = str(metadata.get_payload())
+    assert "docs/configuration.md lists" in description
+    assert re.findall(r"\]\((?!https?:)", description) == [], "a link that leads nowhere on a package index"
     assert "titan-ckpt = titan_ckpt.cli.main:main" in entries
     assert "[titan_ckpt.tables]\nconverters = converters" in entries
 

@@ -59,7 +59,8 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.all
 
 soak: $(READY) $(SERVERS)/.ready
-	TITAN_CKPT_SOAK=1 $(BIN)/python -m pytest --timeout=14400 -o faulthandler_timeout=14000 tests/faults tests/distributed
+	TITAN_CKPT_SOAK=1 $(BIN)/python -m pytest --timeout=14400 -o faulthandler_timeout=14000 tests/faults tests/distributed \
+		tests/stores
 
 # The table of docs/compatibility.md: everything that the installed libraries offer, about half an hour on two cores.
 zoo: $(READY)

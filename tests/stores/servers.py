@@ -190,6 +190,8 @@ class Proxy:
 
     def __init__(self, endpoint: str, fault: Callable[[str, str], Fault]) -> None:
         self.requests: list[tuple[str, str]] = []
+        self.forwarding = 0
+        """Requests that the server works on."""
         self._upstream = re.fullmatch(r"http://([^:/]+):(\d+)(.*)", endpoint)
         self._fault = fault
         self._loop = asyncio.new_event_loop()
@@ -238,7 +240,11 @@ class Proxy:
             writer.write(answer.to_bytes())
             await writer.drain()
             return True
-        data = await self._forward(head, body)
+        self.forwarding += 1
+        try:
+            data = await self._forward(head, body)
+        finally:
+            self.forwarding -= 1
         if fault == "cut":
             return False
         writer.write(data)

@@ -175,9 +175,9 @@ class BucketSteps(Steps):
         files = self.files_of(manifest)
         actual = _sizes_in(self._bucket.list_objects(files.key))
         foreign = [f"{name} is not expected" for name in actual.keys() - {record.name for record in manifest.files}]
+        self._lease.check()  # first, because another holder deletes what it has fenced
         if faults := [*_faults(manifest, actual), *sorted(foreign)]:
             raise SaveError(f"{attempt.path}: {'; '.join(faults)}")
-        self._lease.check()
         self._in_doubt.add(attempt.id)
         try:
             self._bucket.create(self._commits.place(attempt.step, attempt.id).key, manifest.to_bytes())

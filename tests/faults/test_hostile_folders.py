@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -181,3 +182,55 @@ def test_ranks_that_disagree_about_a_tensor_are_named(tmp_path: Path) -> None:
     with open_reader(folder) as reader, pytest.raises(CorruptCheckpointError, match=cause):
         reader.read([ReadRequest("model.rows.weight", Chunk.whole((7, 4)), into)])
     assert not into.any()
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    """Write a folder of a published model or of an adapter, one of whose JSON files holds this."""
+    folder.mkdir()
+    weights = "adapter_model.safetensors" if name == "adapter_config.json" else "model.safetensors"
+    save_file({"w": torch.ones(2)}, folder / weights)
+    (folder / name).write_bytes(text.encode("utf-8", "surrogatepass"))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "adapter_config.json"])
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ('{"a": {"b": 1, "b": 2}}', "a key is there twice: 'b'"),
+        ('{"a": ' + "[" * 100_000, "nested too deeply|recursion"),
+        ('{"a": ' + "9" * 5000 + "}", "Exceeds the limit"),
+        ("[1]", "expected a JSON object|no weight_map"),
+    ],
+)
+def test_a_json_file_of_a_published_folder_is_one_clear_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, cause: str
+) -> None:
+    """The file is named, and why it is none; whatever reads it, `ls` of a run with such an export included."""
+    folder = written(tmp_path / "folder", name, text)
+    assert main(["inspect", str(folder)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(folder / name) in line
+    assert re.search(cause, line)
+
+
+def test_exports_and_rows_that_are_nested_without_end_do_not_end_ls_or_report(tmp_path: Path) -> None:
+    """A listing says what it can; a damaged row of a log is passed over."""
+    shutil.copytree(GOLDEN / "external/checkpoints", tmp_path / "checkpoints")
+    (tmp_path / "exports").mkdir()
+    written(tmp_path / "exports/step-2", "config.json", "[" * 100_000)
+    for name in ("metrics.jsonl", "telemetry.jsonl"):
+        (tmp_path / name).write_text("[" * 100_000 + "\n")
+    assert main(["ls", str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path)]) == 0
+
+
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half a character cannot be printed, sorted into a digest or written to a file."""
+    header = rb'{"\ud800":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    assert main(["diff", str(tmp_path), str(tmp_path)]) == 2
+    assert "lone surrogate" in capsys.readouterr().err
+    whole = rb'{"\ud83d\ude00":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'  # a pair is a character
+    (tmp_path / "model.safetensors").write_bytes(len(whole).to_bytes(8, "little") + whole + bytes(8))
+    assert main(["diff", str(tmp_path), str(tmp_path)]) == 0

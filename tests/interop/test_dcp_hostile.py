@@ -57,6 +57,28 @@ def under_key(key: bytes) -> bytes:
 SIZE, PATH, INDEX = named("torch", "Size"), named("pathlib", "PosixPath"), named(DCP, "MetadataIndex")
 ATTRIBUTES = pickle.EMPTY_DICT + text("hacked") + pickle.NONE + pickle.SETITEM
 ONE_TUPLE = number(1) + pickle.TUPLE1
+ATTRIBUTES_W = pickle.EMPTY_DICT + text("fqn") + text("w") + pickle.SETITEM
+INDEX_W = INDEX + pickle.EMPTY_TUPLE + pickle.NEWOBJ + ATTRIBUTES_W + pickle.BUILD
+INDEX_OF_DOUBLED = record("MetadataIndex", text("fqn"), text("w"), text("index"), doubled(60))
+
+
+def entry(chunks: bytes) -> bytes:
+    properties = record("TensorProperties", text("dtype"), named("torch", "float32"))
+    size = called(SIZE, ONE_TUPLE)
+    return record("TensorStorageMetadata", text("properties"), properties, text("size"), size, text("chunks"), chunks)
+
+
+TWO_OF_ONE_LIST = (
+    pickle.EMPTY_DICT + text("a") + entry(pickle.EMPTY_LIST + pickle.BINPUT + b"\x09") + pickle.SETITEM
+    + text("b") + entry(pickle.BINGET + b"\x09") + pickle.SETITEM
+)  # fmt: skip
+LONG_NAME = pickle.BINUNICODE + struct.pack("<I", 5000) + b"a" * 5000
+FAR_AWAY = (
+    pickle.EMPTY_DICT + INDEX_W
+    + named("torch.distributed.checkpoint.filesystem", "_StorageInfo") + pickle.EMPTY_TUPLE + pickle.NEWOBJ
+    + pickle.EMPTY_DICT + pickle.MARK + text("relative_path") + LONG_NAME + text("offset") + number(0)
+    + text("length") + number(4) + pickle.SETITEMS + pickle.BUILD + pickle.SETITEM
+)  # fmt: skip
 HOSTILE = {
     "an attribute of pathlib": (PATH + ATTRIBUTES + pickle.BUILD, "sets attributes of a pathlib.PosixPath"),
     "an attribute of a class of dcp": (INDEX + ATTRIBUTES + pickle.BUILD, f"sets attributes of a {DCP}.MetadataIndex"),
@@ -116,6 +138,20 @@ HOSTILE = {
     "an index without end": (
         under_key(record("MetadataIndex", text("fqn"), text("w"), text("offset"), doubled(60))),
         "has a MetadataIndex as the key",
+    ),
+    "a key that cannot be shown": (
+        pickle.EMPTY_DICT + INDEX_OF_DOUBLED + pickle.NONE + pickle.SETITEM, "has a MetadataIndex as the key"
+    ),
+    "a key that changes": (under_key(INDEX_W + ATTRIBUTES_W + pickle.BUILD), "fills a MetadataIndex twice"),
+    "a size of many dims": (called(SIZE, pickle.MARK + number(1) * 65 + pickle.TUPLE), "calls torch.Size in a way"),
+    "a long path": (called(PATH, *[text("a" * 250)] * 17), "calls pathlib.PosixPath in a way"),
+    "chunks of two tensors": (
+        record("Metadata", text("state_dict_metadata"), TWO_OF_ONE_LIST, text("storage_data"), pickle.NONE),
+        "the chunks of 'b' are those of another tensor",
+    ),
+    "a file with a long name": (
+        record("Metadata", text("state_dict_metadata"), pickle.EMPTY_DICT, text("storage_data"), FAR_AWAY),
+        "the place of 'w' is malformed",
     ),
     "a list as a key": (under_key(pickle.EMPTY_LIST), "has a list as the key"),
     "a key twice": (

@@ -219,8 +219,25 @@ def _converters(value: Json) -> list[dict[str, Any]]:
     return converters
 
 
-def _object_or_none(value: Json) -> dict[str, Any] | None:
-    return None if value is None else _object(value)
+def _base(value: Json) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    base = _object(value)
+    if base.keys() != {"path", "revision", "format", "digest"}:
+        raise ValueError(f"expected path, revision, format and digest, found {', '.join(base):.80}")
+    if not all(text is None or isinstance(text, str) for text in base.values()):
+        raise TypeError(f"expected texts or null, found {base!r:.200}")
+    return {**base, "digest": base["digest"] if base["digest"] is None else _digest(base["digest"])}
+
+
+def _resumed_from(value: Json) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    source = _object(value)
+    if source.keys() not in ({"step", "attempt"}, {"step", "path"}):
+        raise ValueError(f"expected step, and attempt or path, found {', '.join(source):.80}")
+    step = _natural(0, 2**63 - 1)(source["step"])
+    return {name: step if name == "step" else as_str(item) for name, item in source.items()}
 
 
 def _files(value: Json) -> tuple[FileRecord, ...]:
@@ -247,8 +264,8 @@ _READERS: dict[str, Callable[[Json], Any]] = {
     "created_unix_seconds": _seconds,
     "components": _components,
     "converters": _converters,
-    "base": _object_or_none,
-    "resumed_from": _object_or_none,
+    "base": _base,
+    "resumed_from": _resumed_from,
     "files": _files,
     "metrics": _metrics,
     "schema_version": as_int,

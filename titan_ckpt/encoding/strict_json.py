@@ -10,14 +10,16 @@ import base64
 import binascii
 import json
 import math
+import re
 from collections import Counter
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from titan_ckpt.errors import CorruptCheckpointError
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 _MAX_DIMS = 64
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse(data: bytes, max_bytes: int, source: str) -> Json:
@@ -41,7 +43,26 @@ def loads(text: str) -> Json:
         parse_constant=_refuse_constant,
         parse_float=_finite_float,
     )
+    if _SURROGATE.search(text) and not is_unicode(json.dumps(parsed, ensure_ascii=False)):
+        raise ValueError("it has text with a lone surrogate, which is no character")
     return parsed
+
+
+def loads_by_hand(data: bytes) -> Any:
+    """Parse JSON that people write, in any Unicode encoding and with NaN; no key twice. Raises: ValueError."""
+    try:
+        return json.loads(data, object_pairs_hook=_object_without_duplicates)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a file can hold the text: it has no lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def as_list(value: Json, length: int | None = None) -> list[Json]:

@@ -5,14 +5,13 @@ Owns the fields that every architecture has. Each architecture's module owns its
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from titan_ckpt.encoding import special_floats
+from titan_ckpt.encoding import special_floats, strict_json
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.models.layers import INIT_STD
 
@@ -80,12 +79,12 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
     """Return the contents of a Hugging Face folder's config.json. Raises: ConfigError."""
     path = Path(folder) / "config.json"
     try:
-        config = special_floats.decode(json.loads(path.read_bytes()))
+        config = special_floats.decode(strict_json.loads_by_hand(path.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError([f"model.folder: {path} is not there; expected a Hugging Face folder"]) from None
     except OSError as error:
         raise ConfigError([f"model.folder: {path} cannot be read: {error.strerror}"]) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError([f"model.folder: {path} is not JSON: {error}"]) from None
     if not isinstance(config, dict):
         raise ConfigError([f"model.folder: {path}: expected a JSON object, found {type(config).__name__}"])

@@ -191,7 +191,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open("rb") as file:
         for line in file:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 value = json.loads(line)
                 if isinstance(value, dict):
                     yield value

@@ -112,7 +112,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     for line in path.read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(line)
             if isinstance(row, dict) and isinstance(row.get("step"), int):
                 yield row

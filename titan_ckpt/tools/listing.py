@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from titan_ckpt.directory.lease import LEASE_NAME, holder_of
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.directory.names import PIN_NAME, STAGING, CommittedStep, inspect, step_name, step_of, survey
 from titan_ckpt.disk import posix
+from titan_ckpt.encoding.strict_json import loads_by_hand
 from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
 from titan_ckpt.formats.publish.record import recorded_folders, why_foreign
 from titan_ckpt.telemetry.events import folder_bytes
@@ -229,7 +228,7 @@ def _format(path: Path) -> str:
     if (path / "adapter_config.json").exists():
         return "peft"
     with contextlib.suppress(OSError, ValueError):
-        config: Any = json.loads((path / "config.json").read_bytes())
+        config = loads_by_hand((path / "config.json").read_bytes())
         if isinstance(config, dict) and "quantization_config" in config:
             return "hf, quantised"
     return "hf"

@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from titan_ckpt.encoding.strict_json import is_unicode
 from titan_ckpt.errors import CorruptCheckpointError
-from titan_ckpt.formats.dcp.unpickle import unpickle
+from titan_ckpt.formats.dcp.unpickle import MAX_PATH, unpickle
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.stores.source import Source, read_whole
 
@@ -74,11 +75,15 @@ def _check_types(metadata: Metadata) -> None:
         raise UnpicklingError("its tables of names and places are malformed")
     for index, info in (places or {}).items():
         _check_place(index, info)
+    listed: set[int] = set()
     for name, entry in entries.items():
-        if type(name) is not str:
+        if type(name) is not str or not is_unicode(name):
             raise UnpicklingError("a name is malformed")
         if type(entry) is TensorStorageMetadata:
             _check_tensor(name, vars(entry))
+            if id(entry.chunks) in listed:  # thousands of names with thousands of chunks take few bytes otherwise
+                raise UnpicklingError(f"the chunks of {name!r:.200} are those of another tensor")
+            listed.add(id(entry.chunks))
         elif type(entry) is not BytesStorageMetadata:
             raise UnpicklingError(f"the entry of {name!r:.200} is malformed")
 
@@ -93,9 +98,14 @@ def _check_place(index: Any, info: Any) -> None:
     if (
         not all(type(n) is int and n >= 0 for n in sizes)
         or type(place.get("relative_path")) is not str
-        or not (transforms is None or (type(transforms) in (list, tuple) and all(type(t) is str for t in transforms)))
+        or len(place["relative_path"]) > MAX_PATH
+        or not (transforms is None or _is_texts(transforms))
     ):
         raise UnpicklingError(f"the place of {name!r:.200} is malformed")
+
+
+def _is_texts(value: Any) -> bool:
+    return type(value) in (list, tuple) and len(value) < 64 and all(type(text) is str for text in value)
 
 
 def _check_tensor(name: str, entry: Mapping[str, Any]) -> None:

@@ -28,7 +28,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-_PATHLIB = ("pathlib", "pathlib._local")
+_OF_INDEX = ((str,), (torch.Size, type(None)), (int, type(None)))
+"""The types of a MetadataIndex's fields: fqn, offset and index."""
+_MAX_DIMS = 64
+MAX_PATH = 4096
+"""Characters. A few bytes of a pickle copy a size or a path again and again, which is bounded by these two."""
 _MODULE = "torch.distributed.checkpoint.metadata"
 _RECORDS: dict[str, type[Any]] = {
     f"{_MODULE}.Metadata": Metadata,
@@ -147,10 +151,10 @@ def _set_items(stack: list[Any], items: list[Any]) -> None:
 
 
 def _is_key(key: Any) -> bool:
-    """Return whether this can be hashed at once: a tuple of tuples of tuples may take for ever."""
+    """Return whether this can be hashed and shown at once: a tuple of tuples of tuples may take for ever."""
     if type(key) is MetadataIndex:
-        offset = vars(key).get("offset")
-        return type(vars(key).get("fqn")) is str and (offset is None or type(offset) is torch.Size)
+        types = [type(vars(key).get(name)) for name in ("fqn", "offset", "index")]
+        return all(kind in known for kind, known in zip(types, _OF_INDEX, strict=True))
     return type(key) in (str, int)
 
 
@@ -166,6 +170,8 @@ def _build(stack: list[Any]) -> None:
     known = _FIELDS.get(type(made))
     if known is None:
         raise UnpicklingError(f"it sets attributes of a {_kind(made)}")
+    if vars(made):  # a key of a dict would have another hash
+        raise UnpicklingError(f"it fills a {type(made).__name__} twice")
     if type(made) is TensorProperties and type(state) is tuple and len(state) == 5:
         made.__setstate__(state)
     elif type(state) is dict and known.issuperset(state):
@@ -188,9 +194,9 @@ def _call(stack: list[Any]) -> None:
 
 def _size(*arguments: Any) -> torch.Size | None:
     numbers = arguments[0] if len(arguments) == 1 else None
-    if type(numbers) is not tuple or not all(type(n) is int and -(2**63) <= n < 2**63 for n in numbers):
+    if type(numbers) is not tuple or len(numbers) > _MAX_DIMS:
         return None
-    return torch.Size(numbers)
+    return torch.Size(numbers) if all(type(n) is int and -(2**63) <= n < 2**63 for n in numbers) else None
 
 
 def _layout(*arguments: Any) -> torch.layout | None:
@@ -203,7 +209,8 @@ def _memory_format(*arguments: Any) -> _MEM_FORMAT_ENCODING | None:
 
 
 def _path(*arguments: Any) -> PurePosixPath | None:
-    return PurePosixPath(*arguments) if all(type(part) is str for part in arguments) else None
+    texts = len(arguments) <= MAX_PATH and all(type(part) is str for part in arguments)
+    return PurePosixPath(*arguments) if texts and sum(map(len, arguments)) <= MAX_PATH else None
 
 
 def _ordered_dict(*arguments: Any) -> OrderedDict[Any, Any] | None:

@@ -125,7 +125,7 @@ def read_config(path: Source) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     try:
-        config = special_floats.decode(json.loads(data))
+        config = special_floats.decode(strict_json.loads_by_hand(data))
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: not JSON: {error}", str(path)) from error
     if not isinstance(config, dict):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from titan_ckpt.encoding.strict_json import loads_by_hand
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.models.llama3 import Llama3Config, RopeScaling
 from titan_ckpt.models.qwen3 import Qwen3Config
@@ -25,7 +25,7 @@ def config_json(model_config: Any, assets: str | None) -> dict[str, Any]:
     path = Path(assets) / "config.json" if assets else None
     if path is not None and path.is_file():
         try:
-            given: dict[str, Any] = json.loads(path.read_bytes())
+            given: dict[str, Any] = loads_by_hand(path.read_bytes())
         except ValueError as error:
             raise ConfigError([f"hf_assets_path: {path} is not JSON: {error}"]) from None
         wrong = [

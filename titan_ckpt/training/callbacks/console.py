@@ -153,5 +153,5 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text().splitlines():
         try:
             yield json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return  # a killed process did not finish this line

@@ -14,6 +14,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
+from titan_ckpt.encoding.strict_json import loads_by_hand
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.data.cache import cached_folder
 from titan_ckpt.training.data.corpus import Corpus
@@ -114,7 +115,7 @@ def _special(backend: tokenizers.Tokenizer, folder: Path, kind: str) -> int | No
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        value = loads_by_hand(path.read_bytes())
     except FileNotFoundError:
         return {}
     except ValueError as error:

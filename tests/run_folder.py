@@ -21,6 +21,7 @@ from titan_ckpt.config import StoreConfig
 from titan_ckpt.directory.bucket_commits import Commit, Commits
 from titan_ckpt.stores.bucket import Bucket, BucketPath, StoreError, open_location
 
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """The base folder of a run, and the URL of its checkpoints if they are in a bucket. Can be sent to ranks."""

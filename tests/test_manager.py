@@ -206,7 +206,9 @@ def test_a_missing_step_is_named_with_those_that_are_there(run_folder: RunFolder
         manager.load(3)
 
 
-def test_f5_a_flipped_bit_falls_back_to_the_step_before(run_folder: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
+def test_f5_a_flipped_bit_falls_back_to_the_step_before(
+    run_folder: RunFolder, caplog: pytest.LogCaptureFixture
+) -> None:
     """The newest step is damaged: the one before is taken, and the log says why."""
     run = Run()
     with run.manager(run_folder) as manager:

@@ -307,7 +307,8 @@ class CheckpointConfig(Checked):
         if self.external and self.save is not None and self.save.model_only_last is not None:
             yield 'save.model_only_last: components has no "model", so none can be saved; leave one of the two out'
         targets: dict[str, int] = {}
-        if self.store != StoreConfig() and not any(map(split_url, self._places())):
+        in_bucket = any(map(split_url, self._places()))
+        if self.store != StoreConfig() and not in_bucket:
             yield (
                 f"store: for buckets, and folder {self.folder!r}, sources and exports are on mounted file systems; "
                 "leave it out"
@@ -319,7 +320,7 @@ class CheckpointConfig(Checked):
             targets.setdefault(target, i)
             if self._is_inside(target):
                 yield f"export.{i}.folder: {export.folder!r} is inside checkpoint folder {self.folder!r}; name another"
-        if own is None and self.save is not None and 3 * self.store.retry_seconds > self.save.timeout_seconds:
+        if in_bucket and self.save is not None and 3 * self.store.retry_seconds > self.save.timeout_seconds:
             yield (
                 f"store.retry_seconds: a commit may take 3 x {self.store.retry_seconds:g} s, and ranks wait for it for "
                 f"save.timeout_seconds = {self.save.timeout_seconds:g} s; lower the one or raise the other"

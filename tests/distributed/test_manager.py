@@ -86,7 +86,9 @@ def train_and_resume(folder: RunFolder, mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", ["disabled", "thread"])
-def test_a_sharded_run_resumes_bit_for_bit_and_its_checkpoint_opens_in_one_process(run_folder: RunFolder, mode: Mode) -> None:
+def test_a_sharded_run_resumes_bit_for_bit_and_its_checkpoint_opens_in_one_process(
+    run_folder: RunFolder, mode: Mode
+) -> None:
     """FSDP2 x2: 4 + 2 steps equal 6; then a single process reads the same weights and moments."""
     train_and_resume(run_folder, mode)
     single = Run(seed=5)

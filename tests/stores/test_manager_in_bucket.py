@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import re
-from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from tests.stores.conftest import behind, place_in, through
 from tests.stores.servers import Server
-from tests.test_manager import Run, same
-from titan_ckpt.config import KeepConfig, ResumeConfig, SaveConfig, StoreConfig
+from tests.test_manager import Run
+from titan_ckpt.config import KeepConfig, SaveConfig, StoreConfig
 from titan_ckpt.directory import bucket_lease
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.manifest import FileRecord, Manifest
@@ -24,7 +18,6 @@ from titan_ckpt.directory.steps import Attempt
 from titan_ckpt.errors import CommitConflictError, CorruptCheckpointError
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.stores.bucket import BucketPath
-from titan_ckpt.testing import distributed
 
 
 def manager(run: Run, place: BucketPath, folder: Path, **save: object) -> CheckpointManager:

@@ -53,7 +53,9 @@ class Counter:
 class Run:
     """One model with everything a checkpoint may hold, after two steps."""
 
-    def __init__(self, folder: RunFolder | Path, components: tuple[Any, ...] | None, handler: Any = None, **config: Any) -> None:
+    def __init__(
+        self, folder: RunFolder | Path, components: tuple[Any, ...] | None, handler: Any = None, **config: Any
+    ) -> None:
         self.model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)

@@ -138,7 +138,10 @@ def test_nothing_is_left_after_close(run_folder: RunFolder, mode: Any) -> None:
     def open_things() -> tuple[int, set[str], int]:
         gc.collect()
         threads = {t.name for t in threading.enumerate()}
-        return len(os.listdir("/proc/self/fd")), threads, len(optimizer._optimizer_step_pre_hooks)
+        files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        if run_folder.url:  # a bucket's client closes connections when it likes
+            files = [file for file in files if "socket:" not in file]
+        return len(files), threads, len(optimizer._optimizer_step_pre_hooks)
 
     run(run_folder / "first", fail=False)  # buffers and libraries that stay for the next save
     before = open_things()
@@ -176,8 +179,9 @@ def test_saving_among_the_steps_of_a_run_that_was_not_loaded_is_refused(run_fold
     assert run_folder.steps() == [10]
 
 
-def test_a_state_file_of_another_shape_is_typed_though_its_digest_holds(run_folder: RunFolder) -> None:
+def test_a_state_file_of_another_shape_is_typed_though_its_digest_holds(tmp_path: Path) -> None:
     """A state file that another program sealed is named, the step before is taken, and nothing is touched."""
+    run_folder = RunFolder(tmp_path)
     model = nn.Linear(2, 2)
     with manager(run_folder, "disabled", model, optimizers=[torch.optim.SGD(model.parameters(), 0.1)]) as m:
         m.save(1)
@@ -202,7 +206,7 @@ def test_a_state_file_of_another_shape_is_typed_though_its_digest_holds(run_fold
         fresh = nn.Linear(2, 2)
         weight = fresh.weight.detach().clone()
         with manager(run_folder, "disabled", fresh, optimizers=[torch.optim.SGD(fresh.parameters(), 0.1)]) as m:
-            with pytest.raises(CorruptCheckpointError, match=rf"step-2/.*{name}: not the state of a run"):
+            with pytest.raises(CorruptCheckpointError, match=rf"step-2/{name}: not the state of a run"):
                 m.load(2)
             assert torch.equal(fresh.weight, weight)
             assert m.load().step == 1

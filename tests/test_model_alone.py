@@ -57,8 +57,10 @@ def test_a_run_starts_from_a_seed_and_from_nothing_else_of_its_process(run_folde
     assert _train(*_run(run_folder, seed=2), last=4) == 2
 
 
-@pytest.mark.parametrize("mode", ["disabled", "thread", "process"])
-@pytest.mark.parametrize("dtype", ["own", "bfloat16"])
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [("disabled", "own"), ("disabled", "bfloat16"), ("thread", "own"), ("thread", "bfloat16"), ("process", "bfloat16")],
+)
 def test_a_last_step_holds_the_model_alone_in_its_dtype(run_folder: RunFolder, mode: Any, dtype: Any) -> None:
     """The values are those of the model, rounded once; counters keep their type; another run can start from them."""
     save = SaveConfig(interval=2, async_mode=mode, model_only_last=dtype)

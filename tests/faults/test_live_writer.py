@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
+from tests.run_folder import RunFolder
 from titan_ckpt import CheckpointConfig, CheckpointManager, ResumeConfig, SaveConfig
 from titan_ckpt.directory import names
 from titan_ckpt.directory.directory import CheckpointDirectory
@@ -21,27 +23,29 @@ from titan_ckpt.errors import CheckpointNotFoundError
 from titan_ckpt.testing import distributed
 
 WRITER = """
+import pickle
 import sys
 import torch
 from torch import nn
 from titan_ckpt import CheckpointConfig, CheckpointManager, KeepConfig, SaveConfig
 
-model = nn.Linear(64, 64)
-config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled", keep=KeepConfig(latest=1)))
-with CheckpointManager(config, model_parts=[model], base_folder=sys.argv[1]) as manager:
+model, folder = nn.Linear(64, 64), pickle.loads(bytes.fromhex(sys.argv[1]))
+save = SaveConfig(interval=1, async_mode="disabled", keep=KeepConfig(latest=1))
+config = CheckpointConfig(**folder.settings, save=save)
+with CheckpointManager(config, model_parts=[model], base_folder=folder.base) as manager:
     for step in range(1, 1_000_000):
         for parameter in model.parameters():
             nn.init.constant_(parameter, step)
         manager.save(step)
-        if step == 1:
+        if step == 2:
             print("ready", flush=True)
 """
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[subprocess.Popen[str]]:
+def writing(folder: RunFolder) -> Iterator[subprocess.Popen[str]]:
     """Run a process that saves without a pause, for the time of the block."""
-    command = [sys.executable, "-c", WRITER, str(folder)]
+    command = [sys.executable, "-c", WRITER, pickle.dumps(folder).hex()]
     writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
     try:
         assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
@@ -51,20 +55,23 @@ def writing(folder: Path) -> Iterator[subprocess.Popen[str]]:
         writer.communicate()
 
 
-def load(folder: Path, step: int | None = None) -> int:
+def load(folder: RunFolder | Path, step: int | None = None) -> int:
     """Load as a run without [checkpoint.save]; return the step, whose number every weight must have."""
+    folder = RunFolder(folder) if isinstance(folder, Path) else folder
     model = nn.Linear(64, 64)
-    config = CheckpointConfig(resume=ResumeConfig(step=step))
-    with CheckpointManager(config, model_parts=[model], base_folder=folder) as manager:
+    config = CheckpointConfig(**folder.settings, resume=ResumeConfig(step=step))
+    with CheckpointManager(config, model_parts=[model], base_folder=folder.base) as manager:
         loaded = manager.load().step
     assert {value for p in model.parameters() for value in p.detach().unique().tolist()} == {float(loaded)}
     return loaded
 
 
-def test_fifty_loads_beside_a_writer_that_keeps_one_step(tmp_path: Path) -> None:
+def test_loads_beside_a_writer_that_keeps_one_step(run_folder: RunFolder) -> None:
     """No load fails, none starts from step 0, and none goes back; the writer lives and has gone on meanwhile."""
-    with writing(tmp_path) as writer:
-        steps = [load(tmp_path) for _ in range(50)]
+    with writing(run_folder) as writer:
+        steps = [load(run_folder) for _ in range(3 if run_folder.url else 50)]
+        while steps[-1] == steps[0]:  # the writer has not been given its turn yet
+            steps.append(load(run_folder))
         assert writer.poll() is None
     assert steps == sorted(steps)
     assert 0 < steps[0] < steps[-1]
@@ -74,7 +81,7 @@ def test_fifty_loads_beside_a_writer_that_keeps_one_step(tmp_path: Path) -> None
 def test_two_ranks_load_the_same_step_beside_a_writer(tmp_path: Path) -> None:
     """All ranks agree to go on to the newer step, also if the older one vanishes between their looks at it."""
     line = Coordinator.current(60)
-    with writing(tmp_path) if dist.get_rank() == 0 else nullcontext():
+    with writing(RunFolder(tmp_path)) if dist.get_rank() == 0 else nullcontext():
         line.barrier("writing")
         for _ in range(15):
             steps = line.gather("loaded", load(tmp_path))

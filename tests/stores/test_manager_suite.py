@@ -7,28 +7,37 @@ from __future__ import annotations
 
 import inspect
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from tests import test_failed_saves, test_manager, test_manager_lifecycle, test_model_alone
+from tests.distributed import test_manager as test_manager_on_ranks
+from tests.distributed import test_manager_layouts
+from tests.faults import test_live_writer
 from tests.run_folder import RunFolder
 from tests.stores.servers import Server
+from tests.unit.loading import test_external
+from tests.unit.telemetry import test_events
 from titan_ckpt.config import StoreConfig
 
-_SUITES: tuple[ModuleType, ...] = (test_manager, test_manager_lifecycle, test_model_alone, test_failed_saves)
+_SUITES: tuple[ModuleType, ...] = (
+    test_manager, test_manager_lifecycle, test_model_alone, test_failed_saves,
+    test_manager_on_ranks, test_manager_layouts, test_live_writer, test_external, test_events,
+)  # fmt: skip
 _ON_BOTH = {
-    "test_a_run_without_a_save_table_writes_nothing",
+    "test_a5_a_run_without_a_save_table_writes_nothing",
     "test_a_second_writer_is_refused_while_the_first_lives",
-    "test_a_state_file_of_another_shape_is_typed_though_its_digest_holds",
-    "test_a_step_can_be_asked_for_and_rolled_back_to",
+    "test_a5_a_step_can_be_asked_for_and_rolled_back_to",
     "test_an_interrupt_while_writing_leaves_nothing_behind",
-    "test_nothing_readable_is_never_a_fresh_start",
+    "test_f5_nothing_readable_is_never_a_fresh_start",
     "test_retention_keeps_what_it_says",
     "test_warn_ends_the_run_at_one_failure_too_many_in_a_row",
 }
 """These ask for deletions, versions, or errors that the two providers answer each in its own way."""
+_IN_A_PROCESS = "test_a_resumed_run_equals_an_uninterrupted_one"
 
 for _suite in _SUITES:
     for _name, _test in vars(_suite).items():
@@ -44,17 +53,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def run_folder(request: pytest.FixtureRequest, tmp_path: Path) -> RunFolder:
+def run_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunFolder]:
+    name = request.function.__name__
+    if request.node.callspec.params.get("mode") == "process" and name != _IN_A_PROCESS:
+        pytest.skip(f"a process takes seconds to start: {_IN_A_PROCESS} is enough")
     server = request.getfixturevalue(request.param)
     assert isinstance(server, Server)
-    return RunFolder(
-        tmp_path, f"{server.url}/runs/{uuid.uuid4().hex[:8]}", StoreConfig(endpoint=server.endpoint, retry_seconds=5.0)
-    )
+    store = StoreConfig(endpoint=server.endpoint, retry_seconds=5.0)
+    yield RunFolder(tmp_path, f"{server.url}/runs/{uuid.uuid4().hex[:8]}", store)
+    assert not [*tmp_path.glob("*:"), *tmp_path.glob("checkpoints/step-*")], "a step on the local disk"
 
 
 def test_every_suite_is_here_and_both_stores_are_asked() -> None:
     """A test that is renamed is not lost."""
     names = {name for name in globals() if name.startswith("test_")}
-    assert names >= _ON_BOTH
+    assert names >= _ON_BOTH | {_IN_A_PROCESS}
     for suite in _SUITES:
         assert names & vars(suite).keys(), suite.__name__

@@ -161,13 +161,13 @@ class Stop(Callback):
         if trainer.state.step == 1:
             if index == 0 and trainer.ranks.rank == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.05)
+            time.sleep(0.17)
 
 
 def stopped(folder: Path) -> Any:
     return settings(
         folder,
-        training={"steps": 3, "batch_size": 1, "accumulation": 40},
+        training={"steps": 3, "batch_size": 1, "accumulation": 12},
         parallel={"reshard_after_forward": "never", "reshard_between_micro_batches": False},
         checkpoint={"save": {"interval": 10}},
         data={"sequence_length": 8},

@@ -26,9 +26,12 @@ from titan_ckpt.training.launch import command as train
 def main(args: list[str] | None = None) -> int:
     """Run the command line and return its exit code (see commands.py)."""
     given = sys.argv[1:] if args is None else args
+    sys.stdout, sys.stderr = (out or open(os.devnull, "w") for out in (sys.stdout, sys.stderr))  # noqa: SIM115
+    for out in (sys.stdout, sys.stderr):
+        if isinstance(out, io.TextIOWrapper):  # a locale that lacks a character ends no command
+            out.reconfigure(errors="backslashreplace")
     if given[:1] == ["train"]:  # any --table.key VALUE may follow, which tyro cannot know
         return train.main(given[1:])
-    sys.stdout, sys.stderr = (out or open(os.devnull, "w") for out in (sys.stdout, sys.stderr))  # noqa: SIM115
     try:
         code = _answer(given)
         sys.stdout.flush()
@@ -64,7 +67,8 @@ class _Paragraphs(io.StringIO):
         return getattr(sys.__stdout__, "encoding", None) or "utf-8"
 
     def flush_to(self, out: TextIO) -> None:
-        usage, newline, rest = self.getvalue().partition("\n")
+        bullet = "\u2022" if "utf" in self.encoding.lower() else "-"
+        usage, newline, rest = self.getvalue().replace("\u2022", bullet).partition("\n")
         text = Text.from_ansi(usage.replace(",", ", ") + newline + rest)
         Output(file=out, width=shutil.get_terminal_size().columns).print(text, end="")
 

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig, __version__
@@ -72,6 +74,24 @@ def test_a_reader_that_has_gone_ends_the_command_without_a_word(tmp_path: Path, 
     finally:
         os.close(writing)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize("command", [["--help"], ["inspect", "FOLDER"], ["--tyro-print-completion", "bash"]])
+def test_a_locale_without_a_character_ends_no_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    """With an ASCII terminal a name is escaped, and boxes and bullets are drawn with what there is."""
+    save_file({"w\u00fc": torch.ones(1)}, tmp_path / "model.safetensors")
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setattr(sys, "__stdout__", shown)
+    with contextlib.suppress(SystemExit):
+        assert main([str(tmp_path) if word == "FOLDER" else word for word in command]) == 0
+    shown.seek(0)
+    text = shown.read()
+    assert len(text) > 60
+    assert ("w\\xfc" in text) is (command[0] == "inspect")
+    assert "\\u2022" not in text or command[0].startswith("--tyro")
 
 
 def test_output_that_cannot_be_written_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

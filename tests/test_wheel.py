@@ -83,6 +83,7 @@ def test_the_tutorial_leads_from_an_empty_folder_to_an_answer(installed: Path, t
         words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "warning" not in done.stderr.lower(), done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[0] for line in lines if line[-2:] == ["resumed", "from"]] == ["20"]
     assert [line[0] for line in lines if line[-1:] == ["proved"]] == [

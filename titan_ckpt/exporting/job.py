@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,8 +13,6 @@ from titan_ckpt.formats.publish.bucket_record import BucketExports
 from titan_ckpt.formats.publish.record import MadeExports
 from titan_ckpt.stores.bucket import Location
 from titan_ckpt.weights.transforms import FileGroup
-
-logger = logging.getLogger(__name__)
 
 
 class FolderWriter(Protocol):
@@ -45,7 +42,6 @@ class ExportJob:
         try:
             self.writer.write(self.folder, coordinator)
             became = "is published, and what follows it failed"
-            logger.info("exported %s to %s", self.config.format, self.folder)
             if coordinator.rank == 0:
                 self.made.record(self.config, self.step)
             coordinator.on_rank_0("export-expire", lambda: self.made.expire(self.config, self.step))

@@ -26,12 +26,12 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 def own_log() -> Iterator[None]:
     """Have a root logger without handlers, as a new process has it."""
     root = logging.getLogger()
-    handlers, level, filters = root.handlers[:], root.level, root.filters[:]
+    handlers, level = root.handlers[:], root.level
     root.handlers.clear()
     try:
         yield
     finally:
-        root.handlers[:], root.filters[:] = handlers, filters
+        root.handlers[:] = handlers
         root.setLevel(level)
 
 

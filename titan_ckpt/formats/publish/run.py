@@ -88,7 +88,7 @@ def export_folder(
         raise ExportError(f"export to {folder} failed, {became}: {error}") from error
     seconds = time.perf_counter() - started
     summary = ExportSummary(folder, tuple(plan.layouts), len(plan.infos), plan.num_bytes, seconds)
-    logger.info("exported %d tensors, %d bytes, to %s in %.2f s", summary.num_tensors, plan.num_bytes, folder, seconds)
+    logger.info(f"exported {summary.num_tensors} tensors, {plan.num_bytes:,} bytes, to {folder} in {seconds:.2f} s")
     return summary
 
 

@@ -20,8 +20,8 @@ from titan_ckpt.progress import CONSOLE
 FOREIGN = {
     # torchao's wheel has kernels for other Pythons and GPUs; a converter that needs one says so itself
     "torchao": "Failed to load ",
-    # torchao.kernel.intmm logs to the root logger; nothing here uses its integer kernels
-    "root": "Detected no triton",
+    # nothing here uses these integer kernels
+    "torchao.kernel.intmm": "Detected no triton",
     # torchao registers its enums in a way that torch 2.13 calls deprecated
     "torch.utils._pytree": "natively supported by torch.compile",
 }
@@ -39,7 +39,7 @@ _FILTERS = {name: _without(text) for name, text in FOREIGN.items()}
 def configure_logging() -> None:
     """Log to standard error, with the time of day in front; a console gets colours, and bars below the lines."""
     for name, is_wanted in _FILTERS.items():
-        logging.getLogger(None if name == "root" else name).addFilter(is_wanted)  # once, however often this is called
+        logging.getLogger(name).addFilter(is_wanted)  # once, however often this is called
     rank = int(os.environ.get("RANK", "0"))
     handler: logging.Handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s" if rank == 0 else f"rank {rank}: %(message)s"))

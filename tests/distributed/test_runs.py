@@ -220,6 +220,7 @@ def run_on_two(tmp_path: Path) -> None:
     cut = Trainer(stopped(tmp_path / "cut"), callbacks=[Stop()])
     cut.run()
     assert cut.guard.stopped is not None and cut.state.step == 1, "the step under way was abandoned"
+    assert all(isinstance(p, DTensor) for p in cut.model.parameters()), "its gathered parameters are freed for the save"
     Trainer(stopped(tmp_path / "cut")).run()
 
 

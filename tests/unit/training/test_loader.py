@@ -6,7 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -139,16 +139,25 @@ def test_ranks_that_start_on_an_empty_cache_tokenise_it_once(tmp_path: Path) -> 
     path.write_text("a")
 
     def encode(text: str) -> list[int]:
-        time.sleep(0.1)  # the others come meanwhile
         counted[text] += 1
+        if counted[text] == 2:
+            start()  # comes when the file of the lock that failed is gone
+        time.sleep(0.1)  # the others come meanwhile
         if counted[text] == 1:
             raise InterruptedError
         return [7]
 
-    with ThreadPoolExecutor(3) as ranks:
-        ends = [ranks.submit(tokenise, open_corpus(str(path)), encode, {}, tmp_path / "cache") for _ in range(3)]
-    assert sorted(type(end.exception()).__name__ for end in ends) == ["InterruptedError", "NoneType", "NoneType"]
-    assert [end.result().tolist() for end in ends if end.exception() is None] == [[7], [7]]
+    def start() -> None:
+        ends.append(ranks.submit(tokenise, open_corpus(str(path)), encode, {}, tmp_path / "cache"))
+
+    ends: list[Future[torch.Tensor]] = []
+    with ThreadPoolExecutor(4) as ranks:
+        for _ in range(3):
+            start()
+        while len(ends) < 4 or not all(end.done() for end in ends):
+            time.sleep(0.01)
+    assert sorted(type(end.exception()).__name__ for end in ends) == ["InterruptedError", *3 * ["NoneType"]]
+    assert [end.result().tolist() for end in ends if end.exception() is None] == 3 * [[7]]
     assert counted == {"a": 2}
     assert len([*(tmp_path / "cache").iterdir()]) == 1
 

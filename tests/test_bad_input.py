@@ -73,6 +73,7 @@ def folders(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("hi")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "other.jsonl").write_text('{"body": "text"}\n')
+    (tmp_path / "chats.jsonl").write_text('{"chat": [{"role": "user", "content": "x"}]}\n')
     (tmp_path / "broken.jsonl").write_text('{"text": "x"}\n{"text": \n')
     chat_tokenizer(tmp_path / "tokens", None)
     (tmp_path / "no_tokenizer" / "tokenizer.json").write_text("{}")
@@ -137,6 +138,9 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "data: an empty folder": ({"data": {"corpus": "empty"}}, r"data\.corpus: the folder empty holds nothing; expected"),
     "data: a missing field": (
         {"data": {"corpus": "other.jsonl"}}, r"corpus: other\.jsonl:1: .*found the fields body; name .* data\.field"
+    ),
+    "data: conversations as text": (
+        {"data": {"corpus": "chats.jsonl"}}, r'chats\.jsonl:1: .*; for conversations, set data\.messages = "chat"'
     ),
     "data: a broken line": ({"data": {"corpus": "broken.jsonl"}}, r"data\.corpus: broken\.jsonl:2: not JSON: .*; exp"),
     "data: a broken stream": (

@@ -30,7 +30,7 @@ RUNS = {
     "SFTTrainer, LoRA, FSDP2, 2 ranks": Run("run_lora", 2, 2, 5),
     "DPOTrainer, its reference follows": Run("run_dpo", 1, 3, 8),
     "GRPOTrainer between two generations": Run("run_grpo", 1, 3, 6),
-    "Trainer, FSDP2 and tensor parallelism, 4 ranks": Run("run_parallel", 4, 3, 4),
+    "Trainer, FSDP2 and tensor parallelism, 4 ranks": Run("run_parallel", 4, 1, 2),
 }
 
 

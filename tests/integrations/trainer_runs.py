@@ -241,11 +241,13 @@ def run_parallel(folder: str, interval: int, killed_at: int | None) -> None:
     """Train on four ranks with FSDP2 over tensor parallelism, in which transformers loads a model."""
     path, data = Path(folder), Tokens(18)
     torch.distributed.init_process_group("gloo")
-    model().save_pretrained(base := path / "base")  # rank 0 alone writes
+    torch.manual_seed(0)
+    one_layer = LlamaForCausalLM(LlamaConfig(**SHAPE | {"num_hidden_layers": 1}))
+    one_layer.save_pretrained(base := path / "base")  # rank 0 alone writes
     torch.distributed.barrier()
     layout = DistributedConfig(tp_size=2, fsdp_size=2)
     network = LlamaForCausalLM.from_pretrained(base, distributed_config=layout, attention_dropout=0.1)
-    settings = arguments(path, gradient_accumulation_steps=1, max_steps=5, eval_strategy="no")
+    settings = arguments(path, gradient_accumulation_steps=1, max_steps=3, eval_strategy="no")
     # accelerate knows tensor parallelism on accelerators alone, and does nothing for it that needs one
     with mock.patch.object(ParallelismConfig, "_validate_accelerator"):
         args, callbacks = TrainingArguments(**settings), kill_after(killed_at, path, interval)

@@ -167,7 +167,7 @@ class Corpus:
         if not isinstance(value, Mapping):
             found: str | None = type(value).__name__
         elif self.field not in value:
-            found = f"the fields {', '.join(value) or '(none)'}; {self._choose}"
+            found = f"the fields {', '.join(value) or '(none)'}; {self._choose(value)}"
         else:
             found = _no_conversation(value[self.field]) if self.messages else _no_text(value[self.field])
         if found is not None:
@@ -185,9 +185,13 @@ class Corpus:
         kind = 'a list of messages, each with "role" and "content", as' if self.messages else "a string"
         return f'an object with {kind} "{self.field}"'
 
-    @property
-    def _choose(self) -> str:
-        return f"name the right one in {'data.messages' if self.messages else 'data.field'}"
+    def _choose(self, row: Mapping[str, Any]) -> str:
+        if self.messages:
+            return "name the right one in data.messages"
+        chats = (name for name, value in row.items() if _misfit(value, messages=True) is None)
+        return next(
+            (f'for conversations, set data.messages = "{name}"' for name in chats), "name the right one in data.field"
+        )
 
 
 def _no_text(value: Any) -> str | None:

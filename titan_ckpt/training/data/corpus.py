@@ -188,7 +188,7 @@ class Corpus:
     def _choose(self, row: Mapping[str, Any]) -> str:
         if self.messages:
             return "name the right one in data.messages"
-        chats = (name for name, value in row.items() if _misfit(value, messages=True) is None)
+        chats = (name for name, value in row.items() if _no_conversation(value) is None)
         return next(
             (f'for conversations, set data.messages = "{name}"' for name in chats), "name the right one in data.field"
         )

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from peft import PeftModel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import LlamaForCausalLM
 
-from tests.stores.conftest import behind, get_folder, place_in, through
+from tests.interop.test_lora_run import IDS, LoraRun, reload, write_base
+from tests.stores.conftest import behind, get_folder, place_in, put_folder, through
 from tests.stores.servers import Server
 from tests.test_manager import Run
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
@@ -241,3 +243,31 @@ def test_shards_of_two_ranks_are_the_files_of_one(s3: Server, tmp_path: Path) ->
         warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=get_folder(place / "dcp" / "step-1", tmp_path / "dcp"))
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+def test_peft_opens_an_adapter_and_a_run_loads_it_over_a_base_in_the_bucket(server: Server, tmp_path: Path) -> None:
+    """PEFT's logits and those of the merged export are the run's; both folders are sources of a new run."""
+    place = place_in(server)
+    base = write_base(tmp_path / "base", seed=0)
+    put_folder(place / "base", base)
+    exports = tuple(ExportConfig(kind, folder=str(place / "exports")) for kind in ("hf", "peft"))
+    run = LoraRun.build(base)
+    settings = {"store": place.bucket.settings, "save": None, "export": exports}
+    with run.manager(tmp_path, [place / "base"], **settings) as manager:  # type: ignore[list-item]
+        manager.load()
+        run.step()
+        run.step()
+        manager.save(2, last_step=True)
+    made = place / "exports" / "step-2-peft"
+    assert names(made) == ["adapter_config.json", "adapter_model.safetensors", "titan_ckpt.json"]
+    adapter = get_folder(made, tmp_path / "adapter")
+    theirs: Any = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), str(adapter)).eval()
+    merged = reload(get_folder(place / "exports" / "step-2", tmp_path / "merged"))
+    with torch.no_grad():
+        for other in (theirs, merged):
+            torch.testing.assert_close(other(IDS).logits, run.logits(), rtol=1e-4, atol=1e-5)
+    again = LoraRun.build(base, seed=7)
+    settings = {"store": place.bucket.settings, "save": None}
+    with again.manager(tmp_path / "b", [place / "base", made], **settings) as manager:  # type: ignore[list-item]
+        manager.load()
+    assert torch.equal(again.logits(), run.logits())

@@ -24,7 +24,7 @@ class Ls(Shared):
     """List the steps and exports of a run, and why any folder is not a step."""
 
     folder: tyro.conf.Positional[Path]
-    """The run's folder, or its checkpoint folder."""
+    """The run's folder, or its checkpoint folder; or its place in a bucket: s3://bucket/key, gs://, az://."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Inspect(Shared):
     """Show what a checkpoint of any format holds: native step, Hugging Face folder, PEFT adapter, DCP."""
 
     path: tyro.conf.Positional[Path]
+    """Folder, file, or bucket's URL."""
     tensor: tyro.conf.Positional[str | None] = None
     """Show figures and a histogram of this tensor."""
     all: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -43,6 +44,7 @@ class Verify(Shared):
     """Read a checkpoint whole: digests of a native step; files, index and config of the other formats."""
 
     path: tyro.conf.Positional[Path]
+    """Folder, file, or bucket's URL."""
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,18 @@ from titan_ckpt.errors import (
     CorruptCheckpointError,
     SaveError,
 )
+from titan_ckpt.stores.bucket import Location, open_location
+from titan_ckpt.stores.settings import StoreConfig, split_url
 
 if TYPE_CHECKING:
     from titan_ckpt.tools.conversion import Options
+
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+"""Variables that name another server than the provider's own, as the providers' tools know them."""
+_RETRY_SECONDS = 30.0
 
 SAME, DIFFERENT, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: fine or the same; different, damaged or refused; wrong use, or input that cannot be read; Ctrl-C."""
@@ -51,7 +60,7 @@ def run(command: Command) -> int:
     """Run a command and return the exit code; an error is one line on standard error."""
     console = Output(markup=True, emoji=False)
     try:
-        require_local(dict(_paths(command)))
+        require_local({name: path for name, path in _paths(command) if not _may_be_in_bucket(command, path)})
         return _run(command, console)
     except KeyboardInterrupt:
         return _fail("interrupted; nothing was written under its final name", INTERRUPTED)
@@ -74,6 +83,17 @@ def _paths(command: Command) -> Iterator[tuple[str, Path]]:
         for key, part in [(name, value), *((f"{name} {number}", part) for number, part in several)]:
             if isinstance(part, Path):
                 yield key, part
+
+
+def _may_be_in_bucket(command: Command, path: Path) -> bool:
+    return isinstance(command, Ls | Inspect | Verify) and split_url(path) is not None
+
+
+def _place(path: Path) -> Location:
+    """Return what an argument names; how a bucket is reached comes from the environment, as its credentials do."""
+    scheme, *_ = split_url(path) or ("",)
+    endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS.get(scheme, ()))), None)
+    return open_location(path, settings=StoreConfig(endpoint=endpoint, retry_seconds=_RETRY_SECONDS))
 
 
 def _fail(text: str, code: int) -> int:
@@ -125,7 +145,7 @@ def _json(value: Any, **more: Any) -> None:
 def _ls(command: Ls, console: Console) -> int:
     from titan_ckpt.tools.listing import list_run
 
-    found = list_run(command.folder)
+    found = list_run(_place(command.folder))
     _json(found) if command.json else tables.listing(found, console)
     return SAME
 
@@ -134,10 +154,10 @@ def _inspect(command: Inspect, console: Console) -> int:
     from titan_ckpt.tools import inspecting
 
     if command.tensor is not None:
-        figures = inspecting.statistics(command.path, command.tensor)
+        figures = inspecting.statistics(_place(command.path), command.tensor)
         _json(figures) if command.json else tables.statistics(figures, console)
         return SAME
-    found = inspecting.inspect(command.path)
+    found = inspecting.inspect(_place(command.path))
     _json(found) if command.json else tables.content(found, console, everything=command.all)
     return SAME
 
@@ -146,7 +166,7 @@ def _verify(command: Verify, console: Console) -> int:
     from titan_ckpt.tools.verifying import verify
 
     try:
-        found = verify(command.path)
+        found = verify(_place(command.path))
     except CorruptCheckpointError as error:
         if not command.json:
             console.print(tables.printable(str(error)), soft_wrap=True, markup=False, highlight=False)

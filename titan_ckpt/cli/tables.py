@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
-from titan_ckpt.tools.listing import Listing, StepFacts, age, size
+from titan_ckpt.tools.listing import ExportFacts, Listing, StepFacts, age, size
 
 if TYPE_CHECKING:
     from titan_ckpt.tools.conversion import Written
@@ -66,12 +66,16 @@ def listing(found: Listing, console: Console) -> None:
         for export in found.exports:
             name = export.path.removeprefix(found.folder).lstrip("/")
             remark = "proved" if export.changed is None else export.changed
-            row = (name, export.format, size(export.num_bytes), age(export.created_unix_seconds), remark)
+            row = (name, export.format, size(export.num_bytes), _age(export), remark)
             exports.add_row(*(escape(printable(cell)) for cell in row))
         console.print(exports)
     if found.writer is not None:
         state = "writes here" if found.writer_lives else "was the last to write here"
         say(console, f"{found.writer} {state}")
+
+
+def _age(export: ExportFacts) -> str:
+    return age(export.created_unix_seconds) if export.created_unix_seconds else ""
 
 
 def _remarks(step: StepFacts) -> list[str]:

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Chunk, LazyTensor, Shape, TensorInfo, dtype_name
 from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.stores.bucket import Location
 from titan_ckpt.tools.state import run_state
 from titan_ckpt.weights import digest
 from titan_ckpt.weights.stored_names import OTHER_COMPONENTS
@@ -92,7 +92,7 @@ class TensorStatistics:
     """(lower edge, upper edge, number of values) of equally wide bins from the minimum to the maximum."""
 
 
-def inspect(path: Path) -> Content:
+def inspect(path: Location) -> Content:
     """Return the content of a checkpoint; no tensor is read. Raises: as open_reader."""
     with open_reader(path) as reader:
         manifest = reader.manifest if isinstance(reader, NativeReader) else None
@@ -168,7 +168,7 @@ def _sharding(shape: Shape, chunks: Sequence[Chunk]) -> str:
     return f"{len(parts)} boxes"
 
 
-def statistics(path: Path, name: str) -> TensorStatistics:
+def statistics(path: Location, name: str) -> TensorStatistics:
     """Read one tensor block by block and return its figures. `name` may leave out the component.
 
     Raises: CheckpointNotFoundError for an unknown name, with the nearest ones; as open_reader.

@@ -5,22 +5,35 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from titan_ckpt.directory.lease import LEASE_NAME, holder_of
+from titan_ckpt.directory.lease import LEASE_NAME, Holder, holder_of
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
-from titan_ckpt.directory.names import PIN_NAME, STAGING, CommittedStep, inspect, step_name, step_of, survey
+from titan_ckpt.directory.names import (
+    COMMITS,
+    PIN_NAME,
+    STAGING,
+    CommittedStep,
+    Survey,
+    inspect,
+    step_name,
+    step_of,
+    survey,
+)
 from titan_ckpt.disk import posix
 from titan_ckpt.encoding.strict_json import loads_by_hand
 from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
+from titan_ckpt.formats.publish.bucket_record import LOADABLE, RECORDS, BucketExports
 from titan_ckpt.formats.publish.record import recorded_folders, why_foreign
+from titan_ckpt.stores.bucket import BucketPath, Location
 from titan_ckpt.telemetry.events import folder_bytes
 
 METADATA = ".metadata"
-_EXPORTS = "exports"
-"""Default folder of exports, for runs that left no record of theirs."""
+_CHECKPOINTS, _EXPORTS = "checkpoints", "exports"
+"""Default folders of a run; that of exports is for runs that left no record of theirs."""
+_FORMATS = dict(zip(LOADABLE, ("hf", "peft", "dcp"), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +85,83 @@ class Listing:
     writer_lives: bool
 
 
-def list_run(folder: Path) -> Listing:
+def list_run(folder: Location) -> Listing:
     """List a run's folder, or its checkpoint folder.
 
-    Raises: CheckpointNotFoundError; NotACheckpointError for a folder without any checkpoint.
+    Raises: CheckpointNotFoundError; NotACheckpointError for a folder without any checkpoint; StoreError.
     """
+    if isinstance(folder, BucketPath):
+        return _list_place(folder)
     checkpoints = find_checkpoints(folder)
     found = survey(checkpoints)
+    steps, exports = listed_steps(found), tuple(_exports(folder))
+    steps += [facts for step in found.dcp if (facts := _dcp(checkpoints / step_name(step), step)) is not None]
+    return listing(folder, checkpoints, found, steps, exports, holder_of(checkpoints))
+
+
+def _list_place(place: BucketPath) -> Listing:
+    """List a run's place in a bucket: its checkpoint folder, its exports, or what has both below it.
+
+    Raises: CheckpointNotFoundError; NotACheckpointError; StoreError.
+    """
+    from titan_ckpt.directory.bucket_lease import LEASE_OBJECT, bucket_holder
+    from titan_ckpt.directory.bucket_steps import BucketSteps
+
+    names = place.bucket.list_names(place.key)
+    if not names:
+        raise CheckpointNotFoundError(f"{place}: nothing is there; name a run's place, or its checkpoint folder")
+    if {*LOADABLE, MANIFEST_NAME} & {*names}:
+        raise NotACheckpointError(f"{place} is one checkpoint; name the run's place, or look at it with `inspect`")
+    checkpoints = place
+    if not {COMMITS, LEASE_OBJECT} & {*names} and _CHECKPOINTS in names:
+        checkpoints = place / _CHECKPOINTS
+    exports = place if RECORDS in names else place / _EXPORTS if _EXPORTS in names else None
+    found = BucketSteps(checkpoints).survey()
+    if exports is None and not found.steps and not found.rejected and bucket_holder(checkpoints) is None:
+        raise NotACheckpointError(f"{place} holds no checkpoints, only {', '.join(names[:6])}; name a run's place")
+    steps = [replace(facts, path=str(checkpoints / step_name(facts.step))) for facts in listed_steps(found)]
+    made = [] if exports is None else [*_exports_in_bucket(exports)]
+    return listing(place, checkpoints, found, steps, made, bucket_holder(checkpoints))
+
+
+def _exports_in_bucket(root: BucketPath) -> Iterator[ExportFacts]:
+    """Yield the exports that are published below a place."""
+    from titan_ckpt.stores.source import listed
+
+    records = BucketExports(root)
+    for path in listed(root).iterdir():
+        format_ = next((_FORMATS[name] for name in LOADABLE if (path / name).is_file()), None)
+        if format_ is not None:
+            num_bytes = sum(size for key, size in path.sizes.items() if key.startswith(f"{path.key}/"))
+            created = records.published_unix_seconds(path.name)
+            yield ExportFacts(str(path), format_, num_bytes, created, records.why_foreign(path.name))
+
+
+def listed_steps(found: Survey) -> list[StepFacts]:
+    """Return the facts about the committed steps of a survey."""
     newest = max(found.steps, key=lambda step: step.step, default=None)
     source = newest.manifest.resumed_from if newest is not None else None
     resumed = source.get("step") if source else None
     losses = {s.step: loss for s in found.steps if (loss := s.manifest.metrics.get("loss")) is not None}
     best = min(losses, key=lambda step: (losses[step], -step), default=None)
-    steps = [_native(step, is_best=step.step == best, is_source=step.step == resumed) for step in found.steps]
-    steps += [facts for step in found.dcp if (facts := _dcp(checkpoints / step_name(step), step)) is not None]
-    holder = holder_of(checkpoints)
+    return [_native(step, is_best=step.step == best, is_source=step.step == resumed) for step in found.steps]
+
+
+def listing(
+    folder: Location,
+    checkpoints: Location,
+    found: Survey,
+    steps: Sequence[StepFacts],
+    exports: Sequence[ExportFacts],
+    holder: Holder | None,
+) -> Listing:
+    """Return the content of a run's folder."""
     return Listing(
         str(folder),
         str(checkpoints),
         tuple(sorted(steps, key=lambda facts: facts.step)),
         found.rejected,
-        tuple(_exports(folder)),
+        tuple(exports),
         None if holder is None else str(holder),
         holder is not None and holder.lives_here(),
     )

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from titan_ckpt import progress
 from titan_ckpt.converting import native_tensors, stored_tensor
@@ -16,8 +18,10 @@ from titan_ckpt.errors import CheckpointError, ConfigError, CorruptCheckpointErr
 from titan_ckpt.formats.huggingface.peft import PeftReader, check_adapter
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.formats.native.verify import verify_step
-from titan_ckpt.formats.open import detect_format, open_reader
+from titan_ckpt.formats.open import detect_format, locate, open_reader
 from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.stores.bucket import Location, StoreError
+from titan_ckpt.stores.source import Source
 from titan_ckpt.tools.models import CONFIG, ModelTable, find_table
 
 
@@ -34,14 +38,15 @@ class Verified:
     """Remarks that do not make the checkpoint damaged."""
 
 
-def verify(path: Path) -> Verified:
-    """Check a checkpoint.
+def verify(place: Location) -> Verified:
+    """Check a checkpoint, on a mounted file system or in a bucket.
 
     Raises: CorruptCheckpointError, or the format's own CheckpointError, listing all that is damaged;
     CheckpointNotFoundError; NotACheckpointError for what is no checkpoint.
     """
+    path = locate(place)
     if detect_format(path) == "native":
-        return _native(path)
+        return _native(path, str(place))
     with open_reader(path) as reader:
         total = sum(info.nbytes for info in reader.tensors.values())
         with progress.shown("verifying", total) as count:
@@ -58,20 +63,20 @@ def verify(path: Path) -> Verified:
             checks.insert(0, "the stored chunks of every tensor cover it exactly once")
         if faults:
             lines = "\n  ".join(faults)
-            raise CorruptCheckpointError(f"{path} is not whole\n  {lines}", str(path))
-        return Verified(str(path), reader.format, len(reader.tensors), total, tuple(checks), tuple(notes))
+            raise CorruptCheckpointError(f"{place} is not whole\n  {lines}", str(place))
+        return Verified(str(place), reader.format, len(reader.tensors), total, tuple(checks), tuple(notes))
 
 
-def _native(path: Path) -> Verified:
+def _native(path: Source, name: str) -> Verified:
     step = verify_step(path)
-    with open_reader(path) as reader:
+    with open_reader(path, "native") as reader:
         num_tensors = len(reader.tensors)
     checks = (
         f"every digest of {step.num_files} files holds",
         "the stored chunks of every tensor cover it exactly once",
     )
     notes = (f"also there, and no part of the step: {', '.join(step.foreign)}",) if step.foreign else ()
-    return Verified(str(path), "native", num_tensors, step.num_bytes, checks, notes)
+    return Verified(name, "native", num_tensors, step.num_bytes, checks, notes)
 
 
 def _unreadable(reader: TensorReader, count: progress.Count) -> Iterator[str]:
@@ -80,6 +85,8 @@ def _unreadable(reader: TensorReader, count: progress.Count) -> Iterator[str]:
         try:
             for block in stored_tensor(reader, key).blocks():
                 count(block.data.nbytes)
+        except StoreError:  # a bucket that does not answer says nothing about the tensor
+            raise
         except (CheckpointError, OSError) as error:
             yield f"{key}: {error}"
 
@@ -93,10 +100,8 @@ def _not_of_config(reader: HuggingFaceReader, checks: list[str], notes: list[str
     if "quantization_config" in reader.metadata():
         notes.append("the weights are quantised: codes and scales are complete")
     try:
-        if not isinstance(folder, Path):
-            notes.append(f"not compared with {CONFIG}, because it is in a bucket")
-            return
-        table = find_table(folder)
+        with _on_disk(folder / CONFIG) as beside:
+            table = find_table(beside)
         found = native_tensors(reader, table.key_map)
     except ConfigError as error:
         notes.append(f"not compared with {CONFIG}: {'; '.join(error.problems)}")
@@ -106,6 +111,17 @@ def _not_of_config(reader: HuggingFaceReader, checks: list[str], notes: list[str
         return
     checks.append(f"the tensors are those of the model in {CONFIG} ({table.architecture})")
     yield from _misfits(table, {name: value.info.shape for name, value in found.items()})
+
+
+@contextmanager
+def _on_disk(file: Source) -> Iterator[Path]:
+    """Give the folder of a small file; one in a bucket is copied to a temporary folder."""
+    if isinstance(file, Path):
+        yield file.parent
+        return
+    with TemporaryDirectory() as folder:
+        Path(folder, file.name).write_bytes(file.read())
+        yield Path(folder)
 
 
 def _misfits(table: ModelTable, shapes: dict[str, tuple[int, ...]]) -> Iterator[str]:

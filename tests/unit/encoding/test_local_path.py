@@ -103,9 +103,10 @@ def test_the_checkpoint_folder_may_be_in_a_bucket_of_a_known_scheme() -> None:
         CheckpointConfig(store=StoreConfig(region="eu-central-1"))
 
 
-@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "save --run"])
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "save --run", "prune --set-aside", "diff --weights a"])
 def test_every_command_refuses_a_uri(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2 and a message that says what is supported, also if a folder of that name is there."""
-    (tmp_path / "s3:" / "bucket").mkdir(parents=True)
-    assert main([*command.split(), "s3://bucket"]) == 2
+    uri = "hf://bucket" if command in ("ls", "inspect", "verify") else "s3://bucket"
+    (tmp_path / uri[:3] / "bucket").mkdir(parents=True)
+    assert main([*command.split(), uri]) == 2
     assert "mounted file system (no URI such as s3:// is supported)" in capsys.readouterr().err

@@ -31,7 +31,7 @@ from titan_ckpt.formats.publish.plan import ExportPlan
 from titan_ckpt.formats.publish.run import ExportSummary, FolderFormat, export_folder
 from titan_ckpt.formats.safetensors.container import read_header
 from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
-from titan_ckpt.geometry.chunks import TensorInfo
+from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
 from titan_ckpt.stores.bucket import Location
 from titan_ckpt.stores.source import Source
@@ -68,6 +68,9 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 _NUMBERS = {"rank_pattern": "positive number", "alpha_pattern": "number"}
 _AGAIN = "Save the adapter again, or take another"
+_BATCH_BYTES = 32 << 20
+_BATCH_TENSORS = 256
+"""Tensors that are read at once, because a bucket gives neighbours by one request."""
 
 
 class PeftReader(TensorReader):
@@ -336,15 +339,28 @@ def _pattern_faults(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_values(reader: TensorReader) -> None:
-    """Read the written adapter once more, tensor by tensor, and refuse one that would change nothing.
+    """Read the written adapter once more, some tensors at a time, and refuse one that would change nothing.
 
     A pair adds B @ A, so it does nothing where either is all zero; DoRA magnitudes scale by themselves.
     Raises: CorruptCheckpointError for values that are not finite; ExportError.
     """
-    zero = {key for key in reader.tensors if not bool(reader.whole(key).any())}
+    zero: set[str] = set()
+    waiting: list[ReadRequest] = []
+    for key, info in reader.tensors.items():
+        waiting.append(ReadRequest(key, Chunk.whole(info.shape), torch.empty(info.shape, dtype=info.dtype)))
+        if sum(request.into.nbytes for request in waiting) > _BATCH_BYTES or len(waiting) == _BATCH_TENSORS:
+            zero |= _zero(reader, waiting)
+            waiting = []
+    zero |= _zero(reader, waiting)
     pairs = [(a, a.removesuffix(s) + b) for a in reader.tensors for s, b in PAIRS.items() if a.endswith(s)]
     others = any(not key.endswith(tuple(_PARTNERS)) for key in reader.tensors)
     if not others and all(a in zero or b in zero for a, b in pairs):
         raise ExportError(
             f"the adapter changes nothing: of all {len(pairs)} modules lora_A or lora_B is zero. Was it trained?"
         )
+
+
+def _zero(reader: TensorReader, requests: Sequence[ReadRequest]) -> set[str]:
+    """Return the tensors of which all values are zero."""
+    reader.read(requests)
+    return {request.key for request in requests if not bool(request.into.any())}

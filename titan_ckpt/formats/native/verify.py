@@ -11,11 +11,13 @@ from pathlib import Path
 import xxhash
 
 from titan_ckpt import progress
-from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
-from titan_ckpt.directory.names import read_manifest_bytes
+from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, FileRecord, Manifest
+from titan_ckpt.directory.names import manifest_path, read_file, read_manifest_bytes
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.native.reader import NativeReader
+from titan_ckpt.stores.bucket import Location, StoreError
+from titan_ckpt.stores.source import ListedPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +30,14 @@ class VerifiedStep:
     """Names in its folder that are no part of the step, such as PINNED; no reader looks at them."""
 
 
-def verify_step(folder: Path) -> VerifiedStep:
+def verify_step(folder: Path | ListedPath) -> VerifiedStep:
     """Check every file of a step, and that the chunks of every tensor cover it exactly once.
 
     Raises: CorruptCheckpointError listing every file and tensor that is not as it was committed.
     """
-    manifest = Manifest.from_bytes(read_manifest_bytes(folder), str(folder / MANIFEST_NAME))
+    place = manifest_path(folder)
+    data = read_manifest_bytes(folder) if isinstance(folder, Path) else read_file(place, MAX_BYTES)
+    manifest = Manifest.from_bytes(data, str(place))
     states = [record for record in manifest.files if not record.name.endswith(".safetensors")]
     problems = [fault for record in states if (fault := _state_fault(folder / record.name, record))]
     try:
@@ -48,14 +52,17 @@ def verify_step(folder: Path) -> VerifiedStep:
         lines = "\n  ".join(problems)
         raise CorruptCheckpointError(f"{folder} is not as it was committed\n  {lines}", str(folder))
     names = {MANIFEST_NAME, *(record.name for record in manifest.files)}
-    foreign = tuple(name for name in posix.list_folder(folder) if name not in names)
+    there = posix.list_folder(folder) if isinstance(folder, Path) else [path.name for path in folder.iterdir()]
+    foreign = tuple(name for name in there if name not in names)
     return VerifiedStep(len(manifest.files), sum(record.num_bytes for record in manifest.files), foreign)
 
 
-def _state_fault(path: Path, record: FileRecord) -> str | None:
+def _state_fault(path: Location, record: FileRecord) -> str | None:
     """Return what is wrong with a state file, or None."""
     try:
-        data = posix.read_whole(path, record.num_bytes)
+        data = read_file(path, record.num_bytes)
+    except StoreError:
+        raise
     except OSError as error:
         return f"{path}: {error.strerror}"
     digest = xxhash.xxh3_128_hexdigest(data)

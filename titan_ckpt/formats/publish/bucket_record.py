@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -100,7 +101,8 @@ class BucketExports:
         name = _name(config, step)
         try:
             record = self._record(name) or {"folder": name}
-            self._write(name, {**record, "content": {path: _mark(f) for path, f in self._objects(name).items()}})
+            content: dict[str, Json] = {path: _mark(facts) for path, facts in self._objects(name).items()}
+            self._write(name, {**record, "published_unix_seconds": time.time(), "content": content})
         except OSError as error:
             logger.warning("%s is not recorded, so it never expires: %s", self.root / name, error)
 
@@ -123,6 +125,11 @@ class BucketExports:
         pattern = re.compile(rf"{before}(0|[1-9][0-9]*){after}")
         matches = map(pattern.fullmatch, self.root.bucket.list_names(self.root.key))
         return [int(match[1]) for match in matches if match]
+
+    def published_unix_seconds(self, name: str) -> float:
+        """Return when an export was published, by its record; 0.0 without one. Raises: StoreError."""
+        seconds = (self._record(name) or {}).get("published_unix_seconds")
+        return float(seconds) if isinstance(seconds, int | float) else 0.0
 
     def why_foreign(self, name: str) -> str | None:
         """Return why a folder is not an export as a run published it; None if it is. Raises: StoreError."""

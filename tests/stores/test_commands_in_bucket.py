@@ -1,0 +1,81 @@
+"""`titan-ckpt ls`, `inspect` and `verify` on URLs of steps and exports, with settings of the environment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stores.conftest import place_in
+from tests.stores.servers import CREDENTIALS, Server
+from tests.stores.test_exports_in_bucket import CONFIG, export
+from tests.test_manager import Run
+from titan_ckpt import SaveConfig
+from titan_ckpt.cli.main import main
+from titan_ckpt.models.llama3 import Llama3
+
+
+def said(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, Any]:
+    """Run a command with --json; return the exit code and its answer, or the text of its error."""
+    code = main([*map(str, args), "--json"])
+    shown = capsys.readouterr()
+    return code, json.loads(shown.out) if shown.out else shown.err
+
+
+@pytest.fixture(autouse=True)
+def _endpoint(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "AWS_ENDPOINT_URL" if server.url.startswith("s3") else "AZURE_STORAGE_ENDPOINT"
+    monkeypatch.setenv(name, server.endpoint)
+
+
+def test_steps_and_exports_are_listed_shown_and_verified(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a disk: the same facts, and exit code 1 for a flipped bit, named."""
+    place, run = place_in(server), Run()
+    folder = place / "checkpoints"
+    with run.manager(tmp_path, folder=str(folder), store=place.bucket.settings, save=SaveConfig(interval=1)) as saves:
+        run.train(saves, 2)
+    made = export(Llama3(CONFIG), place / "exports", tmp_path)
+    code, found = said(capsys, "ls", place)
+    assert code == 0 and found["checkpoints"] == str(folder)
+    assert [(step["step"], step["kind"], step["path"]) for step in found["steps"]] == [
+        (n, "full", f"{folder}/step-{n}") for n in (1, 2)
+    ]
+    assert [(e["path"], e["format"], e["changed"]) for e in found["exports"]] == [(str(made), "hf", None)]
+    assert said(capsys, "ls", folder)[1]["steps"] == found["steps"]
+    assert main(["ls", str(place)]) == 0 and "exports/step-1" in capsys.readouterr().out
+    code, content = said(capsys, "inspect", folder / "step-2")
+    assert code == 0 and content["format"] == "native" and {c["component"] for c in content["components"]} >= {"model"}
+    assert content["manifest"]["step"] == 2 and content["state"]
+    assert said(capsys, "inspect", made, "model.norm.weight")[1]["shape"] == [CONFIG.dim]
+    code, whole = said(capsys, "verify", folder / "step-2")
+    assert code == 0 and whole["path"] == f"{folder}/step-2" and "every digest" in whole["checks"][0]
+    code, whole = said(capsys, "verify", made)
+    assert code == 0 and any("the tensors are those of the model" in check for check in whole["checks"])
+    (file,) = [f for f in place.bucket.list_objects((folder / "data" / "step-1").key) if f.key.endswith(".safetensors")]
+    data = bytearray(place.bucket.read(file.key)[0])
+    data[-1] ^= 1
+    place.bucket.upload(file.key, iter([memoryview(data)]), 5 << 20)
+    code, damaged = said(capsys, "verify", folder / "step-1")
+    assert code == 1 and not damaged["whole"] and any("do not have the digest" in line for line in damaged["faults"])
+
+
+def test_what_is_not_there_is_one_line(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2; no line holds a credential; other commands refuse a URL."""
+    place = place_in(server)
+    lines = {
+        ("ls", place): "nothing is there",
+        ("inspect", place / "x"): "is not there",
+        ("verify", place / "step-3"): "step 3 is not there; committed steps: none",
+        ("ls", f"{server.url}-none/x"): "Create the bucket",
+        ("convert", place, "out", "--to", "dcp"): "no URI such as s3:// is supported",
+        ("prune", place, "--set-aside"): "no URI such as s3:// is supported",
+        ("pin", place / "step-3"): "no URI such as s3:// is supported",
+    }
+    for args, expected in lines.items():
+        code, error = said(capsys, *args)
+        assert code == 2 and expected in error and error.count("\n") == 1, (args, error)
+        assert not [secret for secret in CREDENTIALS.values() if len(secret) > 20 and secret in error]

@@ -70,6 +70,14 @@ def test_d8_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
         ChatTemplate(chat_tokenizer(tmp_path / "x", None))
 
 
+def test_d8_a_template_that_writes_the_day_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What it renders on another day is something else; one that does not is not named."""
+    ChatTemplate(chat_tokenizer(tmp_path / "timeless"))
+    assert caplog.text == ""
+    ChatTemplate(chat_tokenizer(tmp_path / "dated", "{{ strftime_now('%d %b %Y') }}" + MARKED))
+    assert "dated writes the day on which it is rendered" in caplog.text and "write a fixed date" in caplog.text
+
+
 def test_d8_conversations_that_are_too_long_are_an_error_cut_or_dropped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -356,6 +356,13 @@ def test_a_folder_or_file_without_permission_is_one_line(root: Path, tmp_path: P
                 assert re.search("Permission denied|not readable|cannot be read", line), line
                 assert str(folder) in line
             assert not (tmp_path / "out").exists()
+    shutil.copytree(step, step.with_name("step-2"))
+    step.chmod(0)
+    try:
+        codes, said = as_nobody([["ls", tmp_path / "run", "--json"], ["ls", step.parent]])
+    finally:
+        step.chmod(0o755)
+    assert (codes, said) == ([0, 0], [])  # one such step hides no other
 
 
 def as_nobody(commands: list[list[Any]]) -> tuple[list[int], list[str]]:

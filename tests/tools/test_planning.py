@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +49,15 @@ def test_a_plan_names_every_source_and_what_would_fail(
     assert "step 7 is not in" in found["problems"][0]
     assert main(["plan", str(toml), "checkpoint.resume.stepp=7"]) == 2
     assert "stepp" in capsys.readouterr().err
+
+
+def test_a_named_pipe_is_read_as_far_as_somebody_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`titan-ckpt plan <(...)` gets what the other process writes; a pipe without a writer does not block."""
+    pipe = tmp_path / "run.toml"
+    os.mkfifo(pipe)
+    assert main(["plan", str(pipe)]) == 2
+    assert "output_folder: required" in capsys.readouterr().err
+    writing = os.open(pipe, os.O_RDWR)
+    os.write(writing, f'output_folder = "{tmp_path}/run"\nmodel = {{ flavor = "debug-0.5m" }}\n'.encode())
+    threading.Timer(0.3, os.close, [writing]).start()
+    assert main(["plan", str(pipe)]) == 0

@@ -159,7 +159,9 @@ def survey(root: Path) -> Survey:
 
 def _is_dcp(path: Path) -> bool:
     own, metadata = os.path.lexists(path / MANIFEST_NAME), path / ".metadata"
-    return not own and posix.is_real_folder(path) and metadata.is_file() and metadata.stat().st_size > 0
+    if own or not posix.is_real_folder(path) or not os.path.isfile(metadata):  # False in a folder that we may not enter
+        return False
+    return metadata.stat().st_size > 0
 
 
 def inspect(path: Path, step: int) -> CommittedStep:

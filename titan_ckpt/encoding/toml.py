@@ -18,6 +18,7 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 import re
 import types
 import typing
@@ -44,7 +45,8 @@ class Check:
 def read_toml(path: str | Path) -> dict[str, Any]:
     """Read a TOML file. Raises: ConfigError if it is absent, unreadable, not TOML, or has a key twice."""
     try:
-        with Path(path).open("rb") as file:
+        with open(path, "rb", opener=_without_waiting) as file:
+            os.set_blocking(file.fileno(), True)  # a pipe that somebody writes to is waited for, as `<(...)` needs
             return tomli.load(file)
     except tomli.TOMLDecodeError as error:
         line = error.doc.splitlines()[error.lineno - 1 :][:1]
@@ -53,6 +55,11 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise ConfigError([f"not valid TOML: byte {error.start} is not UTF-8"], str(path)) from None
     except OSError as error:
         raise ConfigError([f"cannot be read: {error.strerror}"], str(path)) from None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file, or a named pipe: one that nobody writes to is empty, and would block for ever otherwise."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def from_dict(cls: type[T], raw: Mapping[str, Any], source: str = "config", path: str = "") -> T:

@@ -270,7 +270,7 @@ def _has_steps(folder: Path) -> bool:
     if LEASE_NAME in names or STAGING in names:
         return True
     steps = [folder / name for name in names if step_of(name) is not None]
-    return any((step / name).exists() for step in steps for name in (MANIFEST_NAME, METADATA))
+    return any(os.path.exists(step / name) for step in steps for name in (MANIFEST_NAME, METADATA))
 
 
 def _exports(run: Path) -> Iterator[ExportFacts]:

@@ -158,7 +158,9 @@ def verified(found: Verified, console: Console) -> None:
 
 def difference(found: Difference, console: Console, top: int) -> None:
     verdict = "the same" if found.same else "different"
-    say(console, f"{verdict}: {found.left} ({found.left_format}) and {found.right} ({found.right_format})")
+    say(console, verdict)
+    say(console, f"  {found.left} ({found.left_format})")
+    say(console, f"  {found.right} ({found.right_format})")
     for component in found.components:
         differing = len(component.tensors)
         equal = f"{component.num_equal} tensors are identical"

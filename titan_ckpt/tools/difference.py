@@ -134,7 +134,7 @@ def _others(a: TensorReader, b: TensorReader, not_compared: list[str]) -> dict[s
     mine, theirs = other_keys(a), other_keys(b)
     for reader, keys, other in ((a, mine, theirs), (b, theirs, mine)):
         if keys and not other:
-            not_compared.append(f"{reader.path} also holds {len(keys)} tensors of training state")
+            not_compared.append(f"{len(keys)} tensors of training state in {reader.path}")
     if mine and theirs:
         if mine.keys() & theirs.keys():
             return {"training state": (stored(a, mine), stored(b, theirs))}
@@ -144,7 +144,7 @@ def _others(a: TensorReader, b: TensorReader, not_compared: list[str]) -> dict[s
 
 def _states(a: TensorReader, b: TensorReader, not_compared: list[str]) -> tuple[SettingDifference, ...]:
     mine, theirs = run_state(a), run_state(b)
-    not_compared += [f"{reader.path} also holds run state" for reader, own in ((a, mine), (b, theirs)) if own]
+    not_compared += [f"run state in {reader.path}" for reader, own in ((a, mine), (b, theirs)) if own]
     if not mine or not theirs or a.format != b.format:
         return ()
     del not_compared[-2:]

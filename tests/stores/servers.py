@@ -190,6 +190,7 @@ class Proxy:
 
     def __init__(self, endpoint: str, fault: Callable[[str, str], Fault]) -> None:
         self.requests: list[tuple[str, str]] = []
+        self._open: set[asyncio.StreamWriter] = set()
         self.forwarding = 0
         """Requests that the server works on."""
         self._upstream = re.fullmatch(r"http://([^:/]+):(\d+)(.*)", endpoint)
@@ -214,14 +215,22 @@ class Proxy:
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self._loop.run_until_complete(asyncio.sleep(0))  # transports close when the loop turns once more
+        for writer in self._open:
+            writer.transport.abort()  # also where a client does not take the rest of an answer
+        self._loop.run_until_complete(server.wait_closed())
+        self._loop.run_until_complete(asyncio.sleep(0.01))  # transports close when the loop turns once more
         self._loop.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with self._closing(writer), contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            while await self._one(reader, writer):
+                pass
+
+    @contextlib.contextmanager
+    def _closing(self, writer: asyncio.StreamWriter) -> Iterator[None]:
+        self._open.add(writer)
         try:
-            with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-                while await self._one(reader, writer):
-                    pass
+            yield
         finally:
             writer.close()
 
@@ -255,12 +264,10 @@ class Proxy:
         assert self._upstream is not None
         reader, writer = await asyncio.open_connection(self._upstream[1], int(self._upstream[2]))
         head = re.sub(r"(?i)\r\nconnection: [^\r]*", "", head).replace("\r\n\r\n", "\r\nConnection: close\r\n\r\n")
-        try:
+        with self._closing(writer):
             writer.write(head.encode("latin-1") + body)
             await writer.drain()
             return await reader.read()
-        finally:
-            writer.close()
 
     def __enter__(self) -> Proxy:
         self._thread.start()

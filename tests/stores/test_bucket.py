@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def test_large_objects_are_uploaded_from_views_and_read_by_range(server: Server)
 
 
 def test_an_upload_whose_source_fails_leaves_no_object(place: BucketPath) -> None:
-    """The source's own error is raised."""
+    """The source's own error is raised, and what was uploaded is aborted."""
 
     def parts() -> Iterator[memoryview]:
         yield memoryview(bytes(5 << 20))
@@ -95,6 +96,9 @@ def test_an_upload_whose_source_fails_leaves_no_object(place: BucketPath) -> Non
     with pytest.raises(ZeroDivisionError):
         place.bucket.upload((place / "big").key, parts(), 5 << 20)
     assert place.bucket.list_objects(place.key) == []
+    if place.bucket.scheme == "s3":
+        with urllib.request.urlopen(f"{place.bucket.settings.endpoint}/box?uploads") as answer:
+            assert (place / "big").key not in answer.read().decode()
 
 
 @pytest.mark.parametrize("fault", ["503", "SlowDown"])

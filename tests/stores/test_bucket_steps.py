@@ -6,6 +6,7 @@ import errno
 import threading
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from tests.stores.conftest import place_in
 from tests.stores.servers import Server, free_port
 from tests.stores.test_manager_in_bucket import _forget_leases, keys, manifest_of, save, write
 from titan_ckpt.config import KeepConfig
+from titan_ckpt.directory import bucket_lease
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -211,6 +213,28 @@ def test_a_step_that_is_pinned_while_it_is_removed_stays(s3: Server, monkeypatch
     steps.close()
     with pytest.raises(CheckpointNotFoundError, match="step 1 is not there"):
         steps.unpin(1)
+
+
+def test_a_release_that_arrives_late_is_no_other_writer(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer was lost; the next run of this process has read the lease before it arrives."""
+    place = place_in(s3)
+    first, second = BucketSteps(place), BucketSteps(place)
+    lease = first.open()
+    replace = place.bucket.replace
+
+    def after_the_release(*args: Any) -> None:
+        monkeypatch.setattr(place.bucket, "replace", replace)
+        lease.release()
+        _forget_leases()
+        replace(*args)
+
+    _forget_leases()
+    bucket_lease._held.add(str(place / "lease.json"))  # as `release` finds it
+    monkeypatch.setattr(bucket_lease, "_refuse_living", lambda root, holder: None)
+    monkeypatch.setattr(place.bucket, "replace", after_the_release)
+    second.open()
+    save(second, 1)
+    second.close()
 
 
 def test_another_programs_lease_is_not_taken(s3: Server) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from titan_ckpt.directory.lease import Holder, holder_from
 from titan_ckpt.encoding.strict_json import Json
@@ -41,32 +41,30 @@ class BucketLease:
         Raises: CommitConflictError naming the holder; PreflightError if another program's object is there; OSError.
         """
         place = root / LEASE_OBJECT
-        epoch, before, version = _read(place)
-        if before is not None:
-            if before.pid == os.getpid() and str(place) in _held:
+        for is_last in (False, False, True):
+            epoch, before, version = _read(place)
+            if before is not None:
+                _refuse_living(root, before)
+            lease = BucketLease(place, epoch + 1, Holder.current())
+            try:
+                if version is None:
+                    place.bucket.create(place.key, lease._content)
+                else:
+                    place.bucket.replace(place.key, lease._content, version)
+            except FileExistsError:
+                other = _read(place)[1]
+                if not is_last and (other is None or _is_this_process(other)):
+                    continue  # a release, or an earlier request of this process, has arrived late
                 raise CommitConflictError(
-                    f"{root}: this process already writes here through another object: close it first"
+                    f"{root}: {other or 'another process'} has taken the lease at the same time. Stop one of the two"
+                ) from None
+            if before is not None:
+                logger.warning(
+                    "%s: taking over from %s, which did not close it; its unfinished saves are discarded", root, before
                 )
-            if before.pid != os.getpid() and before.lives_here():
-                raise CommitConflictError(
-                    f"{root}: {before} is writing here. Wait for it to end, stop it, or choose another folder"
-                )
-            logger.warning(
-                "%s: taking over from %s, which did not close it; its unfinished saves are discarded", root, before
-            )
-        lease = BucketLease(place, epoch + 1, Holder.current())
-        try:
-            if version is None:
-                place.bucket.create(place.key, lease._content)
-            else:
-                place.bucket.replace(place.key, lease._content, version)
-        except FileExistsError:
-            other = _read(place)[1]
-            raise CommitConflictError(
-                f"{root}: {other or 'another process'} has taken the lease at the same time. Stop one of the two"
-            ) from None
-        _held.add(str(place))
-        return lease
+            _held.add(str(place))
+            return lease
+        raise AssertionError("the last try returns or raises")
 
     def check(self) -> None:
         """Check that this process still holds the lease. Raises: CommitConflictError; OSError."""
@@ -105,6 +103,20 @@ class BucketLease:
 def bucket_holder(root: BucketPath) -> Holder | None:
     """Return the process that the lease names, alive or not; None without one. Raises: OSError."""
     return _read(root / LEASE_OBJECT)[1]
+
+
+def _is_this_process(holder: Holder) -> bool:
+    return replace(holder, id="") == replace(Holder.current(), id="")
+
+
+def _refuse_living(root: BucketPath, holder: Holder) -> None:
+    """Raise CommitConflictError if a process that has the lease is known to be alive."""
+    if holder.pid == os.getpid() and str(root / LEASE_OBJECT) in _held:
+        raise CommitConflictError(f"{root}: this process already writes here through another object: close it first")
+    if holder.pid != os.getpid() and holder.lives_here():
+        raise CommitConflictError(
+            f"{root}: {holder} is writing here. Wait for it to end, stop it, or choose another folder"
+        )
 
 
 def _read(place: BucketPath) -> tuple[int, Holder | None, Version | None]:

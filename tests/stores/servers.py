@@ -192,7 +192,7 @@ class Proxy:
         self.requests: list[tuple[str, str]] = []
         self._open: set[asyncio.StreamWriter] = set()
         self.forwarding = 0
-        """Requests that the server works on."""
+        """Requests that the server works on, or that `fault` is asked about."""
         self._upstream = re.fullmatch(r"http://([^:/]+):(\d+)(.*)", endpoint)
         self._fault = fault
         self._loop = asyncio.new_event_loop()
@@ -241,19 +241,19 @@ class Proxy:
         body = await reader.readexactly(int(length[1])) if length else b""
         method, path = head.split(" ", 2)[:2]
         self.requests.append((method, path))
-        fault = self._fault(method, path)
+        self.forwarding += 1
+        try:
+            fault = self._fault(method, path)
+            answer = fault if isinstance(fault, Answer) else _REFUSALS.get(fault or "")
+            data = await self._forward(head, body) if fault in (None, "cut") else b""
+        finally:
+            self.forwarding -= 1
         if fault == "stall":
             await asyncio.sleep(3600)
-        answer = fault if isinstance(fault, Answer) else _REFUSALS.get(fault or "")
         if answer is not None:
             writer.write(answer.to_bytes())
             await writer.drain()
             return True
-        self.forwarding += 1
-        try:
-            data = await self._forward(head, body)
-        finally:
-            self.forwarding -= 1
         if fault == "cut":
             return False
         writer.write(data)

@@ -70,8 +70,11 @@ def _run_behind_faults(server: Server, seed: int) -> tuple[list[str], Counter[st
     acknowledged: list[Save] = []
     in_doubt: list[Save] = []
     outcomes: Counter[str] = Counter()
+    is_over = False
 
     def decide(method: str, path: str) -> Fault:
+        if is_over:
+            return "stall"
         if generator.random() >= share:
             return None
         return generator.choices(("503", "SlowDown", "cut", "stall"), (4, 4, 8, 1))[0]
@@ -99,12 +102,13 @@ def _run_behind_faults(server: Server, seed: int) -> tuple[list[str], Counter[st
                     directory.close()
                     directory = CheckpointDirectory(broken, alone())
         directory.close()
+        is_over = True
         _settle(proxy)
     return [f"seed {seed}: {fault}" for fault in judge(place, acknowledged, in_doubt)], outcomes
 
 
 def _settle(proxy: Proxy) -> None:
-    """Wait until no request of a client that is gone is worked on."""
+    """Wait until no request is worked on. The caller has made sure that no other is passed on."""
     while proxy.forwarding:
         time.sleep(0.005)
 
@@ -141,10 +145,14 @@ class _Killer:
         self._pids: list[int] = []
         self._all_started = threading.Event()
         self._last = 0
+        self._is_over = False
+        """What a run that has ended sent before is not processed while its place is judged."""
         self._victims: Sequence[int] = ()
 
     def _decide(self, method: str, path: str) -> Fault:
         self._all_started.wait()
+        if self._is_over:
+            return "stall"
         self.arrived += 1
         if self.arrived != self._last:
             return None
@@ -156,6 +164,7 @@ class _Killer:
     def run(self, place: BucketPath, saves: list[Save], last: int, victims: Sequence[int]) -> list[Save]:
         """Make the saves until request `last`; return those that were told before all ranks ended."""
         self.arrived, self._last, self._victims, self._pids = 0, last, victims, []
+        self._is_over = False
         self._all_started.clear()
         timeout = 2.0 if len(victims) == 1 else 60.0  # a survivor waits so long for its peer
         read, write = Pipe(duplex=False)
@@ -179,6 +188,7 @@ class _Killer:
         read.close()
         for process in processes:
             process.join()
+        self._is_over = True
         _settle(self._proxy)
         return told
 

@@ -15,8 +15,9 @@ import torch.distributed.checkpoint as dcp
 from peft import PeftModel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from converters import from_tables
 from tests.interop.test_lora_run import IDS, LoraRun, reload, write_base
 from tests.stores.conftest import behind, get_folder, place_in, put_folder, through
 from tests.stores.servers import Server
@@ -271,3 +272,38 @@ def test_peft_opens_an_adapter_and_a_run_loads_it_over_a_base_in_the_bucket(serv
     with again.manager(tmp_path / "b", [place / "base", made], **settings) as manager:  # type: ignore[list-item]
         manager.load()
     assert torch.equal(again.logits(), run.logits())
+
+
+def test_an_export_looks_like_its_base_in_the_bucket_and_a_quantised_one_is_that_of_a_disk(
+    s3: Server, tmp_path: Path
+) -> None:
+    """The base's dtypes, files and tokenizer are taken from the bucket; codes and scales are the same bytes."""
+    place = place_in(s3)
+    theirs: Any = LlamaForCausalLM(LlamaConfig.from_dict(CONFIG.to_hf())).bfloat16()
+    theirs.save_pretrained(tmp_path / "base", max_shard_size="100KB")
+    (tmp_path / "base" / "tokenizer.json").write_text("{}")
+    put_folder(place / "base", tmp_path / "base")
+    model = Llama3(CONFIG)
+    store, source = place.bucket.settings, InitialLoadConfig(str(place / "base"), cast=True)
+    looks = ExportConfig("hf", dtype="original", file_layout="base", folder=str(place / "exports"))
+    config = CheckpointConfig(store=store, initial_load=(source,), export=(looks,))
+    transforms = StateDictTransforms(model.key_map(), model.hf_config())
+    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path) as manager:
+        manager.load()
+        manager.save(1, last_step=True)
+    copy = get_folder(place / "exports" / "step-1", tmp_path / "copy")
+    files = {p.name: p.read_bytes() for p in (tmp_path / "base").glob("*.safetensors")}
+    assert len(files) > 3 and {p.name: p.read_bytes() for p in copy.glob("*.safetensors")} == files
+    assert (copy / "tokenizer.json").read_text() == "{}"
+
+    hooks = from_tables([{"kind": "qat", "scheme": "int8_weight_only"}])
+    hooks.convert(model)
+    both = tuple(ExportConfig("hf", quantised=True, folder=folder) for folder in ("exports", str(place / "exports")))
+    config = CheckpointConfig(store=store, export=both)
+    with CheckpointManager(
+        config, model_parts=[model], sd_transforms=transforms, model_converters=hooks, base_folder=tmp_path
+    ) as manager:
+        manager.save(1, last_step=True)
+    name = "step-1-quantised"
+    made, local = get_folder(place / "exports" / name, tmp_path / "quantised"), tmp_path / "exports" / name
+    assert {p.name: p.read_bytes() for p in made.iterdir()} == {p.name: p.read_bytes() for p in local.iterdir()}

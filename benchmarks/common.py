@@ -49,6 +49,7 @@ class Options:
     json: bool
     folder: str
     tensors: int
+    server: str = "juicefs"
 
 
 def parse(description: str, gb: float = 3.7, nproc: int = 1, pairs: int = 5) -> Options:
@@ -60,6 +61,9 @@ def parse(description: str, gb: float = 3.7, nproc: int = 1, pairs: int = 5) -> 
     parser.add_argument("--json", action="store_true", help="end with one JSON object on the last line")
     parser.add_argument("--folder", default=None, help="where to measure; default: a new folder in outputs/")
     parser.add_argument("--tensors", type=int, default=50_000, help="many_tensors: how many")
+    parser.add_argument(
+        "--server", choices=("juicefs", "snailmail", "moto"), default="juicefs", help="store: which one"
+    )
     options = vars(parser.parse_args())
     if not options["folder"]:
         Path("outputs").mkdir(exist_ok=True)  # which git does not see

@@ -66,7 +66,7 @@ def main(options: Options) -> dict[str, Any]:
     state = training_state(options.gb)
     _save(folder, state)
     _save_for_peers(folder, state)
-    true_ends = {fqn: _ends(tensor) for fqn, tensor in state.items()}
+    true_ends = {fqn: ends(tensor) for fqn, tensor in state.items()}
     manager = _save_by_manager(folder / "run", state)
     cases = _cases(folder, state) | {WHOLE: lambda: manager.load(1)}
     _check_digests(folder / "native", cases[OURS])
@@ -76,12 +76,12 @@ def main(options: Options) -> dict[str, Any]:
     for kind, limit in (("warm", LIMIT_CACHED), ("cold", LIMIT_DIRECT)):
 
         def before(name: str, kind: str = kind) -> None:
-            _spoil(state)
+            spoil(state)
             (bring_into_page_cache if kind == "warm" else drop_from_page_cache)(folder / _folder_of(name))
             touch_free_memory(local_bytes(state))
 
         chosen = {name: case for name, case in cases.items() if not name.startswith("limit") or name == limit}
-        times = alternate(_proved(chosen, state, true_ends), options.pairs, before)
+        times = alternate(proved(chosen, state, true_ends), options.pairs, before)
         report(f"load, {kind}, {total / 1e9:.2f} GB, {world_size()} rank(s)", times, total)
         before(OURS)
         with PeakMemory() as peak:
@@ -105,7 +105,7 @@ def _resharded(options: Options, state: StateDict) -> dict[str, Any]:
     cases = {name: case for name, case in _cases(folder, state).items() if name in (OURS, DCP, LIMIT_CACHED)}
 
     def before(_: str) -> None:
-        _spoil(state)
+        spoil(state)
         bring_into_page_cache(folder)
         touch_free_memory(local_bytes(state))
 
@@ -151,19 +151,24 @@ class _Named(nn.Module):
             module.register_parameter(name, nn.Parameter(state[fqn]))
 
 
-def _save_by_manager(folder: Path, state: StateDict) -> CheckpointManager:
-    """Save the state as a run does; return the manager of the run, whose live tensors are those of the state."""
-    clean_folder(folder)
+def manager_of(state: StateDict, base_folder: Path, /, **settings: Any) -> CheckpointManager:
+    """Return the manager of a run whose live tensors are those of the state."""
     model = _Named(state)
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     for name, parameter in model.named_parameters():
         moments = {key: state[f"{key}.{name}"] for key in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
-    config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled"))
-    manager = CheckpointManager(
-        config, model_parts=[model], optimizers=[optimizer], lr_schedulers=[schedule], base_folder=folder
+    config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled"), **settings)
+    return CheckpointManager(
+        config, model_parts=[model], optimizers=[optimizer], lr_schedulers=[schedule], base_folder=base_folder
     )
+
+
+def _save_by_manager(folder: Path, state: StateDict) -> CheckpointManager:
+    """Save the state as a run does, and load it once; return the run's manager."""
+    clean_folder(folder)
+    manager = manager_of(state, folder)
     manager.save(1)
     manager.load(1)
     return manager
@@ -248,24 +253,24 @@ def _load_unverified(folder: Path, state: StateDict, coordinator: Coordinator) -
         _load(folder, state, coordinator)
 
 
-def _ends(tensor: torch.Tensor) -> torch.Tensor:
+def ends(tensor: torch.Tensor) -> torch.Tensor:
     flat = local(tensor).flatten()
     return torch.cat([flat[:64], flat[-64:]])
 
 
-def _spoil(state: StateDict) -> None:
+def spoil(state: StateDict) -> None:
     for tensor in state.values():
         local(tensor).zero_()
 
 
-def _proved(cases: dict[str, Case], state: StateDict, ends: dict[str, torch.Tensor]) -> dict[str, Case]:
+def proved(cases: dict[str, Case], state: StateDict, true_ends: dict[str, torch.Tensor]) -> dict[str, Case]:
     """Let every case fail that did not load."""
 
     def proving(name: str, case: Case) -> Callable[[], object]:
         def prove() -> None:
             case()
             if not name.startswith("limit"):
-                assert all(torch.equal(_ends(tensor), ends[fqn]) for fqn, tensor in state.items()), name
+                assert all(torch.equal(ends(tensor), true_ends[fqn]) for fqn, tensor in state.items()), name
 
         return prove
 

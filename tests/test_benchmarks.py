@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common import Options
+from tests.stores import servers
 
 KEYS = {"ratio_vs_dcp", "ratio_vs_best_peer", "fraction_of_limit", "bytes_written", "extra_peak_mib", "pairs"}
 
@@ -36,6 +37,33 @@ def test_each_benchmark_reports_its_measures(
             measure = measure[key]
         assert measure.keys() >= KEYS
         assert measure["pairs"] == 1 and measure["ratio_vs_dcp"] > 0
+
+
+@pytest.mark.filterwarnings("ignore")  # the peers' own
+def test_a_bucket_is_asked_as_often_for_many_tensors_as_for_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves and loads beside DCP with s3fs and s3torchconnector report their measures; loads are compared."""
+    servers.require_installed()
+    store = importlib.import_module("benchmarks.store")
+    for name, value in store.CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with servers.moto(tmp_path) as server:
+        options = Options(gb=0.002, nproc=1, pairs=1, json=True, folder=str(tmp_path / "b"), tensors=0, server="moto")
+        found = store.main(options, server)
+    for kind in ("save", "load"):
+        assert found[kind].keys() >= KEYS and found[kind]["ratio_vs_dcp"] > 0
+    few, more = ([n for name, n in found["requests"].items() if name.startswith(kind)] for kind in ("save", "load"))
+    assert few[0] == few[1] and more[1] - more[0] in (0, 1), "the header of many tensors is more than one read"
+
+
+def test_initial_values_are_compared_with_those_of_one_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways are timed, and the limit."""
+    initialise = importlib.import_module("benchmarks.initialise")
+    monkeypatch.setitem(initialise.FLAVORS, "1B", initialise.FLAVORS["debug-0.5m"])
+    options = Options(gb=initialise.GB, nproc=1, pairs=1, json=True, folder=str(tmp_path), tensors=0)
+    found = initialise.main(options)
+    assert found["ratio"] > 0 and 0 < found["shard_bytes"] < 1 << 24 and found["pairs"] == 1
 
 
 def test_the_modules_that_a_tensor_passes_are_counted(tmp_path: Path) -> None:

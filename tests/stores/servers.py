@@ -28,6 +28,8 @@ ENVIRONMENT = ROOT / ".venv-servers"
 """Made by `make`, from constraints.txt and package.json of this folder."""
 PYTHON = str(ENVIRONMENT / "bin" / "python")
 BIN = ENVIRONMENT / "node_modules" / ".bin"
+PEERS = ENVIRONMENT / "peers"
+"""Other clients of buckets, with which benchmarks/store.py compares ours."""
 
 AZURE_ACCOUNT = "devstoreaccount1"
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
@@ -63,6 +65,15 @@ run_simple("127.0.0.1", int(sys.argv[1]), serve, threaded=True)
 """
 
 
+_SNAILMAIL = """
+import sys, time
+from snailmail import Fixed, ObjectStore
+ObjectStore(bucket="box", latency=Fixed(int(sys.argv[2])), port=int(sys.argv[1]), max_records=0).start()
+while True:
+    time.sleep(3600)
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """A running server: `url` of a bucket in it, and the endpoint."""
@@ -78,9 +89,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def _process(command: list[str], port: int, folder: Path) -> Iterator[None]:
+def _process(command: list[str], port: int, folder: Path, environment: dict[str, str] | None = None) -> Iterator[None]:
     with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             deadline = time.monotonic() + 60
             while True:
@@ -101,6 +112,28 @@ def moto(folder: Path) -> Iterator[Server]:
     port = free_port()
     with _process([PYTHON, "-c", _MOTO, str(port)], port, folder):
         yield _s3(f"http://127.0.0.1:{port}")
+
+
+@contextlib.contextmanager
+def snailmail(folder: Path, milliseconds: int) -> Iterator[Server]:
+    """S3 as moto has it, every request of which takes longer. Of `make .venv-servers/.bench`."""
+    port = free_port()
+    with _process([PYTHON, "-c", _SNAILMAIL, str(port), str(milliseconds)], port, folder):
+        yield Server("s3://box", f"http://127.0.0.1:{port}")
+
+
+@contextlib.contextmanager
+def juicefs(folder: Path, key: str) -> Iterator[Server]:
+    """A fast S3 on the disk, for whom conditions of a put do not count. `key`: its user and password."""
+    port, volume = free_port(), f"sqlite3://{folder}/meta.db"
+    program = str(ENVIRONMENT / "bin" / "juicefs")
+    make = ["format", "--storage", "file", "--bucket", f"{folder}/data/", "--trash-days", "0", volume, "box"]
+    subprocess.run([program, *make], check=True, capture_output=True)
+    serve = ["gateway", "--no-banner", "--no-usage-report", "--keep-etag", "--cache-dir", f"{folder}/cache"]
+    serve += ["--log", f"{folder}/gateway.log", volume, f"127.0.0.1:{port}"]
+    environment = os.environ | {"MINIO_ROOT_USER": key, "MINIO_ROOT_PASSWORD": key}
+    with _process([program, *serve], port, folder, environment):
+        yield Server("s3://box", f"http://127.0.0.1:{port}")
 
 
 @contextlib.contextmanager
@@ -281,6 +314,6 @@ class Proxy:
 
 def require_installed() -> None:
     """Raises: FileNotFoundError that says how the servers are installed."""
-    for path in (PYTHON, BIN / "azurite-blob", BIN / "s3rver"):
+    for path in (PYTHON, PEERS, BIN / "azurite-blob", BIN / "s3rver"):
         if not os.path.exists(path):
             raise FileNotFoundError(f"{path} is not there: run `make .venv-servers/.ready`")

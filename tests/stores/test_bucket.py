@@ -12,7 +12,7 @@ import pytest
 
 from tests.stores import servers
 from tests.stores.conftest import behind, place_in, through
-from tests.stores.servers import Server
+from tests.stores.servers import Answer, Server
 from titan_ckpt.errors import ConfigError, PreflightError
 from titan_ckpt.stores.answers import store_error
 from titan_ckpt.stores.bucket import BucketPath, StoreError, open_location
@@ -39,6 +39,19 @@ def test_objects_are_created_once_and_replaced_by_version(place: BucketPath) -> 
     with pytest.raises(FileNotFoundError):
         bucket.read(key)
     bucket.delete([key])
+
+
+def test_an_answer_that_does_not_name_what_is_deleted_is_looked_after(s3: Server) -> None:
+    """The gateway of JuiceFS answers so, and deletes; an answer like that with the object still there is an error."""
+    place = place_in(s3)
+    key = (place / "a").key
+    nameless = Answer("200 OK", "<DeleteResult><Deleted></Deleted></DeleteResult>")
+    with servers.Proxy(s3.endpoint, lambda method, _: nameless if method == "POST" else None) as proxy:
+        bucket = through(place, proxy).bucket
+        bucket.delete([key])
+        bucket.create(key, b"x")
+        with pytest.raises(StoreError, match="could not delete it"):
+            bucket.delete([key])
 
 
 def test_one_of_many_writers_creates(place: BucketPath) -> None:

@@ -27,6 +27,8 @@ _REQUEST_SECONDS = 60.0
 """Longest time of one request; a part of 64 MiB needs 1.1 MB/s to meet it."""
 _ENDLESS = 10_000
 """More retries than fit into any retry time: the time alone bounds them."""
+_NAMELESS = "invalid DeleteObjects response: missing field `Key`"
+"""Error of the client where a gateway, such as that of JuiceFS, deletes objects and does not say which ones."""
 
 Version = Mapping[str, str]
 """The ETag, and on GCS the generation, which differ between two contents of one object."""
@@ -184,11 +186,21 @@ class Bucket:
             return
         try:
             with self._asking("delete", keys[0]):
-                self._api.delete(self._store, list(keys))
+                try:
+                    self._api.delete(self._store, list(keys))
+                except self._api.exceptions.GenericError as error:
+                    if _NAMELESS not in str(error) or any(map(self._is_there, keys)):
+                        raise
         except FileNotFoundError:
             for key in keys:
                 with contextlib.suppress(FileNotFoundError), self._asking("delete", key):
                     self._api.delete(self._store, key)
+
+    def _is_there(self, key: str) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            self._api.head(self._store, key)
+            return True
+        return False
 
     @contextlib.contextmanager
     def _asking(self, verb: str, key: str) -> Iterator[None]:

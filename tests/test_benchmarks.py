@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,14 @@ from benchmarks.common import Options
 from tests.stores import servers
 
 KEYS = {"ratio_vs_dcp", "ratio_vs_best_peer", "fraction_of_limit", "bytes_written", "extra_peak_mib", "pairs"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_old_to_collect() -> Iterator[None]:
+    """Benchmarks collect garbage before every turn; objects of other tests would make that most of the time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.filterwarnings("ignore")  # the peers' own

@@ -142,8 +142,13 @@ def test_d8_a_resume_reads_only_from_the_bookmark_on(numbers: Path, monkeypatch:
 
 
 def test_d8_a_position_in_another_stream_is_refused(numbers: Path) -> None:
-    """Another window, another length, or a file that has changed."""
+    """Another window, another length, a file that has come, or one that has changed."""
     state = loaders(lambda *share: stream(numbers, *share), 1, 1, 0)[0].state_dict()
+    (numbers / "9.jsonl").write_text('{"text": "1"}')
+    with pytest.raises(LoadMismatchError, match="the checkpoint's position is in other data"):
+        build_dataloader(stream(numbers), 1, collate, 0).load_state_dict(state)
+    (numbers / "9.jsonl").unlink()
+    build_dataloader(stream(numbers), 1, collate, 0).load_state_dict(state)
     (numbers / "0.jsonl").write_text('{"text": "1"}')
     for other in (stream(numbers), stream(numbers, window=2), stream(numbers, length=6)):
         with pytest.raises(LoadMismatchError, match=r"checkpoint\.resume\.exclude"):

@@ -15,7 +15,7 @@ from tests.stores.conftest import place_in
 from tests.stores.servers import Server, free_port
 from tests.stores.test_manager_in_bucket import _forget_leases, keys, manifest_of, save, write
 from titan_ckpt.config import KeepConfig
-from titan_ckpt.directory import bucket_lease
+from titan_ckpt.directory import bucket_lease, bucket_steps
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -244,3 +244,17 @@ def test_another_programs_lease_is_not_taken(s3: Server) -> None:
     with pytest.raises(PreflightError, match="expected a lease of titan_ckpt, found 23 bytes of another program"):
         BucketSteps(place).open()
     assert (place / "lease.json").read() == b'{"holder": "terraform"}'
+
+
+def test_a_run_that_loads_again_does_not_ask_again_what_the_store_keeps(
+    s3: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each load makes a test save of all ranks; conditional puts are tried once."""
+    asked: list[BucketPath] = []
+    monkeypatch.setattr(bucket_steps, "probe", asked.append)
+    steps = BucketSteps(place_in(s3))
+    for _ in range(2):
+        name = steps.begin_probe(1)
+        steps.write_probe(name, 0)
+        steps.end_probe(name, 1)
+    assert asked == [steps.root]

@@ -47,6 +47,7 @@ class BucketSteps(Steps):
         self.root: BucketPath = root
         self._bucket = root.bucket
         self._lease: BucketLease | None = None
+        self._is_probed = False
         self._commits = Commits(root)
         self._in_doubt: set[str] = set()
         """Ids of own attempts whose commit was sent, and of which it is not known whether it has arrived."""
@@ -231,7 +232,9 @@ class BucketSteps(Steps):
         self._bucket.delete([self._commits.pin_at(step, self.inspect(step).manifest.attempt).key])
 
     def begin_probe(self, num_bytes: int) -> str:
-        probe(self.root)
+        if not self._is_probed:  # what a store keeps does not change during a run
+            probe(self.root)
+            self._is_probed = True
         return f"probe-{uuid.uuid4().hex}"
 
     def write_probe(self, name: str, rank: int) -> None:

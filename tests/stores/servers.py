@@ -224,6 +224,7 @@ class Proxy:
     def __init__(self, endpoint: str, fault: Callable[[str, str], Fault]) -> None:
         self.requests: list[tuple[str, str]] = []
         self._open: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self.forwarding = 0
         """Requests that the server works on, or that `fault` is asked about."""
         self._upstream = re.fullmatch(r"http://([^:/]+):(\d+)(.*)", endpoint)
@@ -240,19 +241,32 @@ class Proxy:
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
-        server = self._loop.run_until_complete(asyncio.start_server(self._connected, "127.0.0.1", self.port))
+        server = self._loop.run_until_complete(asyncio.start_server(self._accepted, "127.0.0.1", self.port))
         self._ready.set()
         self._loop.run_forever()
-        server.close()
+        for listener in server.sockets:
+            self._loop.remove_reader(listener.fileno())
+        self._turn()  # what is being accepted is known then; a server that is closed would leave it open
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         for writer in self._open:
             writer.transport.abort()  # also where a client does not take the rest of an answer
-        self._loop.run_until_complete(server.wait_closed())
-        self._loop.run_until_complete(asyncio.sleep(0.01))  # transports close when the loop turns once more
+        server.close()
+        self._turn()
         self._loop.close()
+
+    def _turn(self) -> None:
+        """Let the loop turn a few times: it accepts and closes connections in several steps."""
+        for _ in range(10):
+            self._loop.run_until_complete(asyncio.sleep(0))
+
+    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open.add(writer)
+        task = self._loop.create_task(self._connected(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with self._closing(writer), contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):

@@ -146,7 +146,7 @@ def weights_under_a_prefix(folder: Path) -> None:
     load(folder, model(4, 4), starts_from(folder))
 
 
-@says("checkpoint.initial_load: RUN/nowhere is not there; name an existing folder or file")
+@says("checkpoint.initial_load: RUN/nowhere is not there; name an existing checkpoint folder or .safetensors file")
 def weights_that_are_not_there(folder: Path) -> None:
     load(folder, model(4, 4), starts_from(folder / "nowhere"))
 

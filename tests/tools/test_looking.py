@@ -326,10 +326,15 @@ def test_a_command_that_takes_long_shows_bytes_speed_and_time_left(
     assert [title for title, *_ in bars if title != of_adapter][1:] == ["exporting out-True"] * ("lora" in words)
 
 
+def let_pass(folder: Path) -> None:
+    """Let other users pass to a folder of pytest; another session that begins takes that right away."""
+    for path in (folder, *folder.parents):
+        if path.stat().st_mode & 0o001 == 0:
+            path.chmod(0o755)
+
+
 def test_a_folder_or_file_without_permission_is_one_line(root: Path, tmp_path: Path) -> None:
     """Another user's folder, and one such file in a readable one: path and reason, exit code 2, nothing written."""
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o755)  # the other user may pass
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     sources = {name: tmp_path / name for name in ("hf", "dcp", "peft1")}
     for name, path in sources.items():
@@ -346,6 +351,7 @@ def test_a_folder_or_file_without_permission_is_one_line(root: Path, tmp_path: P
         for locked in (file, folder):
             mode = locked.stat().st_mode
             locked.chmod(0)
+            let_pass(tmp_path)
             try:
                 codes, said = as_nobody(commands)
             finally:
@@ -358,8 +364,7 @@ def test_a_folder_or_file_without_permission_is_one_line(root: Path, tmp_path: P
             assert not (tmp_path / "out").exists()
     shutil.copytree(step, step.with_name("step-2"))
     step.chmod(0)
-    for parent in tmp_path.parents[:2]:
-        parent.chmod(0o755)  # another session of pytest that begins meanwhile takes the right away
+    let_pass(tmp_path)
     try:
         codes, said = as_nobody([["ls", tmp_path / "run", "--json"], ["ls", step.parent]])
     finally:

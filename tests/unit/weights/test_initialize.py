@@ -449,7 +449,7 @@ def test_d6_a_weights_path_that_cannot_be_loaded_stops_the_run(tmp_path: Path) -
     """Never a silent random start, on meta as elsewhere: nothing is initialised, nothing is marked."""
     model = construct(Plain)
     materialise(model, "cpu")
-    with pytest.raises(CheckpointNotFoundError, match=r"nowhere is not there; name an existing folder"):
+    with pytest.raises(CheckpointNotFoundError, match=r"nowhere is not there; name an existing checkpoint folder"):
         load(model, tmp_path, initial_load=(InitialLoadConfig(path=str(tmp_path / "nowhere")),))
     assert model.touched == [] and len(empty_tensors([model])) == 5
 

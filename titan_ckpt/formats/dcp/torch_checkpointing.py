@@ -49,6 +49,7 @@ class TorchCheckpointingReader(DcpReader):
         self._tensors, self._chunks, self._items = {}, {}, {}
         self._checked = set()
         self._unread = None
+        self._objects = {}
         self._places: dict[tuple[str, str], tuple[tuple[Any, ...], _Cell]] = {}
         self._open: dict[str, Any] = {}
         data = posix.read_whole(self._table, MAX_METADATA_BYTES)

@@ -155,19 +155,20 @@ def reductions(trainer: Trainer) -> int:
 
 
 class Stop(Callback):
-    """Gets a signal in the first micro-batch of step 2, and gives it time in the others."""
+    """Gets a signal in the first micro-batch of step 2, and waits until both ranks know of it."""
 
     def on_substep_end(self, trainer: Trainer, index: int) -> None:
-        if trainer.state.step == 1:
-            if index == 0 and trainer.ranks.rank == 0:
+        if trainer.state.step == 1 and index == 0:
+            if trainer.ranks.rank == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.17)
+            while not trainer.guard._board._due:
+                time.sleep(0.01)
 
 
 def stopped(folder: Path) -> Any:
     return settings(
         folder,
-        training={"steps": 3, "batch_size": 1, "accumulation": 12},
+        training={"steps": 3, "batch_size": 1, "accumulation": 3},
         parallel={"reshard_after_forward": "never", "reshard_between_micro_batches": False},
         checkpoint={"save": {"interval": 10}},
         data={"sequence_length": 8},

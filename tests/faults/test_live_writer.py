@@ -70,7 +70,7 @@ def test_loads_beside_a_writer_that_keeps_one_step(run_folder: RunFolder) -> Non
     """No load fails, none starts from step 0, and none goes back; the writer lives and has gone on meanwhile."""
     with writing(run_folder) as writer:
         steps = [load(run_folder) for _ in range(3 if run_folder.url else 50)]
-        while steps[-1] == steps[0]:  # the writer has not been given its turn yet
+        while steps[-1] == steps[0] and writer.poll() is None:  # the writer has not been given its turn yet
             steps.append(load(run_folder))
         assert writer.poll() is None
     assert steps == sorted(steps)

@@ -57,7 +57,9 @@ def test_a_named_pipe_is_read_as_far_as_somebody_writes(tmp_path: Path, capsys: 
     os.mkfifo(pipe)
     assert main(["plan", str(pipe)]) == 2
     assert "output_folder: required" in capsys.readouterr().err
+    held = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # keeps what is written, if the writer ends before it is read
     writing = os.open(pipe, os.O_RDWR)
     os.write(writing, f'output_folder = "{tmp_path}/run"\nmodel = {{ flavor = "debug-0.5m" }}\n'.encode())
     threading.Timer(0.3, os.close, [writing]).start()
     assert main(["plan", str(pipe)]) == 0
+    os.close(held)

@@ -202,7 +202,7 @@ def test_the_probe_refuses_stores_by_name_of_what_they_lack(tmp_path: Path) -> N
         folder.mkdir()
         with start(folder) as server:
             with pytest.raises(PreflightError, match=lack):
-                probe(place_in(server, retry_seconds=0.5))
+                probe(place_in(server, retry_seconds=2.0))
             if start is servers.s3rver:  # localbucket deletes no list of objects
                 probe(place_in(server, single_writer=True))
 

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from converters import from_tables
 from tests.interop.test_lora_run import IDS, LoraRun, reload, write_base
 from tests.stores.conftest import behind, get_folder, place_in, put_folder, through
-from tests.stores.servers import Server
+from tests.stores.servers import Server, refusal
 from tests.test_manager import Run
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.config import SaveConfig, StoreConfig
@@ -32,6 +32,8 @@ from titan_ckpt.stores.object_writer import ObjectWriter
 from titan_ckpt.testing import distributed
 
 CONFIG = replace(FLAVORS["debug-0.5m"], vocab_size=160, num_layers=2, max_seq_len=64, tie_embeddings=False)
+DENIED = refusal("403 Forbidden", "AccessDenied", "Access Denied")
+"""A store that is too busy is asked again, for a time in which a slow machine must answer all other requests."""
 
 
 def export(model: Llama3, place: BucketPath, folder: Path, *, step: int = 1, **settings: Any) -> BucketPath:
@@ -107,8 +109,8 @@ def test_a_cut_in_the_middle_leaves_nothing_that_opens(server: Server, tmp_path:
     place = place_in(server)
     model = Llama3(CONFIG)
     for suffix in ("-00002-of-00003.safetensors", "config.json"):
-        with behind(server, "503", "PUT", suffix, times=10_000) as proxy:
-            broken = through(place, proxy, retry_seconds=0.5)
+        with behind(server, DENIED, "PUT", suffix, times=10_000) as proxy:
+            broken = through(place, proxy)
             with pytest.raises(ExportError, match="nothing was published"):
                 export(model, broken, tmp_path, max_shard_bytes=400_000)
         assert not [name for name in names(place) if not name.startswith(RECORDS)]
@@ -180,7 +182,7 @@ def test_the_newest_interval_exports_stay(server: Server, kind: str, tmp_path: P
 
 def test_what_cannot_be_an_export_is_said_before_the_first_step(s3: Server, tmp_path: Path) -> None:
     """A bucket that is not there; a place inside the checkpoint folder; an unknown scheme."""
-    settings = StoreConfig(endpoint=s3.endpoint, retry_seconds=1.0)
+    settings = StoreConfig(endpoint=s3.endpoint, retry_seconds=5.0)
     run = Run()
     saves = run.manager(
         tmp_path, save=None, store=settings, export=(ExportConfig("dcp", folder=f"{s3.url}-none/exports"),)
@@ -226,8 +228,8 @@ def test_shards_of_two_ranks_are_the_files_of_one(s3: Server, tmp_path: Path) ->
     if one rank cannot upload its file, both say so, and nothing is left.
     """
     place = place_in(s3)
-    with behind(s3, "503", "PUT", "-00002-of-00003.safetensors", times=10_000) as proxy:
-        broken = through(place, proxy, retry_seconds=0.5).bucket.settings
+    with behind(s3, DENIED, "PUT", "-00002-of-00003.safetensors", times=10_000) as proxy:
+        broken = through(place, proxy).bucket.settings
         _two_ranks_export(str(place), place.bucket.settings, broken, tmp_path)
     assert names(place / "broken") == [f"{RECORDS}/step-1.json"]
     torch.manual_seed(0)

@@ -113,13 +113,15 @@ def test_a_commit_whose_answer_is_lost_for_good_is_kept_and_one_that_never_arriv
     place = place_in(s3)
     for step, fault in ((1, "cut"), (2, "stall")):
         with behind(s3, fault, "PUT", f"commits/step-{step}[^/]*json", times=99) as proxy:  # type: ignore[arg-type]
-            steps = BucketSteps(through(place, proxy, retry_seconds=0.5))
-            steps._bucket._content = lambda key: None  # type: ignore[method-assign]  # nor can it be read back
+            steps = BucketSteps(place)
             attempt = steps.begin(step, 10)
             write(attempt)
+            broken = through(place, proxy, retry_seconds=0.5).bucket
+            broken._content = lambda key: None  # type: ignore[method-assign]  # nor can it be read back
+            steps._bucket = steps._commits._bucket = broken
             with pytest.raises(OSError, match="could not write it"):
                 steps.commit(attempt, manifest_of(attempt))
-            steps._commits._bucket = place.bucket
+            steps._bucket = steps._commits._bucket = place.bucket
             steps.abandon(attempt)
         steps.close()
     left = BucketSteps(place).survey().steps
@@ -166,7 +168,7 @@ def test_a_second_writer_is_told(server: Server, tmp_path: Path) -> None:
 def test_a_bucket_that_is_not_there_is_an_error_before_the_first_step(server: Server, tmp_path: Path) -> None:
     """The preflight says it; no folder of that name appears."""
     run = Run()
-    settings = StoreConfig(endpoint=server.endpoint, retry_seconds=2.0)
+    settings = StoreConfig(endpoint=server.endpoint, retry_seconds=5.0)
     config = SaveConfig(interval=1)
     place = f"{server.url}-none/x"
     saves = run.manager(tmp_path, folder=place, store=settings, save=config)

@@ -135,7 +135,7 @@ def test_a_web_server_is_no_empty_store(s3: Server) -> None:
     """It answers every request with a page: a run that only loads does not start afresh."""
     page = Answer("200 OK", "<html><h1>Hello</h1></html>", ("Content-Type: text/html",))
     with Proxy(s3.endpoint, lambda method, path: page) as proxy:
-        place = through(place_in(s3), proxy, retry_seconds=0.2)
+        place = through(place_in(s3), proxy, retry_seconds=2.0)
         directory = CheckpointDirectory(place, Coordinator(0, 1, None, "", 30.0))
         with pytest.raises(PreflightError, match="Is the endpoint right"):
             directory.steps()

@@ -130,7 +130,7 @@ def test_what_is_wrong_with_a_source_is_said(s3: Server, tmp_path: Path) -> None
     with pytest.raises(CorruptCheckpointError, match=lost):
         loaded(Llama3(CONFIG), place, tmp_path, place)
     with behind(s3, "stall", "GET", "config.json", times=99) as proxy:
-        silent = through(place, proxy, retry_seconds=0.5)
+        silent = through(place, proxy, retry_seconds=1.5)
         with pytest.raises(StoreError, match="could not read"):
             loaded(Llama3(CONFIG), silent, tmp_path, silent)
     with pytest.raises(ConfigError, match="s3://bucket/key, gs://bucket/key or az://container/key"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import urllib.request
@@ -217,6 +218,10 @@ def test_urls_name_a_bucket_and_a_key() -> None:
 
 
 def test_an_endpoint_with_a_password_is_refused() -> None:
-    """Settings are written to manifests and logs."""
-    with pytest.raises(ConfigError, match="without user, password or query"):
-        StoreConfig(endpoint="https://user:pw@host")
+    """Settings are written to manifests and logs; the refusal does not show it either."""
+    for endpoint, shown in (
+        ("https://user:pw@host", "https://***@host"),
+        ("https://host/?sig=pw", "https://host/?***"),
+    ):
+        with pytest.raises(ConfigError, match=f'without user, password or query, found "{re.escape(shown)}"'):
+            StoreConfig(endpoint=endpoint)

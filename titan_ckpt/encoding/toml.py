@@ -288,13 +288,19 @@ def describe(kind: Any) -> str:
     return _NAMES.get(kind, "a table")
 
 
+_SECRETS = re.compile(r"(?<=://)[^/\s@]+(?=@)|(?<=\?)\S+")
+"""The user with the password, and the query, of a URL."""
+
+
 def _show(value: Any) -> str:
-    """Return a value as TOML text; a table or an array is only described."""
+    """Return a value as TOML text; a table or an array is only described, and a URL without its user and query."""
     if isinstance(value, Mapping):
         return "a table"
     if isinstance(value, (list, tuple)):
         return f"an array of {len(value)}"
     if isinstance(value, (str, bool)):
+        if isinstance(value, str) and "://" in value:
+            value = _SECRETS.sub("***", value)
         text = json.dumps(value, ensure_ascii=False)
         return text if len(text) <= 80 else f'{text[:76]}..."'
     return "nothing" if value is None else str(value)

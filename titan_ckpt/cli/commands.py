@@ -40,7 +40,7 @@ from titan_ckpt.errors import (
     SaveError,
 )
 from titan_ckpt.stores.bucket import Location, open_location
-from titan_ckpt.stores.settings import StoreConfig, split_url
+from titan_ckpt.stores.settings import StoreConfig, require_places, split_url
 
 if TYPE_CHECKING:
     from titan_ckpt.tools.conversion import Options
@@ -60,7 +60,7 @@ def run(command: Command) -> int:
     """Run a command and return the exit code; an error is one line on standard error."""
     console = Output(markup=True, emoji=False)
     try:
-        require_local({name: path for name, path in _paths(command) if not _may_be_in_bucket(command, path)})
+        (require_places if isinstance(command, Ls | Inspect | Verify) else require_local)(dict(_paths(command)))
         return _run(command, console)
     except KeyboardInterrupt:
         return _fail("interrupted; nothing was written under its final name", INTERRUPTED)
@@ -85,15 +85,19 @@ def _paths(command: Command) -> Iterator[tuple[str, Path]]:
                 yield key, part
 
 
-def _may_be_in_bucket(command: Command, path: Path) -> bool:
-    return isinstance(command, Ls | Inspect | Verify) and split_url(path) is not None
-
-
 def _place(path: Path) -> Location:
-    """Return what an argument names; how a bucket is reached comes from the environment, as its credentials do."""
+    """Return what an argument names; how a bucket is reached comes from the environment, as its credentials do.
+
+    Raises: ConfigError naming the variable of an endpoint that is none, without its value, which may hold a password.
+    """
     scheme, *_ = split_url(path) or ("",)
-    endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS.get(scheme, ()))), None)
-    return open_location(path, settings=StoreConfig(endpoint=endpoint, retry_seconds=_RETRY_SECONDS))
+    name = next(filter(os.environ.get, _ENDPOINTS.get(scheme, ())), None)
+    try:
+        store = StoreConfig(endpoint=name and os.environ[name], retry_seconds=_RETRY_SECONDS)
+    except ConfigError:
+        problem = f"{name}: expected an http(s) URL without user, password or query; set it so, or unset it"
+        raise ConfigError([problem], "environment") from None
+    return open_location(path, settings=store)
 
 
 def _fail(text: str, code: int) -> int:

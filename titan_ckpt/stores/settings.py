@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
 from titan_ckpt.encoding.local_path import is_uri
 from titan_ckpt.encoding.toml import Check, Checked
+from titan_ckpt.errors import ConfigError
 
 SCHEMES = ("s3", "gs", "az")
 """Amazon S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage."""
@@ -63,6 +64,13 @@ FolderOrBucket = Annotated[
     Check(_EXPECTED, lambda text: not is_uri(text) or split_url(text) is not None),
 ]
 """The type of a setting that names a folder, or a place in a bucket."""
+
+
+def require_places(paths: Mapping[str, str | os.PathLike[str]]) -> None:
+    """Check arguments that may name a bucket by their names. Raises: ConfigError listing every other URI."""
+    others = [(name, path) for name, path in paths.items() if is_uri(path) and split_url(path) is None]
+    if others:
+        raise ConfigError([f'{name}: expected {_EXPECTED}, found "{path}"' for name, path in others], "paths")
 
 
 def split_url(text: str | os.PathLike[str]) -> tuple[str, str, str] | None:

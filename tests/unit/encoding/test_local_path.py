@@ -106,7 +106,20 @@ def test_the_checkpoint_folder_may_be_in_a_bucket_of_a_known_scheme() -> None:
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "save --run", "prune --set-aside", "diff --weights a"])
 def test_every_command_refuses_a_uri(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2 and a message that says what is supported, also if a folder of that name is there."""
-    uri = "hf://bucket" if command in ("ls", "inspect", "verify") else "s3://bucket"
+    takes_buckets = command in ("ls", "inspect", "verify")
+    uri = "hf://bucket" if takes_buckets else "s3://bucket"
     (tmp_path / uri[:3] / "bucket").mkdir(parents=True)
     assert main([*command.split(), uri]) == 2
-    assert "mounted file system (no URI such as s3:// is supported)" in capsys.readouterr().err
+    known = "or s3://bucket/key, gs://bucket/key or az://container/key"
+    supported = known if takes_buckets else "mounted file system (no URI such as s3:// is supported)"
+    assert supported in capsys.readouterr().err
+
+
+def test_an_endpoint_of_the_environment_that_is_none_is_named_without_its_password(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is asked; the line says which variable it is."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://me:password-of-mine@host")
+    assert main(["ls", "s3://bucket/run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "AWS_ENDPOINT_URL_S3: expected an http(s) URL without user" in line and "password-of-mine" not in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -75,6 +76,22 @@ def test_d8_files_of_other_tools_hold_what_they_say(tmp_path: Path) -> None:
     assert texts(corpus) == ["1", "2", "3", "4"]
 
 
+def test_d8_a_folder_that_cannot_be_read_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that trained on the rest would not be told."""
+    jsonl(tmp_path / "a.jsonl", {"text": "1"})
+    jsonl(tmp_path / "locked" / "b.jsonl", {"text": "2"})
+    scandir = os.scandir
+
+    def refusing(path: str) -> Any:
+        if os.path.basename(path) == "locked":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(ConfigError, match=r"data\.corpus: \S+/locked cannot be read: Permission denied; give"):
+        open_corpus(str(tmp_path))
+
+
 def test_a_digest_follows_the_files(tmp_path: Path) -> None:
     """A cached corpus is built again when one of its files changes, or a different field is read."""
     path = jsonl(tmp_path / "a.jsonl", {"text": "a", "x": "b"})
@@ -115,7 +132,7 @@ def bad(folder: Path) -> None:
     said += [{"role": "user", "content": content} for content in ([picture], [part], "a\udc00", {"text": "x"})]
     with (folder / "said.jsonl").open("w") as file:
         file.writelines(json.dumps({"m": [message]}) + "\n" for message in said)
-        file.write(json.dumps({"m": CHAT, "tools": "{"}) + "\n")
+        file.writelines(json.dumps({"m": CHAT, "tools": tools}) + "\n" for tools in ("{", "[" * 100_000))
     jsonl(folder / "chat.jsonl", {"m": CHAT}, {"m": []}, {"m": "hi"}, {"m": [{"from": "x"}]}, {"m": [1]}, {"x": 1})
 
 
@@ -162,6 +179,7 @@ def bad(folder: Path) -> None:
                 r":5: .*, found message 0 with half of a character, '\\udc00' at position 1",
                 r":6: .*, found message 0 with dict",
                 r':7: "tools" is a text that is not JSON',
+                r':8: "tools" is a text that is not JSON: maximum recursion',
             ],
         ),
         (

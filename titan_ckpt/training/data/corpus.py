@@ -176,7 +176,7 @@ class Corpus:
         if isinstance(tools, str) and tools:  # parquet has no other place for schemas that differ between rows
             try:
                 tools = json.loads(tools)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 return Row(number, None, None, place, f'{place}: "tools" is a text that is not JSON: {error}')
         return Row(number, value[self.field], tools or None, place)
 
@@ -293,7 +293,12 @@ def _find_files(name: str, setting: str) -> list[Path]:
                 [f"{setting}: {path}: expected {_EXPECTED}, found the suffix {path.suffix or '(none)'!r}"]
             )
         return [path]
-    inside = sorted(_files_in(path))
+    try:
+        inside = sorted(_files_in(path))
+    except OSError as error:
+        problem = f"{error.filename} cannot be read: {error.strerror}; give the run the right to, or name files by a"
+        problem += ' pattern such as "data/*.jsonl"'
+        raise ConfigError([f"{setting}: {problem}"]) from None
     files = [file for file in inside if file.suffix in KINDS]
     if not files:
         found = f"{len(inside)} other files" if inside else "nothing"
@@ -302,9 +307,16 @@ def _find_files(name: str, setting: str) -> list[Path]:
 
 
 def _files_in(path: Path) -> Iterator[Path]:
-    """Yield the files at any depth that are not hidden, those of linked folders too; each folder comes once."""
+    """Yield the files at any depth that are not hidden, those of linked folders too; each folder comes once.
+
+    Raises: OSError for a folder that cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
     seen: set[str] = set()
-    for root, folders, files in os.walk(path, followlinks=True):
+    for root, folders, files in os.walk(path, onerror=refuse, followlinks=True):
         real = os.path.realpath(root)
         folders[:] = sorted(name for name in folders if not name.startswith(".") and real not in seen)
         shown = [] if real in seen else [Path(root, name) for name in files if not name.startswith(".")]

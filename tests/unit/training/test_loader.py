@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -160,6 +162,21 @@ def test_ranks_that_start_on_an_empty_cache_tokenise_it_once(tmp_path: Path) -> 
     assert [end.result().tolist() for end in ends if end.exception() is None] == 3 * [[7]]
     assert counted == {"a": 2}
     assert len([*(tmp_path / "cache").iterdir()]) == 1
+
+
+def test_the_lock_of_another_user_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of theirs that was killed has left it in a cache that users share."""
+    path = tmp_path / "a.txt"
+    path.write_text("a")
+    opened = os.open
+
+    def refusing(file: Any, *arguments: Any, **more: Any) -> int:
+        if str(file).endswith(".lock"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+        return opened(file, *arguments, **more)
+
+    monkeypatch.setattr(os, "open", refusing)
+    assert tokenise(open_corpus(str(path)), lambda _: [7], {}, tmp_path / "cache").tolist() == [7]
 
 
 def test_collate_stacks_sequences() -> None:

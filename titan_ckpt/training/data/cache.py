@@ -18,7 +18,8 @@ def cached_folder(root: Path, name: str, key: Mapping[str, object], build: Calla
 
     Any number of processes may call this at once: one builds in a temporary folder and renames it, and the others on
     its host wait. A build that dies leaves only its temporary folder behind, and the next process builds. Where the
-    file system has no locks, and on other hosts of some, each process builds, and the first rename wins.
+    file system has no locks, on other hosts of some, and beside another user's lock, each process builds, and the
+    first rename wins.
     """
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     final = root / f"{name}-{digest}"
@@ -33,7 +34,11 @@ def cached_folder(root: Path, name: str, key: Mapping[str, object], build: Calla
 def _alone(path: Path) -> Iterator[None]:
     """Hold the lock on a file, and remove the file at the end. The lock of a process that dies ends with it."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+        except PermissionError:  # another user's, who builds the same, or was killed
+            yield
+            return
         with suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         with suppress(FileNotFoundError):

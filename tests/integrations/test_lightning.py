@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from lightning import LightningModule
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LambdaCallback
 from lightning_fabric.wrappers import _FabricDataLoader
 from torch.utils.data import DataLoader
 
@@ -60,14 +60,19 @@ def test_a_trainer_is_told_all_that_does_not_fit_at_once() -> None:
     """A callback that changes Lightning's own checkpoints, those, and reloaded dataloaders are refused together."""
     trainer = SimpleNamespace(
         strategy=strategy("DDPStrategy"),
-        callbacks=[EMAWeightAveraging(), EarlyStopping("val_loss")],
+        callbacks=[
+            EMAWeightAveraging(),
+            LambdaCallback(on_save_checkpoint=lambda *_: None),
+            LambdaCallback(on_train_start=lambda *_: None),
+            EarlyStopping("val_loss"),
+        ],
         checkpoint_callbacks=[1],
         reload_dataloaders_every_n_epochs=1,
     )
-    names = r"(?s)EMAWeightAveraging: .*enable_checkpointing.*reload_dataloaders_every_n_epochs"
+    names = r"(?s)EMAWeightAveraging: .*LambdaCallback: .*enable_checkpointing.*reload_dataloaders_every_n_epochs"
     with pytest.raises(ConfigError, match=names) as refused:
         attach(trainer, CheckpointConfig())
-    assert "EarlyStopping" not in str(refused.value)
+    assert "EarlyStopping" not in str(refused.value) and str(refused.value).count("LambdaCallback") == 1
 
 
 class Resetting(LightningModule):
@@ -76,6 +81,7 @@ class Resetting(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.head = torch.nn.Linear(1, 1)
+        self.register_buffer("lowest", torch.tensor(float("nan")))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         assert checkpoint["own"] == 1

@@ -103,13 +103,15 @@ class Progress:
 
 def _overrides(value: Any, home: str) -> bool:
     """Return whether an object has hooks of its own, and not those of Lightning's base class in the module `home`."""
-    hooks = [getattr(type(value), name, None) for name in _HOOKS]
+    hooks = [getattr(value, name, None) for name in _HOOKS]  # LambdaCallback has them from its arguments
     return any(hook is not None and not hook.__module__.endswith(home) for hook in hooks)
 
 
 def _equal(one: Any, other: Any) -> bool:
+    if one is other:  # also where it holds NaN
+        return True
     if isinstance(one, DTensor) and isinstance(other, DTensor):
         one, other = one.to_local(), other.to_local()
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
-    return one is other
+    return False

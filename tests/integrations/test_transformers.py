@@ -170,8 +170,16 @@ def test_completions_are_held_between_generations_and_where_they_fit(caplog: pyt
 
 
 def test_completions_are_not_divided_among_another_number_of_ranks() -> None:
-    """The error says which steps hold none."""
-    progress = RankProgress(trainer(), TrainerLoader(DataLoader(range(8))))  # type: ignore[arg-type]  # as above
+    """The error says which steps hold none; from such a step they go on with the coefficient that was adapted."""
+    running = generating(0, None)
+    running.accelerator = SimpleNamespace(device="cpu")
+    progress = RankProgress(running, share(0, 1, split=False))
     stored = {"loader": {}, "completions": completions.state_of(generating(3, [{"ids": torch.ones(2)}]))}
     with pytest.raises(LoadMismatchError, match=r"2 data-parallel ranks use.*checkpoint\.resume\.step.*multiple of"):
         progress.load_state_dicts([stored, stored])
+    before = generating(4, None)
+    before.entropy_coef = 0.25
+    stored = {"loader": share(0, 2, split=False).state_dict(), "completions": completions.state_of(before)}
+    progress.load_state_dicts([stored, stored])
+    progress.begin()
+    assert (running.entropy_coef, running._step, running._buffered_inputs) == (0.25, 4, None)

@@ -104,6 +104,7 @@ class RankProgress:
                 "num_iterations / gradient_accumulation_steps"
             )
         self.loader.load_state_dicts([state["loader"] for state in state_dicts])
+        self._completions = state_dicts[0]["completions"]  # a number and coefficients, which all ranks have
 
     def begin(self) -> None:
         """Set completions and sums, after the Trainer has set the sums to zero."""

@@ -20,7 +20,7 @@ from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.models.language_model import LanguageModel
-from titan_ckpt.stores.bucket import Location, open_location
+from titan_ckpt.stores.bucket import Location, StoreError, open_location
 from titan_ckpt.types import Format
 
 _KEPT = (torch.bfloat16, torch.float16)
@@ -77,7 +77,8 @@ def numerics(device: torch.device, **of_run: Any) -> dict[str, Any]:
 def keep_stored_dtypes(model: LanguageModel, config: CheckpointConfig, base_folder: Path) -> None:
     """Cast frozen parameters to the dtype of the source that the run will load them from. Call it before sharding.
 
-    Sources that cannot be opened are skipped; the load will report the reason.
+    Sources that cannot be opened are skipped; the load will report the reason. All ranks must find the same ones.
+    Raises: StoreError for a bucket that does not answer this rank.
     """
     frozen = {fqn: p for fqn, p in model.named_parameters() if not p.requires_grad}
     if not frozen:
@@ -104,5 +105,7 @@ def _sources(config: CheckpointConfig, base_folder: Path, stack: ExitStack) -> I
     for path, format_, ignore in [*((step.path, "native", ()) for step in steps), *initial]:
         try:
             yield stack.enter_context(open_reader(path, format_, ignore=ignore))
+        except StoreError:  # other ranks may have been answered, and have other dtypes then
+            raise
         except (CheckpointError, OSError):
             continue

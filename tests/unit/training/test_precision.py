@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,9 @@ from safetensors.torch import load_file
 
 from converters import from_tables
 from tests.tiny_run import losses, settings
+from titan_ckpt.stores.bucket import StoreError
 from titan_ckpt.testing import distributed
+from titan_ckpt.training import precision
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.trainer import Trainer
 
@@ -55,6 +58,19 @@ def test_d5_a_frozen_base_keeps_its_dtype_and_adapters_have_a_float32_master(tmp
     again.run()
     assert len(losses(tmp_path)) == 5
     assert {(p.requires_grad, p.dtype) for p in again.model.parameters()} == dtypes
+
+
+def test_d5_a_bucket_that_does_not_answer_one_rank_gives_it_no_other_dtypes(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks have been answered, and hold their frozen parameters in bfloat16."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise StoreError(errno.EIO, "s3://box/base: rank 1 could not list it", is_final=False)
+
+    monkeypatch.setattr(precision, "open_reader", refuse)
+    with pytest.raises(StoreError, match="rank 1 could not list it"):
+        Trainer(on_base(tmp_path, base), from_tables(LORA, "test")).run()
 
 
 def test_d5_parameters_frozen_by_name_keep_their_dtype_over_a_resume(tmp_path: Path, base: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -26,7 +27,9 @@ from tests.test_bad_input import write_config
 from tests.tiny_run import losses, rows
 from titan_ckpt import KeyMap
 from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.stores.bucket import StoreError
 from titan_ckpt.training.callbacks import Callback
+from titan_ckpt.training.launch import command
 from titan_ckpt.training.launch.command import main
 from titan_ckpt.training.outcome import Outcome
 from titan_ckpt.training.trainer import Trainer
@@ -40,9 +43,8 @@ class StopAtTwo(Callback):
     def on_step_end(self, trainer: Any, metrics: Any) -> None:
         if metrics.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-            while not trainer.guard._posted:  # noticed by the end of this step, and not within the next one
+            while not trainer.guard._board._due:  # noticed by the end of this step, and not within the next one
                 time.sleep(0.001)
-            time.sleep(0.05)
 
 
 def stopped(folder: Path) -> Any:
@@ -63,6 +65,19 @@ def test_a_run_that_is_stopped_asks_to_be_started_again(tmp_path: Path, monkeypa
     assert stopped(tmp_path) is None
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
     assert main([str(path), "--callbacks", "[]"]) == 0
+
+
+def test_a_bucket_that_is_not_there_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No traceback: the store's answer says what to do."""
+
+    def refuse(*_: Any) -> Any:
+        raise StoreError(errno.ENOENT, "s3://b/run: rank 0 could not list it. Create the bucket", is_final=True)
+
+    monkeypatch.setattr(command, "build_trainer", refuse)
+    assert main([str(tmp_path / "run.toml")]) == 1
+    assert capsys.readouterr().err == "StoreError: s3://b/run: rank 0 could not list it. Create the bucket\n"
 
 
 def test_the_exit_code_of_a_stop_can_be_chosen(tmp_path: Path) -> None:

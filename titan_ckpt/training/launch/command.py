@@ -39,7 +39,8 @@ def main(argv: Sequence[str], program: str = "titan-ckpt train") -> int:
         parser.error("which run? name a TOML file; `titan-ckpt init pretrain` writes one")
     from titan_ckpt.encoding.named import find_names_here
     from titan_ckpt.errors import CheckpointError
-    from titan_ckpt.training.launch.terminal import configure_logging
+    from titan_ckpt.stores.answers import StoreError
+    from titan_ckpt.training.launch.terminal import configure_logging, say
 
     configure_logging()
     find_names_here()
@@ -49,6 +50,9 @@ def main(argv: Sequence[str], program: str = "titan-ckpt train") -> int:
         return trainer.exit_code
     except CheckpointError as error:
         return _report(error, arguments.config)
+    except StoreError as error:  # it names the place, the rank, the answer and the next step
+        say(f"StoreError: {error}")
+        return LOST
 
 
 def build_trainer(path: str, overrides: Sequence[str]) -> Trainer:

@@ -18,6 +18,7 @@ from titan_ckpt import CheckpointConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.lightning import attach, fabric_manager
 from titan_ckpt.integrations.lightning.progress import Progress
+from titan_ckpt.integrations.lightning.trainer import TitanCheckpoint
 
 RUNS = {
     "fabric within an epoch": Run("run_fabric", 1, 3, 17),
@@ -73,6 +74,13 @@ def test_a_trainer_is_told_all_that_does_not_fit_at_once() -> None:
     with pytest.raises(ConfigError, match=names) as refused:
         attach(trainer, CheckpointConfig())
     assert "EarlyStopping" not in str(refused.value) and str(refused.value).count("LambdaCallback") == 1
+
+
+def test_a_callback_that_the_module_brings_is_looked_at_when_the_training_begins() -> None:
+    """`configure_callbacks()` is called after `attach`."""
+    trainer = SimpleNamespace(callbacks=[EMAWeightAveraging()], fit_loop=None)
+    with pytest.raises(ConfigError, match="EMAWeightAveraging: it changes Lightning's own checkpoint"):
+        TitanCheckpoint(CheckpointConfig()).on_fit_start(trainer, None)
 
 
 class Resetting(LightningModule):

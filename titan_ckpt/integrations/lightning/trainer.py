@@ -74,7 +74,12 @@ class TitanCheckpoint:
         return None if self._guard is None else self._guard.stopped
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Load, when the strategy has set everything up."""
+        """Load, when the strategy has set everything up.
+
+        Raises: ConfigError for a callback of the module's configure_callbacks() that `attach` would have refused.
+        """
+        if faults := [*callbacks_with_hooks(trainer.callbacks)]:
+            raise ConfigError(faults)
         self._guard, self._trainer, fit = None, trainer, trainer.fit_loop
         fit.setup_data()
         loaders = fit._combined_loader  # noqa: SLF001 - Lightning has no public name for its loops' parts

@@ -104,7 +104,7 @@ class Courier:
         self._queues: list[deque[tuple[int, int, memoryview]]] = [deque() for _ in ranks]
         self._queued_bytes = 0
         self._is_finished = False
-        self._is_broken = False
+        self._is_given_up = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="titan_ckpt-courier", daemon=True)
@@ -128,11 +128,16 @@ class Courier:
         self._check()
 
     def close(self) -> None:
-        """Drop what is queued, and wait until all ranks have finished or the exchange is broken. Idempotent."""
+        """Drop what is queued, and wait until all ranks have finished or the exchange is broken. Idempotent.
+
+        A rank whose writing is stuck goes on with the rounds and never finishes: after the timeout they end here.
+        """
         with self._changed:
             self._error = self._error or ExportError("the export was given up")
             self._is_finished = True
             self._changed.notify_all()
+        self._thread.join(self._coordinator.timeout_seconds)
+        self._is_given_up = True
         self._thread.join()
 
     def _check(self) -> None:
@@ -141,7 +146,7 @@ class Courier:
 
     def _run(self) -> None:
         try:
-            while not self._round():
+            while not (self._round() or self._is_given_up):
                 pass
         except BaseException as error:
             with self._changed:

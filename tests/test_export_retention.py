@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import PeerError
+from titan_ckpt.exporting.exporter import Exporter
 
 
 def export(run: Path, *steps: int, keep: int = 1) -> None:
@@ -77,3 +85,28 @@ def test_a_record_that_cannot_be_read_makes_nothing_ours(tmp_path: Path) -> None
     export(tmp_path, 5)
     assert names(tmp_path) == [f"step-{n}" for n in range(1, 6)]
     assert len([*(tmp_path / ".titan_ckpt-exports").iterdir()]) == 5
+
+
+def test_a_folder_of_exports_that_rank_0_cannot_list_stops_all_ranks_at_once() -> None:
+    """Rank 1 is told; it does not wait for the timeout."""
+    store, errors = dist.HashStore(), dict[int, BaseException]()
+
+    class Unreachable:
+        def steps_there(self, config: ExportConfig) -> list[int]:
+            raise OSError(errno.EIO, "no answer")
+
+    def check(rank: int) -> None:
+        exporter: Any = SimpleNamespace(
+            _coordinator=Coordinator(rank, 2, store, "exports", 60.0), _made=lambda config: Unreachable()
+        )
+        try:
+            Exporter.check_folders(exporter, [ExportConfig("dcp")], fresh=True)
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=check, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert isinstance(errors[0], OSError) and isinstance(errors[1], PeerError) and "no answer" in str(errors[1])

@@ -20,6 +20,7 @@ from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, RunGua
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.errors import CommitConflictError, ConfigError, ExportError, PeerError, SaveError
 from titan_ckpt.failures import DISK_ERRORS, is_disk_failure
+from titan_ckpt.formats.publish.record import MadeExports
 from titan_ckpt.guard import outside_request
 from titan_ckpt.testing import distributed
 
@@ -228,6 +229,30 @@ def test_an_interval_export_that_the_disk_refuses_does_not_end_the_run(
     assert [n for n in range(1, 5) if f"step {n} is not exported" in caplog.text] == [2, 3]
     with pytest.raises(ExportError, match="No space left"):
         export_through(tmp_path / "b", mode, last_step=3)
+
+
+def test_a_resumed_run_goes_on_if_it_cannot_see_whether_an_export_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bucket that does not answer is as a disk that does not: one warning, and the next export is made."""
+    config = CheckpointConfig(
+        save=SaveConfig(interval=1, async_mode="disabled", on_failure="warn"), export=(ExportConfig("dcp", interval=1),)
+    )
+    model = nn.Linear(2, 2)
+    with CheckpointManager(config, model_parts=[model], base_folder=tmp_path) as manager:
+        save(manager, 1)
+
+    def silent(self: object, name: str) -> bool:
+        raise OSError(errno.EIO, "no answer")
+
+    with CheckpointManager(config, model_parts=[model], base_folder=tmp_path) as manager:
+        manager.load()
+        with monkeypatch.context() as patch:
+            patch.setattr(MadeExports, "is_there", silent)
+            save(manager, 2)
+        save(manager, 3)
+    assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["step-1", "step-3"]
+    assert "step 2 is not exported (1 in a row, 3 are accepted)" in caplog.text
 
 
 @distributed(nproc=2)

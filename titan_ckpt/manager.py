@@ -259,10 +259,13 @@ class CheckpointManager:
             self.wait()
         self._exported_step = step
         resumed_from = None if self._resumed_from is None else self._resumed_from["step"]
+        todo = due
         if is_repeated or policy.may_be_there(step, last_step, resumed_from):
-            todo = [export for export in due if not self._exporter.is_there(export, step)]
-        else:
-            todo = due
+            try:
+                todo = [export for export in due if not self._exporter.is_there(export, step)]
+            except Exception as error:  # of a bucket that does not answer
+                todo = []
+                self._failures.settle("exported", step, error, is_last=last_step)
         if todo:
             self.export_step(todo, step, last_step)
         return bool(due)

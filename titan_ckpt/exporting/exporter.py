@@ -126,9 +126,13 @@ class Exporter:
         for made in map(self._made, configs):
             if isinstance(made, BucketExports):
                 self._coordinator.on_rank_0("export-place", made.check)
-        if fresh and self._coordinator.rank == 0:
-            there = [str(self.folder(c, step)) for c in configs for step in self._made(c).steps_there(c)]
-            if there:
+        if fresh and configs:
+
+            def steps_there() -> list[str]:
+                return [str(self.folder(c, step)) for c in configs for step in self._made(c).steps_there(c)]
+
+            there = self._coordinator.on_rank_0("export-before", steps_there)
+            if there and self._coordinator.rank == 0:
                 logger.warning(
                     "%s is there from before this run, which will not export over it: move it away, or choose another "
                     "folder",

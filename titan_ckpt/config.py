@@ -292,7 +292,9 @@ class CheckpointConfig(Checked):
         if own is None and other is None:
             folder = os.path.abspath(self.folder)
             return os.path.commonpath([os.path.abspath(target), folder]) == folder
-        return own is not None and other is not None and f"{'/'.join(other)}/".startswith(f"{'/'.join(own)}/")
+        if own is None or other is None:
+            return False
+        return own[:2] == other[:2] and (not own[2] or f"{other[2]}/".startswith(f"{own[2]}/"))
 
     def _places(self) -> Iterator[str]:
         yield self.folder
@@ -320,7 +322,8 @@ class CheckpointConfig(Checked):
             targets.setdefault(target, i)
             if self._is_inside(target):
                 yield f"export.{i}.folder: {export.folder!r} is inside checkpoint folder {self.folder!r}; name another"
-        if in_bucket and self.save is not None and 3 * self.store.retry_seconds > self.save.timeout_seconds:
+        commits = any(map(split_url, [self.folder, *(export.folder for export in self.export)]))
+        if commits and self.save is not None and 3 * self.store.retry_seconds > self.save.timeout_seconds:
             yield (
                 f"store.retry_seconds: a commit may take 3 x {self.store.retry_seconds:g} s, and ranks wait for it for "
                 f"save.timeout_seconds = {self.save.timeout_seconds:g} s; lower the one or raise the other"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,9 +27,9 @@ from tests.test_manager import Run
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.config import SaveConfig, StoreConfig
 from titan_ckpt.errors import ConfigError, ExportError
-from titan_ckpt.formats.publish.bucket_record import RECORDS
+from titan_ckpt.formats.publish.bucket_record import RECORDS, BucketExports
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
-from titan_ckpt.stores.bucket import BucketPath
+from titan_ckpt.stores.bucket import BucketPath, StoreError
 from titan_ckpt.stores.object_writer import ObjectWriter
 from titan_ckpt.testing import distributed
 
@@ -180,6 +182,38 @@ def test_the_newest_interval_exports_stay(server: Server, kind: str, tmp_path: P
     assert not (tmp_path / "s3:").exists() and not (tmp_path / "az:").exists()
 
 
+def test_a_removal_that_is_cut_short_is_taken_up_again(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of the export is no user's folder: it expires, and its step can be exported again."""
+    place = place_in(s3)
+    exports, config = BucketExports(place), ExportConfig("dcp", interval=1, keep=1, folder=str(place))
+
+    def make(step: int) -> None:
+        attempt = exports.begin(f"step-{step}")
+        place.bucket.create((place / f"step-{step}" / "__0_0.distcp").key, b"weights")
+        exports.publish(f"step-{step}", attempt, ".metadata", b"names")
+        exports.record(config, step)
+
+    def cut(keys: Sequence[str]) -> None:
+        if any(key.endswith(".distcp") for key in keys):
+            raise StoreError(errno.EIO, "no answer", is_final=False)
+        delete(keys)
+
+    make(1)
+    make(2)
+    delete = place.bucket.delete
+    for is_made_again in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(place.bucket, "delete", cut)
+            with pytest.raises(StoreError):
+                exports.expire(config, 2)
+        assert [name for name in names(place) if name.startswith("step-1/")] == ["step-1/__0_0.distcp"]
+        if is_made_again:
+            make(1)
+        exports.expire(config, 2)
+        assert names(place) == [f"{RECORDS}/step-2.json", "step-2/.metadata", "step-2/__0_0.distcp"]
+        make(1)
+
+
 def test_what_cannot_be_an_export_is_said_before_the_first_step(s3: Server, tmp_path: Path) -> None:
     """A bucket that is not there; a place inside the checkpoint folder; an unknown scheme."""
     settings = StoreConfig(endpoint=s3.endpoint, retry_seconds=5.0)
@@ -191,6 +225,8 @@ def test_what_cannot_be_an_export_is_said_before_the_first_step(s3: Server, tmp_
         saves.load()
     with pytest.raises(ConfigError, match="is inside checkpoint folder"):
         CheckpointConfig(folder="s3://box/run", export=(ExportConfig("dcp", folder="s3://box/run/exports"),))
+    with pytest.raises(ConfigError, match="is inside checkpoint folder"):
+        CheckpointConfig(folder="s3://box", export=(ExportConfig("dcp", folder="s3://box/commits"),))
     CheckpointConfig(folder="s3://box/run", export=(ExportConfig("dcp", folder="s3://box/run-exports"),))
     with pytest.raises(ConfigError, match="s3://bucket/key, gs://bucket/key or az://container/key"):
         ExportConfig("hf", folder="hdfs://a/b")

@@ -13,7 +13,7 @@ import pytest
 from tests.stores.conftest import behind, place_in, through
 from tests.stores.servers import Answer, Fault, Proxy, Server, refusal
 from tests.stores.test_manager_in_bucket import keys, save
-from titan_ckpt.config import CheckpointConfig, SaveConfig
+from titan_ckpt.config import CheckpointConfig, InitialLoadConfig, SaveConfig
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -96,6 +96,18 @@ def test_a_refusal_names_the_right_or_the_setting(
         acts[verb]()
     assert caught.value.is_final and str(caught.value).startswith(f"{scheme}://box/k: rank 0 could not ")
     assert len(proxy.requests) <= 4
+    proxy.requests.clear()
+
+
+def test_a_wrong_endpoint_is_no_other_writer(broken: tuple[Proxy, list[Fault]]) -> None:
+    """A single writer's put has no condition that another writer could break."""
+    proxy, fault = broken
+    fault[0] = NO_STORE
+    bucket = Bucket("s3", "box", StoreConfig(endpoint=proxy.endpoint, single_writer=True))
+    with pytest.raises(StoreError, match="Check the endpoint and the region"):
+        bucket.create("k", b"x")
+    with pytest.raises(StoreError, match="Check the endpoint and the region"):
+        bucket.replace("k", b"x", {"e_tag": "1"})
     proxy.requests.clear()
 
 
@@ -192,5 +204,7 @@ def test_ranks_wait_longer_than_a_store_is_asked() -> None:
     """A commit that reads back and fences takes three times the retry time."""
     with pytest.raises(ConfigError, match=r"store.retry_seconds: a commit may take 3 x 120 s"):
         CheckpointConfig(folder="s3://b/run", save=SaveConfig(interval=1, timeout_seconds=300.0))
+    source = InitialLoadConfig("s3://b/base")
+    CheckpointConfig(initial_load=(source,), save=SaveConfig(interval=1, timeout_seconds=300.0))  # commits to a disk
     with pytest.raises(ConfigError, match="at most 600"):
         StoreConfig(retry_seconds=601.0)

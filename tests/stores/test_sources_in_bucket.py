@@ -19,7 +19,7 @@ from tests.test_manager import Run, same
 from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.config import SaveConfig, StoreConfig
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, NotACheckpointError
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.stores.bucket import BucketPath, StoreError
@@ -64,7 +64,7 @@ def test_a_hugging_face_folder_is_read_by_few_requests(server: Server, tmp_path:
 
 
 def test_a_shard_of_columns_and_one_file_alone(s3: Server, tmp_path: Path) -> None:
-    """A strided region is cut from the rows that hold it; a file is named without its folder."""
+    """A strided region is cut from the rows that hold it; a file is named without its folder, which may be large."""
     from titan_ckpt.formats.open import open_reader
     from titan_ckpt.geometry.chunks import Chunk
     from titan_ckpt.geometry.requests import ReadRequest
@@ -75,10 +75,11 @@ def test_a_shard_of_columns_and_one_file_alone(s3: Server, tmp_path: Path) -> No
     put_folder(place, tmp_path / "base")
     weight = theirs.state_dict()["model.embed_tokens.weight"]
     into = torch.empty(weight.shape[0], 5)
-    with open_reader(place / "model.safetensors") as reader:
+    with counted(place, s3) as (seen, proxy), open_reader(seen / "model.safetensors") as reader:
         reader.read([ReadRequest("model.embed_tokens.weight", Chunk((0, 3), (weight.shape[0], 5)), into)])
         assert reader.format == "hf" and reader.metadata()["model_type"] == "llama"
     assert torch.equal(into, weight[:, 3:8])
+    assert "delimiter" in [path for _, path in proxy.requests if "list-type" in path][-1]
 
 
 def test_a_step_is_a_source(server: Server, tmp_path: Path) -> None:
@@ -97,6 +98,10 @@ def test_a_step_is_a_source(server: Server, tmp_path: Path) -> None:
     copy = place_in(server) / "step-1"
     put_folder(copy, tmp_path / "c" / "checkpoints" / "step-1")
     assert equal(loaded(Run(seed=6).model, copy, tmp_path, copy), run.model)
+    source = InitialLoadConfig(str(copy), training_state=True)
+    saves = again.manager(tmp_path / "d", initial_load=(source,), store=place.bucket.settings)
+    with saves, pytest.raises(NotACheckpointError, match="gives the weights alone: leave training_state out"):
+        saves.load()
     data = bytearray((copy / "rank-00000.safetensors").read())
     data[-1] ^= 1
     copy.bucket.upload((copy / "rank-00000.safetensors").key, iter([memoryview(data)]), 5 << 20)

@@ -16,7 +16,7 @@ from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import CheckpointConfig, Component, InitialLoadConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import Manifest
-from titan_ckpt.directory.names import step_of
+from titan_ckpt.directory.names import holds_attempt, step_of
 from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import (
@@ -41,7 +41,7 @@ from titan_ckpt.loading.plan import LoadPlan, LoadSource, ResumeStep
 from titan_ckpt.loading.sources import PreparedLoad, prepare_load
 from titan_ckpt.loading.training_state import ResumeState
 from titan_ckpt.stores.bucket import Location, open_location
-from titan_ckpt.stores.source import Source
+from titan_ckpt.stores.source import ListedPath, Source
 from titan_ckpt.types import Format, LoadReport
 from titan_ckpt.weights.identity import BASE_RECORD, check_base, check_converters, identify_base
 from titan_ckpt.weights.initialize import empty_tensors, initialise, mark_filled
@@ -198,6 +198,11 @@ class Restorer:
             restored = self._resume_dcp(found, None, source)
             assert restored is not None, "only a step in the run's own folder may hold weights alone"
             return restored
+        if isinstance(found, ListedPath) and not holds_attempt(found):
+            raise NotACheckpointError(
+                f"{path} is a copy of a step's folder, of which a bucket gives the weights alone: leave training_state "
+                "out, copy the folder to a mounted file system, or name a step where its run has saved it"
+            )
         step = step_of(path.name)
         if step is None:
             raise NotACheckpointError(f"{path} is not named step-N, as a step is: give it its name back to resume it")

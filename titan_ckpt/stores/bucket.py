@@ -29,6 +29,8 @@ _ENDLESS = 10_000
 """More retries than fit into any retry time: the time alone bounds them."""
 _NAMELESS = "invalid DeleteObjects response: missing field `Key`"
 """Error of the client where a gateway, such as that of JuiceFS, deletes objects and does not say which ones."""
+_NO_SUCH_RANGE = "status code: 416"
+"""Answer to a range of an object that has no bytes."""
 
 Version = Mapping[str, str]
 """The ETag, and on GCS the generation, which differ between two contents of one object."""
@@ -100,7 +102,7 @@ class Bucket:
                 failure = store_error(error, "write", self.url(key), time.monotonic() - started)
                 failure.is_final = False  # what was in the way is gone
             except FileNotFoundError as error:
-                if mode != "create" and not lacks_bucket(error):
+                if isinstance(mode, dict) and not lacks_bucket(error):
                     raise FileExistsError(errno.EEXIST, "was deleted by another writer", self.url(key)) from None
                 raise store_error(error, "write", self.url(key), time.monotonic() - started) from None
             except self._api.exceptions.BaseError as error:
@@ -154,9 +156,14 @@ class Bucket:
             return answer.bytes().to_bytes(), _version(answer.meta)
 
     def read_head(self, key: str, num_bytes: int) -> tuple[bytes, int]:
-        """Return the first bytes of an object, and its size; it is not empty. Raises: FileNotFoundError; StoreError."""
+        """Return the first bytes of an object, and its size. Raises: FileNotFoundError; StoreError."""
         with self._asking("read", key):
-            answer = self._api.get(self._store, key, options={"range": (0, num_bytes)})
+            try:
+                answer = self._api.get(self._store, key, options={"range": (0, num_bytes)})
+            except self._api.exceptions.GenericError as error:
+                if _NO_SUCH_RANGE not in str(error):
+                    raise
+                answer = self._api.get(self._store, key)
             return answer.bytes().to_bytes(), int(answer.meta["size"])
 
     def read_range(self, key: str, start: int, stop: int) -> memoryview:
@@ -170,8 +177,12 @@ class Bucket:
     def list_objects(self, prefix: str) -> list[ObjectFacts]:
         """Return the objects below `prefix`, which ends where a name does, by key. Raises: StoreError."""
         with self._asking("list", prefix):
-            found = self._api.list(self._store, prefix or None).collect()
-        return sorted((ObjectFacts(m["path"], int(m["size"]), _version(m)) for m in found), key=lambda f: f.key)
+            return _facts(self._api.list(self._store, prefix or None).collect())
+
+    def list_files(self, prefix: str) -> list[ObjectFacts]:
+        """Return the objects directly below `prefix`, by key. Raises: StoreError."""
+        with self._asking("list", prefix):
+            return _facts(self._api.list_with_delimiter(self._store, prefix or None)["objects"])
 
     def list_names(self, prefix: str) -> list[str]:
         """Return the names directly below `prefix`, also of what only has objects below it. Raises: StoreError."""
@@ -264,6 +275,10 @@ def open_location(
     if parts is None:
         return Path(base_folder) / text
     return BucketPath(Bucket(parts[0], parts[1], settings or StoreConfig()), parts[2])
+
+
+def _facts(listing: Iterable[Mapping[str, Any]]) -> list[ObjectFacts]:
+    return sorted((ObjectFacts(m["path"], int(m["size"]), _version(m)) for m in listing), key=lambda f: f.key)
 
 
 def _version(meta: Mapping[str, Any]) -> Version:

@@ -88,12 +88,8 @@ def listed(place: BucketPath) -> ListedPath:
         return place
     facts = place.bucket.list_objects(place.key)
     if not facts and place.name.endswith(".safetensors"):
-        facts = [f for f in place.bucket.list_objects(place.parent.key) if "/" not in _below(f.key, place.parent.key)]
+        facts = place.bucket.list_files(place.parent.key)
     return ListedPath(place.bucket, place.key, {f.key: f.num_bytes for f in facts})
-
-
-def _below(key: str, folder: str) -> str:
-    return key.removeprefix(f"{folder}/") if folder else key
 
 
 def open_file(path: Source) -> FileReader | ObjectReader:

@@ -109,12 +109,15 @@ class BucketExports:
     def expire(self, config: ExportConfig, step: int) -> None:
         """Remove interval exports that are no longer kept, each with the file first that makes it loadable.
 
+        The record says so before anything is deleted, and goes last: a removal that is cut short is taken up again.
         Raises: StoreError.
         """
         if config.keep is None:
             return
-        for expired in policy.expired_exports(self._own_steps(config), step, config):
+        own, half_removed = self._own_steps(config)
+        for expired in [*half_removed, *policy.expired_exports(own, step, config)]:
             name = _name(config, expired)
+            self._write(name, {"folder": name, "content": None, "expired": True})
             self._delete(self._objects(name))
             self.root.bucket.delete([self._record_at(name).key])
             logger.info("export of step %d removed: the newest %d are kept", expired, config.keep)
@@ -141,13 +144,18 @@ class BucketExports:
         changed = sorted(path for path in {*written, *content} if written.get(path) != content.get(path))
         return f"changed since: {listed(changed, ', ', most=3)}" if changed else None
 
-    def _own_steps(self, config: ExportConfig) -> list[int]:
+    def _own_steps(self, config: ExportConfig) -> tuple[list[int], list[int]]:
+        """Return the steps whose exports are as a run published them, and those whose removal was cut short."""
         foreign = {step: self.why_foreign(_name(config, step)) for step in self.steps_there(config)}
-        left = {_name(config, step): why for step, why in foreign.items() if why}
+        half_removed = [step for step, why in foreign.items() if why and self._is_expired(_name(config, step))]
+        left = {_name(config, step): why for step, why in foreign.items() if why and step not in half_removed}
         if new := [f"{self.root / name} ({why})" for name, why in left.items() if name not in self._left]:
             logger.warning("retention of exports leaves what is not as a run published it: %s", ", ".join(new))
         self._left.update(left)
-        return [step for step, why in foreign.items() if why is None]
+        return [step for step, why in foreign.items() if why is None], half_removed
+
+    def _is_expired(self, name: str) -> bool:
+        return name not in self._left and (self._record(name) or {}).get("expired") is True
 
     def _objects(self, name: str) -> dict[str, ObjectFacts]:
         """Return the objects of a folder by their names in it."""

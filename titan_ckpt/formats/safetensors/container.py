@@ -119,8 +119,6 @@ def _read_file(path: Path) -> tuple[int, bytes]:
 
 
 def _read_object(path: ListedPath) -> tuple[int, bytes]:
-    if path.num_bytes == 0:  # a range of an empty object is refused
-        _header_bytes(b"", 0, path)
     with closing(ObjectReader(path)) as file:
         return file.num_bytes, file.read(8, _header_bytes(file.read(0, 8), file.num_bytes, path))
 

@@ -23,11 +23,16 @@ CheckpointError
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from titan_ckpt.types import LoadReport
+
+
+_USER = re.compile(r"\b([A-Za-z][\w+.-]*:/{1,2})(?:[^/\s@?]+|[^\s@?:]*:[^\s@?]*)@")
+_QUERY = re.compile(r"\b([A-Za-z][\w+.-]*:/[^\s?]*\?)[^\s\"']+")
 
 
 def listed(lines: Sequence[str], separator: str = "; ", last: str | None = None, most: int = 8) -> str:
@@ -37,6 +42,11 @@ def listed(lines: Sequence[str], separator: str = "; ", last: str | None = None,
     """
     text = separator.join(lines[:most])
     return text if len(lines) <= most else f"{text}{separator if last is None else last}and {len(lines) - most} more"
+
+
+def without_credentials(text: str) -> str:
+    """Return the text with *** for the user, the password and the query of each URL, which people paste with them."""
+    return _QUERY.sub(r"\1***", _USER.sub(r"\1***@", text))
 
 
 class CheckpointError(Exception):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated
 
 from titan_ckpt.encoding.toml import Check
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, without_credentials
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")
 _EXPECTED = "a path on a mounted file system (no URI such as s3:// is supported)"
@@ -24,7 +24,8 @@ def is_uri(path: str | os.PathLike[str]) -> bool:
 
 def require_local(paths: Mapping[str, str | os.PathLike[str] | None]) -> None:
     """Check paths by the name of their setting or argument. Raises: ConfigError listing every URI."""
-    if problems := [f'{n}: expected {_EXPECTED}, found "{p}"' for n, p in paths.items() if p is not None and is_uri(p)]:
+    uris = {name: without_credentials(os.fspath(path)) for name, path in paths.items() if path and is_uri(path)}
+    if problems := [f'{name}: expected {_EXPECTED}, found "{uri}"' for name, uri in uris.items()]:
         raise ConfigError(problems, "paths")
 
 

@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import tomli
 
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, without_credentials
 
 T = TypeVar("T")
 
@@ -288,10 +288,6 @@ def describe(kind: Any) -> str:
     return _NAMES.get(kind, "a table")
 
 
-_SECRETS = re.compile(r"(?<=://)[^/\s@]+(?=@)|(?<=\?)\S+")
-"""The user with the password, and the query, of a URL."""
-
-
 def _show(value: Any) -> str:
     """Return a value as TOML text; a table or an array is only described, and a URL without its user and query."""
     if isinstance(value, Mapping):
@@ -299,9 +295,7 @@ def _show(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"an array of {len(value)}"
     if isinstance(value, (str, bool)):
-        if isinstance(value, str) and "://" in value:
-            value = _SECRETS.sub("***", value)
-        text = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(without_credentials(value) if isinstance(value, str) else value, ensure_ascii=False)
         return text if len(text) <= 80 else f'{text[:76]}..."'
     return "nothing" if value is None else str(value)
 

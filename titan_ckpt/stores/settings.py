@@ -13,12 +13,12 @@ from typing import Annotated
 
 from titan_ckpt.encoding.local_path import is_uri
 from titan_ckpt.encoding.toml import Check, Checked
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, without_credentials
 
 SCHEMES = ("s3", "gs", "az")
 """Amazon S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage."""
 
-_BUCKET_URL = re.compile(rf"({'|'.join(SCHEMES)}):/{{1,2}}([^/?#@\s]+)((?:/[^/?#\s]+)*)/?")
+_BUCKET_URL = re.compile(rf"({'|'.join(SCHEMES)}):/{{1,2}}([^/?#@:\s]+)((?:/[^/?#\s]+)*)/?")
 _ENDPOINT = re.compile(r"https?://[^/?#@\s]+(/[^?#@\s]*)?")
 
 _MOST_PARTS = 9_000
@@ -70,7 +70,8 @@ def require_places(paths: Mapping[str, str | os.PathLike[str]]) -> None:
     """Check arguments that may name a bucket by their names. Raises: ConfigError listing every other URI."""
     others = [(name, path) for name, path in paths.items() if is_uri(path) and split_url(path) is None]
     if others:
-        raise ConfigError([f'{name}: expected {_EXPECTED}, found "{path}"' for name, path in others], "paths")
+        shown = {name: without_credentials(os.fspath(path)) for name, path in others}
+        raise ConfigError([f'{name}: expected {_EXPECTED}, found "{url}"' for name, url in shown.items()], "paths")
 
 
 def split_url(text: str | os.PathLike[str]) -> tuple[str, str, str] | None:

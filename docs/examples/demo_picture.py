@@ -1,6 +1,7 @@
 """`python -m docs.examples.demo_picture FILE.svg`: run the demo and keep its comparisons as a picture.
 
-The picture loads no font from elsewhere. It leaves out the bars of the training, whose times are those of one machine.
+The picture loads no font from elsewhere. It leaves out the bars of the training, whose times are those of one machine;
+docs/pictures/demo-recording.svg has them: `make demo`, recorded with asciinema and drawn by svg-term.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def _make_container(endpoint: str, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a store says instead: a status line's number and words, a body, and headers such as x-ms-error-code."""
+    """The proxy answers so instead of the store: the status line, a body, and headers such as x-ms-error-code."""
 
     status: str
     body: str

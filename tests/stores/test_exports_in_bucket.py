@@ -124,7 +124,7 @@ def test_a_cut_in_the_middle_leaves_nothing_that_opens(server: Server, tmp_path:
 
 
 def test_an_export_is_not_written_over(s3: Server, tmp_path: Path) -> None:
-    """What is there stays: an export that is published, and objects that no export has left."""
+    """A published export stays, and so do objects that no export has left."""
     place = place_in(s3)
     model = Llama3(CONFIG)
     made = export(model, place, tmp_path)
@@ -183,7 +183,7 @@ def test_the_newest_interval_exports_stay(server: Server, kind: str, tmp_path: P
 
 
 def test_a_removal_that_is_cut_short_is_taken_up_again(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left of the export is no user's folder: it expires, and its step can be exported again."""
+    """The rest of the export is not taken for a user's folder: it expires, and its step can be exported again."""
     place = place_in(s3)
     exports, config = BucketExports(place), ExportConfig("dcp", interval=1, keep=1, folder=str(place))
 

@@ -146,7 +146,7 @@ class _Killer:
         self._all_started = threading.Event()
         self._last = 0
         self._is_over = False
-        """What a run that has ended sent before is not processed while its place is judged."""
+        """The server processes no request of a run that has ended while the run's place is judged."""
         self._victims: Sequence[int] = ()
 
     def _decide(self, method: str, path: str) -> Fault:

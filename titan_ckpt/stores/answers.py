@@ -21,7 +21,7 @@ _SECRET_NAME = re.compile(r"(?i)key|secret|token|password|sas|connection_string|
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _SAID = re.compile(r"<(?:Code|Message|AuthenticationErrorDetail)>([^<]{1,400})|\(code: (\w+)\)|(redirect without LOC)")
 _NAMES = re.compile(r"\"[^\"]*\"|arn:\S+")
-"""What a message quotes, such as an object's own name."""
+"""Messages quote such text, for example an object's own name, which says nothing about the cause."""
 _OTHER_REGION = re.compile(r"AuthorizationHeaderMalformed|PermanentRedirect|IllegalLocationConstraint|redirect without")
 _REGION = re.compile(r"<Region>\s*([\w-]{1,40})\s*</Region>|expecting '([\w-]{1,40})'")
 _CLOCK = re.compile(r"RequestTimeTooSkewed|(?i:date header too old)|RequestExpired|RequestTimeTooOld")

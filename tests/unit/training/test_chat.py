@@ -71,7 +71,7 @@ def test_d8_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
 
 
 def test_d8_a_template_that_writes_the_day_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What it renders on another day is something else; one that does not is not named."""
+    """Such a template renders another text on another day, and a warning names it; other templates give no warning."""
     ChatTemplate(chat_tokenizer(tmp_path / "timeless"))
     assert caplog.text == ""
     ChatTemplate(chat_tokenizer(tmp_path / "dated", "{{ strftime_now('%d %b %Y') }}" + MARKED))

@@ -69,7 +69,7 @@ class Backwards(PackedDataset):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_d9_data_with_an_order_of_its_own_ends_with_its_epochs_too(num_workers: int) -> None:
-    """What fills the last batch has no labels, and is not part of the position."""
+    """The sequences that fill the last batch have no labels, and the position does not count them."""
     backwards = loader(Backwards(TOKENS[:31], 10, seed=0), 2, num_workers)
     assert backwards.end_after(1) == 3
     batches = [*islice(backwards, 2)]

@@ -25,7 +25,7 @@ from titan_ckpt.stores.bucket import BucketPath
 from titan_ckpt.stores.object_writer import ObjectWriter
 
 _HEAD = struct.Struct("<qqq")
-"""Of a frame: number of the file, offset in it, and bytes that follow."""
+"""A frame begins with the number of the file, the offset in it, and the number of bytes that follow."""
 _QUEUED_BYTES = 32 << 20
 """Bytes that wait to be sent to other ranks; a writer of more waits."""
 _ROUND_BYTES = 32 << 20

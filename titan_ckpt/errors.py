@@ -138,7 +138,7 @@ class StateEncodingError(CheckpointError, TypeError):
 
 
 class GradientError(CheckpointError, FloatingPointError):
-    """A gradient is not finite and reached no weight. Carries `step`, the step that was not made."""
+    """A gradient is not finite. Carries `step`, the step that was not made; the message says which weights are left."""
 
     def __init__(self, message: str, step: int) -> None:
         self.step = step

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -116,15 +116,25 @@ def averaged(folder: Path, ranks: int) -> Any:
     return settings(folder, training=training, checkpoint={"save": None})
 
 
-def in_three(folder: Path, name: str, steps: int = 2, max_grad_norm: float | None = None, **parallel: Any) -> Any:
+def in_three(folder: Path, name: str, training: Mapping[str, Any] | None = None, **parallel: Any) -> Any:
     """Return the settings of steps of twelve sequences: three micro-batches of two on each of two ranks."""
     return settings(
         folder / name,
-        training={"steps": steps, "batch_size": 2, "global_batch_size": 12, "max_grad_norm": max_grad_norm},
+        training={"steps": 2, "batch_size": 2, "global_batch_size": 12, **(training or {})},
         parallel=parallel,
         checkpoint={"save": None},
         optimizer={"implementation": "fused"},
     )
+
+
+class Complete(Callback):
+    """Checks that no gradient is left in parts when the optimizer gets it."""
+
+    def on_pre_optimizer(self, trainer: Trainer, step: int, grad_norm: float) -> None:
+        for name, parameter in trainer.model.named_parameters():
+            if isinstance(parameter, DTensor):
+                assert isinstance(parameter.grad, DTensor)
+                assert parameter.grad.placements == parameter.placements, (step, name)
 
 
 class Gathers(TorchDispatchMode):
@@ -199,13 +209,18 @@ def run_on_two(tmp_path: Path) -> None:
         torch.save(gradients.found, tmp_path / "gradients.pt")
 
     assert reductions(Trainer(in_three(tmp_path, "packed"))) == 2, "one a step"
-    uneven = Uneven(in_three(tmp_path, "uneven", max_grad_norm=1e-3))
+    seldom = {"steps": 5, "log_interval": 3, "check_gradients": "log"}
+    assert reductions(Trainer(in_three(tmp_path, "seldom", seldom))) == 3, "one a log: in steps 1, 3 and 5"
+    for check in ("step", "log"):
+        tensor = in_three(tmp_path, f"tensor_{check}", seldom | {"check_gradients": check}, tensor_parallel=2)
+        Trainer(tensor, callbacks=[Complete()]).run()
+    uneven = Uneven(in_three(tmp_path, "uneven", {"max_grad_norm": 1e-3}))
     assert reductions(uneven) == 2 * 2, "and one that counts labels; clipping takes none"
 
     for name, (parallel, expected) in RESHARD.items():
         gathers = Gathers()  # type: ignore[no-untyped-call]
         with gathers:
-            trainer = Trainer(in_three(tmp_path, name, steps=1, **parallel, backend="gloo"))
+            trainer = Trainer(in_three(tmp_path, name, {"steps": 1}, **parallel, backend="gloo"))
             trainer.run()
         assert trainer.accumulation == 3
         assert gathers.count == expected, name
@@ -240,6 +255,9 @@ def test_d9_two_ranks_average_gather_and_go_on_as_the_settings_say(tmp_path: Pat
             torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6, msg=name)
     assert [row["num_tokens"] for row in rows(tmp_path / "two")] == [16 + 3, 16]
 
+    assert losses(tmp_path / "tensor_log") == losses(tmp_path / "tensor_step"), (
+        "partial gradients are summed in all steps"
+    )
     one = Trainer(in_three(tmp_path, "alone"))
     one.run()
     assert one.accumulation == 6

@@ -248,6 +248,9 @@ class TrainingConfig(Checked):
     more on a rank that predicts fewer."""
     max_grad_norm: PositiveNumber | None = None
     """Gradients are scaled down to this global norm. Absent: gradients are not clipped."""
+    check_gradients: Literal["step", "log"] = "step"
+    """When ranks exchange the loss and the norm of the gradients, and stop if it is not finite: in every step, before
+    its optimizer; or in those alone that are logged, evaluated or saved, so that no other step waits for the device."""
     router_aux_loss_coef: Annotated[float, Check("a number, 0 or more", lambda x: x >= 0)] | None = None
     """Factor of the load-balancing loss of a mixture of experts. Absent: what the model's config.json asks for, that is
     router_aux_loss_coef if output_router_logits is true, else 0."""
@@ -266,6 +269,8 @@ class TrainingConfig(Checked):
     of them."""
 
     def problems(self) -> Iterator[str]:
+        if self.check_gradients == "log" and self.max_grad_norm is not None:
+            yield "check_gradients: max_grad_norm needs the norm in every step; leave one of them out"
         if (whole := self.global_batch_size) is None:
             return
         if self.accumulation != 1:

@@ -36,6 +36,8 @@ class Predicted:
     """Of all ranks, int64 on the run's device, so that nothing waits for it."""
     num_ranks: torch.Tensor
     """Number of ranks that have any."""
+    num_tokens: int | None
+    """Of all ranks, if that is known without an exchange."""
 
     @staticmethod
     def of(batches: Sequence[Batch], ranks: Ranks, *, is_whole: bool) -> Predicted:
@@ -50,10 +52,12 @@ class Predicted:
                     f"{size - here} labels of a step are {IGNORED}, and every_label_counts of the dataset is true: set "
                     "it to False in the class of the dataset"
                 )
-            counts = torch.tensor([here * ranks.data_size, ranks.data_size]).to(ranks.device, non_blocking=True)
+            known = here * ranks.data_size
+            counts = torch.tensor([known, ranks.data_size]).to(ranks.device, non_blocking=True)
         else:
+            known = None
             counts = ranks.sum(torch.tensor([here, min(here, 1)], device=ranks.device), over_data=True)
-        return Predicted(here, counts[0], counts[1])
+        return Predicted(here, counts[0], counts[1], known)
 
     def divisor(self, average: Literal["token", "rank"]) -> torch.Tensor:
         """Return what this rank's summed loss is divided by, 1 or more, so that the sum over ranks is their average.

@@ -6,6 +6,7 @@ Owns the order of the steps. build_steps.py builds the parts; the checkpoint man
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -27,7 +28,7 @@ from titan_ckpt.training.loss import Predicted, summed_cross_entropy
 from titan_ckpt.training.model_folder import other_choices
 from titan_ckpt.training.outcome import STOPPED, Outcome, forget_stop, record_stop
 from titan_ckpt.training.parallel.context_parallel import share_of
-from titan_ckpt.training.parallel.data_parallel import prepare_backward, sum_and_clip
+from titan_ckpt.training.parallel.data_parallel import complete_gradients, prepare_backward, sum_and_clip
 from titan_ckpt.training.precision import numerics
 from titan_ckpt.training.schedule import changes, find_decay, own_schedule_faults, rescaled, schedule_record
 from titan_ckpt.training.train_state import TrainState
@@ -46,7 +47,9 @@ class Trainer(BuildSteps):
     """
 
     _untold_seconds = 0.0
-    """Time of the newest step since its exchange began, which the next exchange tells to all ranks."""
+    """Time in steps since the newest exchange began, which the next exchange tells to all ranks."""
+    is_measured: bool
+    """Whether the ranks exchange the loss and the norm of the gradients in the step under way, or newest."""
     outcome: Outcome
     """The end of the run; set when `run` returns."""
 
@@ -219,21 +222,30 @@ class Trainer(BuildSteps):
         The loss is the mean over the predicted tokens of all ranks and micro-batches, however they are distributed, or
         with training.loss_average = "rank" the mean of the ranks' means.
         Collective: 1 Count tokens, unless every label counts. 2 Backward; the last micro-batch exchanges gradients.
-        3 Sum the loss and the squared norm of the gradients, and copy both to the host: the one wait for the device.
+        3 In a step that `is_measured`, sum the loss and the squared norm of the gradients, and copy both to the host:
+        the one wait for the device. In the others both are nan.
         """
         started = time.perf_counter()
         step = self.state.step + 1
         self.measurements.clear()
+        self.is_measured = self._needs_measures(step)
         self.callbacks.on_step_begin(self, step)
         micro_batches = [next(batches) for _ in range(self.accumulation)]
         is_whole = getattr(self.dataloader, "every_label_counts", False)
         predicted = Predicted.of(micro_batches, self.ranks, is_whole=is_whole)
         divisor = predicted.divisor(self.config.training.loss_average)
         share = self.accumulate_gradients(micro_batches, divisor) / divisor
-        told = time.perf_counter()
-        spent = torch.full_like(share, told - started + self._untold_seconds)
-        grad_norm, (loss, of_ranks) = self.clip_gradients(torch.stack([share, spent]))
-        num_tokens = int(predicted.everywhere)  # is known: the device has nothing left to do
+        num_tokens, told = predicted.num_tokens, time.perf_counter()
+        self._untold_seconds += told - started
+        loss = grad_norm = math.nan
+        if self.is_measured:
+            spent = torch.full_like(share, self._untold_seconds)
+            grad_norm, (loss, of_ranks) = self.clip_gradients(torch.stack([share, spent]))
+            self.state.seconds += of_ranks / self.ranks.size
+            self._untold_seconds = 0.0
+        else:
+            complete_gradients(self.trainable())
+        num_tokens = int(predicted.everywhere if num_tokens is None else num_tokens)
         if not num_tokens and self.ranks.rank == 0:
             logger.warning("step %d learns nothing: no label of its %d sequences counts", step, self.global_batch_size)
         self.callbacks.on_pre_optimizer(self, step, grad_norm)
@@ -248,11 +260,26 @@ class Trainer(BuildSteps):
             self.measurements["moe/balance_loss"] = self.balance_loss.take_mean()
         self.state.step = step
         self.state.num_tokens += num_tokens
-        self.state.seconds += of_ranks / self.ranks.size
         seconds = time.perf_counter() - started
-        self._untold_seconds = time.perf_counter() - told
+        self._untold_seconds += time.perf_counter() - told
         self.manager.last_step.complete(step)
         return StepMetrics(step, loss, grad_norm, lr, num_tokens, seconds)
+
+    def _needs_measures(self, step: int) -> bool:
+        """Return whether the loss and the gradients' norm of a step are exchanged: training.check_gradients.
+
+        They are if the step is to be logged, evaluated or saved. A clip function of one's own is called in every step.
+        """
+        if self.config.training.check_gradients == "step" or type(self).clip_gradients is not Trainer.clip_gradients:
+            return True
+        architecture = find_architecture(self.config.model.name)
+        evaluation = self.config.evaluation
+        return (
+            (architecture is not None and architecture.clip_gradients is not None)
+            or self.is_log_due(step)
+            or (evaluation is not None and step % evaluation.interval == 0)
+            or self.manager.is_save_due(step, step == self.num_steps)
+        )
 
     def clip_gradients(self, values: torch.Tensor) -> tuple[float, list[float]]:
         """Clip the gradients; return their global norm and the sums of `values` over all ranks. Collective: one sum.

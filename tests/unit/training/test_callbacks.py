@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import logging
+import math
 import os
 import resource
 import signal
@@ -26,7 +27,8 @@ from torch.distributed.tensor import DTensor
 from converters import from_tables
 from tests.tiny_run import Recorder, losses, rows, settings
 from titan_ckpt.config import ResumeConfig
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
+from titan_ckpt.errors import ConfigError, GradientError
 from titan_ckpt.models.qwen3_moe import Qwen3Moe, RouterLoad
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue, StepMetrics, monitors
@@ -65,11 +67,13 @@ class Watch(Callback):
         self.collects: list[bool] = []
         self.num_collections: list[int] = []
         self.loads: list[dict[str, RouterLoad]] = []
+        self.steps: list[StepMetrics] = []
 
     def on_step_begin(self, trainer: Trainer, step: int) -> None:
         self.before = gc.get_stats()[2]["collections"]
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        self.steps.append(metrics)
         self.collects.append(gc.isenabled())
         self.num_collections.append(gc.get_stats()[2]["collections"] - self.before)
 
@@ -419,6 +423,65 @@ def test_d2_gradient_health_keeps_the_last_good_state(tmp_path: Path) -> None:
     Trainer(settings(tmp_path / "run", training={"steps": 6}), from_tables(LORA_WITH_DROPOUT, "test")).run()
     Trainer(settings(tmp_path / "whole", training={"steps": 6}), from_tables(LORA_WITH_DROPOUT, "test")).run()
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("logged", "saved", "measured", "found", "left"),
+    [
+        (4, 3, [1, 4], "step 4: .* is nan; the weights are those of step 3", ["step-3"]),
+        (4, 9, [1], "step 4: .* is nan; it was finite in step 1, the last that was checked, and nothing is saved", []),
+        (3, 9, [1, 3], "step 6: .* is nan; it was finite in step 3, .* nothing is saved", []),
+        (9, 3, [1], "step 6: .* is nan; it was finite in step 3, .* nothing is saved", ["step-3"]),
+        (9, 2, [1], "step 4: .* is nan; it was finite in step 2, .* nothing is saved", ["step-2"]),
+    ],
+)
+def test_d9_a_broken_gradient_is_found_at_the_next_log_or_save(
+    tmp_path: Path, logged: int, saved: int, measured: list[int], found: str, left: list[str]
+) -> None:
+    """No save has weights that a gradient of step 4, which is not a number, may have reached."""
+    training = {"steps": 12, "log_interval": logged, "check_gradients": "log"}
+    with pytest.raises(GradientError, match=found):
+        Poisoned(settings(tmp_path, training=training, checkpoint={"save": {"interval": saved}})).run()
+    assert [row["step"] for row in rows(tmp_path)] == [step for step in measured if step != 4]
+    folder = tmp_path / "run" / "checkpoints"
+    assert [p.name for p in folder.glob("step-*")] == left
+    assert all(Manifest.from_bytes((folder / name / MANIFEST_NAME).read_bytes()).metrics["loss"] < 9 for name in left)
+
+
+def test_d9_a_step_between_two_logs_has_no_loss_and_is_else_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights, rows and counters are those of a run that checks each step; a row that a callback wants has no nan."""
+
+    class Measuring(Callback):
+        def on_substep_end(self, trainer: Trainer, index: int) -> None:
+            if trainer.state.step == 2:
+                trainer.measurements["own/value"] = 1.0
+
+    caplog.set_level(logging.INFO, logger="titan_ckpt")
+    training = {"steps": 5, "log_interval": 4}
+    found = {}
+    for check in ("step", "log"):
+        tables: dict[str, dict[str, Any]] = {
+            "training": training | {"check_gradients": check},
+            "evaluation": {"interval": 2, "max_sequences": 2},
+        }
+        watch = Watch()
+        found[check] = Trainer(
+            settings(tmp_path / check, data={"held_out": 0.1}, checkpoint={"save": None}, **tables),
+            callbacks=[Measuring(), watch],
+        )
+        found[check].run()
+        steps = [metrics.step for metrics in watch.steps if math.isnan(metrics.loss) and math.isnan(metrics.grad_norm)]
+        assert steps == ([] if check == "step" else [3])
+    names = ("step", "loss", "grad_norm", "lr", "num_tokens", "total_tokens", "eval/loss", "own/value")
+    every, logged = ([{name: row.get(name) for name in names} for row in rows(tmp_path / check)] for check in found)
+    assert [row["step"] for row in every] == [1, 2, 3, 4, 5]
+    assert logged[2] == every[2] | {"loss": None, "grad_norm": None}
+    assert logged[:2] + logged[3:] == every[:2] + every[3:]
+    assert all(map(torch.equal, found["step"].model.parameters(), found["log"].model.parameters()))
+    assert found["log"].state.seconds > 0.5 * sum(row["seconds"] for row in rows(tmp_path / "log"))
+    assert any(text.startswith("step 3/5  lr") and "own/value 1" in text for text in caplog.messages)
 
 
 def test_d2_every_event_comes_in_the_order_of_a_run(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def test_d9_accumulation_follows_from_the_global_batch(tmp_path: Path) -> None:
         ({"training": {"epochs": 1}, "data": {"streaming": True}}, r"training\.epochs: a stream's length is not known"),
         ({"training": {"epochs": 1}, "data": {"corpus": "dummy"}}, r"training\.epochs: random tokens have no end"),
         ({"training": {"deterministic": "warm"}}, r'deterministic: expected true or false or one of "warn"'),
+        ({"training": {"check_gradients": "log", "max_grad_norm": 1.0}}, r"check_gradients: .*leave one of them out"),
         ({"training": {"loss_average": "sequence"}}, r'loss_average: expected one of "token", "rank"'),
         ({"optimizer": {"implementation": "fast"}}, r'implementation: expected one of "fused", "foreach", "for-loop"'),
         ({"parallel": {"reshard_after_forward": "no"}}, r'expected one of "default", "always", "never"'),

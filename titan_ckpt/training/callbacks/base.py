@@ -30,9 +30,10 @@ class StepMetrics:
 
     step: int
     loss: float
-    """Mean loss of the step over all predicted tokens, or with training.loss_average = "rank" of the ranks' means."""
+    """Mean loss of the step over all predicted tokens, or with training.loss_average = "rank" of the ranks' means; nan
+    in a step that is not measured (training.check_gradients)."""
     grad_norm: float
-    """Global norm of the gradients before clipping."""
+    """Global norm of the gradients before clipping; nan in a step that is not measured."""
     lr: float
     num_tokens: int
     """Number of predicted tokens of the step, over all ranks."""
@@ -67,7 +68,7 @@ class Callback:
         """The gradients of micro-batch `index` are accumulated."""
 
     def on_pre_optimizer(self, trainer: Trainer, step: int, grad_norm: float) -> None:
-        """Gradients are complete and clipped; weights are those of the previous step."""
+        """Gradients are complete and clipped; weights are those of the previous step. `grad_norm`: see StepMetrics."""
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         """Weights, schedule and data position are those after the step."""

@@ -18,7 +18,7 @@ class Checkpointing(Callback):
         measured = {name: value for name, value in trainer.measurements.items() if isinstance(value, float)}
         if trainer.manager.is_save_due(metrics.step, last_step):
             trainer.callbacks.on_save_begin(trainer, metrics.step)
-        values = {"loss": metrics.loss, **measured}
+        values = ({"loss": metrics.loss} if trainer.is_measured else {}) | measured
         if trainer.manager.save(metrics.step, last_step=last_step, metrics=values, export=False):
             trainer.callbacks.on_save(trainer, metrics.step)
 

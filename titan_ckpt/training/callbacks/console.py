@@ -45,7 +45,10 @@ class Logging(Callback):
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         if trainer.is_log_due(metrics.step) or trainer.measurements:
-            trainer.callbacks.on_log(trainer, metrics.step, {**asdict(metrics), **trainer.measurements})
+            values = asdict(metrics)
+            if not trainer.is_measured:
+                del values["loss"], values["grad_norm"]
+            trainer.callbacks.on_log(trainer, metrics.step, {**values, **trainer.measurements})
 
     def on_log(self, trainer: Trainer, step: int, values: Mapping[str, LogValue]) -> None:
         if trainer.ranks.rank:
@@ -58,11 +61,10 @@ class Logging(Callback):
         metrics = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         measured = "".join(f"  {name} {value:.4g}" for name, value in metrics.items() if "/" in name)
         logger.info(
-            "step %d/%d  loss %.4f  grad %.3f  lr %.2e  %s tok/s%s",
+            "step %d/%d%s  lr %.2e  %s tok/s%s",
             step,
             trainer.num_steps,
-            metrics["loss"],
-            metrics["grad_norm"],
+            f"  loss {metrics['loss']:.4f}  grad {metrics['grad_norm']:.3f}" if "loss" in metrics else "",
             metrics["lr"],
             f"{metrics['num_tokens'] / metrics['seconds']:,.0f}",
             measured,
@@ -104,7 +106,9 @@ class ProgressBar(Callback):
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         if self._progress is not None:
-            self._progress.update(self._task, completed=metrics.step, loss=f"loss {metrics.loss:.4f}")
+            self._progress.update(self._task, completed=metrics.step)
+            if trainer.is_measured:
+                self._progress.update(self._task, loss=f"loss {metrics.loss:.4f}")
 
     def on_train_end(self, trainer: Trainer) -> None:
         if self._progress is not None:

@@ -22,22 +22,35 @@ class GradientHealth(Callback):
     def __init__(self) -> None:
         self._random = RandomState()
         self._before: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._good = 0
+        """The newest step whose weights are known to be finite."""
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self._good = trainer.state.step
 
     def on_step_begin(self, trainer: Trainer, step: int) -> None:
-        if trainer.config.checkpoint.save is not None:
+        if trainer.is_measured and trainer.config.checkpoint.save is not None:
             self._before = trainer.dataloader.state_dict(), self._random.state_dict()
 
     def on_pre_optimizer(self, trainer: Trainer, step: int, grad_norm: float) -> None:
         """Raises: GradientError, on all ranks, because `grad_norm` is the norm of the whole gradient."""
-        if math.isfinite(grad_norm):
+        if not trainer.is_measured:
             return
+        if math.isfinite(grad_norm):
+            self._good = step
+            return
+        advice = "Resume from a checkpoint with a lower optimizer.lr, or with training.max_grad_norm set"
+        if self._good < step - 1:
+            raise GradientError(
+                f"step {step}: the gradient's norm is {grad_norm}; it was finite in step {self._good}, the last that "
+                f"was checked, and nothing is saved. {advice}",
+                step,
+            )
         if self._before is not None and step > 1:
             position, random_state = self._before
             trainer.dataloader.load_state_dict(position)
             self._random.load_state_dict(random_state)
             trainer.manager.save(step - 1, force=True)
         raise GradientError(
-            f"step {step}: the gradient's norm is {grad_norm}; the weights are those of step {step - 1}. "
-            "Resume from a checkpoint with a lower optimizer.lr, or with training.max_grad_norm set",
-            step,
+            f"step {step}: the gradient's norm is {grad_norm}; the weights are those of step {step - 1}. {advice}", step
         )

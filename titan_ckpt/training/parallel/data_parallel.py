@@ -107,8 +107,7 @@ def sum_and_clip(
     Every element of a gradient counts once, on the first rank that holds it. Collective: one sum over all ranks, and
     one copy to the host.
     """
-    for parameter in parameters:
-        _complete(parameter)
+    complete_gradients(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     place = ranks.place
@@ -124,11 +123,12 @@ def sum_and_clip(
     return norm, sums
 
 
-def _complete(parameter: nn.Parameter) -> None:
-    """Sum a partial gradient over the ranks of its tensor-parallel group."""
-    grad = parameter.grad
-    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
-        parameter.grad = grad.redistribute(placements=parameter.placements)
+def complete_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Sum partial gradients over the ranks of their tensor-parallel group."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def _is_first(gradient: torch.Tensor, away: Collection[str]) -> bool:

@@ -37,6 +37,10 @@ OTHER_REGION = refusal(
     "The authorization header is malformed; the region 'us-east-1' is wrong; expecting 'eu-west-1'",
     "<Region>eu-west-1</Region>",
 )  # fmt: skip
+NO_KEY = refusal(
+    "400 Bad Request", "AuthorizationHeaderMalformed",
+    "The authorization header is malformed; a non-empty Access Key (AKID) must be provided in the credential.",
+)  # fmt: skip
 REDIRECT = refusal("301 Moved Permanently", "PermanentRedirect", "...", "<Endpoint>box.s3.eu-west-1.example</Endpoint>")
 LOCKED = refusal(
     "400 Bad Request", "InvalidRequest",
@@ -67,6 +71,7 @@ NO_STORE = Answer("404 Not Found", "<html><h1>404 Not Found</h1></html>", ("Cont
         ("s3", "create", LOCKED, "The bucket locks objects"),
         ("s3", "create", LOCKED_BUCKET, "The bucket locks objects"),
         ("s3", "read", refusal("403 Forbidden", "InvalidAccessKeyId", "..."), "Check the credentials"),
+        ("s3", "list", NO_KEY, "Check the credentials"),
         ("s3", "create", NO_STORE, "Check the endpoint and the region"),
         ("s3", "upload", NO_STORE, "Check the endpoint and the region"),
         ("s3", "list", NO_STORE, "Check the endpoint and the region"),

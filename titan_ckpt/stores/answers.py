@@ -9,14 +9,12 @@ import errno
 import os
 import re
 
-from titan_ckpt.errors import listed
+from titan_ckpt.errors import listed, without_credentials
 
 _STATUS = re.compile(r"status code: (\d{3}[^:\n]*)")
 _CODE = re.compile(r"<Code>\s*([^<]{1,100}?)\s*</Code>")
 _MESSAGE = re.compile(r"<Message>\s*([^<\n]{1,300})")
 _CAUSE = re.compile(r'message: "([^"\n]{1,200})"|kind: (Timeout)|(TimedOut|IncompleteMessage|ConnectionReset)')
-_QUERY = re.compile(r"\?[^\s'\")]*")
-_USER = re.compile(r"//[^/\s@]+@")
 _SECRET_NAME = re.compile(r"(?i)key|secret|token|password|sas|connection_string|credential")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _SAID = re.compile(r"<(?:Code|Message|AuthenticationErrorDetail)>([^<]{1,400})|\(code: (\w+)\)|(redirect without LOC)")
@@ -28,9 +26,9 @@ _CLOCK = re.compile(r"RequestTimeTooSkewed|(?i:date header too old)|RequestExpir
 _LOCKED = re.compile(r"BlobImmutable|InvalidBucketState|ObjectLock|(?i:object lock|retention polic|immutab)")
 _WRONG_CREDENTIALS = re.compile(
     r"InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|InvalidToken|TokenRefreshRequired|AuthenticationFailed|"
-    r"InvalidAuthenticationInfo"
+    r"InvalidAuthenticationInfo|non-empty Access Key"
 )
-"""S3 answers 400 to a token that was right once."""
+"""S3 answers 400 to a token that was right once, and to an empty key as to another region's."""
 _RIGHTS = {
     "s3": {
         "read": "s3:GetObject, and s3:ListBucket, without which an object that is not there is answered so, too",
@@ -83,14 +81,14 @@ def _meaning(error: Exception, verb: str, url: str) -> tuple[int, bool, str]:
         return errno.ENOENT, True, "Create the bucket, or correct its name, endpoint or region"
     if _CLOCK.search(said):
         return errno.EACCES, True, "Set this machine's clock: it is too far from the store's"
+    if status == 401 or kind == "UnauthenticatedError" or _WRONG_CREDENTIALS.search(said):
+        return errno.EACCES, True, "Check the credentials, and that they are those of this endpoint"
     if _OTHER_REGION.search(said):
         named = next((name for match in _REGION.finditer(text) for name in match.groups() if name), None)
         value = f'checkpoint.store.region = "{named}"' if named else "checkpoint.store.region to the bucket's region"
         return errno.EINVAL, True, f"Set {value}, or correct checkpoint.store.endpoint"
     if _LOCKED.search(said):
         return errno.EACCES, True, "The bucket locks objects or their versions; take one without a retention policy"
-    if status == 401 or kind == "UnauthenticatedError" or _WRONG_CREDENTIALS.search(said):
-        return errno.EACCES, True, "Check the credentials, and that they are those of this endpoint"
     if status == 403 or kind == "PermissionDeniedError" or "AccessDenied" in said:
         right = _RIGHTS.get(url.partition(":")[0], {}).get(verb, f"the right to {verb}")
         return errno.EACCES, True, f"The credentials need {right}"
@@ -107,8 +105,8 @@ def lacks_bucket(error: Exception) -> bool:
 
 
 def without_secrets(text: str) -> str:
-    """Return the text without queries and user names of URLs, and without values of this process's secrets."""
-    text = _USER.sub("//", _QUERY.sub("", text))
+    """Return the text without users and queries of URLs, and without values of this process's secrets."""
+    text = without_credentials(text)
     secrets = {v for name, v in os.environ.items() if _SECRET_NAME.search(name) and len(v) >= _LEAST_SECRET}
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")

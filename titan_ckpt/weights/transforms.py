@@ -160,38 +160,41 @@ class ReadPlanner:
         self.known: set[str] = set()
         self.absent: dict[str, None] = {}
 
-    def add(self, fqn: str, value: torch.Tensor, group: KeyGroup) -> None:
-        self.known.update(group.keys)
-        absent = [key for key in group.keys if key not in self.available]
+    def add(self, fqn: str, value: torch.Tensor, group: KeyGroup | None) -> None:
+        """Plan one tensor. `group`: its names in the file; None if it has the same one there."""
+        keys, op, index = ((fqn,), IDENTITY, 0) if group is None else (group.keys, group.op, group.fqns.index(fqn))
+        self.known.update(keys)
+        absent = [key for key in keys if key not in self.available]
         if absent:
             self.absent.update(dict.fromkeys(absent))
-        if len(absent) == len(group.keys):
+        if len(absent) == len(keys):
             self.missing.append(fqn)
             return
         expected = info_of(value)
-        if group.op is IDENTITY and self.available[group.keys[0]] == expected:  # the usual case, and a hot path
-            self.requests += [ReadRequest(group.keys[0], block.chunk, block.data) for block in blocks_of(value)]
+        if op is IDENTITY and self.available[keys[0]] == expected:  # the usual case, and a hot path
+            self.requests += [ReadRequest(keys[0], block.chunk, block.data) for block in blocks_of(value)]
             self.loaded.append(fqn)
             return
-        fault = self._misfit(fqn, expected, group, absent)
+        if absent:
+            fault: Mismatch | None = Mismatch(fqn, str(expected), f"no {', '.join(absent)}")
+        else:
+            fault = self._misfit(fqn, expected, [self.available[key] for key in keys], op, index)
         if fault is not None:
             self.mismatched.append(fault)
             return
-        index = group.fqns.index(fqn)
-        shapes = group.op.native_shapes([self.available[key].shape for key in group.keys])
+        shapes = op.native_shapes([self.available[key].shape for key in keys])
         for block in blocks_of(value):
-            for piece in group.op.pieces(index, shapes, block.chunk, block.data):
-                self.requests.append(ReadRequest(group.keys[piece.file_index], piece.chunk, piece.view))
+            for piece in op.pieces(index, shapes, block.chunk, block.data):
+                self.requests.append(ReadRequest(keys[piece.file_index], piece.chunk, piece.view))
         self.loaded.append(fqn)
 
-    def _misfit(self, fqn: str, expected: TensorInfo, group: KeyGroup, absent: list[str]) -> Mismatch | None:
+    def _misfit(
+        self, fqn: str, expected: TensorInfo, infos: Sequence[TensorInfo], op: TensorOp, index: int
+    ) -> Mismatch | None:
         """Return how the file's tensors do not fit, or None; note allowed casts in `cast`."""
-        if absent:
-            return Mismatch(fqn, str(expected), f"no {', '.join(absent)}")
-        infos = [self.available[key] for key in group.keys]
         in_file = ", ".join(dict.fromkeys(map(str, infos)))
         try:
-            shape = _native_shapes(group.op, [info.shape for info in infos])[group.fqns.index(fqn)]
+            shape = _native_shapes(op, [info.shape for info in infos])[index]
         except KeyMapError as error:
             return Mismatch(fqn, str(expected), f"{in_file}: {error}")
         if shape != expected.shape:
@@ -301,12 +304,13 @@ class StateDictTransforms:
         Raises: KeyMapError listing wanted names that the tables lack.
         """
         names = _Names(self.key_map, hooks, available)
+        are_equal = hooks is None and self.key_map.identity and not self.key_map.rules
         plan = ReadPlanner(available, cast)
         unknown: list[str] = []
         problems: list[str] = []
         for fqn, value in wanted.items():
             try:
-                plan.add(fqn, value, names.group_of_fqn(fqn))
+                plan.add(fqn, value, None if are_equal else names.group_of_fqn(fqn))
             except KeyMapError as error:
                 problems.append(str(error))
                 unknown.append(fqn)

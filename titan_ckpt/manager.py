@@ -453,11 +453,13 @@ class CheckpointManager:
         self.wait()
 
     def _expected_bytes(self) -> int:
-        """Estimate this rank's bytes in a save."""
-        model = {} if self.config.external else self._model.memory()
-        if self._adapter_only:
-            model = {fqn: value for fqn, value in model.items() if self._model.owns(fqn)}
-        return self._run.expected_bytes(model)
+        """Estimate this rank's bytes in a save.
+
+        Does not call the dataloader or user states, which might advance generators: their state is small or counted
+        with the model.
+        """
+        model = 0 if self.config.external else self._model.num_bytes(owned=self._adapter_only)
+        return model + self._run.optimizer_bytes()
 
     @property
     def in_flight(self) -> SaveHandle | None:

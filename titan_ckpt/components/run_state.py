@@ -245,13 +245,9 @@ class RunState:
         return Snapshot(tensors, run, mark.counters.rank, now.components, now.volatile, now.made)
 
     @gc_paused()
-    def expected_bytes(self, model: StateDict) -> int:
-        """Estimate this rank's bytes in a save, counting two float32 moments for parameters not yet stepped.
-
-        Does not call the dataloader or user states, which might advance generators: their state is small or counted
-        with the model.
-        """
-        total = _local_bytes(model)
+    def optimizer_bytes(self) -> int:
+        """Estimate this rank's bytes of optimizer state: two float32 moments for parameters not yet stepped."""
+        total = 0
         for optimizer in self.optimizers:
             total += sum(_local_bytes(state) for state in optimizer.state.values())
             for group in optimizer.param_groups:

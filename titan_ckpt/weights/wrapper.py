@@ -228,6 +228,10 @@ class ModelWrapper:
         """Return every parameter and persistent buffer once, by fqn, without the converters' transforms."""
         return {fqn: parameter for parameter, fqn in self.parameter_names().items()} | self.buffers()
 
+    def num_bytes(self, *, owned: bool) -> int:
+        """Return the bytes that this rank holds of `memory`; `owned`: of what converters own alone."""
+        return sum(local_tensor(v).nbytes for fqn, v in self.memory().items() if not owned or self.owns(fqn))
+
     def _live(self, kinds: Sequence[str] = ("_parameters", "_buffers")) -> StateDict:
         """Return every parameter and buffer by fqn, aliases included. FSDP2 modules hold their shards afterwards."""
         live: StateDict = {}

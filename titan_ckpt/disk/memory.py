@@ -80,8 +80,3 @@ class SharedBuffer:
 def bytes_at(address: int, num_bytes: int) -> memoryview:
     """Return a writable view of raw memory; the caller keeps the memory's owner alive."""
     return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
-
-
-def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's values are one run of bytes in host memory, in row-major order."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

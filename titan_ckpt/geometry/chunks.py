@@ -141,6 +141,11 @@ def plain(value: torch.Tensor) -> torch.Tensor:
     return value.detach() if value.requires_grad else value
 
 
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor's values are one run of bytes in host memory, in row-major order."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def blocks_of(value: torch.Tensor | LazyTensor) -> Iterable[Block]:
     """Return the blocks of the tensor that this rank holds, replicas included; those of a live tensor are views.
 

@@ -16,7 +16,8 @@ from typing import Self
 import torch
 
 from titan_ckpt.disk import cuda
-from titan_ckpt.disk.memory import Buffer, is_plain_memory, move_bytes
+from titan_ckpt.disk.memory import Buffer, move_bytes
+from titan_ckpt.geometry.chunks import is_plain_memory
 
 _PACKED_BYTES = 256 << 10
 """Device tensors smaller than this are packed before they are copied to the host."""

@@ -27,11 +27,11 @@ from titan_ckpt.disk.direct import (
     num_copy_workers,
     run_workers,
 )
-from titan_ckpt.disk.memory import Buffer, bytes_at, is_plain_memory, move_bytes
+from titan_ckpt.disk.memory import Buffer, bytes_at, move_bytes
 from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.formats.native.header import RankFile
 from titan_ckpt.geometry.boxes import boxes_of_range, element_span, spans
-from titan_ckpt.geometry.chunks import Chunk, Shape
+from titan_ckpt.geometry.chunks import Chunk, Shape, is_plain_memory
 from titan_ckpt.stores.bucket import StoreError
 from titan_ckpt.stores.object_reader import ObjectReader
 

@@ -25,7 +25,7 @@ import torch
 from titan_ckpt import progress
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.direct import NUM_WORKERS, bounce_buffer, run_workers
-from titan_ckpt.disk.memory import ALIGNMENT, bytes_at, is_plain_memory
+from titan_ckpt.disk.memory import ALIGNMENT, bytes_at
 from titan_ckpt.disk.shared_file import SharedFile
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError
@@ -37,7 +37,7 @@ from titan_ckpt.formats.safetensors.container import Entry, Layout
 from titan_ckpt.formats.safetensors.reader import RUN_BYTES
 from titan_ckpt.formats.safetensors.regions import mapped_boxes, windows
 from titan_ckpt.geometry.boxes import boxes_of_range, element_span, is_run, spans
-from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, blocks_of, run_through
+from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, blocks_of, is_plain_memory, run_through
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.bucket import Location
 from titan_ckpt.weights.transforms import FileGroup, FilePiece

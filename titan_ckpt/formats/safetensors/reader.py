@@ -32,13 +32,13 @@ from titan_ckpt.disk.direct import (
     num_copy_workers,
     run_workers,
 )
-from titan_ckpt.disk.memory import ALIGNMENT, Buffer, bytes_at, is_plain_memory
+from titan_ckpt.disk.memory import ALIGNMENT, Buffer, bytes_at
 from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.formats.safetensors.container import Entry, SafetensorsHeader
 from titan_ckpt.formats.safetensors.regions import copy_from_host, mapped_boxes, windows
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import element_span, is_run
-from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.chunks import Chunk, is_plain_memory
 from titan_ckpt.geometry.requests import Fill, ReadRequest
 from titan_ckpt.stores.object_reader import ObjectReader
 from titan_ckpt.stores.source import Source, open_file

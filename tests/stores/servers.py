@@ -44,14 +44,15 @@ CREDENTIALS = {
 }
 
 # Two threads of moto can both find no object and both write it, which no store does: writes take their turns. A body is
-# read before its turn, so that a slow sender holds up nobody.
+# read before its turn, so that a slow sender holds up nobody. moto's own dispatcher looks at the folders of all services
+# with each request, which takes longer than the answer.
 _MOTO = """
 import io, logging, sys, threading
 logging.disable()
-from moto.server import DomainDispatcherApplication, create_backend_app
+from moto.server import create_backend_app
 from werkzeug.serving import run_simple
 
-application, turn = DomainDispatcherApplication(create_backend_app), threading.Lock()
+application, turn = create_backend_app("s3"), threading.Lock()
 
 def serve(environ, start_response):
     if environ["REQUEST_METHOD"] in ("GET", "HEAD"):

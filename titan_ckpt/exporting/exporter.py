@@ -21,6 +21,7 @@ from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import ExportConfig, InitialLoadConfig
 from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator, bounded
+from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -38,6 +39,7 @@ from titan_ckpt.formats.open import detect_format, locate
 from titan_ckpt.formats.publish.bucket_record import BucketExports
 from titan_ckpt.formats.publish.columns import row_peers
 from titan_ckpt.formats.publish.record import MadeExports
+from titan_ckpt.formats.publish.upload import everyone
 from titan_ckpt.geometry.chunks import LazyTensor, Stage, TensorInfo, can_freeze, frozen, info_of, local_tensor
 from titan_ckpt.stores.bucket import BucketPath, Location, open_location
 from titan_ckpt.stores.settings import StoreConfig, split_url
@@ -271,8 +273,8 @@ class Exporter:
         """Return exports of staged copies, to be run while training continues. Collective.
 
         `live`, `staged`: the tensors of a snapshot and their copies. Values that converters compute from other ranks'
-        values are gathered in this call, and ranks that share rows of a file are connected. Exports whose values cannot
-        be staged are made in this call, from the live weights.
+        values are gathered in this call, and the ranks that exchange bytes of a file are connected. Exports whose
+        values cannot be staged are made in this call, from the live weights.
         Raises: ExportError; KeyMapError; PeerError.
         """
         tensors: list[StateDict] = []
@@ -300,14 +302,20 @@ class Exporter:
                 ]
 
         made = self._coordinator.together("export-stage", jobs)
-        self._background.peers.connect(
-            self._coordinator, lambda: {ranks for job in made for ranks in row_peers(job.writer.groups).values()}
-        )
+        self._background.peers.connect(self._coordinator, lambda: {ranks for job in made for ranks in self._peers(job)})
         for config, wait in zip(configs, waits, strict=True):
             if not wait:
                 logger.info("export of step %d as %s is made at once: its values cannot be staged", step, config.format)
                 self.export(config, step, base)
         return made
+
+    def _peers(self, job: ExportJob) -> set[Ranks]:
+        """Return the groups of ranks that exchange bytes while an export is written."""
+        if self._coordinator.world_size == 1:
+            return set()
+        if isinstance(job.folder, BucketPath):
+            return set() if job.config.format == "dcp" else {everyone(self._coordinator)}
+        return {*row_peers(job.writer.groups).values()}
 
     def close(self) -> None:
         """Close the connections of exports in the background."""

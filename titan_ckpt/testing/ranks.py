@@ -37,7 +37,10 @@ import torch.distributed as dist
 P = ParamSpec("P")
 _Filter = tuple[Any, str, Any, str, int]
 
-_PRELOADED = ["pytest", "torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", __name__]
+_PRELOADED = [
+    "pytest", "torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "titan_ckpt.manager",
+    __name__,
+]  # fmt: skip
 """The server imports these, so that no rank does: torch imports its compiler at the first step of FSDP2."""
 _GRACE_SECONDS = 5.0
 """Time that the other ranks may continue after the first failure, so that they can report their errors."""
@@ -61,7 +64,7 @@ def distributed(nproc: int = 2, *, timeout_seconds: float = 120.0) -> Callable[[
     The test fails if a rank raises, dies, or still runs after `timeout_seconds`; the message has its traceback or
     current stack. Then all ranks and their child processes are killed.
 
-    The processes are forked from a server that has only imported torch and runs no thread: a rank starts in
+    The processes are forked from a server that has only imported modules and runs no thread: a rank starts in
     milliseconds and shares no thread, lock or random state with the test process. The test process serves the store, as
     torchrun's agent does, so the store survives a killed rank 0.
     Raises: RankError.

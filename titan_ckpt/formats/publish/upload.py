@@ -37,7 +37,7 @@ class Uploads:
     """The files of one export, in the order of its plan; file n is uploaded by rank n modulo their number."""
 
     def __init__(self, place: BucketPath, layouts: Mapping[str, Layout], coordinator: Coordinator) -> None:
-        """Send nothing yet. With several ranks, `connect` comes next."""
+        """Send nothing yet. `start` comes next."""
         self._coordinator = coordinator
         self._names = list(layouts)
         self._numbers = {name: number for number, name in enumerate(self._names)}
@@ -52,13 +52,13 @@ class Uploads:
     def start(self) -> None:
         """Connect the ranks, and write the headers of this rank's files. Collective. Raises: ExportError; PeerError."""
         if self._coordinator.world_size > 1:
-            everyone = tuple(range(self._coordinator.world_size))
-            if not self._coordinator.peers.connect(self._coordinator, lambda: {everyone}):
+            ranks = everyone(self._coordinator)
+            if not self._coordinator.peers.connect(self._coordinator, lambda: {ranks}):
                 raise ExportError(
                     "the ranks cannot connect to each other by gloo, and an export in a bucket needs it: open the "
                     "network between the hosts, or export to a folder on a file system that they share"
                 )
-            self._courier = Courier(self._coordinator, everyone, self._deliver)
+            self._courier = Courier(self._coordinator, ranks, self._deliver)
         for number, writer in self._own.items():
             writer.write(memoryview(self._layouts[self._names[number]].header), 0)
 
@@ -90,6 +90,11 @@ class Uploads:
             writer.abort()
         if self._courier is not None:
             self._courier.close()
+
+
+def everyone(coordinator: Coordinator) -> Ranks:
+    """Return the group that an export in a bucket needs; a background one is connected before it runs."""
+    return tuple(range(coordinator.world_size))
 
 
 class Courier:

@@ -44,8 +44,8 @@ CREDENTIALS = {
 }
 
 # Two threads of moto can both find no object and both write it, which no store does: writes take their turns. A body is
-# read before its turn, so that a slow sender holds up nobody. moto's own dispatcher looks at the folders of all services
-# with each request, which takes longer than the answer.
+# read before its turn, so that a slow sender holds up nobody. moto's own dispatcher looks at the folders of all its
+# services with each request, which takes longer than the answer.
 _MOTO = """
 import io, logging, sys, threading
 logging.disable()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -191,28 +191,129 @@ class _Lists:
         self.create, self.list_objects = nowhere.create, bucket.list_objects
 
 
-def test_a_step_that_is_pinned_while_it_is_removed_stays(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pin comes between the remover's look and its deletion; the one who pins has seen the commit."""
+@pytest.mark.parametrize("put", range(5))
+def test_a_pin_and_a_removal_that_is_killed_lose_no_pinned_step(s3: Server, put: int) -> None:
+    """Before request `put` of a removal another process creates its pin, and looks whether the step is still there some
+    requests later; then the removal is killed. Whoever was told that the step is pinned finds it after a restart.
+    """
     place = place_in(s3)
     steps = BucketSteps(place)
+    cases = [(look, end) for look in range(put, 5) for end in (look, look + 1, 99)]
+    for step, (look, end) in enumerate(cases, 1):
+        save(steps, step)
+        is_pinned = _pin_during_removal(steps, step, put, look, end)
+        steps.close()
+        _forget_leases()
+        steps = BucketSteps(place)
+        steps.open()
+        there = {committed.step: committed.foreign for committed in steps.survey().steps}
+        assert not is_pinned or there.get(step) == ("PINNED",), (put, look, end)
+        assert step in there or not [key for key in keys(place) if f"data/step-{step}/" in key], (put, look, end)
+        assert not [key for key in keys(place) if key.endswith(".removal")]
+    steps.close()
+
+
+class _Killed(BaseException):
+    pass
+
+
+def _pin_during_removal(steps: BucketSteps, step: int, put: int, look: int, end: int) -> bool:
+    """Remove a step, whose removal is killed before request `end`; return whether another process was told of a pin."""
+    pinner = BucketSteps(BucketPath(Bucket("s3", "box", steps._bucket.settings), steps.root.key))
+    is_put, may_look = threading.Event(), threading.Event()
+    told: list[BaseException | None] = []
+
+    def put_then_wait(key: str, data: bytes, create: Any = pinner._bucket.create) -> None:
+        create(key, data)
+        is_put.set()
+        assert may_look.wait(30)
+
+    def pin() -> None:
+        try:
+            pinner.pin(step)
+            told.append(None)
+        except CheckpointNotFoundError as error:
+            told.append(error)
+        is_put.set()
+
+    pinner._bucket.create = put_then_wait  # type: ignore[method-assign]
+    thread = threading.Thread(target=pin)
+    listed = steps.inspect(step)
+    count = 0
+
+    def before(act: Any) -> Any:
+        def acted(*args: Any) -> Any:
+            nonlocal count
+            number, count = count, count + 1
+            if number == put:
+                thread.start()
+                assert is_put.wait(30)
+            if number == look:
+                may_look.set()
+                thread.join()
+            if number == end:
+                raise _Killed
+            return act(*args)
+
+        return acted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("create", "read", "delete"):
+            patch.setattr(steps._bucket, name, before(getattr(steps._bucket, name)))
+        with contextlib.suppress(_Killed, SaveError):
+            steps.remove(listed)
+    may_look.set()
+    if thread.ident is None:
+        thread.start()
+    thread.join()
+    return told == [None]
+
+
+def test_a_pinned_step_is_removed_once_it_is_unpinned(s3: Server) -> None:
+    """And what is not there cannot be unpinned."""
+    steps = BucketSteps(place_in(s3))
     save(steps, 1)
-    step = steps.inspect(1)
-    delete = steps._bucket.delete
-
-    def pinned_first(keys: Sequence[str]) -> None:
-        BucketSteps(place).pin(1)
-        delete(keys)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(steps._bucket, "delete", pinned_first)
-        with pytest.raises(SaveError, match="is pinned"):
-            steps.remove(step)
-    assert steps.inspect(1).foreign == ("PINNED",)
+    steps.pin(1)
+    steps.pin(1)
+    with pytest.raises(SaveError, match="is pinned"):
+        steps.remove(steps.inspect(1))
     steps.unpin(1)
     steps.remove(steps.inspect(1))
     steps.close()
     with pytest.raises(CheckpointNotFoundError, match="step 1 is not there"):
         steps.unpin(1)
+
+
+def test_fences_go_after_a_week_and_a_writer_that_was_away_longer_is_told(
+    s3: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process is suspended just before its commit, for so long that even the fence of its attempt is gone."""
+    place = place_in(s3)
+    old, new = BucketSteps(place), BucketSteps(place)
+    attempt = old.begin(5, 10)
+    write(attempt)
+    now = [1000.0]
+    monkeypatch.setattr(bucket_steps, "_clocks", lambda: (now[0],))
+
+    def check_then_sleep() -> None:
+        _forget_leases()
+        new.open()
+        fences = [key for key in keys(place) if key.startswith("commits/step-5.")]
+        assert len(fences) == 1
+        for seconds, left in ((0.0, fences), (-bucket_steps._FENCE_SECONDS, [])):
+            monkeypatch.setattr(bucket_steps, "_FENCE_SECONDS", bucket_steps._FENCE_SECONDS + seconds - 60 * (not left))
+            new._has_leftovers = True
+            save(new, 6 + (not left))
+            assert [key for key in keys(place) if key.startswith("commits/step-5.")] == left
+        now[0] += bucket_steps._AWAY_SECONDS + 1
+
+    assert old._lease is not None
+    old._lease.check = check_then_sleep  # type: ignore[method-assign]
+    with pytest.raises(CommitConflictError, match="step 5 is not committed: another process has taken over"):
+        old.commit(attempt, manifest_of(attempt))
+    new.close()
+    assert [step.step for step in new.survey().steps] == [6, 7]
+    assert not [key for key in keys(place) if "step-5" in key] and not new.survey().rejected
 
 
 def test_a_release_that_arrives_late_is_no_other_writer(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:

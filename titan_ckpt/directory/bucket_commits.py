@@ -1,7 +1,7 @@
 """Commits: the small objects in a bucket that say which attempts are committed, fenced, pinned or set aside.
 
 Owns the names below `commits/` and what they mean. Every attempt to save a step has one place, which is created once
-and never again: by its manifest, which commits it, or by a fence, after which it never can be. So no object of a later
+and never again: by its manifest, which commits it, or by a fence, after which it cannot be. So no object of a later
 save ever has the name of an earlier one, and a request that arrives late harms nothing. docs/format.md, "In a bucket".
 """
 
@@ -20,7 +20,7 @@ from titan_ckpt.disk.direct import run_workers
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.stores.bucket import BucketPath, ObjectFacts, Version
 
-_NAME = re.compile(r"step-(0|[1-9][0-9]{0,18})\.([0-9a-f]{32})\.(json|pinned|abandoned)")
+_NAME = re.compile(r"step-(0|[1-9][0-9]{0,18})\.([0-9a-f]{32})\.(json|pinned|abandoned|removal)")
 _FENCE = "titan_ckpt fence"
 
 
@@ -35,6 +35,10 @@ class Commit:
     version: Version
     is_pinned: bool = False
     is_set_aside: bool = False
+    is_removed: bool = False
+    """Its removal is under way, or was cut short. A pin that came first counts more."""
+    unix_seconds: float = 0.0
+    """When it was created, by the store's clock."""
 
     @property
     def is_fence(self) -> bool:
@@ -42,8 +46,8 @@ class Commit:
 
     @property
     def is_current(self) -> bool:
-        """Return whether this commits a step, and no rollback has set it aside."""
-        return not (self.is_fence or self.is_set_aside)
+        """Return whether this commits a step, and no rollback has set it aside and no removal has begun."""
+        return not (self.is_fence or self.is_set_aside or (self.is_removed and not self.is_pinned))
 
     def manifest(self) -> Manifest:
         """Return the manifest. Raises: CorruptCheckpointError, also if it is another attempt's."""
@@ -53,6 +57,18 @@ class Commit:
                 f"{self.path}: its manifest says step {manifest.step}, attempt {manifest.attempt}", str(self.path)
             )
         return manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a listing of `commits/` shows."""
+
+    commits: list[Commit]
+    """Also fences, by step."""
+    strangers: list[str]
+    """Names of other objects."""
+    removals: list[tuple[int, str]]
+    """(step, attempt) of the removals that are under way, or were cut short; of some the commit is deleted already."""
 
 
 class Commits:
@@ -82,24 +98,28 @@ class Commits:
         """Return the name of the empty object that sets a step aside."""
         return self._root / COMMITS / f"{step_name(step)}.{attempt}.abandoned"
 
-    def look(self) -> tuple[list[Commit], list[str]]:
-        """List `commits/` by one request, and read what is new; fences, too. Raises: OSError.
+    def removal_at(self, step: int, attempt: str) -> BucketPath:
+        """Return the name of the empty object that says that a step is being removed."""
+        return self._root / COMMITS / f"{step_name(step)}.{attempt}.removal"
 
-        Return the commits by step, and the names of other objects.
-        """
+    def look(self) -> Look:
+        """List `commits/` by one request, and read what is new; fences, too. Raises: OSError."""
         matches = {f.key: (_NAME.fullmatch(f.key.rpartition("/")[2]), f) for f in self._all()}
         strangers = [key.rpartition("/")[2] for key, (match, _) in matches.items() if match is None]
         marks = {(m[3], int(m[1]), m[2]) for m, _ in matches.values() if m}
         wanted = {key: (m, facts) for key, (m, facts) in matches.items() if m and m[3] == "json"}
         self._read(facts for _, facts in wanted.values())
-        commits = [
-            Commit(
-                step := int(match[1]), attempt := match[2], BucketPath(self._bucket, key), *self._seen[key],
-                ("pinned", step, attempt) in marks, ("abandoned", step, attempt) in marks,
-            )
-            for key, (match, _) in wanted.items() if key in self._seen
-        ]  # fmt: skip
-        return sorted(commits, key=lambda commit: (commit.step, commit.attempt)), strangers
+        commits = []
+        for key, (match, facts) in wanted.items():
+            if key in self._seen:
+                step, attempt = int(match[1]), match[2]
+                pinned, set_aside, removed = ((m, step, attempt) in marks for m in ("pinned", "abandoned", "removal"))
+                path = BucketPath(self._bucket, key)
+                commits.append(
+                    Commit(step, attempt, path, *self._seen[key], pinned, set_aside, removed, facts.unix_seconds)
+                )
+        removals = sorted((step, attempt) for mark, step, attempt in marks if mark == "removal")
+        return Look(sorted(commits, key=lambda commit: (commit.step, commit.attempt)), strangers, removals)
 
     def _all(self) -> list[ObjectFacts]:
         return self._bucket.list_objects((self._root / COMMITS).key)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import groupby
 
-from titan_ckpt.directory.bucket_commits import Commit, Commits
+from titan_ckpt.directory.bucket_commits import Commit, Commits, Look
 from titan_ckpt.directory.bucket_lease import BucketLease, bucket_holder
 from titan_ckpt.directory.lease import Holder
 from titan_ckpt.directory.manifest import Manifest
@@ -29,7 +30,7 @@ from titan_ckpt.errors import (
     SaveError,
     listed,
 )
-from titan_ckpt.stores.bucket import BucketPath, ObjectFacts, StoreError
+from titan_ckpt.stores.bucket import BucketPath, StoreError
 from titan_ckpt.stores.probe import probe
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,10 @@ logger = logging.getLogger(__name__)
 _ATTEMPT = re.compile(r"[0-9a-f]{32}")
 _PROBE = bytes(range(256)) * 16
 _WAS_LEFT = "set aside when its run went back to an earlier step"
+_FENCE_SECONDS = 7 * 86400.0
+"""A fence stays so long: no request to commit what it fences arrives later, but from a process that was suspended."""
+_AWAY_SECONDS = 3600.0
+"""A commit that took longer than this may have been fenced so long ago that the fence is gone."""
 
 
 class BucketSteps(Steps):
@@ -66,18 +71,18 @@ class BucketSteps(Steps):
 
         If a step is deleted meanwhile, both are listed again, as `names.survey` does.
         """
-        commits, strangers = self._commits.look()
+        look = self._commits.look()
         while True:
-            seen = self._survey_of(commits, strangers)
-            now = self._commits.look() if seen.rejected else (commits, strangers)
-            if now == (commits, strangers):
+            seen = self._survey_of(look)
+            now = self._commits.look() if seen.rejected else look
+            if now == look:
                 return seen
-            commits, strangers = now
+            look = now
 
-    def _survey_of(self, commits: list[Commit], strangers: list[str]) -> Survey:
+    def _survey_of(self, look: Look) -> Survey:
         steps: dict[int, CommittedStep] = {}
-        rejected = [(f"{step_name(c.step)}.{c.attempt}", _WAS_LEFT) for c in commits if c.is_set_aside]
-        current = [commit for commit in commits if commit.is_current]
+        rejected = [(f"{step_name(c.step)}.{c.attempt}", _WAS_LEFT) for c in look.commits if c.is_set_aside]
+        current = [commit for commit in look.commits if commit.is_current]
         sizes = self._sizes() if current else {}
         for commit in current:
             try:
@@ -89,8 +94,8 @@ class BucketSteps(Steps):
             if other is not committed:  # only a store without conditional puts lets it happen
                 older, steps[commit.step] = sorted((other, committed), key=lambda c: c.manifest.created_unix_seconds)
                 rejected.append((f"{step_name(commit.step)}.{older.manifest.attempt}", "an older save of this step"))
-        if not commits:
-            rejected += self._strangers(strangers)
+        if not look.commits:
+            rejected += self._strangers(look.strangers)
         return Survey(tuple(steps[step] for step in sorted(steps)), (), tuple(rejected))
 
     def _sizes(self) -> dict[tuple[int, str], dict[str, int]]:
@@ -128,7 +133,7 @@ class BucketSteps(Steps):
         raise CheckpointNotFoundError(f"{self.root}: step {step} is not there; committed steps: {steps}")
 
     def has(self, step: int) -> bool:
-        return any(commit.step == step and commit.is_current for commit in self._commits.look()[0])
+        return any(commit.step == step and commit.is_current for commit in self._commits.look().commits)
 
     def view(self, step: int, expected: bytes) -> str:
         content = self._commits.content(step, Manifest.from_bytes(expected).attempt)
@@ -173,22 +178,35 @@ class BucketSteps(Steps):
         Raises: SaveError; CommitConflictError; OSError, after which the commit may have happened all the same.
         """
         assert self._lease is not None, "begin() comes first"
-        files = self.files_of(manifest)
-        actual = _sizes_in(self._bucket.list_objects(files.key))
+        started = _clocks()
+        actual = self._sizes_of(attempt)
         foreign = [f"{name} is not expected" for name in actual.keys() - {record.name for record in manifest.files}]
         self._lease.check()  # first, because another holder deletes what it has fenced
         if faults := [*_faults(manifest, actual), *sorted(foreign)]:
             raise SaveError(f"{attempt.path}: {'; '.join(faults)}")
         self._in_doubt.add(attempt.id)
+        place = self._commits.place(attempt.step, attempt.id)
         try:
-            self._bucket.create(self._commits.place(attempt.step, attempt.id).key, manifest.to_bytes())
+            self._bucket.create(place.key, manifest.to_bytes())
         except FileExistsError:
-            other = self._commits.fenced_by(attempt.step, attempt.id)
-            raise CommitConflictError(
-                f"{self.root}: step {attempt.step} is not committed: {other} has taken over while this process was "
-                "away. What this one has committed stays; stop this process"
-            ) from None
+            raise self._was_fenced(attempt, self._commits.fenced_by(attempt.step, attempt.id)) from None
+        seconds = max(now - then for now, then in zip(_clocks(), started, strict=True))
+        # whoever fences an attempt deletes its files before the fence goes
+        if seconds > _AWAY_SECONDS and _faults(manifest, self._sizes_of(attempt)):
+            self._bucket.delete([place.key])
+            raise self._was_fenced(attempt, "another process")
         self._in_doubt.discard(attempt.id)
+
+    def _was_fenced(self, attempt: Attempt, by: str) -> CommitConflictError:
+        return CommitConflictError(
+            f"{self.root}: step {attempt.step} is not committed: {by} has taken over while this process was "
+            "away. What this one has committed stays; stop this process"
+        )
+
+    def _sizes_of(self, attempt: Attempt) -> dict[str, int]:
+        """Return the sizes of an attempt's files, by one listing."""
+        files = self._commits.files(attempt.step, attempt.id)
+        return {f.key.rpartition("/")[2]: f.num_bytes for f in self._bucket.list_objects(files.key)}
 
     def abandon(self, attempt: Attempt) -> None:
         try:
@@ -207,26 +225,29 @@ class BucketSteps(Steps):
     def remove(self, step: CommittedStep) -> None:
         self.open().check()
         attempt = step.manifest.attempt
-        pin, place = self._commits.pin_at(step.step, attempt), self._commits.place(step.step, attempt)
-        if step.foreign or _is_there(pin):  # it may have been pinned since it was listed
-            raise SaveError(f"{self.step_path(step.step)}: is pinned; unpin it first")
-        self._bucket.delete([place.key])
-        if _is_there(pin):  # between the two; whoever pins it looks at the commit afterwards
-            self._bucket.create(place.key, step.manifest_bytes)
-            raise SaveError(f"{self.step_path(step.step)}: is pinned; unpin it first")
-        files = self.files_of(step.manifest)
-        self._bucket.delete([(files / record.name).key for record in step.manifest.files])
+        mark, pin = self._commits.removal_at(step.step, attempt), self._commits.pin_at(step.step, attempt)
+        if not step.foreign:
+            self._bucket.create(mark.key, b"")
+            if not _is_there(pin):  # whoever pins it from now on finds the mark
+                self._bucket.delete([self._commits.place(step.step, attempt).key])
+                files = self.files_of(step.manifest)
+                self._bucket.delete([*((files / record.name).key for record in step.manifest.files), mark.key])
+                return
+            self._bucket.delete([mark.key])
+        raise SaveError(f"{self.step_path(step.step)}: is pinned; unpin it first")
 
     def pin(self, step: int) -> None:
         """Create an object beside the commit. Raises: CheckpointNotFoundError if the step is deleted meanwhile."""
-        attempt = self.inspect(step).manifest.attempt
+        committed = self.inspect(step)
+        if PIN_NAME in committed.foreign:
+            return
+        attempt = committed.manifest.attempt
         pin = self._commits.pin_at(step, attempt)
         self._bucket.create(pin.key, b"")
-        if self._commits.content(step, attempt) is None:
+        # in this order, because a removal deletes the commit before its mark
+        if _is_there(self._commits.removal_at(step, attempt)) or self._commits.content(step, attempt) is None:
             self._bucket.delete([pin.key])
-            raise CheckpointNotFoundError(
-                f"{self.step_path(step)}: was deleted before the pin; pin a step that is there"
-            )
+            raise CheckpointNotFoundError(f"{self.step_path(step)}: is being deleted; pin a step that stays")
 
     def unpin(self, step: int) -> None:
         self._bucket.delete([self._commits.pin_at(step, self.inspect(step).manifest.attempt).key])
@@ -258,7 +279,7 @@ class BucketSteps(Steps):
         """Set aside the commits after the step that this run went back to, newest first; damaged ones, too."""
         above = self._rolled_back_to
         if above is not None:
-            commits, _ = self._commits.look()
+            commits = self._commits.look().commits
             for commit in reversed([c for c in commits if c.is_current and c.step > above]):
                 mark = self._commits.mark_at(commit.step, commit.attempt)
                 self._bucket.create(mark.key, b"")
@@ -266,33 +287,44 @@ class BucketSteps(Steps):
         self._rolled_back_to = None  # only now: if a request failed, the next save tries it again
 
     def _refuse_conflict(self, step: int) -> None:
-        steps = [commit.step for commit in self._commits.look()[0] if commit.is_current]
+        steps = [commit.step for commit in self._commits.look().commits if commit.is_current]
         if newer := [n for n in steps if n > step]:
             raise CommitConflictError(newer_step_error(self.root, step, max(newer)))
         if step in steps:
             raise CommitConflictError(committed_error(self.step_path(step), step))
 
     def _recover(self, lease: BucketLease) -> None:
-        """Fence the attempts that are not committed, and delete their files.
+        """Fence the attempts that are not committed, delete their files, and finish removals that were cut short.
 
         Raises: CommitConflictError if another process has taken the lease meanwhile, whose attempts these may be.
         """
         prefix = (self.root / DATA).key
         facts = self._bucket.list_objects(prefix)
         # After the files: a removal deletes the commit first, so files without one are left over.
-        places = {(commit.step, commit.attempt): commit for commit in self._commits.look()[0]}
+        look = self._commits.look()
+        places = {(commit.step, commit.attempt): commit for commit in look.commits}
         names = (f.key.removeprefix(f"{prefix}/").rpartition("/")[0].partition("/") for f in facts)
-        for (folder, _, attempt), _ in groupby(names):
-            step = step_of(folder)
-            if step is None or not _ATTEMPT.fullmatch(attempt):  # a foreign name
-                continue
+        with_files = {(step_of(folder), attempt) for (folder, _, attempt), _ in groupby(names)}
+        for step, attempt in sorted((n, a) for n, a in with_files if n is not None and _ATTEMPT.fullmatch(a)):
             commit = places.get((step, attempt))
             if commit is None or commit.is_fence:
                 lease.check()
                 if commit is not None or not self._fence(step, attempt):
                     logger.info("%s: discarding attempt %s of step %d, which was interrupted", self.root, attempt, step)
                     self._discard(step, attempt)
+        for step, attempt in look.removals:
+            lease.check()
+            self._finish_removal(step, attempt, places.get((step, attempt)))
+        old = time.time() - _FENCE_SECONDS
+        fences = [commit for commit in look.commits if commit.is_fence and commit.unix_seconds < old]
+        self._bucket.delete([f.path.key for f in fences if (f.step, f.attempt) not in with_files])
         self._in_doubt.clear()
+
+    def _finish_removal(self, step: int, attempt: str, commit: Commit | None) -> None:
+        if commit is not None and not commit.is_fence and not commit.is_pinned:
+            self._bucket.delete([commit.path.key])
+            self._discard(step, attempt)
+        self._bucket.delete([self._commits.removal_at(step, attempt).key])
 
     def _fence(self, step: int, attempt: str) -> bool:
         """Make sure that an attempt is never committed; return whether it is committed already."""
@@ -325,8 +357,9 @@ def _faults(manifest: Manifest, actual: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _sizes_in(facts: Iterable[ObjectFacts]) -> dict[str, int]:
-    return {f.key.rpartition("/")[2]: f.num_bytes for f in facts}
+def _clocks() -> tuple[float, float]:
+    """Return the seconds of two clocks: one counts while this machine sleeps, one also while it is paused."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME), time.time()
 
 
 def _is_there(path: BucketPath) -> bool:

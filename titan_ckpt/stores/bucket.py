@@ -43,6 +43,8 @@ class ObjectFacts:
     key: str
     num_bytes: int
     version: Version
+    unix_seconds: float
+    """When it was put, by the store's clock."""
 
 
 class Bucket:
@@ -278,7 +280,8 @@ def open_location(
 
 
 def _facts(listing: Iterable[Mapping[str, Any]]) -> list[ObjectFacts]:
-    return sorted((ObjectFacts(m["path"], int(m["size"]), _version(m)) for m in listing), key=lambda f: f.key)
+    facts = (ObjectFacts(m["path"], int(m["size"]), _version(m), m["last_modified"].timestamp()) for m in listing)
+    return sorted(facts, key=lambda f: f.key)
 
 
 def _version(meta: Mapping[str, Any]) -> Version:

@@ -19,7 +19,14 @@ from torch.optim import Optimizer
 from titan_ckpt import policy
 from titan_ckpt.components.optimizer_content import steppers
 from titan_ckpt.components.run_state import RunState
-from titan_ckpt.components.snapshot import Mark, Snapshot
+from titan_ckpt.components.snapshot import (
+    Mark,
+    Snapshot,
+    as_marked,
+    large_tensors,
+    snapshot_of_mark,
+    take_snapshot,
+)
 from titan_ckpt.config import CheckpointConfig, ExportConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import Kind
@@ -212,7 +219,7 @@ class CheckpointManager:
             self._knows_state = True
             if not due:  # there is time to make the memory of the first save ready
                 model = self._model_to_save
-                self._saver.prepare(self._coordinator.together("prepare", lambda: self._run.large_tensors(model())))
+                self._saver.prepare(self._coordinator.together("prepare", lambda: large_tensors(self._run, model())))
         self._note_last(step, last_step)
         if self._saver is not None and due and step != self.last_step.saved:
             finite = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
@@ -372,12 +379,12 @@ class CheckpointManager:
 
     def _snapshot(self, step: int, mark: Mark | None, model_only: str | None) -> Snapshot:
         if model_only is not None:
-            return self._run.snapshot(step, self._whole_model(model_only), model_only=True)
+            return take_snapshot(self._run, step, self._whole_model(model_only), model_only=True)
         if mark is None:
-            return self._run.snapshot(step, self._model_to_save())
-        with self._run.as_marked(mark):
+            return take_snapshot(self._run, step, self._model_to_save())
+        with as_marked(self._run, mark):
             model = self._model_to_save(room=True)
-        return self._run.snapshot_of(mark, model)
+        return snapshot_of_mark(self._run, mark, model)
 
     def _look_before_saving(self, step: int) -> None:
         """Refuse to save into a folder that holds steps of an earlier run and was never loaded from."""

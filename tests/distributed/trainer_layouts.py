@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.faults.scenarios import SOAK
+from titan_ckpt.components.snapshot import take_snapshot
 from titan_ckpt.config import CheckpointConfig, ResumeConfig, from_dict
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Chunk, blocks_of, info_of
@@ -158,7 +159,7 @@ def next_step(trainer: Trainer) -> tuple[float, float]:
 def assert_holds(trainer: Trainer, step: Path) -> None:
     """Fail unless all that this rank has, weights and optimizer state, is bit for bit what the files have."""
     manager = trainer.manager
-    live = manager._run.snapshot(STEPS, manager._model.state("full")).tensors
+    live = take_snapshot(manager._run, STEPS, manager._model.state("full")).tensors
     with open_reader(step) as reader:
         stored = {key: torch.empty(info_of(live[key]).shape, dtype=live[key].dtype) for key in live}
         reader.read([ReadRequest(key, Chunk.whole(value.shape), value) for key, value in stored.items()])

@@ -1,4 +1,4 @@
-"""The state of a run besides model weights: gathered from the run's objects, and given back to them.
+"""The objects of a run whose state is saved, and the way of stored state back to them. snapshot.py takes their state.
 
 Owns the closed set of components, and the split into tensors, state of the run (stored once) and state of a rank
 (stored by each). Knows no files.
@@ -10,8 +10,7 @@ import copy
 import functools
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, get_args
@@ -27,25 +26,31 @@ from titan_ckpt.components.files import STATES
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.optimizer import OptimizerState
 from titan_ckpt.components.optimizer_rehearsal import rehearse
-from titan_ckpt.components.snapshot import Mark, RankState, Snapshot
 from titan_ckpt.config import Component
 from titan_ckpt.distributed.sharing import describe
 from titan_ckpt.encoding import typed_json
-from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError, SaveError, StateEncodingError, listed
+from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError, StateEncodingError, listed
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import TensorInfo, blocks_of, local_tensor
 from titan_ckpt.geometry.nested import MAX_DEPTH, give_tensors, names_of, take_tensors
 from titan_ckpt.rng import RandomState
 from titan_ckpt.types import StateDict, Stateful
-from titan_ckpt.weights.own_state import plain_attributes
-from titan_ckpt.weights.stored_names import MODEL
-from titan_ckpt.weights.wrapper import ModelState, ModelWrapper, without_memory
+from titan_ckpt.weights.wrapper import ModelWrapper
 
 logger = logging.getLogger(__name__)
 
 COMPONENTS: tuple[str, ...] = get_args(Component)
-_COPIED_BYTES = 1 << 20
 _MOMENTA = frozenset({"momentum", "betas"})
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """The state that a rank takes over from the ranks' own files."""
+
+    rng: dict[str, Any] | None
+    """Generator states; None if the layout of ranks has changed, because then none belongs to this rank."""
+    positions: Sequence[Any] = ()
+    """The dataloader's state of each data-parallel rank, in their order; empty if none was stored."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,21 @@ class RunState:
         facts = [self.world_size, self.rank, data.rank, data.size, sorted(names.values()), describe(sharded)]
         return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
 
+    @functools.cached_property
+    def has_extra_state(self) -> bool:
+        """Return whether modules have extra state that is saved."""
+        return "model" not in self.left_out and bool(self.model.extra_state_names())
+
+    def components(self) -> list[str]:
+        """Return the components that this run saves."""
+        has = {
+            "optimizer": self.optimizers,
+            "lr_scheduler": self.lr_schedulers,
+            "dataloader": self.dataloader is not None,
+            "states": self.states,
+        }
+        return [name for name in COMPONENTS if has.get(name, True) and name not in self.left_out]
+
     def rehearse(self) -> None:
         """Check before the first step that optimizers and schedulers can be saved and resumed exactly.
 
@@ -118,131 +138,6 @@ class RunState:
         """Check after the first step that the state of the optimizers can be stored. Raises: StateEncodingError."""
         if (optimizer := self.optimizer) is not None:
             typed_json.encode(optimizer.split()[1], "optimizer")
-
-    def snapshot(self, step: int, model: ModelState, *, model_only: bool = False) -> Snapshot:
-        """Return the run at `step`. Tensors alias live memory; everything else has the values of this moment.
-
-        `model_only`: the model and its extra state, nothing else.
-
-        Raises: StateEncodingError for tensors that hold no values.
-        """
-        if names := without_memory(model.tensors):
-            raise StateEncodingError(
-                f"{len(names)} tensors of the model have no memory yet, such as {names[0]}: materialise a model that "
-                "was built on meta (to_empty), and run a lazy one once, before it is saved",
-                names[0],
-            )
-        tensors: StateDict = _named(model)
-        run: dict[str, Any] = {"step": step}
-        if "model" not in self.left_out and (extra := self.model.extra_state() | model.values):
-            run["model"] = extra
-        parameters = {MODEL + fqn for fqn in self.model.parameter_names().values()}
-        parameters |= {MODEL + fqn for fqn in model.made_of_parameters()}
-        made = frozenset(MODEL + fqn for fqn in model.made)
-        if model_only:
-            volatile = frozenset(n for n in tensors if not _is_in(n, parameters))
-            return Snapshot(tensors, run, {"layout": self.layout}, ("model",), volatile, made)
-        if (optimizer := self.optimizer) is not None:
-            optimizer_tensors, run["optimizer"] = optimizer.split()
-            tensors |= optimizer_tensors
-        counters = self._counters()
-        run |= counters.run
-        tensors |= counters.tensors
-        volatile = frozenset(n for n in tensors if not n.startswith(OPTIMIZER) and not _is_in(n, parameters))
-        has = {
-            "optimizer": self.optimizers,
-            "lr_scheduler": self.lr_schedulers,
-            "dataloader": self.dataloader is not None,
-            "states": self.states,
-        }
-        components = tuple(c for c in COMPONENTS if has.get(c, True) and c not in self.left_out)
-        return Snapshot(tensors, run, counters.rank, components, volatile, made)
-
-    def large_tensors(self, model: ModelState) -> StateDict:
-        """Return the tensors of the model and the optimizers, as `snapshot` does; asks nothing else of the run."""
-        optimizer = self.optimizer
-        return _named(model) | (optimizer.split()[0] if optimizer is not None else {})
-
-    def _counters(self) -> Snapshot:
-        """Return state besides weights and optimizer state; generators last, because the others may use them."""
-        run: dict[str, Any] = {}
-        rank: dict[str, Any] = {}
-        tensors: StateDict = {}
-        if self.lr_schedulers:
-            run["lr_scheduler"] = [s.state_dict() for s in self.lr_schedulers]
-        if self.dataloader is not None:
-            rank["data_parallel"] = [self.data_rank.rank, self.data_rank.size]
-            rank["dataloader"] = self.dataloader.state_dict()
-        if self.states:
-            run["states"] = {
-                name: take_tensors(state.state_dict(), f"{STATES}{name}", tensors)
-                for name, state in self.states.items()
-            }
-        rank["layout"] = self.layout
-        if "rng" not in self.left_out:
-            rank["rng"] = self.rng.state_dict()
-        return Snapshot(tensors, run, rank)
-
-    @functools.cached_property
-    def _has_extra_state(self) -> bool:
-        return "model" not in self.left_out and bool(self.model.extra_state_names())
-
-    def mark(self, step: int) -> Mark:
-        """Record the state that the next step changes before `optimizer.step()`, so that this step can still be saved.
-
-        Cheap: it copies generators, counters, buffers and small state, and takes the version counters of large state.
-        """
-        counters = self._counters()
-        run = counters.run | ({"model": self.model.extra_state()} if self._has_extra_state else {})
-        # State dicts may alias live state; generator states are copies already, and large.
-        rank = {name: value if name == "rng" else copy.deepcopy(value) for name, value in counters.rank.items()}
-        marked = Snapshot({}, copy.deepcopy(run), rank)
-        volatile = counters.tensors | {MODEL + fqn: value for fqn, value in self.model.buffers().items()}
-        versions = {}
-        for name, value in volatile.items():
-            if value.nbytes <= _COPIED_BYTES:
-                marked.tensors[name] = value.clone()
-            else:
-                versions[name] = value._version  # noqa: SLF001 - torch has no other name for it
-        return Mark(step, marked, versions, plain_attributes(self.model.parts))
-
-    @contextmanager
-    def as_marked(self, mark: Mark) -> Iterator[None]:
-        """Put the marked copies of buffers into the live ones, so that the model's own code returns the marked step."""
-        copies = mark.counters.tensors
-        pairs = [(v, copies[MODEL + fqn]) for fqn, v in self.model.buffers().items() if MODEL + fqn in copies]
-        now = [value.clone() for value, _ in pairs]
-        with torch.no_grad():
-            for value, marked in pairs:
-                value.copy_(marked)
-            try:
-                yield
-            finally:
-                for (value, _), own in zip(pairs, now, strict=True):
-                    value.copy_(own)
-
-    def snapshot_of(self, mark: Mark, model: ModelState) -> Snapshot:
-        """Return the run at a marked step, if no optimizer has stepped since. `model`: its state, read `as_marked`.
-
-        Raises: SaveError for large state that has changed since.
-        """
-        now = self.snapshot(mark.step, model)
-        live = now.tensors | {MODEL + fqn: value for own in model.own for fqn, value in own.hidden.items()}
-        large = {name: live[name] for name in mark.versions if name in live}
-        changed = [n for n, value in large.items() if value._version != mark.versions[n]]  # noqa: SLF001
-        attributes = plain_attributes(self.model.parts)
-        within = tuple(own.prefix for own in model.own if own.made)
-        changed += [n for n, marked in mark.attributes.items() if n.startswith(within) and attributes.get(n) != marked]
-        if changed:
-            raise SaveError(
-                f"step {mark.step} can no longer be saved: {listed(changed, ', ', ' ')} changed after its end"
-            )
-        stored = now.tensors.keys() - now.made
-        tensors = now.tensors | {n: value for n, value in mark.counters.tensors.items() if n in stored}
-        run = now.run | mark.counters.run
-        if "model" in now.run:
-            run["model"] = now.run["model"] | mark.counters.run.get("model", {})
-        return Snapshot(tensors, run, mark.counters.rank, now.components, now.volatile, now.made)
 
     @gc_paused()
     def optimizer_bytes(self) -> int:
@@ -410,19 +305,6 @@ def _scheduled(states: Sequence[Any]) -> frozenset[str]:
     inner = [_scheduled(state["_schedulers"]) for state in states if type(state) is dict and "_schedulers" in state]
     cycle = any(type(state) is dict and state.get("cycle_momentum") for state in states)
     return frozenset({"lr"} if states else ()).union(_MOMENTA if cycle else (), *inner)
-
-
-def _named(model: ModelState) -> StateDict:
-    return {MODEL + fqn: value for fqn, value in model.tensors.items()}
-
-
-def _is_in(name: str, parameters: Collection[str]) -> bool:
-    """Return whether a tensor is one of these parameters, or inside of one."""
-    while name not in parameters:
-        name, dot, _ = name.rpartition(".")
-        if not dot:
-            return False
-    return True
 
 
 def _room_for(info: TensorInfo, live: torch.Tensor | None) -> torch.Tensor:

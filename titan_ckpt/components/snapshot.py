@@ -1,12 +1,29 @@
-"""The values that RunState takes of a run and gives back to it: a snapshot, a mark of a step, a rank's own state."""
+"""The state of a run at one step, as a save takes it: now, or at a step that was marked.
+
+Owns which tensors a step has and which of them a save must copy at once. run_state.py has the objects, and gives back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from titan_ckpt.components.files import STATES
+from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
+from titan_ckpt.components.run_state import RunState
+from titan_ckpt.errors import SaveError, StateEncodingError, listed
+from titan_ckpt.geometry.nested import take_tensors
 from titan_ckpt.types import StateDict
+from titan_ckpt.weights.own_state import plain_attributes
+from titan_ckpt.weights.stored_names import MODEL
+from titan_ckpt.weights.wrapper import ModelState, without_memory
+
+_COPIED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +59,132 @@ class Mark:
     """Plain attributes of modules with state-dict code of their own, to show whether that code would return more."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankState:
-    """The state that a rank takes over from the ranks' own files."""
+def take_snapshot(run_state: RunState, step: int, model: ModelState, *, model_only: bool = False) -> Snapshot:
+    """Return the run at `step`. Tensors alias live memory; everything else has the values of this moment.
 
-    rng: dict[str, Any] | None
-    """Generator states; None if the layout of ranks has changed, because then none belongs to this rank."""
-    positions: Sequence[Any] = ()
-    """The dataloader's state of each data-parallel rank, in their order; empty if none was stored."""
+    `model_only`: the model and its extra state, nothing else.
+    Raises: StateEncodingError for tensors that hold no values.
+    """
+    if names := without_memory(model.tensors):
+        raise StateEncodingError(
+            f"{len(names)} tensors of the model have no memory yet, such as {names[0]}: materialise a model that "
+            "was built on meta (to_empty), and run a lazy one once, before it is saved",
+            names[0],
+        )
+    tensors: StateDict = _named(model)
+    run: dict[str, Any] = {"step": step}
+    if "model" not in run_state.left_out and (extra := run_state.model.extra_state() | model.values):
+        run["model"] = extra
+    parameters = {MODEL + fqn for fqn in run_state.model.parameter_names().values()}
+    parameters |= {MODEL + fqn for fqn in model.made_of_parameters()}
+    if model_only:
+        rank, components = {"layout": run_state.layout}, ["model"]
+    else:
+        if (optimizer := run_state.optimizer) is not None:
+            optimizer_tensors, run["optimizer"] = optimizer.split()
+            tensors |= optimizer_tensors
+        counters = _counters(run_state)
+        run |= counters.run
+        tensors |= counters.tensors
+        rank, components = counters.rank, run_state.components()
+    volatile = frozenset(n for n in tensors if not n.startswith(OPTIMIZER) and not _is_in(n, parameters))
+    made = frozenset(MODEL + fqn for fqn in model.made)
+    return Snapshot(tensors, run, rank, tuple(components), volatile, made)
+
+
+def large_tensors(run_state: RunState, model: ModelState) -> StateDict:
+    """Return the tensors of the model and the optimizers, as `take_snapshot` does; asks nothing else of the run."""
+    optimizer = run_state.optimizer
+    return _named(model) | (optimizer.split()[0] if optimizer is not None else {})
+
+
+def take_mark(run_state: RunState, step: int) -> Mark:
+    """Record the state that the next step changes before `optimizer.step()`, so that this step can still be saved.
+
+    Cheap: it copies generators, counters, buffers and small state, and takes the version counters of large state.
+    """
+    counters = _counters(run_state)
+    run = counters.run | ({"model": run_state.model.extra_state()} if run_state.has_extra_state else {})
+    # State dicts may alias live state; generator states are copies already, and large.
+    rank = {name: value if name == "rng" else copy.deepcopy(value) for name, value in counters.rank.items()}
+    marked = Snapshot({}, copy.deepcopy(run), rank)
+    volatile = counters.tensors | {MODEL + fqn: value for fqn, value in run_state.model.buffers().items()}
+    versions = {}
+    for name, value in volatile.items():
+        if value.nbytes <= _COPIED_BYTES:
+            marked.tensors[name] = value.clone()
+        else:
+            versions[name] = value._version  # noqa: SLF001 - torch has no other name for it
+    return Mark(step, marked, versions, plain_attributes(run_state.model.parts))
+
+
+@contextmanager
+def as_marked(run_state: RunState, mark: Mark) -> Iterator[None]:
+    """Put the marked copies of buffers into the live ones, so that the model's own code returns the marked step."""
+    copies = mark.counters.tensors
+    pairs = [(v, copies[MODEL + fqn]) for fqn, v in run_state.model.buffers().items() if MODEL + fqn in copies]
+    now = [value.clone() for value, _ in pairs]
+    with torch.no_grad():
+        for value, marked in pairs:
+            value.copy_(marked)
+        try:
+            yield
+        finally:
+            for (value, _), own in zip(pairs, now, strict=True):
+                value.copy_(own)
+
+
+def snapshot_of_mark(run_state: RunState, mark: Mark, model: ModelState) -> Snapshot:
+    """Return the run at a marked step, if no optimizer has stepped since. `model`: its state, read `as_marked`.
+
+    Raises: SaveError for large state that has changed since.
+    """
+    now = take_snapshot(run_state, mark.step, model)
+    live = now.tensors | {MODEL + fqn: value for own in model.own for fqn, value in own.hidden.items()}
+    large = {name: live[name] for name in mark.versions if name in live}
+    changed = [n for n, value in large.items() if value._version != mark.versions[n]]  # noqa: SLF001
+    attributes = plain_attributes(run_state.model.parts)
+    within = tuple(own.prefix for own in model.own if own.made)
+    changed += [n for n, marked in mark.attributes.items() if n.startswith(within) and attributes.get(n) != marked]
+    if changed:
+        raise SaveError(f"step {mark.step} can no longer be saved: {listed(changed, ', ', ' ')} changed after its end")
+    stored = now.tensors.keys() - now.made
+    tensors = now.tensors | {n: value for n, value in mark.counters.tensors.items() if n in stored}
+    run = now.run | mark.counters.run
+    if "model" in now.run:
+        run["model"] = now.run["model"] | mark.counters.run.get("model", {})
+    return Snapshot(tensors, run, mark.counters.rank, now.components, now.volatile, now.made)
+
+
+def _counters(run_state: RunState) -> Snapshot:
+    """Return state besides weights and optimizer state; generators last, because the others may use them."""
+    run: dict[str, Any] = {}
+    rank: dict[str, Any] = {}
+    tensors: StateDict = {}
+    if run_state.lr_schedulers:
+        run["lr_scheduler"] = [s.state_dict() for s in run_state.lr_schedulers]
+    if run_state.dataloader is not None:
+        rank["data_parallel"] = [run_state.data_rank.rank, run_state.data_rank.size]
+        rank["dataloader"] = run_state.dataloader.state_dict()
+    if run_state.states:
+        run["states"] = {
+            name: take_tensors(state.state_dict(), f"{STATES}{name}", tensors)
+            for name, state in run_state.states.items()
+        }
+    rank["layout"] = run_state.layout
+    if "rng" not in run_state.left_out:
+        rank["rng"] = run_state.rng.state_dict()
+    return Snapshot(tensors, run, rank)
+
+
+def _named(model: ModelState) -> StateDict:
+    return {MODEL + fqn: value for fqn, value in model.tensors.items()}
+
+
+def _is_in(name: str, parameters: Collection[str]) -> bool:
+    """Return whether a tensor is one of these parameters, or inside of one."""
+    while name not in parameters:
+        name, dot, _ = name.rpartition(".")
+        if not dot:
+            return False
+    return True

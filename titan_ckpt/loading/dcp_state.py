@@ -14,8 +14,7 @@ from typing import Any
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.optimizer import misfit
 from titan_ckpt.components.optimizer_split import NOT_STORED, Group
-from titan_ckpt.components.run_state import RunState
-from titan_ckpt.components.snapshot import RankState
+from titan_ckpt.components.run_state import RankState, RunState
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError, listed

@@ -11,8 +11,7 @@ import xxhash
 from titan_ckpt.components.data_position import DataRank, in_order, stored_position
 from titan_ckpt.components.files import RUN_STATE, rank_state_name, with_rank_parts
 from titan_ckpt.components.optimizer import misfit
-from titan_ckpt.components.run_state import RunState
-from titan_ckpt.components.snapshot import RankState
+from titan_ckpt.components.run_state import RankState, RunState
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import read_file
 from titan_ckpt.distributed.coordinator import Coordinator

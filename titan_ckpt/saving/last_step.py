@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from titan_ckpt.components.run_state import RunState
-from titan_ckpt.components.snapshot import Mark
+from titan_ckpt.components.snapshot import Mark, take_mark
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.saving.saver import Saver
 
@@ -38,7 +38,7 @@ class LastStep:
         Call it after the optimizer, schedulers and counters of the step. Not collective, and cheap.
         """
         if self.saver is not None and not self.is_half_loaded():
-            self.mark, self.is_changing = self.run.mark(step), False
+            self.mark, self.is_changing = take_mark(self.run, step), False
 
     @property
     def marked(self) -> int | None:

@@ -2,6 +2,7 @@
 
 CheckpointError
 ├── ConfigError (ValueError)             an invalid setting; nothing was started
+│   └── DataError                        training data that cannot be used, found in the middle of a run
 ├── CheckpointNotFoundError (FileNotFoundError)  the named folder or step does not exist
 ├── NotACheckpointError (ValueError)     the folder exists and holds no checkpoint of a known format
 ├── CorruptCheckpointError (ValueError)  bytes, sizes, digests or structure differ from what was committed
@@ -52,6 +53,9 @@ def without_credentials(text: str) -> str:
 class CheckpointError(Exception):
     """Base of all errors that this package raises on purpose. Each can be pickled, as between processes."""
 
+    repeats: bool | None = None
+    """Whether another rank has raised the same error before; None if that is not known."""
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (type(self), str(self), self.__dict__)
 
@@ -72,6 +76,10 @@ class ConfigError(CheckpointError, ValueError):
         self.source = source
         lines = "\n".join(f"  {line}" for line in self.problems)
         super().__init__(f"{source}: {len(self.problems)} problem(s)\n{lines}")
+
+
+class DataError(ConfigError):
+    """Training data cannot be used, and only the rank that reads it may know; the steps before it are whole."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -80,6 +81,43 @@ def test_d8_loss_and_gradients_of_conversations_are_those_of_transformers(tmp_pa
         found = torch.load(tmp_path / layout / "gradients.pt")
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=1e-6, msg=f"{layout} {name}")
+
+
+@distributed(nproc=2)
+def meet_bad_rows(root: Path) -> None:
+    """Two runs, on a corpus that all ranks read before the first step, and on a stream; write down who says what."""
+    rank = dist.get_rank()
+    for streaming in (False, True):
+        data = {"corpus": str(root / "chats.jsonl"), "messages": "messages", "streaming": streaming, "shuffle": False}
+        config = settings(
+            root / str(streaming),
+            data={**data, "sequence_length": 100, "tokenizer": {"folder": str(root / "tokenizer")}},
+            training={"batch_size": 1},
+            checkpoint={"stop": {"exception_seconds": 0.2}},
+        )
+        try:
+            Trainer(config).run()
+        except Exception as error:
+            said = [type(error).__name__, getattr(error, "repeats", None), str(error)]
+            (root / f"{streaming} {rank}.json").write_text(json.dumps(said))
+        dist.barrier() if not streaming else os._exit(0)  # the end of rank 1 is what rank 0 waits for
+
+
+def test_d8_a_bad_row_is_said_by_one_rank_and_by_the_one_that_has_met_it(tmp_path: Path) -> None:
+    """Of ranks that all meet it one speaks. In a stream of conversations the reader of the row alone knows it."""
+    chat_tokenizer(tmp_path / "tokenizer")
+    rows = [{"messages": messages} for messages in conversations(8)]
+    rows[3] = {"messages": [{"role": "user", "content": "nobody answers"}]}
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    meet_bad_rows(tmp_path)
+    whole, streamed = (
+        [json.loads((tmp_path / f"{streaming} {rank}.json").read_text()) for rank in (0, 1)]
+        for streaming in (False, True)
+    )
+    assert sorted(repeats for _, repeats, _ in whole) == [False, True]
+    assert all("chats.jsonl:4: " in text for _, _, text in whole)
+    assert streamed[1][:2] == ["DataError", False] and "chats.jsonl:4: " in streamed[1][2]
+    assert streamed[0][0] != "DataError"
 
 
 def streamed(root: Path, folder: Path, batch_size: int, workers: int) -> Any:

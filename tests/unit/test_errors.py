@@ -10,6 +10,7 @@ from titan_ckpt import errors
 
 _ARGUMENTS: dict[type[errors.CheckpointError], tuple[object, ...]] = {
     errors.ConfigError: (["save.interval: 0 is not positive", "export: no format"], "run.toml"),
+    errors.DataError: (["data: ended"],),
     errors.CorruptCheckpointError: ("a block is wrong", "rank-0", ["norm.weight"]),
     errors.HalfLoadedError: ("half", "step-4", ["norm.weight"]),
     errors.BaseMismatchError: ("another base", {"path": "a"}, {"path": "b"}),

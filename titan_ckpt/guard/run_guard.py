@@ -19,7 +19,7 @@ from typing import Any, Self
 from titan_ckpt.config import StopConfig
 from titan_ckpt.directory.directory import open_steps
 from titan_ckpt.encoding.strict_json import Json
-from titan_ckpt.errors import CheckpointError
+from titan_ckpt.errors import CheckpointError, DataError
 from titan_ckpt.guard import outside_request as save_request
 from titan_ckpt.guard.notices import Notice, NoticeBoard
 from titan_ckpt.manager import CheckpointManager
@@ -257,7 +257,8 @@ class RunGuard:
                     if self._is_whole(marked):
                         self._finish(self._last.save)
                 return True
-            wanted = isinstance(value, (Exception, KeyboardInterrupt)) and not isinstance(value, CheckpointError)
+            own = isinstance(value, CheckpointError) and not isinstance(value, DataError)
+            wanted = isinstance(value, (Exception, KeyboardInterrupt)) and not own
             if wanted and self._config.save_on_exception and self._manager.config.save is not None:
                 assert value is not None
                 self._save_after(value)

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import IterableDataset
 
 from titan_ckpt.encoding.named import is_import_name
-from titan_ckpt.errors import ConfigError, listed
+from titan_ckpt.errors import CheckpointError, ConfigError, listed
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.loading.external import ExternalLoad, ExternalWeights, check_handler
 from titan_ckpt.manager import CheckpointManager
@@ -150,7 +150,11 @@ class BuildSteps:
             warnings.catch_warnings(),
         ):
             seed_generators(self.config.seed)
-            yield ranks
+            try:
+                yield ranks
+            except CheckpointError as error:  # whichever rank meets it first says it, because others may never
+                error.repeats = not ranks.is_first(f"{type(error).__name__}: {error}")
+                raise
 
     def build_model(self) -> LanguageModel:
         """Return the whole, converted model on meta; a model that cannot be built on meta has its initial values.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from titan_ckpt.errors import ConfigError, LoadMismatchError
+from titan_ckpt.errors import ConfigError, DataError, LoadMismatchError
 from titan_ckpt.training.data.batch import IGNORED, Batch, checked, collate, to_device
 from titan_ckpt.training.data.corpus import open_corpus
 from titan_ckpt.training.data.loader import Workers, build_dataloader
@@ -245,7 +245,16 @@ def test_d8_the_first_batch_is_checked(batch: Any, expected: str) -> None:
     """One error says everything that it must be and is not; later batches are not looked at."""
     with pytest.raises(ConfigError, match=expected):
         next(checked(iter([batch]), 9))
-    assert len([*checked(iter([GOOD, batch]), 9)]) == 2
+    looked_at = checked(iter([GOOD, batch]), 9)
+    assert [next(looked_at), next(looked_at)] == [GOOD, batch]
+
+
+def test_d8_data_that_ends_is_one_error() -> None:
+    """It says how many batches there were, and what is expected; a rank whose share is empty is told the same."""
+    with pytest.raises(DataError, match=r"data: this rank's share ended after 2 batches; expected .* on every rank"):
+        [*checked(iter([GOOD, GOOD]), 9)]
+    with pytest.raises(DataError, match="ended after 0 batches"):
+        next(checked(iter([]), 9))
 
 
 @pytest.mark.parametrize(("ranks", "batch_size", "workers"), [(2, 3, 0), (2, 3, 2)])

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from tests.chats import chat_tokenizer, write_chats
+from tests.test_bad_input import write_config
 from tests.tiny_run import losses, rows, settings
+from tests.unit.training.test_terminal import own_log
+from titan_ckpt.training.launch.command import main
 from titan_ckpt.training.data.sequences import ConversationDataset, DummyDataset
 from titan_ckpt.training.data.stream import StreamDataset
 from titan_ckpt.training.trainer import Trainer
@@ -45,6 +48,21 @@ def test_d8_every_kind_of_data_trains_and_goes_on_where_it_was(tmp_path: Path, k
     kinds = {"dummy": DummyDataset, "stream": StreamDataset, "conversations": ConversationDataset}
     assert isinstance(trainer.dataset, kinds[kind])
     assert (trainer.tokenizer is None) == (kind == "dummy")
+
+
+def test_d8_a_bad_row_in_the_middle_of_a_stream_loses_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The step before it is saved. The process that has met the row names it, whichever rank it is."""
+    data = chats(tmp_path, streaming=True, shuffle=False)
+    with Path(data["corpus"]).open("a") as file:
+        file.write("broken\n")
+    path = write_config(tmp_path, {"data": data, "checkpoint": {"save": {"interval": 100}}})
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with own_log():
+        assert main([str(path), "--training.steps", "9"]) == 2
+    assert capsys.readouterr().err.count("chats.jsonl:11: not JSON") == 1
+    assert (tmp_path / "run" / "checkpoints" / "step-5").is_dir()
 
 
 def test_d8_held_out_conversations_are_evaluated_and_not_trained_on(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from titan_ckpt.errors import ConfigError, LoadMismatchError
+from titan_ckpt.errors import ConfigError, DataError, LoadMismatchError
 from titan_ckpt.training.data.batch import Batch, without_labels
 from titan_ckpt.training.data.batch import collate as join
 from titan_ckpt.training.data.sequences import Bookmark, IndexedDataset, OrderedDataset
@@ -107,11 +107,11 @@ class OrderedLoader:
         return self._next_index if end is None else min(self._next_index, end)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches from the current position, without end. Raises: ConfigError for data that cannot be used."""
+        """Yield batches from the current position, without end. Raises: DataError for data that cannot be used."""
         self.dataset.next_index, self.dataset.bookmark = self._next_index, self._bookmark
         for batch, bookmark in self._batches:
             if isinstance(batch, _Unusable):
-                raise ConfigError(batch.problems)
+                raise DataError(batch.problems)
             self._next_index += self.dataset.batch_size * self.dp_world_size
             self._bookmark = bookmark
             yield batch

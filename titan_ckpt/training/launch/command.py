@@ -81,13 +81,14 @@ def build_trainer(path: str, overrides: Sequence[str]) -> Trainer:
 
 
 def _report(error: CheckpointError, path: str) -> int:
-    """Say what went wrong, once for all ranks of a host if all have the same fault; return the exit code."""
+    """Say what went wrong, a wrong setting once for all ranks that have found it; return the exit code."""
     from titan_ckpt.errors import ConfigError, says_setting_is_wrong
     from titan_ckpt.training.launch.terminal import say
 
+    repeats = os.environ.get("LOCAL_RANK", "0") != "0" if error.repeats is None else error.repeats
     if isinstance(error, ConfigError) and error.source not in (path, "command line"):
         error = ConfigError(error.problems, path if error.source == "config" else f"{path}: {error.source}")
     is_setting = says_setting_is_wrong(error)
-    if not is_setting or os.environ.get("LOCAL_RANK", "0") == "0":
+    if not (is_setting and repeats):
         say(f"{type(error).__name__}: {error}")
     return BAD_CONFIG if is_setting else LOST

@@ -5,6 +5,7 @@ Owns the lifetime of the process group. Knows no model, no training loop and no 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.parallel.degrees import AXES, FLAT, Degrees
@@ -60,6 +62,16 @@ class Ranks:
             values = torch.zeros_like(values) if repeated else values.clone()
             dist.all_reduce(values)
         return values
+
+    def is_first(self, text: str) -> bool:
+        """Return whether no other rank has asked this of the same text before. Not collective."""
+        if self.size == 1:
+            return True
+        key = f"titan_ckpt/first/{hashlib.sha256(text.encode()).hexdigest()}"
+        try:
+            return bool(_get_default_store().add(key, 1) == 1)
+        except RuntimeError:  # the process that serves the store has ended
+            return True
 
     def of_first(self, value: Any) -> Any:
         """Return what rank 0 has. Collective."""

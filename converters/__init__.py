@@ -39,6 +39,7 @@ __all__ = [
 ConverterConfig = Float8Config | QATConfig | LoRAConfig
 GROUP = "titan_ckpt.converters"
 """Entry-point group: the `kind` of a [[converters]] table -> a subclass of ModelConverter."""
+_EXPECTED = "name a class that derives from it and has a config_class (docs/write-a-converter.md)"
 _OWN: Mapping[str, type[ModelConverter]] = {"float8": Float8Converter, "qat": QATConverter, "lora": LoRAConverter}
 
 
@@ -91,7 +92,8 @@ def _from_table(table: object, source: str, path: str) -> ModelConverter:
 def _checked(found: object, name: str) -> type[ModelConverter]:
     """Return a converter class that TOML can describe. Raises: BadNameError."""
     if not (isinstance(found, type) and issubclass(found, ModelConverter)):
-        raise BadNameError(f"{name!r} is no subclass of converters.ModelConverter")
+        raise BadNameError(f"{name!r} is no subclass of converters.ModelConverter; {_EXPECTED}")
     if not hasattr(found, "config_class"):
-        raise BadNameError(f"{name!r} has no config_class, the dataclass of its settings, so no table can describe it")
+        what = "has no config_class, the dataclass of its settings, so no table can describe it"
+        raise BadNameError(f"{name!r} {what}; {_EXPECTED}")
     return found

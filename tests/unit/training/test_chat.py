@@ -59,6 +59,12 @@ def test_d8_a_conversation_that_cannot_be_masked_exactly_is_refused(tmp_path: Pa
     parts: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "x"}]}, one_turn[2]]
     with pytest.raises(ChatError, match=r"the content of message 0 is a list of parts, and the chat template writes"):
         marked(parts)
+    called: list[dict[str, Any]] = [one_turn[1], {"role": "assistant", "content": [], "tool_calls": []}, one_turn[2]]
+    with pytest.raises(ChatError, match="the content of message 1 is a list of parts"):
+        marked(called)
+    walks = PLAIN.replace("{{ m.content }}", "{% if m.content is string %}{{ m.content }}{% endif %}")
+    listing = ChatTemplate(chat_tokenizer(tmp_path / "g", walks.replace("<|{{", "a[] <|{{")))
+    assert "a[] " in listing._render(called, None), "a template's own text may look like an empty list"
     knows = PLAIN.replace("{% else %}{{ m.content }}", "{% else %}{{ m.content[0].text }}")
     joined: list[dict[str, Any]] = [{"role": "user", "content": "x"}, one_turn[2]]
     assert ChatTemplate(chat_tokenizer(tmp_path / "f", knows))(parts) == marked(joined)

@@ -90,6 +90,48 @@ def test_d8_a_folder_that_cannot_be_read_is_not_left_out(tmp_path: Path, monkeyp
     monkeypatch.setattr(os, "scandir", refusing)
     with pytest.raises(ConfigError, match=r"data\.corpus: \S+/locked cannot be read: Permission denied; give"):
         open_corpus(str(tmp_path))
+    for pattern in ("**/*.jsonl", "*/b.jsonl"):
+        with pytest.raises(ConfigError, match=r"data\.corpus: \S+/locked/ cannot be read: Permission denied"):
+            open_corpus(str(tmp_path / pattern))
+
+
+def test_d8_what_cannot_be_read_is_not_left_out_of_a_folder_or_a_pattern(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Links that lead nowhere, pipes, names that datasets would not find; files of other kinds are named in the log."""
+    monkeypatch.chdir(tmp_path)
+    good, kept = jsonl(Path("data/a.jsonl"), {"text": "1"}), jsonl(Path("other/b.parquet/c.jsonl"), {"text": "2"})
+    with caplog.at_level("INFO"):
+        for name in ("x.jsonl.gz", "y.JSONL", "README", "z.json"):
+            (good.parent / name).touch()
+        assert texts("data") == ["1"]
+        assert "not read: x.jsonl.gz, y.JSONL, z.json; expected a .txt" in caplog.text
+    Path("data/lost").symlink_to("nowhere")
+    jsonl(Path("data/a::b.jsonl"), {"text": "1"})
+    os.mkfifo("data/p.jsonl")
+    for name in ("data", "data/*"):
+        with pytest.raises(ConfigError) as caught:
+            texts(name)
+        assert [problem.removeprefix("data.corpus: ") for problem in caught.value.problems] == [
+            f'{tmp_path}/data/a::b.jsonl: "::" in a path separates URLs for datasets, which would not find it; rename it',
+            "data/lost is a link that leads nowhere; remove it, or put back what it leads to",
+            "data/p.jsonl is no regular file; remove it, or give it another suffix",
+        ]
+    assert texts("other/*.parquet") == ["2"], "as Spark names its folders"
+    (kept.parent / "loop").symlink_to("..")
+    assert texts("other/**/*.jsonl") == ["2"]
+
+
+def test_d8_a_parquet_column_of_another_type_is_an_error_before_any_row_is_read(tmp_path: Path) -> None:
+    """A struct, bytes and numbers for text; numbers for conversations."""
+    table = Table.from_pylist([{"doc": {"text": "x"}, "raw": b"x", "n": 1, "text": "x", "chat": CHAT}])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert texts(tmp_path / "a.parquet") == ["x"]
+    for field, found in (("doc", "struct<text: string>"), ("raw", "binary"), ("n", "int64"), ("chat", "list<")):
+        with pytest.raises(ConfigError, match=rf"a\.parquet: expected strings in the column '{field}', found {found}"):
+            open_corpus(str(tmp_path / "a.parquet"), field=field)
+    with pytest.raises(ConfigError, match=r"expected lists of messages in the column 'n', found int64; name the right"):
+        open_corpus(str(tmp_path / "a.parquet"), field="n", messages=True)
 
 
 def test_a_digest_follows_the_files(tmp_path: Path) -> None:
@@ -127,6 +169,7 @@ def bad(folder: Path) -> None:
     (folder / "bad.jsonl").write_text('{"text": "x"}\n{"txt": "y"}\nnot json\n[]\n{"text": 1}\n')
     (folder / "odd.jsonl").write_text('{"text": "a\\ud83d"}\n{"text": null}\n' + "[" * 100_000 + "\n")
     parquet.write_table(Table.from_pylist([{"text": "x"}, {"text": None}]), folder / "null.parquet")
+    parquet.write_table(Table.from_pylist([{"m": CHAT}, {"m": None}, {"m": []}]), folder / "chat.parquet")
     picture, part = {"type": "image", "image": "x.png"}, {"type": "text", "text": "\ud83d"}
     said = [{"role": "user", "contents": "x"}, {"role": "user", "content": None}]
     said += [{"role": "user", "content": content} for content in ([picture], [part], "a\udc00", {"text": "x"})]
@@ -140,9 +183,9 @@ def bad(folder: Path) -> None:
     ("name", "settings", "expected"),
     [
         ("absent.txt", {}, [r"absent\.txt is not there; expected a file, a folder, a pattern"]),
-        ("*.nope", {}, [r"\*\.nope matches 0 paths and none is a \.txt"]),
+        ("*.nope", {}, [r"\*\.nope matches 0 files and none is a \.txt"]),
         ("empty", {}, [r"the folder empty holds nothing; expected a \.txt, \.md, \.jsonl or \.parquet file"]),
-        ("pictures", {}, [r"the folder pictures holds 1 other files; expected"]),
+        ("pictures", {}, [r"the folder pictures holds 1 other files, such as x.png; expected"]),
         ("x.csv", {}, [r"x\.csv: expected a \.txt.*, found the suffix '\.csv'"]),
         ("binary.txt", {}, [r"binary\.txt is not UTF-8"]),
         ("blank.txt", {}, [r"blank\.txt holds no text"]),
@@ -159,6 +202,11 @@ def bad(folder: Path) -> None:
             ],
         ),
         ("null.parquet", {}, [r"null\.parquet: row 1: expected an object with a string .*, found null"]),
+        (
+            "chat.parquet",
+            {"field": "m", "messages": True},
+            [r"chat\.parquet: row 1: .*, found null", r"row 2: .*, found an empty list"],
+        ),
         (
             "odd.jsonl",
             {},

@@ -149,6 +149,10 @@ def test_d8_a_position_in_another_stream_is_refused(numbers: Path) -> None:
         build_dataloader(stream(numbers), 1, collate, 0).load_state_dict(state)
     (numbers / "9.jsonl").unlink()
     build_dataloader(stream(numbers), 1, collate, 0).load_state_dict(state)
+    lines = (numbers / "0.jsonl").read_text().splitlines()
+    (numbers / "0.jsonl").write_text("\n".join([*lines[1:], lines[0]]) + "\n")  # as many bytes, in another order
+    with pytest.raises(LoadMismatchError, match="the checkpoint's position is in other data"):
+        build_dataloader(stream(numbers), 1, collate, 0).load_state_dict(state)
     (numbers / "0.jsonl").write_text('{"text": "1"}')
     for other in (stream(numbers), stream(numbers, window=2), stream(numbers, length=6)):
         with pytest.raises(LoadMismatchError, match=r"checkpoint\.resume\.exclude"):

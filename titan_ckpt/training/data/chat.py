@@ -83,21 +83,28 @@ class ChatTemplate:
         return text, spans
 
     def _render(self, messages: Sequence[dict[str, Any]], tools: Any, **options: Any) -> Any:
+        """Return the text of messages, with the spans of what is learned if they are asked for. Raises: ChatError."""
+        text, spans = self._rendered(messages, tools, **options)
+        for i, message in enumerate(messages):
+            if isinstance(content := message.get("content"), list) and str(content) in text:
+                without = [*messages[:i], {**message, "content": ""}, *messages[i + 1 :]]
+                if self._rendered(without, tools, **options)[0].count(str(content)) < text.count(str(content)):
+                    raise ChatError(
+                        f"the content of message {i} is a list of parts, and the chat template writes it as Python "
+                        "does; join the parts to one text, or name a tokenizer whose template knows parts"
+                    )
+        return (text, spans) if "return_assistant_tokens_mask" in options else text
+
+    def _rendered(self, messages: Sequence[dict[str, Any]], tools: Any, **options: Any) -> tuple[str, Any]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            rendered = render_jinja_template(
+            texts, spans = render_jinja_template(
                 [list(messages)], tools=tools, chat_template=self.template, **options, **self._special
             )
         except Exception as error:  # a template is a program, and may fail in any way
             raise ChatError(f"the chat template cannot render its first {len(messages)} messages: {error}") from None
-        for i, message in enumerate(messages):
-            if isinstance(content := message.get("content"), list) and str(content) in rendered[0][0]:
-                raise ChatError(
-                    f"the content of message {i} is a list of parts, and the chat template writes it as Python does; "
-                    "join the parts to one text, or name a tokenizer whose template knows parts"
-                )
-        return (rendered[0][0], rendered[1]) if "return_assistant_tokens_mask" in options else rendered[0][0]
+        return texts[0], spans
 
 
 def _read_template(folder: Path) -> tuple[str, dict[str, Any]]:

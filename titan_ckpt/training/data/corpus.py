@@ -1,6 +1,6 @@
-"""Training text and conversations in files: which files a name means, and their rows one after the other.
+"""Training text and conversations: the rows of files, one after the other.
 
-Owns files, fields and the place that an error names. Hugging Face `datasets` reads the files. Knows no tokens.
+Owns fields and the place that an error names. Hugging Face `datasets` reads the files. Knows no tokens.
 """
 
 from __future__ import annotations
@@ -8,20 +8,16 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from titan_ckpt.errors import ConfigError, listed
+from titan_ckpt.training.data.files import BUILTIN, KINDS, Source, find_files, sample, sources_of
 
-BUILTIN, DUMMY = "builtin", "dummy"
-KINDS = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
-"""Suffix -> kind of file. A text file is one document; a line of a jsonl file and a row of a parquet file are one."""
 _MARK = "\ufeff"
 """The byte order mark with which some editors begin a file."""
-_EXPECTED = "a .txt, .md, .jsonl or .parquet file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +34,6 @@ class Row:
     """File and line, as an error names them."""
     problem: str | None = None
     """Why the row cannot be used."""
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Files that are read as one: a jsonl or parquet file, or any number of text files with a row each."""
-
-    kind: str
-    files: tuple[Path, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +62,8 @@ class Corpus:
 
     @property
     def layout(self) -> list[object]:
-        """Return what the order of the rows depends on, as far as the files' names and sizes tell."""
-        return [self.field, self.messages, [[file.name, file.stat().st_size] for file in self.files]]
+        """Return what the order of the rows depends on, as far as the files' names and a sample of their bytes tell."""
+        return [self.field, self.messages, [[file.name, sample(file)] for file in self.files]]
 
     def rows(self, source: int, start: int = 0) -> Iterator[Row]:
         """Yield the rows of one source from number `start` on; blank ones are left out.
@@ -96,7 +84,8 @@ class Corpus:
                 line = value["text"] if number else value["text"].removeprefix(_MARK)
                 row = self._line(number, line, f"{files[0]}:{number + 1}")
             else:
-                row = self._row(number, _without_none(value) if self.messages else value, f"{files[0]}: row {number}")
+                whole = {name: _without_none(part) for name, part in value.items()} if self.messages else value
+                row = self._row(number, whole, f"{files[0]}: row {number}")
             if row.problem is not None or not isinstance(row.value, str) or row.value.strip():
                 yield row
 
@@ -241,22 +230,21 @@ def open_corpus(name: str, setting: str = "data.corpus", *, field: str = "text",
     """
     if name == BUILTIN:
         return Corpus(name, setting, field, messages)
-    files = _find_files(name, setting)
+    files = find_files(name, setting)
     if messages and (texts := [str(file) for file in files if KINDS[file.suffix] == "text"]):
         raise ConfigError([f"{setting}: {listed(texts, ', ')}: text holds no conversations; use .jsonl or .parquet"])
     problems = []
     for file in files:
         try:
             file.open("rb").close()
-            if file.suffix == ".parquet" and field not in (columns := _columns(file)):
-                found = f"{file}: expected a column {field!r}, found {', '.join(columns) or 'none'}"
-                problems.append(f"{found}; name the right one in {'data.messages' if messages else 'data.field'}")
+            if file.suffix == ".parquet" and (wrong := _wrong_column(file, field, messages=messages)):
+                problems.append(f"{file}: {wrong}; name the right one in {'data.messages' if messages else 'data.field'}")
         except OSError as error:
             problems.append(f"{file} cannot be read: {error.strerror or error}")
         except ValueError as error:  # pyarrow's errors are ValueErrors
             problems.append(f"{file} is no parquet file: {str(error).splitlines()[0]}")
     Corpus(name, setting).refuse(problems)
-    return Corpus(name, setting, field, messages, tuple(_sources(files)))
+    return Corpus(name, setting, field, messages, tuple(sources_of(files)))
 
 
 def _num_rows(file: Path) -> int:
@@ -265,75 +253,23 @@ def _num_rows(file: Path) -> int:
     return int(parquet.read_metadata(file).num_rows)
 
 
+def _wrong_column(file: Path, field: str, *, messages: bool) -> str | None:
+    """Return what a parquet file has in place of a column of texts or conversations."""
+    from pyarrow import parquet, types  # as `datasets`
+
+    schema = parquet.read_schema(file)
+    if field not in schema.names:
+        return f"expected a column {field!r}, found {', '.join(schema.names) or 'none'}"
+    kind = schema.types[schema.names.index(field)]
+    value = kind.value_type if types.is_dictionary(kind) else kind
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_list_view(kind)
+    is_text = types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)
+    expected, fits = ("lists of messages", is_list) if messages else ("strings", is_text)
+    return None if fits or types.is_null(kind) else f"expected {expected} in the column {field!r}, found {kind}"
+
+
 def _columns(file: Path) -> list[str]:
     from pyarrow import parquet  # as `datasets`
 
     names: list[str] = parquet.read_schema(file).names
     return names
-
-
-def _find_files(name: str, setting: str) -> list[Path]:
-    path = Path(name)
-    if glob.has_magic(name) and not path.exists():
-        matched = sorted(Path(match) for match in glob.glob(name, recursive=True))
-        files = [file for file in matched if file.suffix in KINDS and file.is_file()]
-        if not files:
-            raise ConfigError([f"{setting}: {name} matches {len(matched)} paths and none is {_EXPECTED}"])
-        return files
-    try:
-        path.stat()
-    except FileNotFoundError:
-        expected = f'expected a file, a folder, a pattern such as "data/*.jsonl", "{BUILTIN}" or "{DUMMY}"'
-        raise ConfigError([f"{setting}: {path} is not there; {expected}"]) from None
-    except OSError as error:
-        raise ConfigError([f"{setting}: {path} cannot be read: {error.strerror}"]) from None
-    if not path.is_dir():
-        if path.suffix not in KINDS:
-            raise ConfigError(
-                [f"{setting}: {path}: expected {_EXPECTED}, found the suffix {path.suffix or '(none)'!r}"]
-            )
-        return [path]
-    try:
-        inside = sorted(_files_in(path))
-    except OSError as error:
-        problem = f"{error.filename} cannot be read: {error.strerror}; give the run the right to, or name files by a"
-        problem += ' pattern such as "data/*.jsonl"'
-        raise ConfigError([f"{setting}: {problem}"]) from None
-    files = [file for file in inside if file.suffix in KINDS]
-    if not files:
-        found = f"{len(inside)} other files" if inside else "nothing"
-        raise ConfigError([f"{setting}: the folder {path} holds {found}; expected {_EXPECTED}"])
-    return files
-
-
-def _files_in(path: Path) -> Iterator[Path]:
-    """Yield the files at any depth that are not hidden, those of linked folders too; each folder comes once.
-
-    Raises: OSError for a folder that cannot be read.
-    """
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    seen: set[str] = set()
-    for root, folders, files in os.walk(path, onerror=refuse, followlinks=True):
-        real = os.path.realpath(root)
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and real not in seen)
-        shown = [] if real in seen else [Path(root, name) for name in files if not name.startswith(".")]
-        yield from (file for file in shown if file.is_file())
-        seen.add(real)
-
-
-def _sources(files: Iterable[Path]) -> Iterator[Source]:
-    """Yield the sources of files in their order; neighbouring text files are one, because opening one takes long."""
-    texts: list[Path] = []
-    for file in files:
-        if KINDS[file.suffix] == "text":
-            texts.append(file)
-            continue
-        if texts:
-            yield Source("text", tuple(texts))
-            texts = []
-        yield Source(KINDS[file.suffix], (file,))
-    if texts:
-        yield Source("text", tuple(texts))

@@ -1,0 +1,166 @@
+"""The files of a corpus: those that a path, a folder or a pattern means.
+
+Owns which files are read and in which order, and the sample of their bytes that a position in a stream knows them by.
+Knows no rows.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import logging
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_ckpt.errors import ConfigError, listed
+
+logger = logging.getLogger(__name__)
+
+BUILTIN, DUMMY = "builtin", "dummy"
+KINDS = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
+"""Suffix -> kind of file. A text file is one document; a line of a jsonl file and a row of a parquet file are one."""
+_EXPECTED = "a .txt, .md, .jsonl or .parquet file"
+_NOT_READ = {*KINDS, ".gz", ".zst", ".bz2", ".xz", ".zip", ".json", ".csv", ".arrow"}
+"""Suffixes, in small letters, of files that may hold text all the same."""
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Files that are read as one: a jsonl or parquet file, or any number of text files with a row each."""
+
+    kind: str
+    files: tuple[Path, ...]
+
+
+def find_files(name: str, setting: str) -> list[Path]:
+    """Return the file, all files in a folder, or those that a pattern matches, in the order of their paths.
+
+    Raises: ConfigError listing all that is not there, cannot be read, or is no file that training can read.
+    """
+    path = Path(name)
+    if glob.has_magic(name) and not path.exists():
+        found, folder = _matched(name, setting), None
+    elif _is_folder(path, setting):
+        found, folder = _inside([path], setting), path
+    elif path.suffix in KINDS:
+        found, folder = [path], None
+    else:
+        raise ConfigError([f"{setting}: {path}: expected {_EXPECTED}, found the suffix {path.suffix or '(none)'!r}"])
+    files = [file for file in found if file.suffix in KINDS]
+    others = [file.name for file in found if file.suffix not in KINDS]
+    if problems := [*_unusable(found)]:
+        raise ConfigError([f"{setting}: {problem}" for problem in problems])
+    if not files and folder is not None:
+        what = f"{len(others)} other files, such as {others[0]}" if others else "nothing"
+        raise ConfigError([f"{setting}: the folder {path} holds {what}; expected {_EXPECTED}"])
+    if not files:
+        raise ConfigError([f"{setting}: {name} matches {len(found)} files and none is {_EXPECTED}"])
+    if textual := [other for other in others if Path(other).suffix.lower() in _NOT_READ]:
+        logger.info("%s: not read: %s; expected %s", setting, listed(textual, ", ", " "), _EXPECTED)
+    return files
+
+
+def sources_of(files: Iterable[Path]) -> Iterator[Source]:
+    """Yield the sources of files in their order; neighbouring text files are one, because opening one takes long."""
+    texts: list[Path] = []
+    for file in files:
+        if KINDS[file.suffix] == "text":
+            texts.append(file)
+            continue
+        if texts:
+            yield Source("text", tuple(texts))
+            texts = []
+        yield Source(KINDS[file.suffix], (file,))
+    if texts:
+        yield Source("text", tuple(texts))
+
+
+def sample(file: Path) -> str:
+    """Return a digest of the size of a file and of its first, middle and last bytes."""
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with file.open("rb") as stream:
+        for start in sorted({0, max(0, (size - _SAMPLE_BYTES) // 2), max(0, size - _SAMPLE_BYTES)}):
+            stream.seek(start)
+            digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def _is_folder(path: Path, setting: str) -> bool:
+    """Raises: ConfigError for what is not there or cannot be looked at."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        expected = f'expected a file, a folder, a pattern such as "data/*.jsonl", "{BUILTIN}" or "{DUMMY}"'
+        raise ConfigError([f"{setting}: {path} is not there; {expected}"]) from None
+    except OSError as error:
+        raise ConfigError([f"{setting}: {path} cannot be read: {error.strerror}"]) from None
+    return path.is_dir()
+
+
+def _inside(folders: Iterable[Path], setting: str) -> list[Path]:
+    """Return the files in folders at any depth, each once. Raises: ConfigError for a folder that cannot be read."""
+    try:
+        return sorted({file for folder in folders for file in _files_in(folder)})
+    except OSError as error:
+        problem = f"{error.filename} cannot be read: {error.strerror}; give the run the right to, or name files by a"
+        raise ConfigError([f'{setting}: {problem} pattern such as "data/*.jsonl"']) from None
+
+
+def _matched(pattern: str, setting: str) -> list[Path]:
+    """Return the files that a pattern matches. A folder with a suffix of files, as of Spark, stands for those in it.
+
+    Files of linked folders come once. Raises: ConfigError for a folder that cannot be read, which glob leaves out.
+    """
+    parts = Path(pattern).parts
+    for number in range(1, len(parts)):
+        for folder in glob.iglob(os.path.join(*parts[:number], ""), recursive=True):
+            try:
+                os.scandir(os.path.normpath(folder)).close()
+            except OSError as error:
+                raise ConfigError([f"{setting}: {folder} cannot be read: {error.strerror}"]) from None
+    matched = {Path(match) for match in glob.glob(pattern, recursive=True)}
+    folders = {path for path in matched if path.is_dir()}
+    inside = _inside((folder for folder in folders if folder.suffix in KINDS), setting)
+    files = sorted((matched - folders) | {*inside}, reverse=True)
+    return sorted({(os.path.realpath(file.parent), file.name): file for file in files}.values())
+
+
+def _files_in(path: Path) -> Iterator[Path]:
+    """Yield what is no folder at any depth and not hidden, in linked folders too; each folder comes once.
+
+    Raises: OSError for a folder that cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    seen: set[str] = set()
+    for root, folders, files in os.walk(path, onerror=refuse, followlinks=True):
+        real = os.path.realpath(root)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and real not in seen)
+        yield from (Path(root, name) for name in files if not name.startswith(".") and real not in seen)
+        seen.add(real)
+
+
+def _unusable(found: Iterable[Path]) -> Iterator[str]:
+    """Yield a line for each link that leads nowhere, and for each file that is none or that `datasets` cannot find."""
+    for file in found:
+        try:
+            mode = file.stat().st_mode
+        except FileNotFoundError:
+            yield f"{file} is a link that leads nowhere; remove it, or put back what it leads to"
+            continue
+        except OSError as error:
+            yield f"{file} cannot be read: {error.strerror}"
+            continue
+        if file.suffix not in KINDS:
+            continue
+        if not stat.S_ISREG(mode):
+            yield f"{file} is no regular file; remove it, or give it another suffix"
+        elif "::" in str(file.absolute()):
+            yield f'{file.absolute()}: "::" in a path separates URLs for datasets, which would not find it; rename it'

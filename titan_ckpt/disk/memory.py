@@ -11,6 +11,7 @@ import mmap
 import os
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 ALIGNMENT = 4096
@@ -45,6 +46,13 @@ class Buffer:
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=max(num_bytes, 1))[:num_bytes]
         return Buffer(memoryview(mapping)[:num_bytes], tensor, tensor.data_ptr() if num_bytes else 0)
+
+    @staticmethod
+    def over(memory: memoryview) -> Buffer:
+        """Wrap bytes that others own, which nobody may write to: the caller keeps them alive, aligned or not."""
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        view = bytes_at(address, len(memory))
+        return Buffer(view, torch.frombuffer(view, dtype=torch.uint8), address)
 
     def part(self, start: int, num_bytes: int) -> Buffer:
         """Return the buffer of `num_bytes` from the aligned byte `start` on; it shares the memory."""

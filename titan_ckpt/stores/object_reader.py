@@ -27,6 +27,11 @@ class ObjectReader:
         self._head, self.num_bytes = path.bucket.read_head(path.key, _HEAD_BYTES)
         self._fetched: tuple[int, memoryview] = 0, memoryview(b"")
 
+    def request_bytes(self, num_bytes: int) -> int:
+        """Return how much to ask for at a time, of `num_bytes`: a part, or less, so that all connections have work."""
+        settings = self.path.bucket.settings
+        return max(IO_BYTES, min(settings.part_mib << 20, -(-num_bytes // settings.concurrency)))
+
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Return `num_bytes` from `offset` on; fewer if the object ends. Raises: EOFError; StoreError."""
         stop = min(offset + num_bytes, self.num_bytes)
@@ -36,14 +41,17 @@ class ObjectReader:
 
     def read_aligned(self, buffer: memoryview, offset: int, num_bytes: int) -> None:
         """Fill the buffer's first `num_bytes`, by one request. Raises: EOFError; StoreError."""
+        data = self.view(offset, num_bytes)
+        np.copyto(np.frombuffer(buffer[:num_bytes], np.uint8), np.frombuffer(data, np.uint8))  # without the interpreter
+
+    def view(self, offset: int, num_bytes: int) -> memoryview:
+        """Return bytes in the client's memory, by one request. Raises: EOFError; StoreError."""
         if offset + num_bytes > self.num_bytes:
             raise EOFError(f"{self.path} ends at byte {self.num_bytes}")
         first, fetched = self._fetched
         if first <= offset and offset + num_bytes <= first + len(fetched):
-            data = fetched[offset - first :][:num_bytes]
-        else:
-            data = self.path.bucket.read_range(self.path.key, offset, offset + num_bytes)
-        np.copyto(np.frombuffer(buffer[:num_bytes], np.uint8), np.frombuffer(data, np.uint8))  # without the interpreter
+            return fetched[offset - first :][:num_bytes]
+        return self.path.bucket.read_range(self.path.key, offset, offset + num_bytes)
 
     def read_into(self, views: list[memoryview], offset: int) -> None:
         """Fill the views in order, by one request for each. Raises: as `read_aligned`."""

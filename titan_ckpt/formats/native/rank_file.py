@@ -7,10 +7,11 @@ they write the header, which holds the digests, and fsync.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 import xxhash
 
@@ -21,9 +22,12 @@ from titan_ckpt.disk.memory import Buffer, round_up
 from titan_ckpt.formats.native.layout import BLOCK_BYTES, Layout, lay_out, rank_file_name
 from titan_ckpt.geometry.chunks import Chunk, LazyTensor, blocks_of, info_of
 from titan_ckpt.stores.bucket import BucketPath, Location
+from titan_ckpt.stores.part_memory import PartMemory
 
 Pieces = Callable[[int, int], AbstractContextManager[memoryview]]
 """(start, stop) -> these bytes of the data section, in aligned memory, padded to a multiple of the alignment."""
+Views = Callable[[int, int], Sequence[memoryview] | None]
+"""(start, stop) -> these bytes in memory that does not change until the file is written; None if they are not there."""
 
 
 def write_rank_file(
@@ -31,23 +35,23 @@ def write_rank_file(
     layout: Layout,
     pieces: Pieces,
     num_workers: int = NUM_WORKERS,
-    whole: memoryview | None = None,
+    views: Views = lambda *_: None,
 ) -> str:
     """Write a new file and return its digest. The file is durable when this returns; its entry in the folder is not.
 
-    `pieces` is called once for each piece; with one worker in order, with several from their threads. For an object in
-    a bucket it is called twice, once for the digests; or once, if `whole` is memory that holds the data section.
+    `pieces` is called once for each piece; with one worker in order, with several from their threads. An object in a
+    bucket is made of `views`; where there are none, `pieces` is called twice, once for the digests.
     Raises: OSError; the file is then incomplete and its attempt must be abandoned.
     """
     if isinstance(path, BucketPath):
-        return upload_rank_file(path, layout, pieces, whole)
+        return upload_rank_file(path, layout, pieces, views)
     digests = [""] * layout.num_blocks
     with FileWriter(path, layout.num_bytes) as file:
 
         def write_piece(start: int) -> None:
             stop = min(start + IO_BYTES, layout.data_bytes)
             with pieces(start, stop) as view:
-                _digest(view[: stop - start], start, digests)
+                _digest([view[: stop - start]], start, digests)
                 file.write(view, layout.data_start + start)
 
         run_workers(range(0, layout.data_bytes, IO_BYTES), write_piece, num_workers)
@@ -59,46 +63,65 @@ def write_rank_file(
     return digest
 
 
-def upload_rank_file(path: BucketPath, layout: Layout, pieces: Pieces, whole: memoryview | None) -> str:
+def upload_rank_file(path: BucketPath, layout: Layout, pieces: Pieces, views: Views) -> str:
     """Write the same bytes as an object. Its header comes first and holds all digests, so the data is hashed before.
 
-    Parts are views of `whole`; without it they are copies, of which no more than the parts in flight are kept.
+    A part is sent from the memory that it is in, or from a copy: there are fewer copies than parts in flight, because
+    the requests and the digests take some memory, too.
     Raises: OSError; then there is no object.
     """
     digests = [""] * layout.num_blocks
 
     def digest_piece(start: int) -> None:
         stop = min(start + IO_BYTES, layout.data_bytes)
+        if (live := views(start, stop)) is not None:
+            _digest(live, start, digests)
+            return
         with pieces(start, stop) as view:
-            _digest(view[: stop - start], start, digests)
+            _digest([view[: stop - start]], start, digests)
 
     run_workers(range(0, layout.data_bytes, IO_BYTES), digest_piece, num_copy_workers())
     header, digest = layout.seal(digests)
-    part_bytes = path.bucket.settings.part_bytes(layout.num_bytes)
+    settings = path.bucket.settings
+    part_bytes = settings.part_bytes(layout.num_bytes)
+    copies = PartMemory(part_bytes, max(1, settings.concurrency - 1))
 
     def parts() -> Iterator[memoryview]:
         yield memoryview(header)
-        for start in range(0, layout.data_bytes, part_bytes):
-            stop = min(start + part_bytes, layout.data_bytes)
-            yield whole[start:stop] if whole is not None else _copied(pieces, start, stop)
+        start = 0
+        while start < layout.data_bytes:
+            stop = min(start + part_bytes - (layout.data_start + start) % part_bytes, layout.data_bytes)
+            live = views(start, stop)
+            yield from live if live is not None else [_copied(pieces, start, copies.take(stop - start))]
+            start = stop
 
     path.bucket.upload(path.key, parts(), part_bytes)
     return digest
 
 
-def _copied(pieces: Pieces, start: int, stop: int) -> memoryview:
-    part = bytearray(stop - start)
-    for at in range(start, stop, IO_BYTES):
-        end = min(at + IO_BYTES, stop)
-        with pieces(at, end) as view:
-            part[at - start : end - start] = view[: end - at]
-    return memoryview(part)
+def _copied(pieces: Pieces, start: int, part: memoryview) -> memoryview:
+    """Fill a part with the data section's bytes from `start` on; return it."""
+    for at in range(0, len(part), IO_BYTES):
+        target = np.frombuffer(part[at : at + IO_BYTES], np.uint8)
+        with pieces(start + at, start + at + len(target)) as view:
+            np.copyto(target, np.frombuffer(view[: len(target)], np.uint8))  # without the interpreter
+    return part
 
 
-def _digest(view: memoryview, start: int, digests: list[str]) -> None:
-    """Note the digests of a piece's blocks; it begins at byte `start` of the data section."""
-    for at in range(0, len(view), BLOCK_BYTES):
-        digests[(start + at) // BLOCK_BYTES] = xxhash.xxh3_128_hexdigest(view[at : at + BLOCK_BYTES])
+def _digest(views: Sequence[memoryview], start: int, digests: list[str]) -> None:
+    """Note the digests of a piece's blocks; it lies in several views and begins at byte `start` of the data section."""
+    index, left = start // BLOCK_BYTES, BLOCK_BYTES
+    state = xxhash.xxh3_128()
+    for view in views:
+        at = 0
+        while at < len(view):
+            part = view[at : at + left]
+            state.update(part)
+            at, left = at + len(part), left - len(part)
+            digests[index] = state.hexdigest()
+            if not left:
+                state.reset()
+                index, left = index + 1, BLOCK_BYTES
 
 
 def write_stream(folder: Path, tensors: Mapping[str, torch.Tensor | LazyTensor], count: progress.Count) -> FileRecord:

@@ -28,6 +28,8 @@ _MIN_PACK = 4
 """At least so many small neighbours of one dtype and shape are copied in one call."""
 _LARGEST_IN_PACK = 64 << 10
 """Bytes. Tensors of this size and more are copied one by one: the overhead of a call is then small."""
+_LEAST_VIEWED = 256 << 10
+"""Tensors are sent to a bucket from their own memory if they are so large on average; smaller ones are copied."""
 _PACKABLE = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
@@ -113,6 +115,26 @@ class Segments:
         self._fill_each(first, begin, start, stop, target, at)
         self._fill_each(max(begin, end), last, start, stop, target, at)
         return last
+
+    def views(self, start: int, stop: int) -> list[memoryview] | None:
+        """Return the tensors' own memory of bytes [start, stop), or None if not all of it is host memory in few runs.
+
+        The views keep the tensors' memory alive.
+        """
+        first = max(0, bisect_right(self._starts, start) - 1)
+        last = bisect_left(self._starts, stop)
+        if (last - first) * _LEAST_VIEWED > stop - start + 2 * _LEAST_VIEWED:
+            return None
+        views = []
+        for i in range(first, last):
+            low, tensor = self._starts[i], self._tensors[i]
+            begin, end = max(start, low), min(stop, low + self._sizes[i])
+            if begin >= end:
+                continue
+            if not is_plain_memory(tensor):
+                return None
+            views.append(tensor.detach().reshape(-1).view(torch.uint8).numpy()[begin - low : end - low].data)
+        return views
 
     def _fill_each(self, first: int, last: int, start: int, stop: int, target: Buffer, at: int) -> None:
         starts, sizes, addresses = self._starts, self._sizes, self._addresses

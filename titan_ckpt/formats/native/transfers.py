@@ -7,7 +7,8 @@ scatter of its bytes into memory of any strides, dtype and device. Decides nothi
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import accumulate
 from math import prod
@@ -177,10 +178,13 @@ class BlockReader:
                 wanted.update(range((t.start + low * itemsize) // block, -(-(t.start + high * itemsize) // block)))
         return sorted(wanted)
 
-    def _windows(self, blocks: Iterable[int]) -> Iterator[Window]:
-        """Join neighbouring blocks to windows of at most IO_BYTES, or one block."""
+    def _windows(self, blocks: Sequence[int]) -> Iterator[Window]:
+        """Join neighbouring blocks to windows of at most IO_BYTES, or of one request to a bucket; or one block."""
         block, end = self._header.block_bytes, self._header.data_bytes
-        most = max(1, IO_BYTES // block)
+        most_bytes = IO_BYTES
+        if isinstance(self._file, ObjectReader):
+            most_bytes = self._file.request_bytes(len(blocks) * block)
+        most = max(1, most_bytes // block)
         first = last = -1
         for index in blocks:
             if index == last and last - first < most:
@@ -208,12 +212,10 @@ class BlockReader:
 
     def check_window(self, window: Window) -> None:
         """Verify the blocks of a window, which is read through the page cache, or from a bucket by one request."""
+        if isinstance(self._file, ObjectReader):
+            deque(self._fetched(self._file, window), maxlen=0)
+            return
         with bounce_buffer() as bounce:
-            if self._file.is_remote:
-                self._file.read_aligned(bounce.view, self._header.data_start + window[0], window[1] - window[0])
-                for start, stop in self._blocks(window):
-                    self._verified(xxhash.xxh3_128(bounce.part(start - window[0], stop - start).view), (start, stop))
-                return
             for block in self._blocks(window):
                 self._read_verified([bounce.view[: block[1] - block[0]]], block)
 
@@ -221,8 +223,14 @@ class BlockReader:
         """Read one window into its targets, and verify each of its blocks on the way.
 
         A cached block goes straight into targets that take all of it: if it is wrong, that is found after it was
-        copied. All others pass a bounce buffer, from which only right blocks are copied.
+        copied. All others pass a bounce buffer, from which only right blocks are copied; or the memory in which the
+        client of a bucket has put them.
         """
+        if isinstance(self._file, ObjectReader):
+            for block, read in self._fetched(self._file, window):
+                self.filled.append(block)
+                self._scatter_fetched(block, read)
+            return
         start, stop = window
         with bounce_buffer() as bounce:
             if not self.is_cached:
@@ -242,6 +250,25 @@ class BlockReader:
                 if good:
                     self.filled.append(block)
                     scatter(transfers, block, read)
+
+    def _fetched(self, file: ObjectReader, window: Window) -> Iterator[tuple[Window, Buffer]]:
+        """Get a window by one request, and yield its right blocks, which are in the memory of the answer."""
+        start, stop = window
+        answer = file.view(self._header.data_start + start, stop - start)
+        memory = Buffer.over(answer)
+        for block in self._blocks(window):
+            read = memory.part(block[0] - start, block[1] - block[0])
+            if self._verified(xxhash.xxh3_128(read.view), block):
+                yield block, read
+
+    def _scatter_fetched(self, block: Window, read: Buffer) -> None:
+        transfers = self._within(block)
+        if all(t.address or t.into.is_cpu for t in transfers):
+            scatter(transfers, block, read)
+            return
+        with bounce_buffer() as bounce:  # it is page-locked, and lives until a device has read it
+            move_bytes(bounce.address, read.address, block[1] - block[0])
+            scatter(transfers, block, bounce)
 
     def _blocks(self, window: Window) -> Iterator[Window]:
         """Yield the blocks of a window."""

@@ -120,7 +120,7 @@ class WritePlan:
                 segments.fill(start, stop, bounce)
                 yield bounce.view[: round_up(stop - start)]
 
-        return self.record(write_rank_file(folder / self.file_name, self.layout, pieces))
+        return self.record(write_rank_file(folder / self.file_name, self.layout, pieces, views=segments.views))
 
     def record(self, digest: str) -> FileRecord:
         return FileRecord(self.file_name, self.num_bytes, digest)
@@ -173,7 +173,9 @@ class StagedFile:
         if self._process is not None:
             return plan.record(self._process.write(path, plan.layout, self._arena.beside_at))
         return plan.record(
-            write_rank_file(path, plan.layout, lambda a, b: nullcontext(staged[a : round_up(b)]), whole=staged)
+            write_rank_file(
+                path, plan.layout, lambda a, b: nullcontext(staged[a : round_up(b)]), views=lambda a, b: [staged[a:b]]
+            )
         )
 
     def close(self) -> None:

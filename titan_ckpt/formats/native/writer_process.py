@@ -121,7 +121,7 @@ def serve(shared: Buffer, trainer: int) -> None:
                 open_location(request["path"], settings=StoreConfig(**request["store"])),
                 layout,
                 lambda a, b: nullcontext(shared.view[a : round_up(b)]),
-                whole=shared.view,
+                views=lambda a, b: [shared.view[a:b]],
             )
             answer = {"digest": digest}
         except OSError as error:

@@ -1,0 +1,187 @@
+"""A rank's file in a bucket: how it is sent and read, how much memory that takes, and how many requests."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fake_cuda import on_device
+from tests.stores import servers
+from tests.stores.conftest import place_in, through
+from tests.stores.servers import Server
+from titan_ckpt.disk import cuda
+from titan_ckpt.disk.direct import bounce_buffer
+from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.formats.native import transfers
+from titan_ckpt.formats.native.layout import BLOCK_BYTES
+from titan_ckpt.formats.native.reader import NativeReader
+from titan_ckpt.formats.native.writer import StagedFile, WritePlan
+from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.stores.bucket import BucketPath
+from titan_ckpt.stores.part_memory import PartMemory
+from titan_ckpt.types import StateDict
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the address of each copy of a part."""
+    addresses: list[int] = []
+    take = PartMemory.take
+
+    def noted(self: PartMemory, num_bytes: int) -> memoryview:
+        view = take(self, num_bytes)
+        addresses.append(np.frombuffer(view, np.uint8).ctypes.data)
+        return view
+
+    monkeypatch.setattr(PartMemory, "take", noted)
+    return addresses
+
+
+def attempt_in(place: BucketPath) -> BucketPath:
+    """Return the place of an attempt's files."""
+    return place / "data" / "step-1" / uuid.uuid4().hex
+
+
+def bytes_in(folder: BucketPath, name: str = "rank-00000.safetensors") -> bytes:
+    return folder.bucket.read((folder / name).key)[0]
+
+
+def of_all_kinds() -> StateDict:
+    """Return plain, strided, tiny and empty tensors, and one on a device: 22 MB."""
+    torch.manual_seed(0)
+    return {
+        "plain": torch.nn.Parameter(torch.randn(1800, 1000)),
+        "strided": torch.randn(1400, 900, dtype=torch.float64).t(),
+        "device": on_device(torch.randn(600, 1000)),
+        **{f"tiny.{i}": torch.randn(7) for i in range(300)},
+        "flags": torch.rand(1 << 20) > 0.5,
+        "empty": torch.empty(0, 3),
+        "bf16": torch.randn(500, 1000).bfloat16(),
+    }
+
+
+def test_large_tensors_are_sent_from_their_own_memory(server: Server, tmp_path: Path, taken: list[int]) -> None:
+    """No part of them is copied, and the object has the bytes that a disk gets; so has one from a staged copy."""
+    state: StateDict = {f"{i}": torch.randn(3, 700, 1000) for i in range(2)} | {"n": torch.randn(9).bfloat16()}
+    plan = WritePlan.of(state, Coordinator.current())
+    on_disk = plan.write(tmp_path, state)
+    folder = attempt_in(place_in(server, part_mib=5, concurrency=2))
+    assert plan.write(folder, state) == on_disk
+    assert bytes_in(folder) == (tmp_path / on_disk.name).read_bytes()
+    staged, folder = StagedFile(plan), attempt_in(place_in(server, part_mib=5))
+    staged.begin(state).finish()
+    assert staged.write(folder) == on_disk
+    assert bytes_in(folder) == (tmp_path / on_disk.name).read_bytes()
+    staged.close()
+    assert not taken
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_other_tensors_are_copied_into_fewer_parts_than_are_in_flight(
+    s3: Server, tmp_path: Path, taken: list[int], concurrency: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part's memory is used again when its request is answered, and not before: the bytes are those of a disk."""
+    monkeypatch.setattr(cuda, "settle", lambda _: None)
+    state = of_all_kinds()
+    plan = WritePlan.of(state, Coordinator.current())
+    on_disk = plan.write(tmp_path, state)
+    folder = attempt_in(place_in(s3, part_mib=5, concurrency=concurrency))
+    assert plan.write(folder, state) == on_disk
+    assert bytes_in(folder) == (tmp_path / on_disk.name).read_bytes()
+    assert len(taken) >= 3 and len(set(taken)) <= max(1, concurrency - 1)
+
+
+def test_memory_of_a_part_is_lent_again_when_the_last_view_of_it_is_gone() -> None:
+    """Views of views hold it, too; who asks for it meanwhile waits."""
+    parts = PartMemory(8192, 1)
+    first = parts.take(5000)
+    held = np.frombuffer(first[100:200], np.uint8)
+    again: list[memoryview] = []
+    waiter = threading.Thread(target=lambda: again.append(parts.take(8192)))
+    waiter.start()
+    del first
+    waiter.join(0.2)
+    assert waiter.is_alive() and len(held) == 100
+    del held
+    waiter.join(5)
+    assert [len(view) for view in again] == [8192]
+
+
+def read(folder: BucketPath, **targets: torch.Tensor) -> None:
+    with NativeReader(folder) as reader:
+        requests = [ReadRequest(fqn, Chunk.whole(into.shape), into) for fqn, into in targets.items()]
+        reader.plan(requests)()
+
+
+def written(place: BucketPath, state: StateDict) -> BucketPath:
+    folder = attempt_in(place)
+    WritePlan.of(state, Coordinator.current()).write(folder, state)
+    return folder
+
+
+def test_a_file_is_read_in_requests_of_a_part(s3: Server) -> None:
+    """As many requests as the file has parts; or smaller ones, if some connections had nothing to do."""
+    place = place_in(s3)
+    state = {"a": torch.randn(5, 1000, 500), "b": torch.randn(300, 1000)}
+    folder = written(place, state)
+    for concurrency, expected in ((1, 2), (2, 3), (16, 3)):
+        with servers.Proxy(s3.endpoint, lambda *_: None) as proxy:
+            into = {fqn: torch.zeros_like(value) for fqn, value in state.items()}
+            read(through(folder, proxy, part_mib=8, concurrency=concurrency), **into)
+            asked = [path for method, path in proxy.requests if method == "GET" and path.endswith("00000.safetensors")]
+        assert len(asked) == 1 + expected, concurrency
+        assert all(torch.equal(into[fqn], state[fqn]) for fqn in state)
+
+
+def test_a_damaged_block_of_a_request_is_named_and_copied_nowhere(s3: Server) -> None:
+    """The other blocks of the same request are right, and are copied."""
+    value = torch.randn(5, 1 << 18)  # five blocks
+    assert value[0].nbytes == BLOCK_BYTES
+    folder = written(place_in(s3), {"a": value})
+    data = bytearray(bytes_in(folder))
+    data[-2 * BLOCK_BYTES - 1] ^= 1
+    folder.bucket.upload((folder / "rank-00000.safetensors").key, iter([memoryview(data)]), 5 << 20)
+    into = torch.zeros_like(value)
+    with pytest.raises(CorruptCheckpointError, match=r"1 block.* do not have the digest"):
+        read(folder, a=into)
+    assert torch.equal(into, value * torch.tensor([1, 1, 0, 1, 1]).view(5, 1))
+    with NativeReader(folder) as reader, pytest.raises(CorruptCheckpointError, match=r"1 block.* do not have"):
+        reader.verify()
+
+
+def test_what_is_read_is_cast_and_laid_out_and_copied_to_devices(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casts and strides are made from the answer's memory; a device's copy is made from a bounce buffer."""
+    lent: list[Buffer] = []
+
+    @contextlib.contextmanager
+    def noted() -> Iterator[Buffer]:
+        with bounce_buffer() as buffer:
+            lent.append(buffer)
+            yield buffer
+
+    def upload(values: torch.Tensor, _: torch.device) -> torch.Tensor:
+        assert any(0 <= values.data_ptr() - buffer.address < len(buffer.view) for buffer in lent)
+        return on_device(values.clone())
+
+    monkeypatch.setattr(transfers, "upload", upload)
+    value, mask = torch.randn(1100, 1000), torch.tensor([True, False, True])
+    folder = written(place_in(s3), {"a": value, "mask": mask})
+    targets = [torch.zeros(1100, 1000, dtype=torch.float64), torch.zeros(1000, 1100).t(), torch.zeros(1100, 1000)]
+    for target in targets:
+        read(folder, a=target, mask=(flags := torch.zeros(3, dtype=torch.bool)))
+        assert torch.equal(target, value.to(target.dtype)) and torch.equal(flags, mask)
+    assert not lent
+    monkeypatch.setattr(transfers, "bounce_buffer", noted)
+    target = on_device(torch.zeros(1100, 1000))
+    read(folder, a=target)
+    assert lent and torch.equal(target, value)

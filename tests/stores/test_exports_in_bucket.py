@@ -15,25 +15,22 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from peft import PeftModel
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from converters import from_tables
 from tests.interop.test_lora_run import IDS, LoraRun, reload, write_base
 from tests.stores.conftest import behind, get_folder, place_in, put_folder, through
+from tests.stores.export_runs import CONFIG, export_from_two_ranks, manager_of, of_two_ranks, quantising_model
 from tests.stores.servers import Server, refusal
 from tests.test_manager import Run
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.config import SaveConfig, StoreConfig
 from titan_ckpt.errors import ConfigError, ExportError
 from titan_ckpt.formats.publish.bucket_record import RECORDS, BucketExports
-from titan_ckpt.models.llama3 import FLAVORS, Llama3
+from titan_ckpt.models.llama3 import Llama3
 from titan_ckpt.stores.bucket import BucketPath, StoreError
 from titan_ckpt.stores.object_writer import ObjectWriter
-from titan_ckpt.testing import distributed
 
-CONFIG = replace(FLAVORS["debug-0.5m"], vocab_size=160, num_layers=2, max_seq_len=64, tie_embeddings=False)
 DENIED = refusal("403 Forbidden", "AccessDenied", "Access Denied")
 """A store that is too busy is asked again, for a time in which a slow machine must answer all other requests."""
 
@@ -232,50 +229,22 @@ def test_what_cannot_be_an_export_is_said_before_the_first_step(s3: Server, tmp_
         ExportConfig("hf", folder="hdfs://a/b")
 
 
-@distributed(nproc=2)
-def _two_ranks_export(url: str, store: StoreConfig, broken: StoreConfig, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Llama3(CONFIG)
-    mesh = init_device_mesh("cpu", (2,))
-    layouts = (Shard(0), Shard(1), Replicate())
-    for number, (name, value) in enumerate(list(model.named_parameters())):
-        layout = layouts[number % 3] if value.dim() > 1 else layouts[number % 2 * 2]
-        owner, _, own = name.rpartition(".")
-        shard = distribute_tensor(value.detach(), mesh, [layout])
-        setattr(model.get_submodule(owner), own, torch.nn.Parameter(shard))
-    exports = (
-        ExportConfig("hf", folder=url, max_shard_bytes=400_000),
-        ExportConfig("dcp", folder=f"{url}/dcp"),
-    )
-    config = CheckpointConfig(store=store, export=exports)
-    transforms = StateDictTransforms(model.key_map(), model.hf_config())
-    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path) as manager:
-        manager.load()
-        manager.save(1, last_step=True)
-    config = CheckpointConfig(store=broken, export=(replace(exports[0], folder=f"{url}/broken"),))
-    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path) as manager:
-        manager.load()
-        with pytest.raises(ExportError, match=r"00002-of-00003\.safetensors: rank 1 could not write it"):
-            manager.save(1, last_step=True)
-
-
 def test_shards_of_two_ranks_are_the_files_of_one(s3: Server, tmp_path: Path) -> None:
-    """Shards of rows and of columns, and replicas: each file is uploaded by one rank, byte for byte as on a disk; and
-    if one rank cannot upload its file, both say so, and nothing is left.
+    """Shards of rows and of columns, and replicas: each file is uploaded by one rank, byte for byte as on a disk, also
+    in the background and quantised; and if one rank cannot upload its file, both say so, and nothing is left.
     """
     place = place_in(s3)
     with behind(s3, DENIED, "PUT", "-00002-of-00003.safetensors", times=10_000) as proxy:
         broken = through(place, proxy).bucket.settings
-        _two_ranks_export(str(place), place.bucket.settings, broken, tmp_path)
+        export_from_two_ranks(str(place), place.bucket.settings, broken, tmp_path)
     assert names(place / "broken") == [f"{RECORDS}/step-1.json"]
-    torch.manual_seed(0)
-    model = Llama3(CONFIG)
-    config = CheckpointConfig(export=(ExportConfig("hf", max_shard_bytes=400_000),))
-    transforms = StateDictTransforms(model.key_map(), model.hf_config())
-    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path) as manager:
+    model, hooks = quantising_model()
+    config = CheckpointConfig(export=of_two_ranks("exports"))
+    with manager_of(model, hooks, tmp_path, config) as manager:
         manager.save(1, last_step=True)
-    copy, local = get_folder(place / "step-1", tmp_path / "copy"), tmp_path / "exports" / "step-1"
-    assert {p.name: p.read_bytes() for p in copy.iterdir()} == {p.name: p.read_bytes() for p in local.iterdir()}
+    for name in ("step-1", "step-1-quantised"):
+        copy, local = get_folder(place / name, tmp_path / "copy" / name), tmp_path / "exports" / name
+        assert {p.name: p.read_bytes() for p in copy.iterdir()} == {p.name: p.read_bytes() for p in local.iterdir()}
     assert names(place / "dcp" / "step-1") == [".metadata", "__0_0.distcp", "__1_0.distcp"]
     state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
     with warnings.catch_warnings():

@@ -13,16 +13,17 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
+from typing import TypeVar
 
 import pytest
 from torch.distributed import TCPStore
 
 from tests.faults.scenarios import SOAK
 from tests.faults.small_checkpoints import alone
-from tests.stores import soak_runs
+from tests.stores import killed_exports, soak_runs
 from tests.stores.conftest import place_in, through
 from tests.stores.servers import Fault, Proxy, Server
 from tests.stores.soak_runs import KEEP, Save, TakingTurns, Turns, commit_step, judge
@@ -33,6 +34,7 @@ from titan_ckpt.errors import CommitConflictError, SaveError
 from titan_ckpt.stores.bucket import BucketPath, StoreError
 from titan_ckpt.testing import ranks
 
+T = TypeVar("T")
 FAULT_RUNS, KILLS, ROUNDS = (250, 200, 200) if SOAK else (13, 10, 10)
 
 
@@ -118,28 +120,27 @@ def _settle(proxy: Proxy) -> None:
 def test_a_run_killed_at_any_request_loses_and_tears_nothing(s3: Server, world: int) -> None:
     """SIGKILL when a request arrives, which is then processed or not. Of two ranks one or both are killed."""
     saves = [(10, 1), (20, 2), (30, 3), (40, 4)]
-    generator = random.Random(world)
-    faults: list[str] = []
-    progress: Counter[int] = Counter()
-    with _Killer(s3, world) as killer:
-        assert killer.run(place_in(s3), saves, 10**9, range(0)) == saves
-        whole = killer.arrived
-        for trial in range(KILLS):
-            place = place_in(s3)
-            victims = [generator.randrange(world)] if generator.random() < 0.2 else range(world)
-            told = killer.run(place, saves, generator.randint(1, whole), victims)
-            progress[len(told)] += 1
-            faults += [f"{trial}: {fault}" for fault in judge(place, told, saves[len(told) : len(told) + 1])]
-    assert faults == []
-    assert len(progress) > 1, progress
+    with _Killer(s3, world, soak_runs.killed_rank) as killer:
+        assert killer.trials(saves, lambda place, told: judge(place, told, saves[len(told) : len(told) + 1])) == []
+
+
+@pytest.mark.timeout(14400 if SOAK else 300)
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_export_killed_at_any_request_never_opens_half(s3: Server, world: int) -> None:
+    """What opens is whole; the next export removes what a killed one has left, and so does retention."""
+    steps = [10, 20]
+    with _Killer(s3, world, killed_exports.killed_export) as killer:
+        assert killer.trials(steps, lambda place, told: killed_exports.judge_exports(place, told, steps)) == []
 
 
 class _Killer:
     """Runs ranks whose requests pass a proxy, which kills some of them when a request of a given number arrives."""
 
-    def __init__(self, server: Server, world: int) -> None:
+    def __init__(self, server: Server, world: int, body: Callable[..., None]) -> None:
         self.arrived = 0
+        self._server = server
         self._world = world
+        self._body = body
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._proxy = Proxy(server.endpoint, self._decide)
         self._pids: list[int] = []
@@ -161,8 +162,24 @@ class _Killer:
         is_lost = len(self._victims) == self._world and self._last % 2 == 0
         return "stall" if is_lost else "cut"
 
-    def run(self, place: BucketPath, saves: list[Save], last: int, victims: Sequence[int]) -> list[Save]:
-        """Make the saves until request `last`; return those that were told before all ranks ended."""
+    def trials(self, work: Sequence[T], judged: Callable[[BucketPath, list[T]], list[str]]) -> list[str]:
+        """Kill runs at requests that a seed chooses; return what is wrong with what they leave."""
+        generator = random.Random(self._world)
+        faults: list[str] = []
+        progress: Counter[int] = Counter()
+        assert self.run(place_in(self._server), work, 10**9, range(0)) == work
+        whole = self.arrived
+        for trial in range(KILLS):
+            place = place_in(self._server)
+            victims = [generator.randrange(self._world)] if generator.random() < 0.2 else range(self._world)
+            told = self.run(place, work, generator.randint(1, whole), victims)
+            progress[len(told)] += 1
+            faults += [f"{trial}: {fault}" for fault in judged(place, told)]
+        assert len(progress) > 1, progress
+        return faults
+
+    def run(self, place: BucketPath, work: Sequence[T], last: int, victims: Sequence[int]) -> list[T]:
+        """Do the work until request `last`; return what was told before all ranks ended."""
         self.arrived, self._last, self._victims, self._pids = 0, last, victims, []
         self._is_over = False
         self._all_started.clear()
@@ -171,7 +188,7 @@ class _Killer:
         common = (str(place), self._proxy.endpoint)
         processes = [
             ranks._context().Process(
-                target=soak_runs.killed_rank, args=(*common, rank, self._world, self._store.port, timeout, saves, write)
+                target=self._body, args=(*common, rank, self._world, self._store.port, timeout, work, write)
             )
             for rank in range(self._world)
         ]
@@ -181,7 +198,7 @@ class _Killer:
             self._pids.append(process.pid)
         self._all_started.set()
         write.close()
-        told: list[Save] = []
+        told: list[T] = []
         with contextlib.suppress(EOFError):
             while True:
                 told.append(read.recv())

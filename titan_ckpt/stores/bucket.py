@@ -121,6 +121,14 @@ class Bucket:
             return self.read(key)[0]
         return None
 
+    def put(self, key: str, data: bytes) -> None:
+        """Put an object over what is there, in one request if it is no larger than a part. Raises: StoreError."""
+        if len(data) > self.settings.part_bytes(len(data)):
+            self.upload(key, iter([memoryview(data)]), self.settings.part_bytes(len(data)))
+            return
+        with self._asking("write", key):
+            self._api.put(self._store, key, data, use_multipart=False)
+
     def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
         """Put a large object in requests of `part_bytes`.
 

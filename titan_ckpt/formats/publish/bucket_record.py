@@ -179,8 +179,7 @@ class BucketExports:
 
     def _write(self, name: str, record: Mapping[str, Json]) -> None:
         path = self._record_at(name)
-        data = json.dumps(record, indent=1).encode()
-        path.bucket.upload(path.key, iter([memoryview(data)]), path.bucket.settings.part_bytes(len(data)))
+        path.bucket.put(path.key, json.dumps(record, indent=1).encode())
 
 
 def _name(config: ExportConfig, step: int | None) -> str:

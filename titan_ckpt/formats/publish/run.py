@@ -246,7 +246,7 @@ class _Export:
 def _upload(place: BucketPath, content: bytes | Path) -> None:
     """Put a small file, and compare what is read back. Raises: ExportError; StoreError."""
     data = content if isinstance(content, bytes) else content.read_bytes()
-    place.bucket.upload(place.key, iter([memoryview(data)]), place.bucket.settings.part_bytes(len(data)))
+    place.bucket.put(place.key, data)
     if place.read() != data:
         raise ExportError(f"{place} read back differs from what was written")
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.stores.conftest import place_in
+from tests.stores.export_runs import CONFIG
 from tests.stores.servers import CREDENTIALS, Server
-from tests.stores.test_exports_in_bucket import CONFIG, export
+from tests.stores.test_exports_in_bucket import export
 from tests.test_manager import Run
 from titan_ckpt import SaveConfig
 from titan_ckpt.cli.main import main
@@ -79,3 +80,37 @@ def test_what_is_not_there_is_one_line(server: Server, capsys: pytest.CaptureFix
         code, error = said(capsys, *args)
         assert code == 2 and expected in error and error.count("\n") == 1, (args, error)
         assert not [secret for secret in CREDENTIALS.values() if len(secret) > 20 and secret in error]
+
+
+def test_a_plan_reads_run_files_that_name_buckets(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The endpoint is the run file's own: nothing there, a base, a step over it, a step that is not there, no bucket."""
+    place = place_in(server)
+    made = export(Llama3(CONFIG), place / "exports", tmp_path)
+    toml = tmp_path / "run.toml"
+
+    def plan(folder: object, *settings: str) -> tuple[int, Any]:
+        toml.write_text(
+            f'output_folder = "{tmp_path}/run"\nmodel = {{ flavor = "debug-0.5m" }}\n[checkpoint]\nfolder = "{folder}"\n'
+            f'[checkpoint.save]\ninterval = 2\n[checkpoint.store]\nendpoint = "{server.endpoint}"\nretry_seconds = 5.0\n'
+            f'[[checkpoint.initial_load]]\npath = "{made}"\n'
+        )
+        return said(capsys, "plan", toml, *settings)
+
+    code, found = plan(place / "checkpoints")
+    assert (code, found["action"], found["sources"][0]["path"]) == (0, "load initial weights", str(made))
+    run = Run()
+    with run.manager(
+        tmp_path, folder=str(place / "checkpoints"), store=place.bucket.settings, save=SaveConfig(interval=1)
+    ) as saves:
+        run.train(saves, 2)
+    code, found = plan(place / "checkpoints")
+    assert (code, found["step"], found["action"]) == (0, 2, "resume step 2 (full)")
+    assert [s["path"] for s in found["sources"]] == [f"{place}/checkpoints/step-2"]
+    code, found = plan(place / "checkpoints", "checkpoint.resume.step=7")
+    assert code == 1 and "step 7 is not in" in found["problems"][0]
+    code, error = plan(f"{server.url}-none/x")
+    assert code == 2 and "Create the bucket" in error
+    code, error = plan("hdfs://a/b")
+    assert code == 2 and "s3://bucket/key, gs://bucket/key or az://container/key" in error

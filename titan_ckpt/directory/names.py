@@ -64,6 +64,11 @@ def holds_attempt(files: Location) -> bool:
     return isinstance(files, BucketPath) and place.parent.name == DATA and step_of(place.name) is not None
 
 
+def users_name(path: Location) -> str:
+    """Return the name under which a user names a place: of an attempt's files, that of the step."""
+    return str(path.parent.parent.parent / path.parent.name) if holds_attempt(path) else str(path)
+
+
 def read_file(path: Location, max_bytes: int) -> bytes:
     """Return a file or an object of at most `max_bytes`. Raises: OSError, with EFBIG if it is larger."""
     if isinstance(path, BucketPath):

@@ -12,7 +12,7 @@ from typing import Any
 
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig, apply_overrides, from_dict, read_toml
 from titan_ckpt.directory.directory import open_steps
-from titan_ckpt.directory.names import CommittedStep, Survey, step_name
+from titan_ckpt.directory.names import CommittedStep, Survey, step_name, users_name
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import detect_format, locate, open_reader
@@ -136,7 +136,7 @@ def _opened(source: LoadSource) -> PlannedSource:
     with open_reader(source.path, source.format) as reader:
         role = "adapter" if source.adapter else "adapter to be merged" if source.merge else "weights"
         total = sum(info.nbytes for info in reader.tensors.values())
-        return PlannedSource(role, str(source.path), source.format, len(reader.tensors), total)
+        return PlannedSource(role, users_name(source.path), source.format, len(reader.tensors), total)
 
 
 def _action(plan: LoadPlan, problems: Sequence[str]) -> str:

@@ -240,7 +240,10 @@ def test_everything_of_ones_own_is_named_in_the_run_file(tmp_path: Path) -> None
     ("table", "fault"),
     [
         ({"kind": f"{HERE}:Nothing"}, "converters.0.kind: .* has no attribute 'Nothing'"),
-        ({"kind": f"{HERE}:Counting"}, "converters.0.kind: .* is no subclass of converters.ModelConverter; name a class"),
+        (
+            {"kind": f"{HERE}:Counting"},
+            "converters.0.kind: .* is no subclass of converters.ModelConverter; name a class",
+        ),
         ({"kind": f"{HERE}:Freeze"}, "converters.0.layer: required"),
         ({"kind": f"{HERE}:Freeze", "layer": 0, "rank": 1}, "converters.0.rank: unknown key; known here: layer, kind"),
         ({"kind": "lorra"}, 'converters.0.kind: .*"lora".* found "lorra"; did you mean "lora"'),

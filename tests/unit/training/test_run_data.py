@@ -12,9 +12,9 @@ from tests.chats import chat_tokenizer, write_chats
 from tests.test_bad_input import write_config
 from tests.tiny_run import losses, rows, settings
 from tests.unit.training.test_terminal import own_log
-from titan_ckpt.training.launch.command import main
 from titan_ckpt.training.data.sequences import ConversationDataset, DummyDataset
 from titan_ckpt.training.data.stream import StreamDataset
+from titan_ckpt.training.launch.command import main
 from titan_ckpt.training.trainer import Trainer
 
 

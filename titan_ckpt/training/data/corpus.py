@@ -238,7 +238,9 @@ def open_corpus(name: str, setting: str = "data.corpus", *, field: str = "text",
         try:
             file.open("rb").close()
             if file.suffix == ".parquet" and (wrong := _wrong_column(file, field, messages=messages)):
-                problems.append(f"{file}: {wrong}; name the right one in {'data.messages' if messages else 'data.field'}")
+                problems.append(
+                    f"{file}: {wrong}; name the right one in {'data.messages' if messages else 'data.field'}"
+                )
         except OSError as error:
             problems.append(f"{file} cannot be read: {error.strerror or error}")
         except ValueError as error:  # pyarrow's errors are ValueErrors

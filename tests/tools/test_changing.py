@@ -17,17 +17,20 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from converters import from_tables
 from tests.faults.shim import Counter, KillAt, intercepted
 from tests.tools.steps import LORA, TOKENS, save_step
+from titan_ckpt.cli import tables
 from titan_ckpt.cli.main import main
 from titan_ckpt.converting import stored_tensor
 from titan_ckpt.directory.store import StepStore
 from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.tools.difference import compare
+from titan_ckpt.tools.retention import Pruned
 
 SOURCES = {
     "native": "run2/checkpoints/step-1",
@@ -343,7 +346,10 @@ def run(root: Path, tmp_path: Path) -> Path:
 
 def test_prune_deletes_what_the_policy_does_not_keep(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A pin stays; --dry-run deletes nothing; unpinned, the step goes; a bad policy is exit code 2."""
+    capsys.readouterr()
     assert call("prune", run, "--keep", "latest = 1", "--dry-run") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "checkpoints: would delete 2 steps: 2, 3 (" in said[0] and said[1] == "kept 2 steps: 1, 4"
     assert steps_of(run) == [1, 2, 3, 4]
     assert call("prune", run, "--keep", "latest = 1", "--json") == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -355,6 +361,14 @@ def test_prune_deletes_what_the_policy_does_not_keep(run: Path, capsys: pytest.C
     for wrong in ("latest = 0", "latest =", "newest = 1", ""):
         assert call("prune", run, "--keep", wrong) == 2
         assert "--keep" in capsys.readouterr().err
+
+
+def test_many_steps_are_said_as_ranges(capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps at one distance are a range; others are listed one by one."""
+    steps = (5, *range(100, 10_000, 100), 9_950, 9_951, 9_999)
+    tables.pruned(Pruned("run", steps, (7,), 1024), Console(width=80), dry_run=True, set_aside=False)
+    said = "run: would delete 103 steps: 5, 100 to 9900 every 100, 9950, 9951, 9999 (1.0 KiB)"
+    assert capsys.readouterr().out.splitlines() == [said, "kept 1 step: 7"]
 
 
 def test_prune_refuses_beside_a_live_writer(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -207,6 +208,25 @@ def test_f4_verify_finds_a_flipped_bit_in_any_native_file(root: Path, tmp_path: 
             assert name in str(found["faults"])
         path.write_bytes(good)
     assert ask("verify", tmp_path / "step-1")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["MANIFEST.json", "state.json", "rank-*.safetensors", "model*.safetensors"])
+def test_a_lack_of_rights_is_no_damage(
+    root: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever file of a checkpoint it is, `verify` ends with 2, and names the file."""
+    found = next((root / ("hf" if name.startswith("model") else "run1/checkpoints/step-1")).glob(name))
+    opened = os.open
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> int:
+        if os.path.basename(os.fspath(path)) == found.name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert main(["verify", str(found.parent)]) == 2
+    said = capsys.readouterr()
+    assert found.name in said.err and "Permission denied" in said.err and not said.out
 
 
 def test_verify_finds_what_a_hugging_face_folder_lacks(root: Path, tmp_path: Path, ask: Answer) -> None:

@@ -31,7 +31,7 @@ from titan_ckpt.cli.arguments import (
     Verify,
 )
 from titan_ckpt.cli.new_run import write_run_file
-from titan_ckpt.cli.output import Output
+from titan_ckpt.cli.output import Output, naming_standard_output
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import (
     CheckpointError,
@@ -142,8 +142,9 @@ def _run(command: Command, console: Console) -> int:
 def _json(value: Any, **more: Any) -> None:
     """Print a result as one JSON object."""
     data = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-    json.dump({**data, **more}, sys.stdout, default=str)
-    sys.stdout.write("\n")
+    text = json.dumps({**data, **more}, default=str)
+    with naming_standard_output():
+        sys.stdout.write(f"{text}\n")
 
 
 def _ls(command: Ls, console: Console) -> int:

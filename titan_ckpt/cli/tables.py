@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -15,13 +15,15 @@ from titan_ckpt.tools.listing import ExportFacts, Listing, StepFacts, age, size
 if TYPE_CHECKING:
     from titan_ckpt.tools.conversion import Written
     from titan_ckpt.tools.difference import Difference, SettingDifference, TensorDifference
-    from titan_ckpt.tools.inspecting import Content, TensorStatistics
+    from titan_ckpt.tools.inspecting import ComponentContent, Content, TensorStatistics
     from titan_ckpt.tools.planning import Plan
     from titan_ckpt.tools.retention import Pruned
     from titan_ckpt.tools.verifying import Verified
 
 Say = Callable[[str], None]
 _BAR = 30
+_MOST_ROWS = 1000
+"""Tensors of one component that are shown as a table, which is laid out to the width of the console."""
 
 
 def printable(text: str) -> str:
@@ -85,6 +87,19 @@ def _remarks(step: StepFacts) -> list[str]:
     return remarks + [f"holds {', '.join(step.foreign)}"] * bool(step.foreign)
 
 
+def _tensor_rows(component: ComponentContent, *, everything: bool) -> Iterator[tuple[str, ...]]:
+    """Yield name, shape, sharding and size of each group of tensors, or with `everything` of each tensor."""
+    for group in component.groups:
+        dtype = "" if len(component.dtypes) == 1 else group.dtype
+        shape = f"{dtype}{list(group.shape)}"
+        sharding = "" if group.sharding == "whole" else group.sharding
+        for name in group.names if everything else [group.pattern]:
+            times = f"{group.count} x " if group.count > 1 and not everything else ""
+            num_bytes = group.num_bytes / (group.count if everything else 1)
+            own_name = name.removeprefix(f"{component.component}.")
+            yield printable(own_name), times + shape, sharding, size(num_bytes)
+
+
 def content(found: Content, console: Console, *, everything: bool) -> None:
     total = sum(component.num_bytes for component in found.components)
     count = sum(component.num_tensors for component in found.components)
@@ -95,19 +110,22 @@ def content(found: Content, console: Console, *, everything: bool) -> None:
             f"[bold]{component.component}[/]: {component.num_tensors} tensors, {size(component.num_bytes)} ({dtypes})"
         )
         branch = tree.add(head)
+        rows = [*_tensor_rows(component, everything=everything)]
+        if len(rows) > _MOST_ROWS:  # a table of them would take rich minutes
+            console.print(tree)
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+            say(console, "\n".join(f"    {line}" for line in lines))
+            tree = Tree("")
+            tree.hide_root = True
+            continue
         table = _table("", "", "", "", right=())
         table.show_header = False
-        for group in component.groups:
-            dtype = "" if len(component.dtypes) == 1 else group.dtype
-            shape = f"{dtype}{list(group.shape)}"
-            sharding = "" if group.sharding == "whole" else group.sharding
-            for name in group.names if everything else [group.pattern]:
-                times = f"{group.count} x " if group.count > 1 and not everything else ""
-                num_bytes = group.num_bytes / (group.count if everything else 1)
-                own_name = name.removeprefix(f"{component.component}.")
-                table.add_row(*(escape(printable(c)) for c in (own_name, times + shape, sharding, size(num_bytes))))
+        for row in rows:
+            table.add_row(*map(escape, row))
         branch.add(table)
-    console.print(tree)
+    if tree.children or not found.components:
+        console.print(tree)
     _about("manifest", found.manifest, console)
     _about("config", found.config, console)
     if everything:
@@ -216,9 +234,8 @@ def written(found: Written, console: Console) -> None:
 
 def pruned(found: Pruned, console: Console, *, dry_run: bool, set_aside: bool) -> None:
     verb = "would delete" if dry_run else "deleted"
-    steps = ", ".join(map(str, found.deleted)) or "nothing"
-    kept = ", ".join(map(str, found.kept)) or "nothing"
-    say(console, f"{found.checkpoints}: {verb} {steps} ({size(found.num_bytes)}); kept {kept}")
+    say(console, f"{found.checkpoints}: {verb} {_counted(found.deleted)} ({size(found.num_bytes)})")
+    say(console, f"kept {_counted(found.kept)}")
     if found.set_aside:
         number = len(found.set_aside)
         what = f"{number} step{'s' * (number > 1)} that a rollback set aside ({size(found.set_aside_bytes)})"
@@ -227,6 +244,18 @@ def pruned(found: Pruned, console: Console, *, dry_run: bool, set_aside: bool) -
         say(console, f"kept: {line}")
     for name in found.left_over:
         say(console, f"left for the next run: {name}")
+
+
+def _counted(steps: Sequence[int]) -> str:
+    """Return steps in words; four or more at one distance are a range."""
+    parts, i = [], 0
+    while i < len(steps):
+        distance = steps[min(i + 1, len(steps) - 1)] - steps[i]
+        last = next((j for j in range(i, len(steps) - 1) if steps[j + 1] - steps[j] != distance), len(steps) - 1)
+        is_range = last - i > 2
+        parts.append(f"{steps[i]} to {steps[last]} every {distance}" if is_range else str(steps[i]))
+        i = last + 1 if is_range else i + 1
+    return f"{len(steps)} step{'s' * (len(steps) > 1)}: {', '.join(parts)}" if steps else "nothing"
 
 
 def plan(found: Plan, console: Console) -> None:

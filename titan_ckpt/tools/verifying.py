@@ -85,7 +85,7 @@ def _unreadable(reader: TensorReader, count: progress.Count) -> Iterator[str]:
         try:
             for block in stored_tensor(reader, key).blocks():
                 count(block.data.nbytes)
-        except StoreError:  # a bucket that does not answer says nothing about the tensor
+        except (StoreError, PermissionError):  # a bucket without an answer, and a lack of rights, say nothing
             raise
         except (CheckpointError, OSError) as error:
             yield f"{key}: {error}"

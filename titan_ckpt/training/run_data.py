@@ -14,7 +14,8 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.data.batch import Batch
 from titan_ckpt.training.data.chat import ChatTemplate
-from titan_ckpt.training.data.corpus import DUMMY, Corpus, open_corpus
+from titan_ckpt.training.data.corpus import Corpus, open_corpus
+from titan_ckpt.training.data.files import DUMMY
 from titan_ckpt.training.data.sequences import ConversationDataset, DummyDataset, IndexedDataset, PackedDataset
 from titan_ckpt.training.data.stream import Encoder, StreamDataset
 from titan_ckpt.training.data.tokenizer import VOCAB_SIZE, TextTokenizer, read_tokenizer, train_tokenizer

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig, __version__
+from titan_ckpt.cli import tables
 from titan_ckpt.cli.main import main
 
 COMMANDS = ("ls", "inspect", "verify", "diff", "convert", "merge", "prune", "pin", "unpin", "save", "plan", "report")
@@ -94,16 +95,34 @@ def test_a_locale_without_a_character_ends_no_command(
     assert "\\u2022" not in text or command[0].startswith("--tyro")
 
 
-def test_output_that_cannot_be_written_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk under a redirected output is no traceback."""
+@pytest.mark.parametrize("command", [["--version"], ["inspect", "FOLDER"], ["inspect", "FOLDER", "--json"]])
+def test_output_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    """A full disk under a redirected output is no traceback, and the line says which file it is, printed or in JSON."""
+    save_file({"w" * 10_000: torch.ones(1)}, tmp_path / "model.safetensors")
     shown = io.StringIO()
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         monkeypatch.setattr(sys, "stderr", shown)
-        assert main(["--version"]) == 2
+        assert main([str(tmp_path) if word == "FOLDER" else word for word in command]) == 2
         with contextlib.suppress(OSError):
             full.close()
     assert shown.getvalue() == "titan-ckpt: standard output: No space left on device\n"
+
+
+def test_many_tensors_without_a_pattern_are_lines_of_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is one line; rich would take half a minute to lay out a table of 50,000."""
+    names = [f"w{i:05d}{'abcdefgh'[i % 8]}" for i in range(2_000)]
+    save_file({name: torch.ones(1) for name in names}, tmp_path / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tables, "_table", None)
+    assert main(["inspect", "."]) == 0
+    first, head, *lines = capsys.readouterr().out.splitlines()
+    assert "2000 tensors" in first and "model: 2000 tensors" in head
+    assert [line.split() for line in lines] == [[name, "[1]", "4", "B"] for name in names]
 
 
 def test_prune_keeps_what_the_run_would_keep(

@@ -107,13 +107,13 @@ def test_d8_what_cannot_be_read_is_not_left_out_of_a_folder_or_a_pattern(
         assert texts("data") == ["1"]
         assert "not read: x.jsonl.gz, y.JSONL, z.json; expected a .txt" in caplog.text
     Path("data/lost").symlink_to("nowhere")
-    jsonl(Path("data/a::b.jsonl"), {"text": "1"})
+    colons = jsonl(tmp_path / "data/a::b.jsonl", {"text": "1"})
     os.mkfifo("data/p.jsonl")
     for name in ("data", "data/*"):
         with pytest.raises(ConfigError) as caught:
             texts(name)
         assert [problem.removeprefix("data.corpus: ") for problem in caught.value.problems] == [
-            f'{tmp_path}/data/a::b.jsonl: "::" in a path separates URLs for datasets, which would not find it; rename it',
+            f'{colons}: "::" in a path separates URLs for datasets, which would not find it; rename it',
             "data/lost is a link that leads nowhere; remove it, or put back what it leads to",
             "data/p.jsonl is no regular file; remove it, or give it another suffix",
         ]

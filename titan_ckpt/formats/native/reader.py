@@ -176,6 +176,11 @@ class NativeReader(TensorReader):
             except CorruptCheckpointError as error:
                 problems.append(str(error))
                 continue
+            except OSError as error:
+                if error.errno != errno.EIO:  # others, such as a lack of rights, say nothing about the file
+                    raise
+                problems.append(f"{self.path / rank_file_name(rank)}: {error.strerror}. {_AGAIN}")
+                continue
             for entry in entries:
                 if (expected := self.tensors.get(entry.fqn)) != entry.info:
                     problems.append(f"{source.header.path}: {_contradiction(entry, expected)}")

@@ -61,7 +61,7 @@ def _state_fault(path: Location, record: FileRecord) -> str | None:
     """Return what is wrong with a state file, or None."""
     try:
         data = read_file(path, record.num_bytes)
-    except StoreError:
+    except (StoreError, PermissionError):  # they say nothing about the file
         raise
     except OSError as error:
         return f"{path}: {error.strerror}"

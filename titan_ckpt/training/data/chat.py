@@ -99,12 +99,13 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            texts, spans = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 [list(messages)], tools=tools, chat_template=self.template, **options, **self._special
             )
         except Exception as error:  # a template is a program, and may fail in any way
             raise ChatError(f"the chat template cannot render its first {len(messages)} messages: {error}") from None
-        return texts[0], spans
+        (text,), spans = rendered
+        return text, spans
 
 
 def _read_template(folder: Path) -> tuple[str, dict[str, Any]]:

@@ -124,7 +124,9 @@ class TitanCheckpoint:
 
     def _complete(self) -> None:
         trainer, counted = self._trainer, self._trainer.global_step
-        if counted == self._counted and not trainer.fit_loop.done:
+        if counted == self._counted:
+            if trainer.fit_loop.done and self._completed:  # no optimizer has stepped in the last batch
+                self.manager.save(self._completed, last_step=True)
             return
         assert self._guard is not None
         # Lightning counts the steps of several optimizers together

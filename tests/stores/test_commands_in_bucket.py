@@ -85,15 +85,16 @@ def test_what_is_not_there_is_one_line(server: Server, capsys: pytest.CaptureFix
 def test_a_plan_reads_run_files_that_name_buckets(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The endpoint is the run file's own: nothing there, a base, a step over it, a step that is not there, no bucket."""
+    """The endpoint is the run file's own: a base, a step over it, a step that is not there, no bucket."""
     place = place_in(server)
     made = export(Llama3(CONFIG), place / "exports", tmp_path)
     toml = tmp_path / "run.toml"
 
     def plan(folder: object, *settings: str) -> tuple[int, Any]:
         toml.write_text(
-            f'output_folder = "{tmp_path}/run"\nmodel = {{ flavor = "debug-0.5m" }}\n[checkpoint]\nfolder = "{folder}"\n'
-            f'[checkpoint.save]\ninterval = 2\n[checkpoint.store]\nendpoint = "{server.endpoint}"\nretry_seconds = 5.0\n'
+            f'output_folder = "{tmp_path}/run"\nmodel = {{ flavor = "debug-0.5m" }}\n'
+            f'[checkpoint]\nfolder = "{folder}"\n[checkpoint.save]\ninterval = 2\n'
+            f'[checkpoint.store]\nendpoint = "{server.endpoint}"\nretry_seconds = 5.0\n'
             f'[[checkpoint.initial_load]]\npath = "{made}"\n'
         )
         return said(capsys, "plan", toml, *settings)

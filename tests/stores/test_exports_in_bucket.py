@@ -26,6 +26,7 @@ from tests.test_manager import Run
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.config import SaveConfig, StoreConfig
 from titan_ckpt.errors import ConfigError, ExportError
+from titan_ckpt.formats.publish import bucket_record
 from titan_ckpt.formats.publish.bucket_record import RECORDS, BucketExports
 from titan_ckpt.models.llama3 import Llama3
 from titan_ckpt.stores.bucket import BucketPath, StoreError
@@ -209,6 +210,24 @@ def test_a_removal_that_is_cut_short_is_taken_up_again(s3: Server, monkeypatch: 
         exports.expire(config, 2)
         assert names(place) == [f"{RECORDS}/step-2.json", "step-2/.metadata", "step-2/__0_0.distcp"]
         make(1)
+
+
+def test_what_an_export_left_that_was_cut_short_a_day_ago_is_removed(
+    s3: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `keep`, also if no run comes to its step again. One of today may be under way; a user's folder stays."""
+    place = place_in(s3)
+    config = ExportConfig("dcp", interval=1, keep=1, folder=str(place))
+    attempt = BucketExports(place).begin("step-1")
+    for name in ("step-1/__0_0.distcp", "step-2/__0_0.distcp"):
+        place.bucket.create((place / name).key, b"weights")
+    BucketExports(place).expire(config, 3)
+    assert len(names(place)) == 3
+    monkeypatch.setattr(bucket_record, "_CUT_SHORT_SECONDS", -60.0)
+    BucketExports(place).expire(config, 3)
+    assert names(place) == ["step-2/__0_0.distcp"]
+    with pytest.raises(ExportError, match="another run exports to this name"):
+        BucketExports(place).publish("step-1", attempt, ".metadata", b"names")
 
 
 def test_what_cannot_be_an_export_is_said_before_the_first_step(s3: Server, tmp_path: Path) -> None:

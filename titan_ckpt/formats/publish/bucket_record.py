@@ -25,6 +25,8 @@ RECORDS = ".titan_ckpt-exports"
 LOADABLE = ("config.json", "adapter_config.json", ".metadata")
 """Without one of these no reader opens a folder as a model, an adapter or a DCP checkpoint."""
 _MAX_BYTES = 1 << 24
+_CUT_SHORT_SECONDS = 86400.0
+"""An export that has written nothing for so long, and is not published, is not under way any more."""
 logger = logging.getLogger(__name__)
 
 
@@ -110,17 +112,20 @@ class BucketExports:
         """Remove interval exports that are no longer kept, each with the file first that makes it loadable.
 
         The record says so before anything is deleted, and goes last: a removal that is cut short is taken up again.
-        Raises: StoreError.
+        What an export left that was cut short a day ago goes, too. Raises: StoreError.
         """
         if config.keep is None:
             return
-        own, half_removed = self._own_steps(config)
-        for expired in [*half_removed, *policy.expired_exports(own, step, config)]:
+        own, leftovers = self._own_steps(config)
+        for expired in [*leftovers, *policy.expired_exports(own, step, config)]:
             name = _name(config, expired)
             self._write(name, {"folder": name, "content": None, "expired": True})
             self._delete(self._objects(name))
             self.root.bucket.delete([self._record_at(name).key])
-            logger.info("export of step %d removed: the newest %d are kept", expired, config.keep)
+            if expired in own:
+                logger.info("export of step %d removed: the newest %d are kept", expired, config.keep)
+            else:
+                logger.info("export of step %d removed: only a part of it was there", expired)
 
     def steps_there(self, config: ExportConfig) -> list[int]:
         """Return the steps whose exports have objects, whoever made them. Raises: StoreError."""
@@ -145,17 +150,24 @@ class BucketExports:
         return f"changed since: {listed(changed, ', ', most=3)}" if changed else None
 
     def _own_steps(self, config: ExportConfig) -> tuple[list[int], list[int]]:
-        """Return the steps whose exports are as a run published them, and those whose removal was cut short."""
+        """Return the steps whose exports are as a run published them, and those of which only a part is left."""
         foreign = {step: self.why_foreign(_name(config, step)) for step in self.steps_there(config)}
-        half_removed = [step for step, why in foreign.items() if why and self._is_expired(_name(config, step))]
-        left = {_name(config, step): why for step, why in foreign.items() if why and step not in half_removed}
+        leftovers = [step for step, why in foreign.items() if why and self._is_leftover(_name(config, step))]
+        left = {_name(config, step): why for step, why in foreign.items() if why and step not in leftovers}
         if new := [f"{self.root / name} ({why})" for name, why in left.items() if name not in self._left]:
             logger.warning("retention of exports leaves what is not as a run published it: %s", ", ".join(new))
         self._left.update(left)
-        return [step for step, why in foreign.items() if why is None], half_removed
+        return [step for step, why in foreign.items() if why is None], leftovers
 
-    def _is_expired(self, name: str) -> bool:
-        return name not in self._left and (self._record(name) or {}).get("expired") is True
+    def _is_leftover(self, name: str) -> bool:
+        """Return whether a removal or an export was cut short, and nobody is at work on it."""
+        record = None if name in self._left else self._record(name)
+        if record is None or record.get("content") is not None:
+            return False
+        objects = self._objects(name)
+        newest = max((facts.unix_seconds for facts in objects.values()), default=0.0)
+        is_old = time.time() - newest > _CUT_SHORT_SECONDS
+        return record.get("expired") is True or (is_old and not {*LOADABLE} & objects.keys())
 
     def _objects(self, name: str) -> dict[str, ObjectFacts]:
         """Return the objects of a folder by their names in it."""

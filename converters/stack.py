@@ -16,7 +16,8 @@ import torch
 from converters.lora.peft import json_number
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import BaseMismatchError, ConverterError
-from titan_ckpt.formats.huggingface.peft import PAIRS, PREFIX, PeftExport, PeftReader, scaling_of, unselected
+from titan_ckpt.formats.huggingface.peft import PAIRS, PREFIX, PeftFormat, PeftReader, scaling_of, unselected
+from titan_ckpt.formats.publish.run import export_folder
 from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.lora_names import PARTS
 from titan_ckpt.weights.transforms import StateDictTransforms
@@ -66,7 +67,7 @@ def stack_adapters(folders: Sequence[Path], out: Path) -> None:
         **({PARTS: blocks} if blocks else {}),
     }
     groups = StateDictTransforms().to_file(dict(tensors), None, None)
-    PeftExport(groups, config).write(out, Coordinator.current())
+    export_folder(out, groups, PeftFormat(config), Coordinator.current())
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch import nn
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import PeerError
-from titan_ckpt.exporting.exporter import Exporter
+from titan_ckpt.exporting.checks import check_folders
 
 
 def export(run: Path, *steps: int, keep: int = 1) -> None:
@@ -97,10 +97,10 @@ def test_a_folder_of_exports_that_rank_0_cannot_list_stops_all_ranks_at_once() -
 
     def check(rank: int) -> None:
         exporter: Any = SimpleNamespace(
-            _coordinator=Coordinator(rank, 2, store, "exports", 60.0), _made=lambda config: Unreachable()
+            coordinator=Coordinator(rank, 2, store, "exports", 60.0), made=lambda config: Unreachable()
         )
         try:
-            Exporter.check_folders(exporter, [ExportConfig("dcp")], fresh=True)
+            check_folders(exporter, [ExportConfig("dcp")], fresh=True)
         except BaseException as error:
             errors[rank] = error
 

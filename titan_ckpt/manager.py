@@ -34,8 +34,8 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, ExportError, ExportSettingError, listed
-from titan_ckpt.exporting.exporter import Exporter
-from titan_ckpt.exporting.job import ExportJob
+from titan_ckpt.exporting.checks import check_exports, check_folders
+from titan_ckpt.exporting.exporter import Exporter, ExportJob
 from titan_ckpt.failures import Failures
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.loading.external import ExternalWeights, check_handler
@@ -119,7 +119,7 @@ class CheckpointManager:
         self._exporter = Exporter(
             self.base_folder, self._run, transforms, coordinator, storage_line, config.initial_load, config.store
         )
-        self._exporter.check(config.export)
+        check_exports(self._exporter, config.export)
         hooked = steppers(optimizers) or []
         self._step_hooks = [  # so that a loop without maybe_wait_for_staging() saves no mixture of two steps
             optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()) for optimizer in hooked
@@ -181,7 +181,7 @@ class CheckpointManager:
         if self._saver is not None:  # before step 1: lease, permissions and space for the saves to come
             with event.phase("preflight"):
                 self._directory.preflight(self._expected_bytes())
-        self._exporter.check_folders(self.config.export, fresh=restored.resumed_from is None)
+        check_folders(self._exporter, self.config.export, fresh=restored.resumed_from is None)
         self._knows_folder = True
         return restored.result
 

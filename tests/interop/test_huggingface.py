@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,12 @@ from titan_ckpt.errors import (
     LoadMismatchError,
     NotACheckpointError,
 )
-from titan_ckpt.formats.huggingface.export import export_huggingface
+from titan_ckpt.formats.huggingface.export import HuggingFaceFormat, export_huggingface
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.formats.open import detect_format, open_reader
 from titan_ckpt.formats.publish.plan import pack_model_files
-from titan_ckpt.formats.publish.run import ExportSummary, FolderFormat, export_folder
+from titan_ckpt.formats.publish.run import ExportSummary, export_folder
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo, info_of
-from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.stores.source import Source
 from titan_ckpt.types import StateDict
@@ -493,19 +492,16 @@ def test_f2_what_reads_back_differently_is_not_published(
     """One bit, one dtype or one name that is not what was sent fails the export, is said, and leaves nothing."""
     key = "model.layers.1.mlp.up_proj.weight"
 
-    def pack(infos: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
-        return {"model.safetensors": list(infos)}
-
-    def open_damaged(folder: Source) -> TensorReader:
-        assert isinstance(folder, Path)
-        damage(folder, key)
-        return HuggingFaceReader(folder)
+    class Damaged(HuggingFaceFormat):
+        def open(self, folder: Source, *, dequantise: bool) -> HuggingFaceReader:
+            assert isinstance(folder, Path)
+            damage(folder, key)
+            return HuggingFaceReader(folder)
 
     model = native()
     groups = transforms_of(model).to_file(model.state_dict(), None, None)
-    layout = FolderFormat(pack, lambda plan: {}, open_damaged, lambda reader: None, "config.json")
     with pytest.raises(ExportError, match=cause.replace("KEY", re.escape(key))):
-        export_folder(tmp_path / "out", groups, layout, Coordinator.current())
+        export_folder(tmp_path / "out", groups, Damaged(model.hf_config(), None, 5_000_000_000), Coordinator.current())
     assert list(tmp_path.iterdir()) == []
 
 

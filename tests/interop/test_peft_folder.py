@@ -21,8 +21,9 @@ from tests.interop.folders import without_a_word
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError, ExportError, NotACheckpointError
 from titan_ckpt.formats.huggingface.export import export_huggingface
-from titan_ckpt.formats.huggingface.peft import PeftExport
+from titan_ckpt.formats.huggingface.peft import PeftFormat
 from titan_ckpt.formats.open import detect_format, open_reader
+from titan_ckpt.formats.publish.run import export_folder
 from titan_ckpt.geometry.chunks import LazyTensor, blocks_of, info_of
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.weights.transforms import FileGroup, StateDictTransforms
@@ -84,7 +85,7 @@ def export_adapter(
 ) -> None:
     """Export the adapter, or other groups, with fields of its config changed."""
     made = adapter_groups(model, converters) if groups is None else groups
-    PeftExport(made, config_of(model, converters) | config).write(folder, Coordinator.current())
+    export_folder(folder, made, PeftFormat(config_of(model, converters) | config), Coordinator.current())
 
 
 def open_with_peft(base: Path, adapter: Path) -> Any:

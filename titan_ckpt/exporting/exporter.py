@@ -1,6 +1,6 @@
-"""Exporter: decides the exports of a run, and checks before training that all of them can be made.
+"""Exporter: decides the exports of a run: which tensors go into which kind of export, and the folder.
 
-Owns which tensors go into which kind of export, and the folder. Each format writes and proves its own files.
+Each format writes and proves its own files. checks.py asks before training whether all exports can be made.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import torch
 
@@ -19,38 +18,65 @@ from titan_ckpt.components.flat_state import flat_tensors, flat_values
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import ExportConfig, InitialLoadConfig
-from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator, bounded
 from titan_ckpt.distributed.peer_groups import Ranks
-from titan_ckpt.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    ConverterError,
-    ExportError,
-    ExportSettingError,
-    listed,
-)
-from titan_ckpt.exporting.job import ExportJob, FolderWriter
+from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ExportError
 from titan_ckpt.formats.dcp.writer import DcpExport
-from titan_ckpt.formats.huggingface.export import Base, HuggingFaceExport
-from titan_ckpt.formats.huggingface.peft import PeftExport
-from titan_ckpt.formats.huggingface.reader import TIED
+from titan_ckpt.formats.huggingface.export import Base, HuggingFaceFormat
+from titan_ckpt.formats.huggingface.peft import PeftFormat
 from titan_ckpt.formats.open import detect_format, locate
 from titan_ckpt.formats.publish.bucket_record import BucketExports
 from titan_ckpt.formats.publish.columns import row_peers
 from titan_ckpt.formats.publish.record import MadeExports
+from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.formats.publish.upload import everyone
 from titan_ckpt.geometry.chunks import LazyTensor, Stage, TensorInfo, can_freeze, frozen, info_of, local_tensor
 from titan_ckpt.stores.bucket import BucketPath, Location, open_location
 from titan_ckpt.stores.settings import StoreConfig, split_url
 from titan_ckpt.stores.source import Source
-from titan_ckpt.types import ModelHooks, PlacesTensors, StateDict
+from titan_ckpt.types import ModelHooks, StateDict
 from titan_ckpt.weights.identity import base_settings
 from titan_ckpt.weights.quantise import QuantisesWeights, WeightQuantiser, quantised
 from titan_ckpt.weights.stored_names import MODEL
-from titan_ckpt.weights.transforms import FileDtype, StateDictTransforms, cast_all, with_tied_names
+from titan_ckpt.weights.transforms import FileDtype, FileGroup, StateDictTransforms, cast_all, with_tied_names
 
 logger = logging.getLogger(__name__)
+
+
+class FolderWriter(Protocol):
+    """The tensors of an export, and how a format writes, proves and publishes them as a folder."""
+
+    @property
+    def groups(self) -> Sequence[FileGroup]:
+        """Return the tensors whose columns ranks may put together; none if the format stores shards as they are."""
+
+    def write(self, folder: Location, coordinator: Coordinator) -> object:
+        """Publish the folder. Collective; any thread may call it. Raises: an error, with nothing under its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportJob:
+    """One export that is decided and not yet made."""
+
+    config: ExportConfig
+    step: int
+    folder: Location
+    writer: FolderWriter
+    made: MadeExports | BucketExports
+
+    def run(self, coordinator: Coordinator) -> None:
+        """Publish the folder, record it, and remove exports that have expired. Collective. Raises: ExportError."""
+        became = "failed"
+        try:
+            self.writer.write(self.folder, coordinator)
+            became = "is published, and what follows it failed"
+            if coordinator.rank == 0:
+                self.made.record(self.config, self.step)
+            coordinator.on_rank_0("export-expire", lambda: self.made.expire(self.config, self.step))
+        except ExportError:
+            raise
+        except Exception as error:
+            raise ExportError(f"export of step {self.step} to {self.folder} {became}: {error}") from error
 
 
 class Exporter:
@@ -71,174 +97,34 @@ class Exporter:
         `background`: the line that exports of staged copies are given. `initial_load`: sources of the base, whose
         dtypes and file layout exports may take over. `store`: how buckets are reached.
         """
+        self.coordinator = coordinator
+        self.model = run.model
+        self.transforms = transforms
+        self.base_folder = base_folder
         self._run = run
-        self._base_folder = base_folder
-        self._model = run.model
-        self._transforms = transforms
-        self._coordinator = coordinator
         self._background = background
         self._initial_load = initial_load
         self._store = store or StoreConfig()
         self._on_disk = MadeExports(base_folder)
         self._in_buckets: dict[str, BucketExports] = {}
 
-    def check(self, configs: Sequence[ExportConfig]) -> None:
-        """Check before training that every export can be made. Collective.
-
-        Raises: ExportSettingError listing every export that cannot be made; KeyMapError for names without a file key.
-        """
-        if not configs:
-            return
-        # a pipeline stage may have no converter-owned keys
-        owned = any(self._coordinator.gather("export-owned", bool(self._model.owned_state_dict())))
-        self._coordinator.together("export-check", lambda: self._check(configs, owned))
-        if any(config.format == "peft" for config in configs):
-            self._check_placement()
-
-    def _check_placement(self) -> None:
-        """Check that other tools will find a place for every tensor of an adapter. Collective: stages hold parts."""
-
-        def shapes() -> dict[str, list[int]]:
-            groups = self._transforms.to_file(self._model.owned_state_dict(), self._model.hooks, None)
-            return {key: list(info.shape) for group in groups for key, info in group.infos.items()}
-
-        of_ranks = self._coordinator.gather_results("export-shapes", shapes)
-
-        def check() -> None:
-            adapter: object = None if self._model.hooks is None else self._model.hooks.state_dict_adapter()
-            if not isinstance(adapter, PlacesTensors):
-                return
-            everywhere = {key: shape for of_rank in of_ranks for key, shape in of_rank.items()}
-            if faults := adapter.misplaced(self._transforms.key_map, everywhere, self._transforms.hf_config):
-                raise ExportError(
-                    f"checkpoint.export: peft: {'; '.join(faults)}. Leave these modules out of target_modules, or "
-                    'export merged weights (format = "hf")'
-                )
-
-        self._coordinator.on_rank_0("export-placement", check)
-
-    def check_folders(self, configs: Sequence[ExportConfig], *, fresh: bool) -> None:
-        """Check after a load that weights, config.json and base agree, as an export itself does. Collective.
-
-        A bucket is asked whether this run may write, list and delete there.
-
-        `fresh`: the run begins at step 0, so no export that is there is its own; those are logged.
-        Raises: ExportError; KeyMapError; StoreError.
-        """
-        for made in map(self._made, configs):
-            if isinstance(made, BucketExports):
-                self._coordinator.on_rank_0("export-place", made.check)
-        if fresh and configs:
-
-            def steps_there() -> list[str]:
-                return [str(self.folder(c, step)) for c in configs for step in self._made(c).steps_there(c)]
-
-            there = self._coordinator.on_rank_0("export-before", steps_there)
-            if there and self._coordinator.rank == 0:
-                logger.warning(
-                    "%s is there from before this run, which will not export over it: move it away, or choose another "
-                    "folder",
-                    listed(there, ", ", " "),
-                )
-        for config in configs:
-            if config.format == "hf":
-                make = partial(self._huggingface, config, "base")
-                self._coordinator.together("export-folder", make).check(self._coordinator)
-
-    def _check(self, configs: Sequence[ExportConfig], owned: bool) -> None:
-        problems = []
-        hooks = self._model.hooks
-        state = self._model.state("full")
-        whole = {*self._model.memory(), *state.made}
-        inside = [fqn for fqn in state.tensors if fqn not in whole]
-        for config in configs:
-            if config.format != "peft" and inside:
-                problems.append(
-                    f"{config.format}: weights that are made of other tensors, such as {inside[0]}, are not for other "
-                    "programs; export the model before quantising it, or its adapter alone (peft)"
-                )
-                continue
-            if config.format == "hf" and self._transforms.hf_config is None:
-                problems.append(
-                    "hf: the model has no table to Hugging Face names; give the manager "
-                    "sd_transforms=StateDictTransforms(key_map=..., hf_config=...)"
-                )
-            if config.format == "peft" and not (owned and hooks is not None and hooks.state_dict_adapter() is not None):
-                problems.append('peft: no converter owns adapter weights; add [[converters]] kind = "lora"')
-            if config.format == "peft" and (trained := self._model.trained_base()):
-                problems.append(
-                    f"peft: {len(trained)} parameters of the base are trained too, such as {trained[0]}, and an "
-                    'adapter does not hold them; freeze them, or export merged weights (format = "hf")'
-                )
-            if config.names == "torchtitan" and (lacking := self._unknown_to_torchtitan()):
-                problems.append(
-                    f"dcp: there are no names of torchtitan for {listed(lacking)}; the manager takes them from "
-                    "sd_transforms=StateDictTransforms(torchtitan=...)"
-                )
-            if split_url(config.folder) is None and (why := posix.why_no_folder(self._base_folder / config.folder)):
-                problems.append(f"folder: {why}")
-            if config.assets is not None and not Path(config.assets).is_dir():
-                problems.append(f"assets: {config.assets} is no folder")
-            if config.follows_base and self._source() is None:
-                problems.append(
-                    'dtype = "original" and file_layout = "base" are the base\'s: name its Hugging Face folder, and no '
-                    "second one, in [[checkpoint.initial_load]]"
-                )
-            elif config.quantised:
-                problems += self._quantising_problems(config)
-        if problems:
-            raise ExportSettingError("checkpoint.export cannot be made: " + "; ".join(problems))
-        if any(config.format == "hf" for config in configs):
-            self._transforms.to_file(self._model.state_dict("base"), None, None)
-        if any(config.format == "peft" for config in configs):
-            self._transforms.to_file(self._model.owned_state_dict(), self._model.hooks, None)
-
-    def _quantising_problems(self, config: ExportConfig) -> Iterator[str]:
-        """Yield the reasons why the quantised export cannot be made, without computing a value."""
-        try:
-            quantiser = _quantiser(self._model.hooks)
-            if quantiser is None:
-                yield 'quantised: no converter quantises weights; add [[converters]] kind = "qat" or "float8"'
-                return
-            base = self._model.state("base")
-            groups = self._huggingface(config, base.tensors).groups
-            stored = quantised(groups, quantiser)
-        except (ConverterError, ExportError) as error:
-            yield f"quantised: {error}"
-            return
-        hidden = [fqn for own in base.own for fqn in own.hidden if quantiser.claims(fqn)]
-        if hidden:
-            yield (
-                f"quantised: the model's own state_dict() stores {listed(hidden, ', ')} in another form, and the "
-                "scheme quantises weights as they are trained; leave them out of the converter"
-            )
-        claimed = sum(quantiser.claims(fqn) for group in groups for fqn in group.fqns)
-        if claimed and not any(group.quantised for group in stored):
-            yield f"quantised: none of its {claimed} weights has a shape that the scheme can store"
-        tied = (self._transforms.hf_config or {}).get("tie_word_embeddings")
-        if tied and any(TIED[1] in group.quantised for group in stored):
-            yield (
-                f"quantised: the output matrix is tied to {TIED[1]}, which is quantised, and was trained as it is; "
-                "leave embeddings out of the converter, or untie them"
-            )
-
     def is_there(self, config: ExportConfig, step: int) -> bool:
         """Return whether rank 0 sees that this export was published before. Collective."""
         folder = self.folder(config, step)
-        made = self._made(config)
-        published = self._coordinator.on_rank_0("export-there", lambda: made.is_there(config.lands_in(step)))
+        made = self.made(config)
+        published = self.coordinator.on_rank_0("export-there", lambda: made.is_there(config.lands_in(step)))
         if published:
             logger.warning("export %s is there already and stays as it is", folder)
         return published
 
     def folder(self, config: ExportConfig, step: int) -> Location:
         """Return where an export of this step is, or will be."""
-        made = self._made(config)
+        made = self.made(config)
         if isinstance(made, BucketExports):
             return made.root / config.lands_in(step).rpartition("/")[2]
-        return self._base_folder / config.lands_in(step)
+        return self.base_folder / config.lands_in(step)
 
-    def _made(self, config: ExportConfig) -> MadeExports | BucketExports:
+    def made(self, config: ExportConfig) -> MadeExports | BucketExports:
         """Return the exports at the place of a config's own."""
         if split_url(config.folder) is None:
             return self._on_disk
@@ -258,8 +144,8 @@ class Exporter:
             with _export_errors(step):
                 return self._job(config, step, base, self._tensors(config))
 
-        job = self._coordinator.together("export-plan", plan)
-        job.run(self._coordinator)
+        job = self.coordinator.together("export-plan", plan)
+        job.run(self.coordinator)
         return job.folder
 
     def stage(
@@ -279,7 +165,7 @@ class Exporter:
         """
         tensors: list[StateDict] = []
         # with several ranks a quantiser gathers each weight by its layout in training
-        alone = self._coordinator.world_size == 1
+        alone = self.coordinator.world_size == 1
 
         def can_wait() -> list[bool]:
             with _export_errors(step):
@@ -289,7 +175,7 @@ class Exporter:
                 for config, values in zip(configs, tensors, strict=True)
             ]
 
-        of_ranks = self._coordinator.gather_results("export-freeze", can_wait)
+        of_ranks = self.coordinator.gather_results("export-freeze", can_wait)
         waits = [all(answers) for answers in zip(*of_ranks, strict=True)]
 
         def jobs() -> list[ExportJob]:
@@ -301,8 +187,8 @@ class Exporter:
                     if wait
                 ]
 
-        made = self._coordinator.together("export-stage", jobs)
-        self._background.peers.connect(self._coordinator, lambda: {ranks for job in made for ranks in self._peers(job)})
+        made = self.coordinator.together("export-stage", jobs)
+        self._background.peers.connect(self.coordinator, lambda: {ranks for job in made for ranks in self._peers(job)})
         for config, wait in zip(configs, waits, strict=True):
             if not wait:
                 logger.info("export of step %d as %s is made at once: its values cannot be staged", step, config.format)
@@ -311,10 +197,10 @@ class Exporter:
 
     def _peers(self, job: ExportJob) -> set[Ranks]:
         """Return the groups of ranks that exchange bytes while an export is written."""
-        if self._coordinator.world_size == 1:
+        if self.coordinator.world_size == 1:
             return set()
         if isinstance(job.folder, BucketPath):
-            return set() if job.config.format == "dcp" else {everyone(self._coordinator)}
+            return set() if job.config.format == "dcp" else {everyone(self.coordinator)}
         return {*row_peers(job.writer.groups).values()}
 
     def close(self) -> None:
@@ -329,8 +215,8 @@ class Exporter:
         """
         stored = {name: value for name, value in live.items() if name.startswith((MODEL, OPTIMIZER))}
         copies = {_memory_of(value): staged[name] for name, value in stored.items()}
-        parameters = set(self._model.parameter_names().values())
-        base = self._model.state_dict("base")
+        parameters = set(self.model.parameter_names().values())
+        base = self.model.state_dict("base")
         constant = {_memory_of(value) for fqn, value in base.items() if fqn in parameters}
 
         def stage(value: torch.Tensor) -> torch.Tensor | LazyTensor:
@@ -345,76 +231,73 @@ class Exporter:
 
     def _tensors(self, config: ExportConfig) -> StateDict:
         if config.format == "peft":
-            return self._model.owned_state_dict()
+            return self.model.owned_state_dict()
         if config.training_state:
-            return self._model.state_dict("full") | flat_tensors(self._run)
-        with bounded(self._coordinator.timeout_seconds):  # a converter may ask the other ranks
-            return self._model.state_dict("export")
+            return self.model.state_dict("full") | flat_tensors(self._run)
+        with bounded(self.coordinator.timeout_seconds):  # a converter may ask the other ranks
+            return self.model.state_dict("export")
 
     def _job(self, config: ExportConfig, step: int, base: dict[str, Any] | None, tensors: StateDict) -> ExportJob:
         """Decide how the tensors are exported."""
         writer: FolderWriter
         if config.format == "hf":
-            writer = self._huggingface(config, tensors)
+            writer = self.huggingface(config, tensors)
         elif config.format == "dcp":
             tensors = self._dcp_names(config, tensors)
-            values = flat_values(self._run, self._model.state("full").values) if config.training_state else {}
+            values = flat_values(self._run, self.model.state("full").values) if config.training_state else {}
             dtype = None if config.dtype is None else getattr(torch, config.dtype)
             writer = DcpExport(cast_all(tensors, dtype), values)
         else:
-            hooks, dtype = self._model.hooks, _dtype(config, None)
+            hooks, dtype = self.model.hooks, _dtype(config, None)
             adapter = None if hooks is None else hooks.state_dict_adapter()
             assert adapter is not None, "check() comes first"
-            about = adapter.file_config(self._transforms.key_map)
+            about = adapter.file_config(self.transforms.key_map)
             if base is not None:
                 about |= base_settings(base)
-            writer = PeftExport(self._transforms.to_file(tensors, hooks, dtype), about)
-        return ExportJob(config, step, self.folder(config, step), writer, self._made(config))
+            writer = FolderExport(self.transforms.to_file(tensors, hooks, dtype), PeftFormat(about))
+        return ExportJob(config, step, self.folder(config, step), writer, self.made(config))
 
     def _dcp_names(self, config: ExportConfig, tensors: StateDict) -> StateDict:
         """Return the tensors by the names in a DCP folder, which has a tied one under each of its names."""
         if config.names == "torchtitan":
-            names = self._transforms.names_in_torchtitan(tensors)
+            names = self.transforms.names_in_torchtitan(tensors)
             return {name: value for fqn, value in tensors.items() for name in names[fqn]}
-        return tensors | {alias: tensors[fqn] for alias, fqn in self._model.tied.items() if fqn in tensors}
+        return tensors | {alias: tensors[fqn] for alias, fqn in self.model.tied.items() if fqn in tensors}
 
-    def _unknown_to_torchtitan(self) -> list[str]:
-        base = self._model.state_dict("base")
-        return sorted(base.keys() - self._transforms.names_in_torchtitan(base).keys())
-
-    def _huggingface(self, config: ExportConfig, tensors: StateDict | Literal["base"]) -> HuggingFaceExport:
-        """Return the export of these tensors, or of the base, as a Hugging Face folder, under the names of its base."""
-        tensors = self._model.state_dict("base") if tensors == "base" else tensors
+    def huggingface(self, config: ExportConfig, tensors: StateDict) -> FolderExport:
+        """Return the export of these tensors as a Hugging Face folder, under the names of its base."""
         base = self._base_of(config)
-        known = self._transforms.key_map if base is None else base.key_map
+        known = self.transforms.key_map if base is None else base.key_map
         table = with_tied_names(
-            known, self._model.tied, self._model.linear_weights(), None if base is None else base.tensors
+            known, self.model.tied, self.model.linear_weights(), None if base is None else base.tensors
         )
         base = None if base is None else base.without(key for key, _ in table.repeats)
-        transforms = replace(self._transforms, key_map=table)
+        transforms = replace(self.transforms, key_map=table)
         assets: Source | None = Path(config.assets) if config.assets else transforms.assets
         if assets is None and base is not None and base.path.is_dir():
             assets = base.path
-        return HuggingFaceExport(
-            transforms.to_file(tensors, self._model.hooks, _dtype(config, base)),
+        quantiser = quantiser_of(self.model.hooks) if config.quantised else None
+        groups: Sequence[FileGroup] = transforms.to_file(tensors, self.model.hooks, _dtype(config, base))
+        format_ = HuggingFaceFormat(
             config=dict(transforms.hf_config or {}),
             assets=assets,
             max_shard_bytes=config.max_shard_bytes,
-            quantiser=_quantiser(self._model.hooks) if config.quantised else None,
+            quantiser=quantiser,
             base=base,
             as_base=config.file_layout == "base",
             verified=transforms.key_map.verified,
         )
+        return FolderExport(groups if quantiser is None else quantised(groups, quantiser), format_)
 
     def _base_of(self, config: ExportConfig) -> Base | None:
         """Return what the export takes over from the Hugging Face folder of the base; None without such a folder."""
-        found = self._source() if config.format == "hf" else None
+        found = self.source() if config.format == "hf" else None
         if found is None:
             return None
         source, path = found
-        return Base.read(path, self._transforms.key_map, source.initialise, source.ignore)
+        return Base.read(path, self.transforms.key_map, source.initialise, source.ignore)
 
-    def _source(self) -> tuple[InitialLoadConfig, Source] | None:
+    def source(self) -> tuple[InitialLoadConfig, Source] | None:
         """Return the Hugging Face folder (or file) that the run's weights came from, if there is exactly one."""
         found: list[tuple[InitialLoadConfig, Source]] = []
         for source in self._initial_load:
@@ -444,7 +327,8 @@ def _dtype(config: ExportConfig, came_from: Base | None) -> FileDtype:
     return None if config.dtype is None else getattr(torch, config.dtype)
 
 
-def _quantiser(hooks: ModelHooks | None) -> WeightQuantiser | None:
+def quantiser_of(hooks: ModelHooks | None) -> WeightQuantiser | None:
+    """Return the scheme of the converters that quantise weights."""
     offers: object = hooks
     return offers.weight_quantiser() if isinstance(offers, QuantisesWeights) else None
 

@@ -19,9 +19,10 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError, LoadMismatchError, listed
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.huggingface.export import export_huggingface
-from titan_ckpt.formats.huggingface.peft import PeftExport, PeftReader
+from titan_ckpt.formats.huggingface.peft import PeftFormat, PeftReader
 from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.formats.open import open_reader
+from titan_ckpt.formats.publish.run import export_folder
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import TensorReader
@@ -159,7 +160,7 @@ def _write_peft(target: Path, adapter: Adapter, table: ModelTable, options: Opti
         config |= base_settings(adapter.base)
     tensors: dict[str, Any] = dict(adapter.tensors)
     groups = StateDictTransforms(table.key_map).to_file(tensors, hooks, options.dtype)
-    PeftExport(groups, config).write(target, Coordinator.current())
+    export_folder(target, groups, PeftFormat(config), Coordinator.current())
 
 
 def _table(reader: TensorReader, names: list[str] | None, to: Target, options: Options) -> ModelTable | None:

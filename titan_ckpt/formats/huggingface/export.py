@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,14 @@ import torch
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError, KeyMapError, listed
 from titan_ckpt.formats.huggingface.reader import CONFIG, INDEX, TIED, HuggingFaceReader, read_config, to_json
-from titan_ckpt.formats.publish.plan import ExportPlan, pack_as, pack_model_files, plan_export
+from titan_ckpt.formats.publish.plan import ExportFiles, pack_as, pack_model_files
 from titan_ckpt.formats.publish.run import ExportSummary, FolderFormat, export_folder
 from titan_ckpt.geometry.chunks import TensorInfo, dtype_name
 from titan_ckpt.geometry.keymap import KeyMap, selected
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.bucket import Location
 from titan_ckpt.stores.source import Source
-from titan_ckpt.weights.quantise import WeightQuantiser, check_quantised, quantised
+from titan_ckpt.weights.quantise import WeightQuantiser
 from titan_ckpt.weights.transforms import CASTABLE, FileGroup
 
 GENERATION_CONFIG = "generation_config.json"
@@ -113,10 +112,10 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class HuggingFaceExport:
-    """An export into a folder that transformers opens."""
+class HuggingFaceFormat(FolderFormat):
+    """The format of a folder that transformers opens."""
 
-    groups: Sequence[FileGroup]
+    last = CONFIG
     config: Mapping[str, Any]
     """The model's config.json; if empty, the one in `assets`."""
     assets: Source | None
@@ -124,7 +123,7 @@ class HuggingFaceExport:
     max_shard_bytes: int
     """Limit of one file's tensors."""
     quantiser: WeightQuantiser | None = None
-    """Stores the weights that it claims (weights/quantise.py)."""
+    """The scheme by which weights are stored (weights/quantise.py)."""
     base: Base | None = None
     """A folder that must have the same keys and shapes."""
     as_base: bool = False
@@ -132,80 +131,45 @@ class HuggingFaceExport:
     verified: bool = False
     """Names and config.json come from the same library (KeyMap.verified)."""
 
-    def write(self, folder: Location, coordinator: Coordinator) -> ExportSummary:
-        """Write the folder, prove it, and publish it atomically. Collective.
+    def pack(self, infos: Mapping[str, TensorInfo]) -> Mapping[str, Sequence[str]]:
+        if self.base is not None and self.as_base:
+            return pack_as(self.base.file_of, infos)
+        return pack_model_files(infos, self.max_shard_bytes)
 
-        Memory: at most one shard of a tensor, as lazy tensors compute it, and less than 64 MiB.
-        Raises: ExportError on every rank, with nothing under the folder's name.
-        """
-        stored = self._stored()
-        return export_folder(folder, stored, self._layout(stored, coordinator), coordinator)
+    def header(self, infos: Mapping[str, TensorInfo], quantised: Mapping[str, str]) -> Mapping[str, str]:
+        return {} if self.quantiser is None else self.quantiser.header(infos, quantised)
 
-    def check(self, coordinator: Coordinator) -> None:
-        """Check that tensors, config.json and base agree; compute and write nothing. Collective.
+    def open(self, folder: Source, *, dequantise: bool) -> HuggingFaceReader:
+        return HuggingFaceReader(folder, dequantise=dequantise)
 
-        Raises: ExportError on every rank, as `write` would.
-        """
-        stored = self._stored()
-        layout = self._layout(stored, coordinator)
-        plan = plan_export(stored, layout.pack, coordinator, layout.header)
-        coordinator.together("export/companions", lambda: layout.companions(plan) if coordinator.rank == 0 else None)
+    def check(self, reader: TensorReader) -> None:
+        if self.base is not None and self.quantiser is not None:  # before that the stored tensors are others
+            _compare(reader.tensors, self.base)
 
-    def _stored(self) -> Sequence[FileGroup]:
-        return self.groups if self.quantiser is None else quantised(self.groups, self.quantiser)
-
-    def _layout(self, stored: Sequence[FileGroup], coordinator: Coordinator) -> FolderFormat:
-        quantiser, base = self.quantiser, self.base
-
-        def pack(infos: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
-            if base is not None and self.as_base:
-                return pack_as(base.file_of, infos)
-            return pack_model_files(infos, self.max_shard_bytes)
-
-        def check(reader: TensorReader) -> None:
-            if quantiser is None:
-                return
-            assert isinstance(reader, HuggingFaceReader)
-            with HuggingFaceReader(reader.path) as dequantised:
-                if base is not None and coordinator.rank == 0:
-                    _compare(dequantised.tensors, base)
-                check_quantised(stored, dequantised)
-
-        return FolderFormat(
-            pack,
-            self._companions,
-            partial(HuggingFaceReader, dequantise=False),  # the proof reads the stored tensors
-            check,
-            CONFIG,
-            None if quantiser is None else quantiser.header,
-        )
-
-    def _companions(self, plan: ExportPlan) -> dict[str, bytes | Path]:
-        """Return the files beside the tensors, by name. Raises: ExportError if they and the tensors disagree."""
+    def companions(self, files: ExportFiles) -> dict[str, bytes | Path]:
         if self.base is not None and self.quantiser is None:
-            _compare(plan.infos, self.base)
-        files: dict[str, bytes | Path] = dict(_assets(self.assets))
-        beside = read_config(self.assets / CONFIG) if self.assets is not None else {}
-        made = _config(self.config, beside)
-        made["dtype"] = _dtype(plan.infos, self.base)
+            _compare(files.infos, self.base)
+        beside: dict[str, bytes | Path] = dict(_assets(self.assets))
+        made = _config(self.config, read_config(self.assets / CONFIG) if self.assets is not None else {})
+        made["dtype"] = _dtype(files.infos, self.base)
         if self.quantiser is not None:
-            made["quantization_config"] = self.quantiser.config(plan.infos, plan.quantised)
+            made["quantization_config"] = self.quantiser.config(files.infos, files.quantised)
         if not (self.verified or (self.base is not None and self.base.describes(made))):
-            _check_tied(made, plan)
-            _check_shape(made, plan)
-        files[CONFIG] = _as_json(made)
-        if GENERATION_CONFIG not in files:
-            files[GENERATION_CONFIG] = to_json(_generation_config(made))
-        if len(plan.layouts) > 1:
-            files[INDEX] = to_json(_index(plan))
-        return files
+            _check_tied(made, files)
+            _check_shape(made, files)
+        beside[CONFIG] = _as_json(made)
+        if GENERATION_CONFIG not in beside:
+            beside[GENERATION_CONFIG] = to_json(_generation_config(made))
+        if len(files.layouts) > 1:
+            beside[INDEX] = to_json(_index(files))
+        return beside
 
 
 def export_huggingface(
     folder: Location, groups: Sequence[FileGroup], *, coordinator: Coordinator, **options: Any
 ) -> ExportSummary:
-    """Write a Hugging Face folder; `options` are the fields of HuggingFaceExport. Collective. Raises: ExportError."""
-    return HuggingFaceExport(groups, **options).write(folder, coordinator)
+    """Write a Hugging Face folder; `options` are the fields of HuggingFaceFormat. Collective. Raises: ExportError."""
+    return export_folder(folder, groups, HuggingFaceFormat(**options), coordinator)
 
 
 def _compare(infos: Mapping[str, TensorInfo], base: Base) -> None:
@@ -275,29 +239,29 @@ def _dtype(infos: Mapping[str, TensorInfo], base: Base | None) -> str:
     return dtype_name(max(num_bytes, key=num_bytes.__getitem__, default=torch.float32))
 
 
-def _check_tied(config: Mapping[str, Any], plan: ExportPlan) -> None:
+def _check_tied(config: Mapping[str, Any], files: ExportFiles) -> None:
     """Raise if config and weights disagree on the output matrix: transformers would untie it, or initialise one."""
     tied = config.get("tie_word_embeddings")
     causal = any(str(name).endswith("ForCausalLM") for name in config["architectures"])
-    has_output = _OUTPUT in plan.infos or _OUTPUT in plan.quantised
+    has_output = _OUTPUT in files.infos or _OUTPUT in files.quantised
     wrong = f"config says tie_word_embeddings = {str(tied).lower()} and the export has"
     if tied and has_output:
         raise ExportError(f"{wrong} a {_OUTPUT}: one of them is wrong")
-    if tied is False and causal and not has_output and len(_tables(config, plan)) < 2:
+    if tied is False and causal and not has_output and len(_tables(config, files)) < 2:
         raise ExportError(
             f"{wrong} no {_OUTPUT}, nor two matrices outside its layers with vocab_size = {_vocabulary(config)} rows, "
             "as embeddings and an output with a name of its own would be: one of them is wrong"
         )
 
 
-def _tables(config: Mapping[str, Any], plan: ExportPlan) -> list[str]:
+def _tables(config: Mapping[str, Any], files: ExportFiles) -> list[str]:
     """Return the matrices outside numbered layers that have a row for each token, or are quantised.
 
     An output matrix is one of them, whatever its name is.
     """
     rows = _vocabulary(config)
-    plain = [key for key, info in plan.infos.items() if len(info.shape) == 2 and info.shape[0] == rows]
-    return [key for key in (*plain, *plan.quantised) if not _IN_LAYER.search(key)]
+    plain = [key for key, info in files.infos.items() if len(info.shape) == 2 and info.shape[0] == rows]
+    return [key for key in (*plain, *files.quantised) if not _IN_LAYER.search(key)]
 
 
 def _vocabulary(config: Mapping[str, Any]) -> Any:
@@ -305,14 +269,14 @@ def _vocabulary(config: Mapping[str, Any]) -> Any:
     return config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
 
 
-def _check_shape(config: Mapping[str, Any], plan: ExportPlan) -> None:
+def _check_shape(config: Mapping[str, Any], files: ExportFiles) -> None:
     """Raise if config.json describes a model of a different size: transformers would initialise or drop weights."""
     faults = []
     wanted = tuple(config.get(name) for name in ("vocab_size", "hidden_size"))
-    embeddings = plan.infos.get(TIED[1])
+    embeddings = files.infos.get(TIED[1])
     if embeddings is not None and None not in wanted and embeddings.shape != wanted:
         faults.append(f"vocab_size = {wanted[0]} and hidden_size = {wanted[1]}, and {TIED[1]} is {embeddings}")
-    layers = {match[1] for key in (*plan.infos, *plan.quantised) if (match := _LAYER.match(key))}
+    layers = {match[1] for key in (*files.infos, *files.quantised) if (match := _LAYER.match(key))}
     if layers and config.get("num_hidden_layers") not in (None, len(layers)):
         faults.append(f"num_hidden_layers = {config['num_hidden_layers']}, and there are {len(layers)}")
     if faults:
@@ -324,8 +288,8 @@ def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"_from_model_config": True, **{name: config[name] for name in _TOKENS if config.get(name) is not None}}
 
 
-def _index(plan: ExportPlan) -> dict[str, Any]:
-    metadata = {"total_size": plan.num_bytes}
-    if not plan.quantised:  # scales and zero points are no parameters
-        metadata["total_parameters"] = sum(torch.Size(info.shape).numel() for info in plan.infos.values())
-    return {"metadata": metadata, "weight_map": {key: plan.file_of[key] for key in sorted(plan.infos)}}
+def _index(files: ExportFiles) -> dict[str, Any]:
+    metadata = {"total_size": files.num_bytes}
+    if not files.quantised:  # scales and zero points are no parameters
+        metadata["total_parameters"] = sum(torch.Size(info.shape).numel() for info in files.infos.values())
+    return {"metadata": metadata, "weight_map": {key: files.file_of[key] for key in sorted(files.infos)}}

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.foreign_pattern import ForeignPatterns, pattern_fault
 from titan_ckpt.errors import (
     CheckpointNotFoundError,
@@ -27,15 +26,14 @@ from titan_ckpt.errors import (
 )
 from titan_ckpt.formats.huggingface.peft_fields import OWN, Selection, saves, unsupported, wrong_types
 from titan_ckpt.formats.huggingface.reader import read_config, to_json
-from titan_ckpt.formats.publish.plan import ExportPlan
-from titan_ckpt.formats.publish.run import ExportSummary, FolderFormat, export_folder
+from titan_ckpt.formats.publish.plan import ExportFiles
+from titan_ckpt.formats.publish.run import FolderFormat
 from titan_ckpt.formats.safetensors.container import read_header
 from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
-from titan_ckpt.stores.bucket import Location
 from titan_ckpt.stores.source import Source
-from titan_ckpt.weights.transforms import CASTABLE, FileGroup
+from titan_ckpt.weights.transforms import CASTABLE
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -155,37 +153,29 @@ class PeftReader(TensorReader):
 
 
 @dataclass(frozen=True, slots=True)
-class PeftExport:
-    """An export into an adapter folder that PEFT and vLLM open."""
+class PeftFormat(FolderFormat):
+    """The format of an adapter folder that PEFT and vLLM open. An adapter that changes nothing is refused."""
 
-    groups: Sequence[FileGroup]
+    last = CONFIG
     config: Mapping[str, Any]
     """adapter_config.json; r, lora_alpha and target_modules are required, the others have PEFT's defaults. Fields named
     `titan_ckpt_*` go to titan_ckpt.json."""
 
-    def write(self, folder: Location, coordinator: Coordinator) -> ExportSummary:
-        """Write the folder, prove it, and publish it atomically. Collective.
+    def pack(self, infos: Mapping[str, TensorInfo]) -> Mapping[str, Sequence[str]]:
+        return {WEIGHTS: sorted(infos)}
 
-        Raises: ExportError on every rank, with nothing under the folder's name; also for an adapter that changes
-        nothing.
-        """
-
-        def check(reader: TensorReader) -> None:
-            if coordinator.rank == 0:
-                _check_values(reader)
-
-        layout = FolderFormat(lambda infos: {WEIGHTS: sorted(infos)}, self._companions, PeftReader, check, CONFIG)
-        return export_folder(folder, self.groups, layout, coordinator)
-
-    def _companions(self, plan: ExportPlan) -> dict[str, bytes | Path]:
+    def companions(self, files: ExportFiles) -> dict[str, bytes | Path]:
         public = {**_DEFAULTS, **{name: value for name, value in self.config.items() if not name.startswith(OWN)}}
         own = {name: value for name, value in self.config.items() if name.startswith(OWN)}
-        if faults := list(_config_faults(public)) or check_adapter(plan.infos, public):
+        if faults := list(_config_faults(public)) or check_adapter(files.infos, public):
             raise ExportError(listed(faults))
-        files: dict[str, bytes | Path] = {CONFIG: to_json(public)}
-        if own:
-            files[RECORD] = to_json(own)
-        return files
+        return {CONFIG: to_json(public), **({RECORD: to_json(own)} if own else {})}
+
+    def open(self, folder: Source, *, dequantise: bool) -> PeftReader:
+        return PeftReader(folder)
+
+    def check(self, reader: TensorReader) -> None:
+        _check_values(reader)
 
 
 def check_adapter(infos: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,21 +28,28 @@ MakeHeader = Callable[[Mapping[str, TensorInfo], Mapping[str, str]], Mapping[str
 
 
 @dataclass(frozen=True, slots=True)
-class ExportPlan:
-    """All tensors of an export, their places in files, and this rank's part of the work."""
+class ExportFiles:
+    """The files of an export by the names in them: the same on every rank, and for any parallelism."""
 
     infos: Mapping[str, TensorInfo]
     layouts: Mapping[str, Layout]
     file_of: Mapping[str, str]
-    shares: Mapping[str, Sequence[Chunk] | None]
-    """Native fqn -> the chunks that this rank writes; None: all that it holds."""
-    quantised: Mapping[str, str] = field(default_factory=dict)
+    quantised: Mapping[str, str]
     """Key of each tensor that is stored as several tensors -> its description in the files' headers."""
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all tensors, without headers."""
         return sum(info.nbytes for info in self.infos.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPlan:
+    """The files of an export, and this rank's part of the work."""
+
+    files: ExportFiles
+    shares: Mapping[str, Sequence[Chunk] | None]
+    """Native fqn -> the chunks that this rank writes; None: all that it holds."""
 
     def shares_of(self, fqn: str) -> Sequence[Chunk] | None:
         """Return the chunks of a native tensor that this rank writes; None: all that it holds."""
@@ -59,7 +66,7 @@ class ExportPlan:
 
 @gc_paused()
 def plan_export(
-    groups: Sequence[FileGroup], pack: PackFiles, coordinator: Coordinator, header: MakeHeader | None = None
+    groups: Sequence[FileGroup], pack: PackFiles, header: MakeHeader, coordinator: Coordinator
 ) -> ExportPlan:
     """Agree on all tensors and on the rank that writes each part. Collective.
 
@@ -83,10 +90,11 @@ def plan_export(
                 shares[fqn] = ()
     for share in divide(known, coordinator).shares:
         shares[share.fqn] = (*(shares[share.fqn] or ()), share.chunk)
-    files = pack(infos)
-    metadata = {"format": "pt", **(header(infos, quantised) if header is not None else {})}
-    layouts = {name: lay_out({key: infos[key] for key in keys}, metadata) for name, keys in files.items()}
-    return ExportPlan(infos, layouts, {key: name for name, keys in files.items() for key in keys}, shares, quantised)
+    packed = pack(infos)
+    metadata = {"format": "pt", **header(infos, quantised)}
+    layouts = {name: lay_out({key: infos[key] for key in keys}, metadata) for name, keys in packed.items()}
+    file_of = {key: name for name, keys in packed.items() for key in keys}
+    return ExportPlan(ExportFiles(infos, layouts, file_of, quantised), shares)
 
 
 def coverage_faults(infos: Mapping[str, TensorInfo], written: Iterable[Mapping[str, Sequence[Any]]]) -> list[str]:

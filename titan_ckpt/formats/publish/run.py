@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from titan_ckpt import progress
 from titan_ckpt.disk import posix
@@ -21,7 +23,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.errors import ExportError, PeerError
 from titan_ckpt.formats.publish.columns import ColumnExchange, Lost, agree, row_peers
-from titan_ckpt.formats.publish.plan import ExportPlan, MakeHeader, PackFiles, coverage_faults, plan_export
+from titan_ckpt.formats.publish.plan import ExportFiles, ExportPlan, coverage_faults, plan_export
 from titan_ckpt.formats.publish.publication import Unpublished, published
 from titan_ckpt.formats.publish.upload import Uploads
 from titan_ckpt.formats.publish.write import ExportWriter, Place, create_file
@@ -29,26 +31,40 @@ from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.bucket import BucketPath, Location
 from titan_ckpt.stores.source import Source
+from titan_ckpt.weights.quantise import check_quantised
 from titan_ckpt.weights.transforms import FileGroup, FilePiece
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class FolderFormat:
-    """The format of an export: its files, what lies beside the tensors, and how the result is proved."""
+class FolderFormat(ABC):
+    """A format of exports: its files, what lies beside the tensors, and how the result is read back."""
 
-    pack: PackFiles
-    companions: Callable[[ExportPlan], Mapping[str, bytes | Path]]
-    """Returns file name -> its bytes, or the file to copy. Called on rank 0 before anything is written. May raise."""
-    open_reader: Callable[[Source], TensorReader]
-    """Opens the folder as any reader would; the proof reads through it."""
-    check: Callable[[TensorReader], None]
-    """Called with the re-opened folder before it is published. Raises if its values are wrong."""
-    last: str
+    last: ClassVar[str]
     """The companion without which no reader opens the folder; in a bucket it is written last."""
-    header: MakeHeader | None = None
-    """Extra safetensors metadata of each file, beside {"format": "pt"}."""
+
+    @abstractmethod
+    def pack(self, infos: Mapping[str, TensorInfo]) -> Mapping[str, Sequence[str]]:
+        """Return file name -> its keys, of all tensors of an export."""
+
+    def header(self, infos: Mapping[str, TensorInfo], quantised: Mapping[str, str]) -> Mapping[str, str]:
+        """Return extra safetensors metadata of each file, beside {"format": "pt"}, for these quantised tensors."""
+        return {}
+
+    @abstractmethod
+    def companions(self, files: ExportFiles) -> Mapping[str, bytes | Path]:
+        """Return file name -> its bytes, or the file to copy. Called on rank 0 before anything is written.
+
+        Raises: ExportError if they and the tensors disagree.
+        """
+
+    @abstractmethod
+    def open(self, folder: Source, *, dequantise: bool) -> TensorReader:
+        """Open the folder as any reader would; with `dequantise` false, its tensors are those that are stored."""
+
+    @abstractmethod
+    def check(self, reader: TensorReader) -> None:
+        """Check the re-opened folder on rank 0 before it is published. Raises if its values are wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +81,7 @@ class ExportSummary:
 
 
 def export_folder(
-    folder: Location, groups: Sequence[FileGroup], layout: FolderFormat, coordinator: Coordinator
+    folder: Location, groups: Sequence[FileGroup], format_: FolderFormat, coordinator: Coordinator
 ) -> ExportSummary:
     """Write, prove and publish a folder. Collective: ranks without tensors take part too.
 
@@ -76,9 +92,9 @@ def export_folder(
     Raises: ExportError on every rank, with nothing under the folder's name.
     """
     started = time.perf_counter()
-    work = _Export(folder, groups, layout, coordinator)
+    work = _Export(folder, groups, format_, coordinator)
     try:
-        plan = work.run()
+        files = work.run()
     except BaseException as error:
         coordinator.peers.discard()  # an exchange may have been left in the middle
         if not isinstance(error, Exception):
@@ -87,26 +103,47 @@ def export_folder(
         became = "it is proved, and may be published all the same" if unsure else "nothing was published"
         raise ExportError(f"export to {folder} failed, {became}: {error}") from error
     seconds = time.perf_counter() - started
-    summary = ExportSummary(folder, tuple(plan.layouts), len(plan.infos), plan.num_bytes, seconds)
-    logger.info(f"exported {summary.num_tensors} tensors, {plan.num_bytes:,} bytes, to {folder} in {seconds:.2f} s")
+    summary = ExportSummary(folder, tuple(files.layouts), len(files.infos), files.num_bytes, seconds)
+    logger.info(f"exported {summary.num_tensors} tensors, {files.num_bytes:,} bytes, to {folder} in {seconds:.2f} s")
     return summary
+
+
+@dataclass(frozen=True, slots=True)
+class FolderExport:
+    """Tensors, and the format of the folder into which they are exported."""
+
+    groups: Sequence[FileGroup]
+    format: FolderFormat
+
+    def write(self, folder: Location, coordinator: Coordinator) -> ExportSummary:
+        """Write, prove and publish the folder, as `export_folder`."""
+        return export_folder(folder, self.groups, self.format, coordinator)
+
+    def check(self, coordinator: Coordinator) -> None:
+        """Check that tensors and companions agree; compute and write nothing. Collective.
+
+        Raises: ExportError on every rank, as `write` would.
+        """
+        files = plan_export(self.groups, self.format.pack, self.format.header, coordinator).files
+        coordinator.on_rank_0("export/companions", lambda: [*self.format.companions(files)])
 
 
 @dataclass(slots=True)
 class _Export:
     folder: Location
     groups: Sequence[FileGroup]
-    layout: FolderFormat
+    format: FolderFormat
     coordinator: Coordinator
     is_proved: bool = False
 
-    def run(self) -> ExportPlan:
+    def run(self) -> ExportFiles:
         """Take all steps. If it raises, it leaves no staging folder behind."""
-        plan = plan_export(self.groups, self.layout.pack, self.coordinator, self.layout.header)
-        with published(self.folder, self.coordinator, "export/", lambda: self.layout.companions(plan)) as unpublished:
+        plan = plan_export(self.groups, self.format.pack, self.format.header, self.coordinator)
+        files = plan.files
+        with published(self.folder, self.coordinator, "export/", lambda: self.format.companions(files)) as unpublished:
             self._fill(unpublished, plan, dict(unpublished.prepared or {}))
             self.is_proved = True
-        return plan
+        return files
 
     def _fill(
         self,
@@ -116,13 +153,13 @@ class _Export:
     ) -> None:
         """Write everything into the unpublished folder and prove it."""
         path, rank, world_size = unpublished.path, self.coordinator.rank, self.coordinator.world_size
-        own_files = list(plan.layouts)[rank::world_size]
-        share = 2 * plan.num_bytes // world_size  # written, and read back
+        own_files = list(plan.files.layouts)[rank::world_size]
+        share = 2 * plan.files.num_bytes // world_size  # written, and read back
         uploads = None
         if isinstance(path, BucketPath):
-            uploads = Uploads(path, plan.layouts, self.coordinator)
-            if isinstance(content := companions.pop(self.layout.last, None), bytes):
-                unpublished.last = self.layout.last, content
+            uploads = Uploads(path, plan.files.layouts, self.coordinator)
+            if isinstance(content := companions.pop(self.format.last, None), bytes):
+                unpublished.last = self.format.last, content
             unpublished.share_last("export/last", self.coordinator)
         with (
             progress.shown(f"exporting {self.folder.name}", share) as count,
@@ -138,7 +175,7 @@ class _Export:
                 columns = self._columns(plan, writer, *rounds_and_pieces)
                 assert isinstance(path, Path)
                 for name in own_files:
-                    create_file(path / name, plan.layouts[name])
+                    create_file(path / name, plan.files.layouts[name])
                 return columns
 
             columns = self.coordinator.together("export/create", create)
@@ -148,7 +185,7 @@ class _Export:
             if any(broken):
                 raise ExportError("; ".join(dict.fromkeys(filter(None, broken))))
             parts = self.coordinator.gather("export/parts", cast("Any", writer.undivided))
-            if faults := coverage_faults(plan.infos, cast("Any", parts)):
+            if faults := coverage_faults(plan.files.infos, cast("Any", parts)):
                 raise ExportError(f"{len(faults)} tensor(s) are not whole: {'; '.join(faults)}")
             if uploads is not None:  # a rank reads what others have uploaded
                 self.coordinator.together("export/uploaded", writer.sync)
@@ -180,8 +217,8 @@ class _Export:
         for ranks, of_group in pieces.items():
             for piece in of_group.values():
                 boxes.setdefault(ranks, {}).setdefault(piece.key, []).append(piece.chunk)
-        shapes = {key: (info.shape, info.dtype.itemsize) for key, info in plan.infos.items()}
-        in_order = [key for layout in plan.layouts.values() for key in layout.entries]
+        shapes = {key: (info.shape, info.dtype.itemsize) for key, info in plan.files.infos.items()}
+        in_order = [key for layout in plan.files.layouts.values() for key in layout.entries]
         rounds = agree(self.coordinator, groups, boxes, shapes, in_order)
         every = {place: piece for of_group in pieces.values() for place, piece in of_group.items()}
         return writer.columns(self.coordinator, rounds, every) if rounds else None
@@ -219,27 +256,32 @@ class _Export:
         """
         groups = list(self.groups)
         if isinstance(path, BucketPath):
-            turn = {name: i // self.coordinator.world_size for i, name in enumerate(plan.layouts)}
+            turn = {name: i // self.coordinator.world_size for i, name in enumerate(plan.files.layouts)}
 
             def place(group: FileGroup) -> tuple[int, int]:
-                name = plan.file_of[key := next(iter(group.infos))]
-                return turn[name], plan.layouts[name].entries[key].start
+                name = plan.files.file_of[key := next(iter(group.infos))]
+                return turn[name], plan.files.layouts[name].entries[key].start
 
             return sorted(groups, key=place)
         if any(group.collective for group in groups):
             return groups
-        number = {name: i for i, name in enumerate(plan.layouts)}
+        number = {name: i for i, name in enumerate(plan.files.layouts)}
         first = self.coordinator.rank * len(number) // self.coordinator.world_size
-        return sorted(groups, key=lambda g: (number[plan.file_of[next(iter(g.infos))]] - first) % len(number))
+        return sorted(groups, key=lambda g: (number[plan.files.file_of[next(iter(g.infos))]] - first) % len(number))
 
     def _prove(self, unpublished: Unpublished[Any], plan: ExportPlan, writer: ExportWriter) -> None:
         source = unpublished.as_source()
-        with self.layout.open_reader(source) as reader, meanwhile(writer.sync):  # what is read back becomes durable
-            faults = compare_infos(plan.infos, reader.tensors)
-            if faults:
+        with ExitStack() as stack:
+            stored = reader = stack.enter_context(self.format.open(source, dequantise=False))
+            stack.enter_context(meanwhile(writer.sync))  # what is read back becomes durable
+            if faults := compare_infos(plan.files.infos, stored.tensors):
                 raise ExportError(f"the re-opened export differs in {len(faults)} tensor(s): {'; '.join(faults)}")
-            writer.prove(reader)
-            self.layout.check(reader)
+            writer.prove(stored)
+            if plan.files.quantised:
+                reader = stack.enter_context(self.format.open(source, dequantise=True))
+                check_quantised(self.groups, reader)
+            if self.coordinator.rank == 0:
+                self.format.check(reader)
         writer.close()
 
 

@@ -120,7 +120,7 @@ class ExportWriter:
                 shares = self._plan.shares_of(group.fqns[index])
                 for block in blocks_of(value) if isinstance(value, torch.Tensor) or value.in_memory else ():
                     for piece in group.cut_shares(index, block, shares):
-                        if not is_run(self._plan.infos[piece.key].shape, piece.chunk):
+                        if not is_run(self._plan.files.infos[piece.key].shape, piece.chunk):
                             pieces[piece.key, piece.chunk.offsets, piece.chunk.sizes[1:]] = piece
         return pieces
 
@@ -197,7 +197,7 @@ class ExportWriter:
         def put(rows: Rows, box: Chunk, target: torch.Tensor) -> None:
             _put(pieces[_place(rows, box)], box, target)
 
-        dtypes = {key: info.dtype for key, info in self._plan.infos.items()}
+        dtypes = {key: info.dtype for key, info in self._plan.files.infos.items()}
         return ColumnExchange(coordinator, rounds, dtypes, offset_of, put)
 
     def _write_rows(self, assembled: Assembled) -> None:
@@ -205,12 +205,12 @@ class ExportWriter:
         with assembled.lease:
             self._shared(rows.key).write(assembled.data, assembled.offset)
         self._count(num_bytes)
-        info = self._plan.infos[rows.key]
+        info = self._plan.files.infos[rows.key]
         blocks = [(num_bytes, b"")]
         self._written.append(Written(rows.key, rows.chunk, info, assembled.offset, blocks, assembled.parts))
 
     def _entry(self, key: str) -> Entry:
-        return self._plan.layouts[self._plan.file_of[key]].entries[key]
+        return self._plan.files.layouts[self._plan.files.file_of[key]].entries[key]
 
     def _write_queued(self) -> None:
         queue, self._queue = self._queue, []
@@ -262,11 +262,11 @@ class ExportWriter:
 
     def _file(self, key: str) -> _Output:
         if self._uploads is not None:
-            return _Uploaded(self._uploads, self._plan.file_of[key])
+            return _Uploaded(self._uploads, self._plan.files.file_of[key])
         return self._shared(key)
 
     def _shared(self, key: str) -> SharedFile:
-        name = self._plan.file_of[key]
+        name = self._plan.files.file_of[key]
         assert isinstance(self._folder, Path)
         with self._opening:
             if name not in self._files:

@@ -101,7 +101,7 @@ def test_the_matrix_catches_each_broken_promise(monkeypatch: pytest.MonkeyPatch)
     commit = StepStore.commit
 
     def expire_first(store: StepStore, attempt: Attempt, manifest: Manifest) -> None:
-        store.expire(KeepConfig(latest=1), frozenset())
+        store.expire(KeepConfig(latest=1))
         commit(store, attempt, manifest)
 
     writer = DirectoryWriter()

@@ -152,7 +152,7 @@ def test_retention_keeps_as_many_whole_steps_as_it_is_told(s3: Server) -> None:
         place.bucket.delete([key])
         if size:
             place.bucket.create(key, b"{")
-    steps.expire(KeepConfig(latest=2), frozenset())
+    steps.expire(KeepConfig(latest=2))
     steps.close()
     seen = steps.survey()
     assert [step.step for step in seen.steps] == [1, 3]

@@ -11,7 +11,6 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,7 +40,7 @@ class CheckpointDirectory:
     """Committed steps, in a folder or in a bucket.
 
     Methods are collective unless they say otherwise; one thread uses the object at a time.
-    Reading changes nothing. The first `begin`, `preflight` or `remove` takes the lease and deletes the folders that
+    Reading changes nothing. The first `begin` or `preflight` takes the lease and deletes the folders that
     interrupted processes left.
     """
 
@@ -185,30 +184,13 @@ class CheckpointDirectory:
         if self._coordinator.rank == 0:
             self._store.abandon(attempt)
 
-    def expired(self, keep: KeepConfig | None, protected: AbstractSet[int] = frozenset()) -> list[int]:
-        """Return the steps that `expire` would delete."""
-        return self._on_rank_0("expired", lambda: [step.step for step in self._store.expired(keep, protected)])
-
-    def expire(self, keep: KeepConfig | None, protected: AbstractSet[int] = frozenset()) -> list[int]:
+    def expire(self, keep: KeepConfig | None) -> list[int]:
         """Delete the committed steps that the policy no longer keeps; return them on rank 0. Not collective.
 
         Only committed steps count, weights-only ones apart from those that a run can resume from. Pinned steps, the
         step resumed from and steps with foreign files stay. Never raises, because the save before it is committed.
         """
-        return self._store.expire(keep, protected) if self._coordinator.rank == 0 else []
-
-    def remove(self, step: int) -> None:
-        """Delete one committed step. Raises: CheckpointNotFoundError; SaveError, also if it holds foreign files."""
-        what = f"{self.root}: step {step} was not removed"
-        self._on_rank_0(f"remove step {step}", lambda: self._store.remove(self._store.inspect(step)), SaveError, what)
-
-    def pin(self, step: int) -> None:
-        """Keep a step until `unpin`, whatever the policy says."""
-        self._on_rank_0(f"pin step {step}", lambda: self._store.pin(step), SaveError, f"step {step} was not pinned")
-
-    def unpin(self, step: int) -> None:
-        """Let the policy decide about a pinned step again."""
-        self._on_rank_0(f"unpin step {step}", lambda: self._store.unpin(step), SaveError, f"step {step} stays pinned")
+        return self._store.expire(keep) if self._coordinator.rank == 0 else []
 
     def close(self) -> None:
         """Give the lease back. Not collective; idempotent."""

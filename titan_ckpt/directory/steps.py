@@ -164,7 +164,7 @@ class Steps(ABC):
         self._protected = {step}
         self._rolled_back_to = step
 
-    def expired(self, keep: KeepConfig | None, protected: AbstractSet[int]) -> list[CommittedStep]:
+    def expired(self, keep: KeepConfig | None, protected: AbstractSet[int] = frozenset()) -> list[CommittedStep]:
         """Return the committed steps that the policy no longer keeps; weights-only steps are counted apart.
 
         The step resumed from stays, and so does every step that holds a foreign file, such as a pin.
@@ -180,11 +180,11 @@ class Steps(ABC):
             expired += [group[step] for step in expired_steps(sorted(group), keep, stay, facts)]
         return expired
 
-    def expire(self, keep: KeepConfig | None, protected: AbstractSet[int]) -> list[int]:
+    def expire(self, keep: KeepConfig | None) -> list[int]:
         """Delete expired steps and return them. Failures are logged and tried again when the folder is next opened."""
         gone: list[int] = []
         try:
-            for step in self.expired(keep, protected):
+            for step in self.expired(keep):
                 self.remove(step)
                 gone.append(step.step)
         except (OSError, CheckpointError) as error:

@@ -28,7 +28,7 @@ from tests.faults.small_checkpoints import (
 )
 from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory import store as step_store
-from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.directory.directory import CheckpointDirectory, open_steps
 from titan_ckpt.directory.lease import LEASE_NAME, Holder
 from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
 from titan_ckpt.directory.names import read_manifest_bytes, survey
@@ -306,7 +306,7 @@ def test_looking_changes_nothing(tmp_path: Path) -> None:
     assert reader.steps() == [10]
     reader.manifest(10)
     reader.resume_from(10)
-    assert reader.expired(KeepConfig(latest=1)) == []
+    assert open_steps(tmp_path).expired(KeepConfig(latest=1)) == []
     reader.close()
     assert everything(tmp_path) == before
     directory.close()
@@ -382,22 +382,26 @@ def test_retention_keeps_pinned_foreign_protected_and_weights_apart(tmp_path: Pa
     directory = open_directory(tmp_path)
     for step in range(1, 9):
         commit_step(directory, step, kind="model" if step in (7, 8) else "full")
-    directory.pin(1)
-    directory.pin(1)
+    store = open_steps(tmp_path)
+    store.pin(1)
+    store.pin(1)
     (tmp_path / "step-2" / "notes.txt").write_text("look at this one")
     keep = KeepConfig(latest=1)
-    assert directory.expired(keep, {3}) == [4, 5, 7]
+    assert [step.step for step in store.expired(keep, {3})] == [4, 5, 7]
     assert directory.steps() == list(range(1, 9))
-    assert directory.expire(keep, {3}) == [4, 5, 7]
+    directory.resume_from(3)
+    assert directory.expire(keep) == [4, 5, 7]
     assert directory.steps() == [1, 2, 3, 6, 8]
-    directory.unpin(1)
-    assert directory.expire(keep, {3}) == [1]
+    store.unpin(1)
+    assert directory.expire(keep) == [1]
     assert directory.expire(None) == []
+    directory.close()
     with pytest.raises(SaveError, match=r"notes\.txt"):
-        directory.remove(2)
-    directory.remove(3)
+        store.remove(store.inspect(2))
+    store.remove(store.inspect(3))
     with pytest.raises(CheckpointNotFoundError):
-        directory.remove(3)
+        store.inspect(3)
+    store.close()
     assert directory.steps() == [2, 6, 8]
     assert os.listdir(tmp_path / ".trash") == []
     directory.close()
@@ -421,7 +425,7 @@ def test_a_file_that_a_user_adds_while_a_step_expires_keeps_the_step(
     assert directory.expire(KeepConfig(latest=1)) == []
     assert "step-1: holds what is not ours: PINNED" in caplog.text
     assert directory.steps() == [1, 2]
-    assert directory.expired(KeepConfig(latest=1)) == []
+    assert open_steps(tmp_path).expired(KeepConfig(latest=1)) == []
     directory.close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from titan_ckpt.tools.retention import Pruned
     from titan_ckpt.tools.verifying import Verified
 
-Say = Callable[[str], None]
 _BAR = 30
 _MOST_ROWS = 1000
 """Tensors of one component that are shown as a table, which is laid out to the width of the console."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
@@ -17,10 +18,7 @@ from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.errors import CorruptCheckpointError
@@ -202,24 +200,30 @@ class DcpReader(TensorReader):
         return Stored(chunk, str(PurePosixPath(info.relative_path)), info.offset, info.length)
 
     def _load(self, name: str, stored: Stored) -> Any:
-        try:
+        with self._reading(stored, name):
             file = self._open_file(stored.file)
+            try:
+                if file.num_bytes < stored.offset + stored.num_bytes:
+                    raise self._corrupt(stored, name, "is cut off")
+                if isinstance(file, ObjectReader):  # torch asks for a few bytes at a time
+                    file.fetch(stored.offset, stored.num_bytes)
+                return torch.load(cast(IO[bytes], _Part(file, stored)), weights_only=True, map_location="cpu")
+            finally:
+                if isinstance(file, FileReader):
+                    file.close()
+
+    @contextmanager
+    def _reading(self, stored: Stored, name: str) -> Iterator[None]:
+        """Say of an error which file could not be read, and for what. Raises: CorruptCheckpointError; OSError."""
+        try:
+            yield
         except FileNotFoundError as error:
             raise self._corrupt(stored, name, "is missing") from error
-        try:
-            if file.num_bytes < stored.offset + stored.num_bytes:
-                raise self._corrupt(stored, name, "is cut off")
-            if isinstance(file, ObjectReader):  # torch asks for a few bytes at a time
-                file.fetch(stored.offset, stored.num_bytes)
-            return torch.load(cast(IO[bytes], _Part(file, stored)), weights_only=True, map_location="cpu")
         except (OSError, CorruptCheckpointError):
             raise
         except Exception as error:  # a pickle can fail in any way
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise self._corrupt(stored, name, f"cannot be read as plain data: {reason}") from error
-        finally:
-            if isinstance(file, FileReader):
-                file.close()
 
     def _open_file(self, name: str) -> FileReader | ObjectReader:
         """Open a file; an object stays open, because its head is got each time. Raises: FileNotFoundError; OSError."""

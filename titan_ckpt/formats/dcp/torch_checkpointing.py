@@ -31,7 +31,9 @@ from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, chunks_at, loca
 from titan_ckpt.geometry.requests import ReadRequest
 
 METADATA = "metadata.pkl"
-_MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_MALFORMED = (
+    UnpicklingError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
 _Cell = list[tuple[Chunk, tuple[slice, ...]]]
 """The chunks of a tensor that one rank holds, and where they are in its local tensor."""
 
@@ -58,15 +60,7 @@ class TorchCheckpointingReader(DcpReader):
                 self._take(unpickle(data))
         except CheckpointError:
             raise
-        except (
-            UnpicklingError,
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except _MALFORMED as error:
             raise CorruptCheckpointError(
                 f"{self._table} is not the metadata of torch_checkpointing, and may be hostile: "
                 f"{str(error) or type(error).__name__:.200}. Nothing was executed. Take another checkpoint",
@@ -137,17 +131,10 @@ class TorchCheckpointingReader(DcpReader):
     def _item(self, name: str, stored: Stored) -> Any:
         """Return the content of a file, its tensors mapped and not read. Raises: CorruptCheckpointError; OSError."""
         if stored.file not in self._open:
-            try:
-                FileReader(self.path / stored.file).close()  # refuses what is no file
-                value = torch.load(self.path / stored.file, weights_only=True, mmap=True, map_location="cpu")
-            except FileNotFoundError as error:
-                raise self._corrupt(stored, name, "is missing") from error
-            except OSError:
-                raise
-            except Exception as error:  # a pickle can fail in any way
-                reason = (str(error) or type(error).__name__).splitlines()[0]
-                raise self._corrupt(stored, name, f"cannot be read as plain data: {reason}") from error
-            self._open[stored.file] = value
+            path = self.path / stored.file
+            with self._reading(stored, name):
+                FileReader(path).close()  # refuses what is no file
+                self._open[stored.file] = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
         return self._open[stored.file]
 
 

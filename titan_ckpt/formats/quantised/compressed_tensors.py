@@ -91,7 +91,7 @@ def find(folder: QuantisedFolder) -> Findings:
         elif reason := _NOT_DEQUANTISED.get(f".{leaf}"):
             findings.unsupported.append(f"{key}: {reason}")
         elif leaf == "weight_packed" or (leaf == "weight" and f"{stem}.weight_scale" in infos):
-            module = _Module(findings, infos, stem, shapes.get(f"{stem}.weight_shape"), schemes)
+            module = _Module(infos, stem, shapes.get(f"{stem}.weight_shape"), schemes)
             try:
                 findings.add(f"{stem}.weight", module.values(leaf, info))
             except ValueError as error:
@@ -107,7 +107,6 @@ def find(folder: QuantisedFolder) -> Findings:
 class _Module:
     """The weight of one module, and its companions."""
 
-    findings: Findings
     infos: Mapping[str, TensorInfo]
     stem: str
     weight_shape: torch.Tensor | None

@@ -70,7 +70,9 @@ def kinds() -> dict[str, type[Any]]:
 
 def _from_table(table: object, source: str, path: str) -> ModelConverter:
     """Return the converter of one table. Raises: ConfigError."""
-    named = {entry.name: entry for entry in entry_points(group=GROUP)}
+    own = isinstance(table, Mapping) and isinstance(table.get("kind"), str) and table["kind"] in _OWN
+    # All installed packages are looked through, which takes longer than everything else here.
+    named = {} if own else {entry.name: entry for entry in entry_points(group=GROUP)}
     choices: Any = Literal[(*_OWN, *named)] | ImportName
     settings: Any = dict(table) if isinstance(table, Mapping) else table
     only_kind = {"kind": settings["kind"]} if isinstance(table, Mapping) and "kind" in settings else {}

@@ -39,6 +39,7 @@ max_grad_norm = 1.0
 
 [optimizer]
 lr = 3e-3
+implementation = "fused"  # one operation a step, where FSDP2 takes long for one of each parameter
 
 [checkpoint.save]
 interval = 50

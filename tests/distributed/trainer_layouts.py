@@ -182,7 +182,11 @@ def save_in(layout: str, model: str, root: Path) -> None:
 
 
 def load_in(layout: str, model: str, root: Path) -> None:
-    """Resume from every layout's save in turn: the same bits, and the loss that its writer would have had."""
+    """Resume from every layout's save in turn: the same bits, and the loss that its writer would have had.
+
+    The loss shows that bits which are right in a file stand at the right place of the model. A single process computes
+    it of every save; another layout, where a step takes longer, of the save of a single process and of its own.
+    """
     with built(settings(root, model, LAYOUTS[layout][1], {}, root / "nothing")) as trainer:
         everywhere = {name for n in (1, 2, 4) for name in layouts_of(model, n)}
         for saved in everywhere & MATRIX.keys() if layout in MATRIX else ("single", layout):
@@ -194,8 +198,9 @@ def load_in(layout: str, model: str, root: Path) -> None:
                 trainer.load()
                 assert trainer.state.step == STEPS
                 assert_holds(trainer, output / "checkpoints" / f"step-{STEPS}")
-            expected, _ = json.loads((output / "next.json").read_text())
-            assert next_loss(trainer) == pytest.approx(expected, abs=1e-6), (saved, layout)
+            if layout == "single" or saved in ("single", layout):
+                expected, _ = json.loads((output / "next.json").read_text())
+                assert next_loss(trainer) == pytest.approx(expected, abs=1e-6), (saved, layout)
 
 
 def erase(trainer: Trainer) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -42,23 +44,32 @@ def violations(writer: Writer, scenario: Scenario, every: int = 1) -> Iterator[s
     After one operation the file system is as it is before the next, where no fewer saves are acknowledged: so where
     every operation is killed at, a kill after one tells something new only of the last. A soak kills there too.
     """
+    with quick_folder() as prepared:
+        scenario.prepare(writer, prepared / "checkpoints")
+        with copy_of(prepared) as root:
+            names = count_operations(lambda: writer.run(root, scenario.saves, lambda _: None, scenario.resume))
+        assert len(names) > 10, "the shim counts nothing"
+        for ordinal in range(0, len(names), every):
+            for moment in MOMENTS:
+                if moment == "half" and names[ordinal] != "pwrite_all":
+                    continue
+                if moment == "after" and every == 1 and ordinal + 1 < len(names) and not SOAK:
+                    continue
+                with copy_of(prepared) as root:
+                    acknowledged, finished = run_killed(writer, scenario, root, KillAt(ordinal=ordinal, moment=moment))
+                    assert not finished, f"operation {ordinal} was not reached"
+                    if fault := judge(writer, root, scenario.legal(acknowledged), scenario.least):
+                        operation = f"{moment} operation {ordinal} ({names[ordinal]})"
+                        yield f"{writer.name}, {scenario.name}, {operation}: {fault}"
+
+
+@contextmanager
+def copy_of(prepared: Path) -> Iterator[Path]:
+    """Yield a copy of the checkpoints that a scenario begins with."""
     with quick_folder() as folder:
-        scenario.prepare(writer, folder / "count")
-        names = count_operations(lambda: writer.run(folder / "count", scenario.saves, lambda _: None, scenario.resume))
-    assert len(names) > 10, "the shim counts nothing"
-    for ordinal in range(0, len(names), every):
-        for moment in MOMENTS:
-            if moment == "half" and names[ordinal] != "pwrite_all":
-                continue
-            if moment == "after" and every == 1 and ordinal + 1 < len(names) and not SOAK:
-                continue
-            with quick_folder() as folder:
-                root = folder / "checkpoints"
-                scenario.prepare(writer, root)
-                acknowledged, finished = run_killed(writer, scenario, root, KillAt(ordinal=ordinal, moment=moment))
-                assert not finished, f"operation {ordinal} was not reached"
-                if fault := judge(writer, root, scenario.legal(acknowledged), scenario.least):
-                    yield f"{writer.name}, {scenario.name}, {moment} operation {ordinal} ({names[ordinal]}): {fault}"
+        if (prepared / "checkpoints").exists():
+            shutil.copytree(prepared / "checkpoints", folder / "checkpoints", symlinks=True)
+        yield folder / "checkpoints"
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)

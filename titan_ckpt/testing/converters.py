@@ -110,6 +110,9 @@ class ConverterTests(ABC):
     `make_model`, `make_input`, `key_map` and `shard` may be overridden.
     """
 
+    _kept: list[_Specimen] | None = None
+    """The specimen of laws that only read, while several of them are checked."""
+
     @abstractmethod
     def make_converter(self) -> Converter:
         """Return a new converter, or a container of several."""
@@ -142,7 +145,7 @@ class ConverterTests(ABC):
     @_law
     def test_full_is_base_and_what_was_added(self) -> None:
         """Every base key keeps name, shape and dtype; base mode has exactly these; the filter claims all other keys."""
-        specimen = self._specimen()
+        specimen = self._shared()
         wrapper = ModelWrapper([specimen.model], specimen.converter)
         full, base = wrapper.state_dict("full"), wrapper.state_dict("base")
         _agree("base mode's keys, shapes and dtypes", {fqn: info_of(base[fqn]) for fqn in base}, specimen.base)
@@ -152,7 +155,7 @@ class ConverterTests(ABC):
     @_law
     def test_filter_is_a_function_of_the_whole_name(self) -> None:
         """A key that only resembles an added key, or has a different prefix, belongs to the base."""
-        specimen = self._specimen()
+        specimen = self._shared()
         claims = specimen.converter.key_filter
         early = self.make_converter().key_filter
         _agree("keys claimed before convert added any", {f for f in specimen.state_dict() if early(f)}, set())
@@ -164,7 +167,7 @@ class ConverterTests(ABC):
     @_law
     def test_export_is_the_base_in_plain_tensors(self) -> None:
         """The export has the base's keys, shapes and dtypes, and all values are plain tensors."""
-        specimen = self._specimen()
+        specimen = self._shared()
         export = specimen.state_dict(last_step=True)
         found = {fqn: info_of(value) for fqn, value in export.items()}
         _agree("the export's keys, shapes and dtypes", found, specimen.base)
@@ -178,7 +181,7 @@ class ConverterTests(ABC):
     @_law
     def test_export_does_not_depend_on_sharding(self) -> None:
         """Every chunk equals that of the unsharded model's export, up to the order of summation."""
-        specimen, whole = self._specimen(), self._specimen(sharded=False)
+        specimen, whole = self._shared(), self._specimen(sharded=False)
         expected = {f: next(iter(blocks_of(v))).data for f, v in whole.state_dict(last_step=True).items()}
         for fqn, value in specimen.state_dict(last_step=True).items():
             for block in blocks_of(value):
@@ -225,7 +228,7 @@ class ConverterTests(ABC):
     @_law
     def test_transforms_change_neither_their_input_nor_the_model(self) -> None:
         """A transform, and reading its lazy results, changes neither the given dict, nor its tensors, nor the model."""
-        specimen = self._specimen()
+        specimen = self._shared()
         for last_step in (False, True):
             given = specimen.raw
             before = {fqn: copy.deepcopy(value) for fqn, value in given.items()}
@@ -244,7 +247,7 @@ class ConverterTests(ABC):
     @_law
     def test_description_is_stable_json(self) -> None:
         """The description for a manifest survives JSON, names the kinds, and never changes."""
-        specimen = self._specimen()
+        specimen = self._shared()
         described = specimen.converter.describe()
         _agree("describe() after JSON", json.loads(json.dumps(described)), described)
         _agree("describe() of another converter with the same settings", self.make_converter().describe(), described)
@@ -254,7 +257,7 @@ class ConverterTests(ABC):
     @_law
     def test_adapter_names_are_reversible(self) -> None:
         """If there is an adapter, every added key has its own names in files, and they lead back to the key."""
-        specimen = self._specimen()
+        specimen = self._shared()
         owned = [fqn for fqn in specimen.state_dict() if specimen.converter.key_filter(fqn)]
         adapter = specimen.converter.state_dict_adapter()
         if adapter is None:
@@ -311,10 +314,24 @@ class ConverterTests(ABC):
 
         Raises: AssertionError, or the converter's own error, with a note that says the broken law.
         """
-        for name in (n for n in vars(ConverterTests) if n.startswith("test_") and n != "test_all_laws_hold_on_shards"):
-            getattr(self, name)()
-            if dist.is_initialized():
-                dist.barrier()
+        self._kept = []
+        try:
+            for name in [
+                n for n in vars(ConverterTests) if n.startswith("test_") and n != "test_all_laws_hold_on_shards"
+            ]:
+                getattr(self, name)()
+                if dist.is_initialized():
+                    dist.barrier()
+        finally:
+            self._kept = None
+
+    def _shared(self) -> _Specimen:
+        """Return a specimen for a law that only reads; `check_laws` has one for all of these."""
+        if self._kept is None:
+            return self._specimen()
+        if not self._kept:
+            self._kept.append(self._specimen())
+        return self._kept[0]
 
     def _specimen(self, *, fill: bool = True, sharded: bool = True) -> _Specimen:
         torch.manual_seed(0)

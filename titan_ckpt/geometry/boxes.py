@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, product
+from itertools import product
 from math import prod
 
 from titan_ckpt.geometry.chunks import Chunk, Shape
@@ -69,23 +69,41 @@ def _in_row(row: int, sizes: Shape, start: int, stop: int) -> Iterator[Chunk]:
 def overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
     """Return two chunks that overlap, if any do.
 
-    It looks along the dim that is cut most. If the cuts go through the whole tensor, as those of a mesh do, each column
-    is searched by itself along the other dims; otherwise a sweep compares chunks that reach past each other.
+    Chunks on two sides of a cut through all of them are not compared, and each side is cut further. Where no cut is
+    left, a sweep compares the chunks that reach past each other along one dim.
     """
-    if len(chunks) < 2:
-        return None
-    if len(chunks) == 2 or not chunks[0].sizes:
-        first, second = chunks[:2]
-        return None if first.intersect(second) is None else (first, second)
-    dim = max(range(len(chunks[0].sizes)), key=lambda d: len({chunk.offsets[d] for chunk in chunks}))
-    chunks = sorted(chunks, key=lambda c: c.offsets[dim])
-    columns: dict[tuple[int, int], list[Chunk]] = {}
-    for chunk in chunks:
-        columns.setdefault((chunk.offsets[dim], chunk.sizes[dim]), []).append(chunk)
-    if len(columns) > 1 and all(start + size <= after for (start, size), (after, _) in pairwise(columns)):
-        return next((pair for column in columns.values() if (pair := overlap(column))), None)
-    reach: list[Chunk] = []
-    for chunk in chunks:
+    pending = [[chunk for chunk in chunks if chunk.numel]]
+    while pending:
+        group = pending.pop()
+        if len(group) < 2:
+            continue
+        dims = sorted(range(len(group[0].sizes)), key=lambda d: -len({chunk.offsets[d] for chunk in group}))
+        sides = next((sides for dim in dims if len(sides := _sides(group, dim)) > 1), None)
+        if sides is not None:
+            pending += sides
+        elif pair := _swept(group, dims):
+            return pair
+    return None
+
+
+def _sides(chunks: Sequence[Chunk], dim: int) -> list[list[Chunk]]:
+    """Return the chunks between every two neighbouring cuts that go through all of them across a dim."""
+    sides: list[list[Chunk]] = []
+    reach = None
+    for chunk in sorted(chunks, key=lambda c: c.offsets[dim]):
+        if reach is None or chunk.offsets[dim] >= reach:
+            sides.append([])
+        sides[-1].append(chunk)
+        reach = max(reach or 0, chunk.offsets[dim] + chunk.sizes[dim])
+    return sides
+
+
+def _swept(chunks: Sequence[Chunk], dims: Sequence[int]) -> tuple[Chunk, Chunk] | None:
+    """Return two chunks that overlap, by a sweep along the first of the dims."""
+    if not dims:
+        return chunks[0], chunks[1]
+    dim, reach = dims[0], list[Chunk]()
+    for chunk in sorted(chunks, key=lambda c: c.offsets[dim]):
         reach = [other for other in reach if other.offsets[dim] + other.sizes[dim] > chunk.offsets[dim]]
         for other in reach:
             if chunk.intersect(other) is not None:

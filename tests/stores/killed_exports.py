@@ -18,10 +18,11 @@ from tests.faults.small_checkpoints import alone
 from tests.stores import servers
 from titan_ckpt.config import ExportConfig, StoreConfig
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.exporting.job import ExportJob
-from titan_ckpt.formats.huggingface.export import HuggingFaceExport
+from titan_ckpt.exporting.exporter import ExportJob
+from titan_ckpt.formats.huggingface.export import HuggingFaceFormat
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.formats.publish.bucket_record import LOADABLE, RECORDS, BucketExports
+from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule
 from titan_ckpt.stores.bucket import BucketPath, open_location
 from titan_ckpt.stores.source import listed
@@ -40,7 +41,7 @@ def export_step(place: BucketPath, coordinator: Coordinator, step: int) -> None:
         return
     tensors = {name: torch.full((4, 8), float(step)) for name in _NAMES}
     groups = StateDictTransforms(_TABLE, _MODEL).to_file(tensors, None, None)
-    writer = HuggingFaceExport(groups, config=_MODEL, assets=None, max_shard_bytes=256)
+    writer = FolderExport(groups, HuggingFaceFormat(config=_MODEL, assets=None, max_shard_bytes=256))
     ExportJob(config, step, place / f"step-{step}", writer, exports).run(coordinator)
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 _HEAD_BYTES = 256 << 10
 """The first request gets the size and so many bytes: the header of most files."""
+_REQUEST_BYTES = 16 << 20
+"""A server reads whole blocks of its own, and pays for each request; larger answers only take more memory."""
 
 
 class ObjectReader:
@@ -24,13 +26,10 @@ class ObjectReader:
         """Read the object's head. Raises: FileNotFoundError; StoreError."""
         self.path = path
         self.num_workers = path.bucket.settings.concurrency
+        self.request_bytes = min(_REQUEST_BYTES, path.bucket.settings.part_mib << 20)
+        """Bytes to ask for at a time where many are wanted."""
         self._head, self.num_bytes = path.bucket.read_head(path.key, _HEAD_BYTES)
         self._fetched: tuple[int, memoryview] = 0, memoryview(b"")
-
-    def request_bytes(self, num_bytes: int) -> int:
-        """Return how much to ask for at a time, of `num_bytes`: a part, or less, so that all connections have work."""
-        settings = self.path.bucket.settings
-        return max(IO_BYTES, min(settings.part_mib << 20, -(-num_bytes // settings.concurrency)))
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Return `num_bytes` from `offset` on; fewer if the object ends. Raises: EOFError; StoreError."""

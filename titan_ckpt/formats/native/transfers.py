@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import accumulate
 from math import prod
@@ -178,12 +178,10 @@ class BlockReader:
                 wanted.update(range((t.start + low * itemsize) // block, -(-(t.start + high * itemsize) // block)))
         return sorted(wanted)
 
-    def _windows(self, blocks: Sequence[int]) -> Iterator[Window]:
+    def _windows(self, blocks: Iterable[int]) -> Iterator[Window]:
         """Join neighbouring blocks to windows of at most IO_BYTES, or of one request to a bucket; or one block."""
         block, end = self._header.block_bytes, self._header.data_bytes
-        most_bytes = IO_BYTES
-        if isinstance(self._file, ObjectReader):
-            most_bytes = self._file.request_bytes(len(blocks) * block)
+        most_bytes = self._file.request_bytes if isinstance(self._file, ObjectReader) else IO_BYTES
         most = max(1, most_bytes // block)
         first = last = -1
         for index in blocks:

@@ -110,6 +110,10 @@ class BucketSteps(Steps):
                 sizes.setdefault((number, attempt), {})[name] = facts.num_bytes
         return sizes
 
+    def dcp_steps(self) -> list[int]:
+        """Return none, without a request: torchtitan's steps in a bucket can only be sources."""
+        return []
+
     def _strangers(self, strangers: list[str]) -> list[tuple[str, str]]:
         """Return what looks like checkpoints of another program, where there are none of ours.
 

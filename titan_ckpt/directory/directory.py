@@ -72,7 +72,7 @@ class CheckpointDirectory:
 
     def dcp_steps(self) -> list[int]:
         """Return the steps that torchtitan saved in this folder, ascending; they never expire here."""
-        return self._on_rank_0("dcp steps", lambda: [*self._store.look().dcp])
+        return self._on_rank_0("dcp steps", self._store.dcp_steps)
 
     def blocked_after(self, step: int) -> list[str]:
         """Return the names of folders, torchtitan's or broken ones, that are in the way of steps after `step`."""

@@ -159,6 +159,10 @@ class Steps(ABC):
                 logger.warning("%s: %s is not a checkpoint that can be loaded: %s", self.root, name, reason)
         return seen
 
+    def dcp_steps(self) -> list[int]:
+        """Return the steps that torchtitan saved here, ascending. Raises: as `look`."""
+        return [*self.look().dcp]
+
     def resume_from(self, step: int) -> None:
         """Record that this run continues from `step`; the next `begin` sets newer steps aside."""
         self._protected = {step}

@@ -95,15 +95,21 @@ class Restorer:
         self._half_loaded.end()
         return restored
 
-    def _resume_by_number(self, step: int) -> Restored | None:
+    def _resume_by_number(self, step: int) -> Restored:
         try:
-            return self._resume(step, by_number=True)
+            restored = self._resume(step)
         except OSError as error:
             if isinstance(error, CheckpointError) or self._directory.sees(step):
                 raise
             raise CheckpointNotFoundError(
                 f"{self._directory.step_path(step)}: was deleted while it was loaded; load another step"
             ) from error
+        if restored is None:
+            raise CheckpointNotFoundError(
+                f"step {step} holds model weights only, so training cannot resume from it; name it in "
+                "[[checkpoint.initial_load]] of another run instead"
+            )
+        return restored
 
     def _resume_newest(self) -> Restored | None:
         """Resume the newest valid step; return None if the folder has no step.
@@ -119,7 +125,7 @@ class Restorer:
             if candidate == 0 and weights_only:  # a seed would train again what is trained
                 break
             try:
-                result = self._resume(candidate, by_number=False)
+                result = self._resume(candidate)
             except BaseException as error:  # every rank has raised something, and all decide together
                 stop = None if isinstance(error, FAILURES) else error
                 is_corrupt = any(self._coordinator.gather("ladder", isinstance(error, CorruptCheckpointError), stop))
@@ -170,14 +176,12 @@ class Restorer:
             )
         return Restored(LoadResult(0, load_plan, report), base, None)
 
-    def _resume(self, step: int, *, by_number: bool) -> Restored | None:
+    def _resume(self, step: int) -> Restored | None:
         """Resume one step. Return None for a step that holds weights only, from which no run can resume but a seed."""
         if step in self._directory.dcp_steps():
-            return self._resume_in_place(step, by_number=by_number)
+            return self._resume_in_place(step)
         restored = self._resume_committed(self._directory, step)
-        if restored is None:
-            self._pass_over(step, by_number=by_number)
-        else:
+        if restored is not None:
             self._directory.resume_from(step)
         return restored
 
@@ -252,7 +256,7 @@ class Restorer:
         self._apply(state, load_plan.exclude)
         return Restored(LoadResult(step, load_plan, report), base, {"step": step, "attempt": manifest.attempt})
 
-    def _resume_in_place(self, step: int, *, by_number: bool) -> Restored | None:
+    def _resume_in_place(self, step: int) -> Restored | None:
         """Resume a step that torchtitan saved in this run's folder; None for one that holds weights only. Collective.
 
         Raises: CommitConflictError for newer folders of torchtitan's, because saves of these steps would find them.
@@ -264,18 +268,7 @@ class Restorer:
                 f"{self._directory.root}: the run goes on from torchtitan's step {step}, and "
                 f"{listed(blocked, ', ')} would be in the way of its saves: move it away"
             )
-        restored = self._resume_dcp(path, step, InitialLoadConfig(str(path), cast=True))
-        if restored is None:
-            self._pass_over(step, by_number=by_number)
-        return restored
-
-    def _pass_over(self, step: int, *, by_number: bool) -> None:
-        """Pass over a step that holds weights only. Raises: CheckpointNotFoundError if it was asked for by number."""
-        if by_number:
-            raise CheckpointNotFoundError(
-                f"step {step} holds model weights only, so training cannot resume from it; name it in "
-                "[[checkpoint.initial_load]] of another run instead"
-            )
+        return self._resume_dcp(path, step, InitialLoadConfig(str(path), cast=True))
 
     def _resume_dcp(self, path: Source, step: int | None, source: InitialLoadConfig) -> Restored | None:
         """Resume a DCP folder of torchtitan. Step 0 is a seed: its model alone is loaded. Collective.

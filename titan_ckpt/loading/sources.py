@@ -62,8 +62,8 @@ class PreparedLoad:
     """The model's state, whose tensors are filled."""
     made: frozenset[str]
     """Names of the values that are no live memory on some rank, and that the model's own code must load."""
-    _gives_back: bool
-    """Whether the model's own code loads anything on any rank."""
+    gives_back: bool
+    """Whether `give_back` follows, because the model's own code loads anything on any rank; the same on all ranks."""
     fills: Sequence[tuple[Sequence[str], Fill]]
     """In order, the names of live tensors, and the function that fills them with this rank's slices. Raises:
     CorruptCheckpointError; OSError."""
@@ -80,11 +80,6 @@ class PreparedLoad:
         """Fill the rows of grown tables again, after all of their rows were initialised."""
         for opened in self._opened:
             opened.reader.read(opened.partial.requests)
-
-    @property
-    def gives_back(self) -> bool:
-        """Return whether `give_back` follows; the same on all ranks."""
-        return self._gives_back and bool(self._opened)
 
     def give_back(self, values: Mapping[str, Any]) -> list[str]:
         """Hand tensors that are no live memory, and `values`, to the model's own code; return what it filled.
@@ -181,7 +176,7 @@ def _state_to_fill(
     everywhere = coordinator.gather_results("load-wanted", facts)
     # a rank whose shard of a tensor is empty cannot tell whether it is live, and must take part all the same
     made = frozenset(fqn for of_rank in everywhere for fqn in of_rank["made"])
-    gives_back = bool(made) or any(of_rank["loads"] for of_rank in everywhere)
+    gives_back = bool(sources) and (bool(made) or any(of_rank["loads"] for of_rank in everywhere))
     return states[0], any(of_rank["owned"] for of_rank in everywhere), made, gives_back
 
 

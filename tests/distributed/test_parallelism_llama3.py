@@ -1,4 +1,7 @@
-"""Llama 3 in every layout: what one saves any other loads, bit for bit, and goes on with the same loss."""
+"""Llama 3 in every layout: each loads what it and a single process save, bit for bit, and goes on with the same loss.
+
+A single process loads what each saves. In a soak, any loads what any other saves, as a mixture of experts does always.
+"""
 
 from __future__ import annotations
 

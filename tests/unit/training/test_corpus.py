@@ -52,13 +52,13 @@ def test_d8_text_jsonl_and_parquet_hold_the_same_documents(tmp_path: Path) -> No
 def test_d8_a_folder_and_a_pattern_are_all_of_their_files_in_order(tmp_path: Path) -> None:
     """At any depth, by name, of all kinds at once, without other files and hidden ones; names may have brackets."""
     jsonl(tmp_path / "b[1]" / "x.jsonl", {"text": "3"}, {"text": "4"})
-    (tmp_path / "a").mkdir()
+    jsonl(tmp_path / "a" / "deep" / "y.jsonl", {"text": "2 1/2"})
     for name, text in {"a/1.txt": "1", "a/2.md": "2", "c.txt": "5", ".hidden.txt": "no", "picture.png": "no"}.items():
         (tmp_path / name).write_text(text)
-    assert texts(tmp_path) == ["1", "2", "3", "4", "5"]
-    assert texts(tmp_path / "**" / "*.jsonl") == ["3", "4"]
+    assert texts(tmp_path) == ["1", "2", "2 1/2", "3", "4", "5"]
+    assert texts(tmp_path / "**" / "*.jsonl") == ["2 1/2", "3", "4"]
     assert texts(tmp_path / "b[1]") == ["3", "4"]
-    rows = [row.place for row in open_corpus(str(tmp_path)).rows(1, start=1)]
+    rows = [row.place for row in open_corpus(str(tmp_path)).rows(2, start=1)]
     assert rows == [f"{tmp_path}/b[1]/x.jsonl:2"]
 
 

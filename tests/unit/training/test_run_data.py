@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import IterableDataset
 
 from tests.chats import chat_tokenizer, write_chats
 from tests.test_bad_input import write_config
 from tests.tiny_run import losses, rows, settings
 from tests.unit.training.test_terminal import own_log
+from titan_ckpt.training.data.batch import collate
 from titan_ckpt.training.data.sequences import ConversationDataset, DummyDataset
 from titan_ckpt.training.data.stream import StreamDataset
 from titan_ckpt.training.launch.command import main
+from titan_ckpt.training.parallel.ranks import Ranks
 from titan_ckpt.training.trainer import Trainer
 
 
@@ -63,6 +68,24 @@ def test_d8_a_bad_row_in_the_middle_of_a_stream_loses_no_step(
         assert main([str(path), "--training.steps", "9"]) == 2
     assert capsys.readouterr().err.count("chats.jsonl:11: not JSON") == 1
     assert (tmp_path / "run" / "checkpoints" / "step-5").is_dir()
+
+
+class Own(IterableDataset[Any]):
+    """Data of one's own, which torchdata reads."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+@pytest.mark.parametrize("dataset", [DummyDataset(9, 4, 0), Own()], ids=["ours", "one's own"])
+@pytest.mark.parametrize(("device", "is_pinned"), [("cpu", False), ("cuda", True)])
+def test_d8_a_loader_has_the_settings_of_the_run(tmp_path: Path, dataset: Any, device: str, is_pinned: bool) -> None:
+    """Workers, batches ahead, and pinned memory where there is a device to copy to."""
+    trainer = Trainer(settings(tmp_path, data={"num_workers": 2, "prefetch": 5}))
+    trainer.ranks, trainer.dataset, trainer.collate = Ranks(0, 1, torch.device(device)), dataset, collate
+    made = trainer.build_dataloader()
+    loader = getattr(made, "_batches", made)
+    assert (loader.num_workers, loader.prefetch_factor, loader.pin_memory) == (2, 5, is_pinned)
 
 
 def test_d8_held_out_conversations_are_evaluated_and_not_trained_on(tmp_path: Path) -> None:

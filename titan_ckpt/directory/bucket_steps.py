@@ -363,7 +363,8 @@ def _faults(manifest: Manifest, actual: Mapping[str, int]) -> list[str]:
 
 def _clocks() -> tuple[float, float]:
     """Return the seconds of two clocks: one counts while this machine sleeps, one also while it is paused."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME), time.time()
+    boot = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # macOS has only the latter, which counts sleep there
+    return time.clock_gettime(boot), time.time()
 
 
 def _is_there(path: BucketPath) -> bool:

@@ -365,7 +365,12 @@ def _pretrained_class(model: nn.Module) -> Any:
 
 
 def _empty_places(part: nn.Module) -> Iterator[tuple[str, Place]]:
-    return ((clean_fqn(fqn), place) for fqn, place, _ in named_tensors(part) if _is_empty(place))
+    """Yield (fqn, place) as `named_tensors` does; only of modules with a mark, because most loads meet none."""
+    for prefix, module in part.named_modules(remove_duplicate=False):
+        if module.__dict__.get(_EMPTY):
+            names = [name for own in (module._parameters, module._buffers) for name, v in own.items() if v is not None]
+            places = [(module, name) for name in names if _is_empty((module, name))]
+            yield from ((clean_fqn(f"{prefix}.{name}" if prefix else name), (m, name)) for m, name in places)
 
 
 def _is_empty(place: Place) -> bool:

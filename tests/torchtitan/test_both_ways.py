@@ -18,7 +18,7 @@ FSDP_4, TP_FSDP = {"data_parallel_shard": 4}, {"tensor_parallel": 2, "data_paral
 @distributed(4)
 def _on_four(assets: Path, folder: Path) -> None:
     def run(dump: str, degrees: dict[str, int], steps: int = 1, **settings: Any) -> Run:
-        return train(config(assets, folder / dump, degrees=degrees, steps=steps, interval=1, **settings))
+        return train(config(assets, folder / dump, degrees=degrees, steps=steps, interval=1, layers=2, **settings))
 
     path: dict[str, Any] = {"initial_load_path": str(folder / "hsdp/checkpoint/step-1"), "load_only": True}
     path["initial_load_model_only"] = False

@@ -54,7 +54,7 @@ class CheckpointError(Exception):
     """Base of all errors that this package raises on purpose. Each can be pickled, as between processes."""
 
     repeats: bool | None = None
-    """Whether another rank has raised the same error before; None if that is not known."""
+    """Whether another rank of this host has raised the same error before; None if that is not known."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (type(self), str(self), self.__dict__)

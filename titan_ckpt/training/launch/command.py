@@ -81,7 +81,7 @@ def build_trainer(path: str, overrides: Sequence[str]) -> Trainer:
 
 
 def _report(error: CheckpointError, path: str) -> int:
-    """Say what went wrong, a wrong setting once for all ranks that have found it; return the exit code."""
+    """Say what went wrong, a wrong setting once for all ranks of a host that have found it; return the exit code."""
     from titan_ckpt.errors import ConfigError, says_setting_is_wrong
     from titan_ckpt.training.launch.terminal import say
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -64,10 +65,10 @@ class Ranks:
         return values
 
     def is_first(self, text: str) -> bool:
-        """Return whether no other rank has asked this of the same text before. Not collective."""
+        """Return whether no other rank of this host has asked this of the same text before. Not collective."""
         if self.size == 1:
             return True
-        key = f"titan_ckpt/first/{hashlib.sha256(text.encode()).hexdigest()}"
+        key = f"titan_ckpt/first/{hashlib.sha256(f'{platform.node()} {text}'.encode()).hexdigest()}"
         try:
             return bool(_get_default_store().add(key, 1) == 1)
         except RuntimeError:  # the process that serves the store has ended

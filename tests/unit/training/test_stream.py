@@ -65,7 +65,9 @@ def test_d8_a_window_shuffles_rows_and_sources_anew_in_each_epoch(numbers: Path)
     tokens = torch.cat([s["tokens"] for s in islice(stream(numbers, window=4), 2 * TOTAL // LENGTH)]).tolist()
     epochs = tokens[:TOTAL], tokens[TOTAL : 2 * TOTAL]
     assert sorted(epochs[0]) == [*range(TOTAL)] != epochs[0]
-    assert len({*epochs[1]}) == len(epochs[1]) and epochs[0] != epochs[1]
+    assert len({*epochs[1]}) == len(epochs[1]) and epochs[0][: len(epochs[1])] != epochs[1]
+    alone = torch.cat([s["tokens"] for s in islice(stream(numbers / "0.jsonl", window=6, length=1), 68)]).tolist()
+    assert sorted(alone[:34]) == sorted(alone[34:]) == [*range(34)] and alone[:34] != alone[34:], "the rows of one file"
 
 
 LAYOUTS = [(1, 4, 0), (2, 2, 0), (2, 3, 2), (3, 1, 0), (4, 1, 1)]

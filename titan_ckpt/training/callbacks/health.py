@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,6 @@ from titan_ckpt.training.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from titan_ckpt.training.trainer import Trainer
-
-logger = logging.getLogger(__name__)
 
 
 class GradientHealth(Callback):

@@ -10,6 +10,7 @@ import base64
 import contextlib
 import hashlib
 import hmac
+import json
 import os
 import re
 import socket
@@ -17,11 +18,12 @@ import subprocess
 import threading
 import time
 import urllib.request
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = ROOT / ".venv-servers"
@@ -309,6 +311,7 @@ class Proxy:
         return False
 
     async def _forward(self, head: str, body: bytes) -> bytes:
+        """Return the server's answer."""
         assert self._upstream is not None
         reader, writer = await asyncio.open_connection(self._upstream[1], int(self._upstream[2]))
         head = re.sub(r"(?i)\r\nconnection: [^\r]*", "", head).replace("\r\n\r\n", "\r\nConnection: close\r\n\r\n")
@@ -317,7 +320,7 @@ class Proxy:
             await writer.drain()
             return await reader.read()
 
-    def __enter__(self) -> Proxy:
+    def __enter__(self) -> Self:
         self._thread.start()
         self._ready.wait()
         return self
@@ -325,6 +328,43 @@ class Proxy:
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+
+_S3_USER = (
+    "Authorization: AWS4-HMAC-SHA256 Credential=me/20260101/us-east-1/s3/aws4_request, SignedHeaders=, Signature="
+)
+
+
+class GoogleProxy(Proxy):
+    """An S3 server as Google Cloud Storage: its XML interface is that of S3 but for the conditions of a put.
+
+    Every content has a generation, and a put may ask for one; 0 is that of nothing.
+    Source: cloud.google.com/storage/docs/xml-api/reference-headers, x-goog-if-generation-match.
+    """
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(server.endpoint, lambda *_: None)
+        self._etags: dict[int, str] = {}
+
+    async def _forward(self, head: str, body: bytes) -> bytes:
+        condition = re.search(r"(?i)\r\nx-goog-if-generation-match: (\d+)", head)
+        if condition is not None:
+            wanted = int(condition[1])
+            same = f"If-Match: {self._etags.get(wanted)}" if wanted else "If-None-Match: *"
+            head = head.replace(condition[0], f"\r\n{same}")
+        head = re.sub(r"(?i)\r\nauthorization: [^\r]*", "", head).replace("\r\n", f"\r\n{_S3_USER}\r\n", 1)
+        answer = await super()._forward(head, body)
+        if etag := re.search(rb"(?i)\r\netag: ([^\r]*)", answer.partition(b"\r\n\r\n")[0]):
+            generation = zlib.crc32(etag[1]) or 1
+            self._etags[generation] = etag[1].decode()
+            answer = answer.replace(b"\r\n", b"\r\nx-goog-generation: %d\r\n" % generation, 1)
+        return answer
+
+    @property
+    def account(self) -> str:
+        """Return the key of a service account that signs nothing."""
+        nobody = {"client_email": "", "private_key": "", "private_key_id": ""}
+        return json.dumps(nobody | {"gcs_base_url": self.endpoint, "disable_oauth": True})
 
 
 def require_installed() -> None:

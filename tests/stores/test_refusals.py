@@ -6,18 +6,20 @@ import http.client
 import logging
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
 from tests.stores.conftest import behind, place_in, through
-from tests.stores.servers import Answer, Fault, Proxy, Server, refusal
+from tests.stores.servers import CREDENTIALS, Answer, Fault, Proxy, Server, refusal
 from tests.stores.test_manager_in_bucket import keys, save
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig, SaveConfig
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConfigError, CorruptCheckpointError, PreflightError
+from titan_ckpt.stores.answers import store_error
 from titan_ckpt.stores.bucket import Bucket, StoreError
 from titan_ckpt.stores.settings import StoreConfig
 
@@ -102,6 +104,32 @@ def test_a_refusal_names_the_right_or_the_setting(
     assert caught.value.is_final and str(caught.value).startswith(f"{scheme}://box/k: rank 0 could not ")
     assert len(proxy.requests) <= 4
     proxy.requests.clear()
+
+
+def test_credentials_that_are_not_there_are_named_as_the_cause(
+    broken: tuple[Proxy, list[Fault]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And not a right or the endpoint; a key that cannot be read is an error of the settings, before any request."""
+    proxy, fault = broken
+    fault[0] = NO_STORE
+    for name in CREDENTIALS:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", proxy.endpoint)
+    bucket = Bucket("s3", "box", StoreConfig(endpoint=proxy.endpoint))
+    with pytest.raises(StoreError, match="No credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+        bucket.list_objects("k")
+    proxy.requests.clear()
+    for url, place in (("gs://b/a", "computeMetadata/v1/x"), ("az://b/a", "metadata/identity/oauth2/token?api=1")):
+        text = (
+            f"Error performing token request: Error performing GET http://169.254.169.254/{place} - HTTP error: timeout"
+        )
+        assert "No credentials were found: set " in str(store_error(RuntimeError(text), "list", url, 1.0))
+    with pytest.raises(ConfigError, match=r"Account must be specified\. .* the environment AZURE_STORAGE_ACCOUNT_NAME"):
+        Bucket("az", "box", StoreConfig())
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "none.json"))
+    with pytest.raises(ConfigError, match=r"none\.json.* in the environment GOOGLE_APPLICATION_CREDENTIALS"):
+        Bucket("gs", "box", StoreConfig())
 
 
 def test_a_wrong_endpoint_is_no_other_writer(broken: tuple[Proxy, list[Fault]]) -> None:

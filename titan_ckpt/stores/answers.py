@@ -46,6 +46,13 @@ _RIGHTS = {
     | {"list": '"list" and "read", as the role Storage Blob Data Contributor has them'},
 }
 _LEAST_SECRET = 6
+_MACHINES_ROLE = re.compile(r"//169\.254\.|/latest/(?:api/token|meta-data/)|/computeMetadata/|/metadata/identity/")
+"""URLs at which the client asks a machine of the provider for its role, if the environment has no credentials."""
+_VARIABLES = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
+}
 
 
 class StoreError(OSError):
@@ -77,11 +84,17 @@ def _meaning(error: Exception, verb: str, url: str) -> tuple[int, bool, str]:
     text, kind = str(error), type(error).__name__
     said = _NAMES.sub("", " ".join(part for groups in _SAID.findall(text) for part in groups))
     status = int(match[1][:3]) if (match := _STATUS.search(text)) else 0
+    variables = _VARIABLES.get(url.partition(":")[0], "the credentials")
+    if verb == "open":
+        return errno.EINVAL, True, f"Check checkpoint.store, and in the environment {variables}"
+    if _MACHINES_ROLE.search(text.partition("\n")[0]):
+        return errno.EACCES, bool(status), f"No credentials were found: set {variables}, or give this machine a role"
     if lacks_bucket(error):
         return errno.ENOENT, True, "Create the bucket, or correct its name, endpoint or region"
     if _CLOCK.search(said):
         return errno.EACCES, True, "Set this machine's clock: it is too far from the store's"
-    if status == 401 or kind == "UnauthenticatedError" or _WRONG_CREDENTIALS.search(said):
+    is_unknown = status == 401 or kind == "UnauthenticatedError" or "performing token request" in text
+    if is_unknown or _WRONG_CREDENTIALS.search(said):
         return errno.EACCES, True, "Check the credentials, and that they are those of this endpoint"
     if _OTHER_REGION.search(said):
         named = next((name for match in _REGION.finditer(text) for name in match.groups() if name), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from peft import PeftModel
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -25,9 +27,12 @@ from tests.stores.servers import Server, refusal
 from tests.test_manager import Run
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.config import SaveConfig, StoreConfig
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConfigError, ExportError
-from titan_ckpt.formats.publish import bucket_record
+from titan_ckpt.formats.publish import bucket_record, upload
 from titan_ckpt.formats.publish.bucket_record import RECORDS, BucketExports
+from titan_ckpt.formats.publish.upload import Uploads
+from titan_ckpt.formats.safetensors.container import Layout
 from titan_ckpt.models.llama3 import Llama3
 from titan_ckpt.stores.bucket import BucketPath, StoreError
 from titan_ckpt.stores.object_writer import ObjectWriter
@@ -76,6 +81,47 @@ def test_an_object_is_uploaded_while_it_is_written_in_any_order(s3: Server) -> N
     given_up.write(memoryview(b"12345"), 0)
     given_up.abort()
     assert names(place) == ["a"]
+
+
+def test_a_rank_that_is_far_ahead_waits_for_the_slowest(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 uploads, and has its half of each MiB at once; it holds no more than its lead over the other half."""
+    monkeypatch.setattr(upload, "_LEAD_BYTES", 10 << 20)
+    place, store = place_in(s3, part_mib=5), dist.HashStore()
+    layout = Layout(b"", {}, 40 << 20)
+    half, go_on, held, errors = bytes(range(256)) * (2 << 10), threading.Event(), list[int](), list[BaseException]()
+
+    writers: list[ObjectWriter] = []
+
+    def look() -> None:
+        held.append(len(writers[0]._parts))
+        go_on.set()
+
+    def run(rank: int) -> None:
+        try:
+            uploads = Uploads(place, {"f": layout}, Coordinator(rank, 2, store, "pace", 30.0))
+            writers.extend(uploads._own.values())
+            uploads.start()
+            for number in range(40):
+                if rank == 1 and number == 3:
+                    assert go_on.wait(30)
+                if uploads.is_ahead("f", number << 20):
+                    if not held:
+                        held.append(0)
+                        threading.Timer(0.5, look).start()
+                    uploads.wait_for_others()
+                uploads.write("f", memoryview(half), (number << 20) + (rank << 19))
+            uploads.end()
+            uploads.finish()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and len(held) == 2 and max(held) <= 4
+    assert (place / "f").read() == half * 80
 
 
 def test_transformers_opens_an_export_and_a_run_loads_it(server: Server, tmp_path: Path) -> None:

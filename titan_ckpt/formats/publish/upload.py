@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 
 import torch
 
@@ -31,6 +32,9 @@ _QUEUED_BYTES = 32 << 20
 _ROUND_BYTES = 32 << 20
 """Bytes that a rank receives in one round, from all others together."""
 _IDLE_SECONDS = 0.01
+_LEAD_BYTES = 128 << 20
+"""A rank that is so far ahead of the slowest one in the files waits, because the files hold what comes after a hole."""
+_AT_THE_END = 1 << 62
 
 
 class Uploads:
@@ -48,6 +52,10 @@ class Uploads:
             if number % coordinator.world_size == coordinator.rank
         }
         self._courier: Courier | None = None
+        sizes = [layout.num_bytes for layout in layouts.values()]
+        world = coordinator.world_size
+        self._starts = [0, *accumulate(max(sizes[first : first + world]) for first in range(0, len(sizes), world))]
+        """For each set of files that are written side by side, how many bytes lie before it."""
 
     def start(self) -> None:
         """Connect the ranks, and write the headers of this rank's files. Collective. Raises: ExportError; PeerError."""
@@ -61,6 +69,21 @@ class Uploads:
             self._courier = Courier(self._coordinator, ranks, self._deliver)
         for number, writer in self._own.items():
             writer.write(memoryview(self._layouts[self._names[number]].header), 0)
+
+    def is_ahead(self, name: str, offset: int) -> bool:
+        """Note how far this rank is; return whether it should wait (`wait_for_others`) before it writes there."""
+        turn = self._numbers[name] // self._coordinator.world_size
+        return self._courier is not None and self._courier.is_ahead(self._starts[turn] + offset)
+
+    def wait_for_others(self) -> None:
+        """Wait until this rank is not too far ahead of the slowest one. Raises: StoreError; ExportError."""
+        assert self._courier is not None
+        self._courier.wait_for_others()
+
+    def end(self) -> None:
+        """Note that this rank writes nothing more, so that no other one waits for it."""
+        if self._courier is not None:
+            self._courier.is_ahead(_AT_THE_END)
 
     def write(self, name: str, view: memoryview, offset: int) -> None:
         """Write bytes of a file, whichever rank uploads it. Raises: StoreError; ExportError."""
@@ -108,6 +131,9 @@ class Courier:
         self._most = max(1 << 16, _ROUND_BYTES // len(ranks))
         self._queues: list[deque[tuple[int, int, memoryview]]] = [deque() for _ in ranks]
         self._queued_bytes = 0
+        self._position = 0
+        self._slowest = 0
+        """How far the slowest rank was at the last round."""
         self._is_finished = False
         self._is_given_up = False
         self._error: BaseException | None = None
@@ -123,6 +149,18 @@ class Courier:
             self._queues[to].append((number, offset, memoryview(bytes(view))))
             self._queued_bytes += len(view)
             self._changed.notify_all()
+
+    def is_ahead(self, position: int) -> bool:
+        """Note how far this rank is, which it tells with the next round; return whether it is far ahead of another."""
+        with self._changed:
+            self._position = position
+            return position < _AT_THE_END and self._slowest + _LEAD_BYTES < position
+
+    def wait_for_others(self) -> None:
+        """Wait until this rank is not far ahead. The slowest rank never waits. Raises: as `send`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._slowest + _LEAD_BYTES >= self._position)
+            self._check()
 
     def finish(self) -> None:
         """Wait until all ranks have finished, and everything is delivered. Raises: as `send`."""
@@ -161,11 +199,15 @@ class Courier:
     def _round(self) -> bool:
         """Exchange what is queued; return whether all ranks have finished."""
         frames, is_last = self._take()
-        sizes = torch.tensor([[len(data), is_last] for data in frames], dtype=torch.int64)
+        position = _AT_THE_END if is_last else self._position
+        sizes = torch.tensor([[len(data), is_last, position] for data in frames], dtype=torch.int64)
         received_sizes = torch.empty_like(sizes)
         ones = [1] * len(frames)
         self._exchange(sizes, ones, received_sizes, ones)
         num_bytes: list[int] = received_sizes[:, 0].tolist()
+        with self._changed:
+            self._slowest = int(received_sizes[:, 2].min())
+            self._changed.notify_all()
         send = torch.frombuffer(bytearray(b"".join(frames)), dtype=torch.uint8)
         received = torch.empty(sum(num_bytes), dtype=torch.uint8)
         self._exchange(send, list(map(len, frames)), received, num_bytes)

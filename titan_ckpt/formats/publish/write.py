@@ -138,17 +138,29 @@ class ExportWriter:
             for group in todo:
                 for key in group.infos:
                     self._sources.setdefault(key, []).append(", ".join(group.fqns))
+                self._keep_pace(group)
                 if group.collective or self._plan.writes(group):
                     for index, block in group.blocks():
                         self._add(group, index, block)
         except Exception:
+            if self._uploads is not None:
+                self._uploads.end()
             for group in todo:
                 if group.collective:
                     run_through(group.blocks)
             raise
         self._write_queued()
+        if self._uploads is not None:
+            self._uploads.end()
         for file in self._files.values():
             file.flush()
+
+    def _keep_pace(self, group: FileGroup) -> None:
+        """Wait before a group of a file in a bucket, if this rank is far ahead of the slowest one."""
+        key = next(iter(group.infos))
+        if self._uploads is not None and self._uploads.is_ahead(self._plan.file_of[key], self._entry(key).start):
+            self._write_queued()
+            self._uploads.wait_for_others()
 
     def sync(self) -> None:
         """Make this rank's writes durable. In a bucket all ranks do so before anything is read."""

@@ -255,7 +255,8 @@ class Proxy:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         for writer in self._open:
-            writer.transport.abort()  # also where a client does not take the rest of an answer
+            with contextlib.suppress(AttributeError):  # asyncio's own, of a connection that has just been closed
+                writer.transport.abort()  # also where a client does not take the rest of an answer
         server.close()
         self._turn()
         self._loop.close()

@@ -321,7 +321,8 @@ class BucketSteps(Steps):
             self._finish_removal(step, attempt, places.get((step, attempt)))
         old = time.time() - _FENCE_SECONDS
         fences = [commit for commit in look.commits if commit.is_fence and commit.unix_seconds < old]
-        self._bucket.delete([f.path.key for f in fences if (f.step, f.attempt) not in with_files])
+        if gone := [fence.path.key for fence in fences if (fence.step, fence.attempt) not in with_files]:
+            self._bucket.delete(gone)
         self._in_doubt.clear()
 
     def _finish_removal(self, step: int, attempt: str, commit: Commit | None) -> None:

@@ -158,7 +158,7 @@ class ExportWriter:
     def _keep_pace(self, group: FileGroup) -> None:
         """Wait before a group of a file in a bucket, if this rank is far ahead of the slowest one."""
         key = next(iter(group.infos))
-        if self._uploads is not None and self._uploads.is_ahead(self._plan.file_of[key], self._entry(key).start):
+        if self._uploads is not None and self._uploads.is_ahead(self._plan.files.file_of[key], self._entry(key).start):
             self._write_queued()
             self._uploads.wait_for_others()
 

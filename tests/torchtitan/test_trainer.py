@@ -113,6 +113,8 @@ PINNED, IN_THREAD = {"async_mode": "async_with_pinned_mem"}, {"async_mode": "asy
         pytest.param(LLAMA, {"degrees": TP, "layers": 2, **IN_THREAD}, id="small-llama-tp"),
         pytest.param(LLAMA, {"degrees": PP, "layers": 4, **IN_THREAD}, id="small-llama-pp"),
         pytest.param(QWEN, {"degrees": FSDP, "layers": 2, **IN_THREAD}, id="small-qwen-fsdp"),
+        pytest.param(LLAMA, {"degrees": TP, **IN_THREAD}, id="llama-tp", marks=pytest.mark.full),
+        pytest.param(LLAMA, {"degrees": PP, **IN_THREAD}, id="llama-pp", marks=pytest.mark.full),
         pytest.param(QWEN, {"degrees": FSDP, "recompute": True, **PINNED}, id="qwen-fsdp", marks=pytest.mark.full),
         pytest.param(QWEN, {"degrees": TP, **IN_THREAD}, id="qwen-tp", marks=pytest.mark.full),
     ],

@@ -68,6 +68,9 @@ def test_d8_a_window_shuffles_rows_and_sources_anew_in_each_epoch(numbers: Path)
     assert len({*epochs[1]}) == len(epochs[1]) and epochs[0][: len(epochs[1])] != epochs[1]
     alone = torch.cat([s["tokens"] for s in islice(stream(numbers / "0.jsonl", window=6, length=1), 68)]).tolist()
     assert sorted(alone[:34]) == sorted(alone[34:]) == [*range(34)] and alone[:34] != alone[34:], "the rows of one file"
+    in_order = torch.cat([s["tokens"] for s in islice(stream(numbers, window=1, length=1), 2 * TOTAL)]).tolist()
+    files = [number // 34 for number in in_order if number % 34 == 0]
+    assert sorted(files[:6]) == sorted(files[6:]) == [*range(6)] and files[:6] != files[6:], "the files"
 
 
 LAYOUTS = [(1, 4, 0), (2, 2, 0), (2, 3, 2), (3, 1, 0), (4, 1, 1)]

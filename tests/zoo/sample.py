@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeVar
 
 Case = TypeVar("Case")
 
 
-def chosen(cases: Sequence[Case], number: int) -> list[Case]:
-    """Return all cases if TITAN_CKPT_ZOO is 1, else `number` of them, the same in every run, in their order."""
+def chosen(cases: Sequence[Case], number: int, unbuilt: Collection[str] = ()) -> list[Case]:
+    """Return all cases if TITAN_CKPT_ZOO is 1, else `number` of them, the same in every run, in their order.
+
+    Of those, the `unbuilt` are left out: the library that has them cannot make them, so that nothing is to be shown.
+    """
     if os.environ.get("TITAN_CKPT_ZOO") == "1" or number >= len(cases):
         return list(cases)
-    return [cases[i] for i in sorted(random.Random(0).sample(range(len(cases)), number))]
+    sample = [cases[i] for i in sorted(random.Random(0).sample(range(len(cases)), number))]
+    return [case for case in sample if str(case) not in unbuilt]

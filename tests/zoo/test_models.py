@@ -16,7 +16,7 @@ FLOORS = {": all weights": 185, ": LoRA": 150}
 """Configurations that are exact at the least; one with other ties is a configuration, too."""
 
 
-@pytest.mark.parametrize("kind", chosen(species(), 5), ids=str)
+@pytest.mark.parametrize("kind", chosen(species(), 5, unbuilt=["musicgen, other ties"]), ids=str)
 def test_a_model_of_transformers_is_exact_or_refused(kind: Species, tmp_path: Path) -> None:
     """Loaded, trained, resumed, exported and reloaded bit for bit; with LoRA merged and through PEFT as trained."""
     outcomes = verdicts(kind, tmp_path)

@@ -213,7 +213,7 @@ def _manager(folder: Path, model: nn.Module, optimizer: AdamW) -> CheckpointMana
     return CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=folder)
 
 
-@pytest.mark.parametrize("name", chosen(sorted(builders()), 25))
+@pytest.mark.parametrize("name", chosen(sorted(builders()), 25, unbuilt=["MaxUnpool1d"]))
 def test_a_module_resumes_exactly(name: str, tmp_path: Path) -> None:
     """Weights, buffers and moments go on with the bits of a run without a stop."""
     verdict, note = judge(name, builders()[name], tmp_path)

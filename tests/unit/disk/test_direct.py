@@ -12,7 +12,10 @@ from titan_ckpt.disk.direct import run_workers
 
 
 def test_an_interrupt_waits_for_all_threads() -> None:
-    """Once it has been raised, no thread goes on to the next item, and none still writes to memory."""
+    """Once it has been raised, no thread goes on to the next item, and none still writes to memory.
+
+    Python loses an interrupt that comes while it runs the callback of a weak reference, as that of an ended thread is.
+    """
     written: list[int] = []
     caller = threading.get_ident()
 
@@ -26,8 +29,14 @@ def test_an_interrupt_waits_for_all_threads() -> None:
         time.sleep(0.2)
         written.append(-item)
 
-    with pytest.raises(KeyboardInterrupt):
-        run_workers(range(1, 100), work, 2)
+    for _ in range(5):
+        written.clear()
+        try:
+            run_workers(range(1, 100), work, 2)
+        except KeyboardInterrupt:
+            break
+    else:
+        pytest.fail("no interrupt was raised")
     after = list(written)
     time.sleep(0.3)
     assert written == after and after[-1] == -after[0] and len(after) <= 4

@@ -13,7 +13,7 @@ from tests.stores.export_runs import CONFIG
 from tests.stores.servers import CREDENTIALS, Server
 from tests.stores.test_exports_in_bucket import export
 from tests.test_manager import Run
-from titan_ckpt import SaveConfig
+from titan_ckpt import ResumeConfig, SaveConfig
 from titan_ckpt.cli.main import main
 from titan_ckpt.models.llama3 import Llama3
 
@@ -64,6 +64,37 @@ def test_steps_and_exports_are_listed_shown_and_verified(
     assert code == 1 and not damaged["whole"] and any("do not have the digest" in line for line in damaged["faults"])
 
 
+def test_steps_are_pinned_and_pruned(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As on a disk: a policy keeps what is pinned, a rollback's steps go when it is asked for, a live run refuses."""
+    place = place_in(server)
+    folder = place / "checkpoints"
+    settings: dict[str, Any] = {"folder": str(folder), "store": place.bucket.settings, "save": SaveConfig(interval=1)}
+    with Run().manager(tmp_path, **settings) as saves:
+        Run().train(saves, 4)
+        code, error = said(capsys, "prune", place, "--keep", "latest = 1")
+        assert code == 1 and "already writes here" in error
+    assert said(capsys, "pin", folder / "step-1", folder / "step-2") == (0, {"steps": [1, 2], "pinned": True})
+    assert said(capsys, "unpin", folder / "step-2") == (0, {"steps": [2], "pinned": False})
+    run = Run()
+    with run.manager(tmp_path, **settings, resume=ResumeConfig(step=3)) as saves:
+        saves.load()
+        run.train(saves, 4)
+    assert [s["step"] for s in said(capsys, "ls", place)[1]["steps"]] == [1, 2, 3, 4]
+
+    before = place.bucket.list_objects(place.key)
+    code, found = said(capsys, "prune", place, "--keep", "latest = 1", "--set-aside", "--dry-run")
+    assert (code, found["deleted"], found["kept"], len(found["set_aside"])) == (0, [2], [1, 3, 4], 1)
+    assert found["num_bytes"] > 0 and found["set_aside_bytes"] > 0 and found["checkpoints"] == str(folder)
+    assert place.bucket.list_objects(place.key) == before, "a dry run deletes nothing"
+    assert said(capsys, "prune", folder, "--keep", "latest = 1", "--set-aside") == (0, {**found, "dry_run": False})
+    left = {f.key.removeprefix(f"{folder.key}/").rpartition("/")[0] for f in place.bucket.list_objects(folder.key)}
+    assert {name.split("/")[1] for name in left if name.startswith("data/")} == {"step-1", "step-3", "step-4"}
+    assert len([name for name in left if name.startswith("data/step-4/")]) == 1, "not that of the rollback"
+    code, found = said(capsys, "prune", place, "--keep", "latest = 1", "--set-aside")
+    assert (code, found["deleted"], found["kept"], found["set_aside"]) == (0, [], [1, 3, 4], [])
+    assert main(["verify", str(folder / "step-4")]) == 0
+
+
 def test_what_is_not_there_is_one_line(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2; no line holds a credential; other commands refuse a URL."""
     place = place_in(server)
@@ -73,8 +104,9 @@ def test_what_is_not_there_is_one_line(server: Server, capsys: pytest.CaptureFix
         ("verify", place / "step-3"): "step 3 is not there; committed steps: none",
         ("ls", f"{server.url}-none/x"): "Create the bucket",
         ("convert", place, "out", "--to", "dcp"): "no URI such as s3:// is supported",
-        ("prune", place, "--set-aside"): "no URI such as s3:// is supported",
-        ("pin", place / "step-3"): "no URI such as s3:// is supported",
+        ("prune", place, "--set-aside"): "nothing is there",
+        ("pin", place / "step-3"): "step 3 is not there; committed steps: none",
+        ("unpin", place / "model"): "is no step of titan_ckpt",
     }
     for args, expected in lines.items():
         code, error = said(capsys, *args)

@@ -105,7 +105,7 @@ class Prune(Shared):
     """Delete the steps of a run that a policy no longer keeps; refused while a run writes there."""
 
     folder: tyro.conf.Positional[Path]
-    """The run's folder, or its checkpoint folder."""
+    """The run's folder, or its checkpoint folder; or its place in a bucket."""
     keep: str | None = None
     """The policy, as in [checkpoint.save]: --keep "latest = 2, every = 1000"."""
     set_aside: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -121,7 +121,7 @@ class Pin(Shared):
     """Keep steps, whatever the run's policy says."""
 
     steps: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders of steps, such as run/checkpoints/step-500."""
+    """Steps, such as run/checkpoints/step-500; or URLs of theirs in a bucket."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Unpin(Shared):
     """Let the policy decide about pinned steps again."""
 
     steps: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders of steps, such as run/checkpoints/step-500."""
+    """Steps, such as run/checkpoints/step-500; or URLs of theirs in a bucket."""
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,9 @@ _ENDPOINTS = {
 """Variables that name another server than the provider's own, as the providers' tools know them."""
 _RETRY_SECONDS = 30.0
 
+_OF_PLACES = Ls | Inspect | Verify | Prune | Pin | Unpin
+"""Commands that take the URL of a place in a bucket, too."""
+
 SAME, DIFFERENT, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: fine or the same; different, damaged or refused; wrong use, or input that cannot be read; Ctrl-C."""
 
@@ -60,7 +63,7 @@ def run(command: Command) -> int:
     """Run a command and return the exit code; an error is one line on standard error."""
     console = Output(markup=True, emoji=False)
     try:
-        (require_places if isinstance(command, Ls | Inspect | Verify) else require_local)(dict(_paths(command)))
+        (require_places if isinstance(command, _OF_PLACES) else require_local)(dict(_paths(command)))
         return _run(command, console)
     except KeyboardInterrupt:
         return _fail("interrupted; nothing was written under its final name", INTERRUPTED)
@@ -229,7 +232,11 @@ def _prune(command: Prune, console: Console) -> int:
         raise ConfigError(['nothing says what to delete; name a policy, such as --keep "latest = 2", or --set-aside'])
     keep = None if command.keep is None else read_policy(command.keep)
     found = prune(
-        command.folder, keep, set_aside=command.set_aside, dry_run=command.dry_run, take_lease=command.take_lease
+        _place(command.folder),
+        keep,
+        set_aside=command.set_aside,
+        dry_run=command.dry_run,
+        take_lease=command.take_lease,
     )
     if command.json:
         _json(found, dry_run=command.dry_run)
@@ -241,7 +248,8 @@ def _prune(command: Prune, console: Console) -> int:
 def _pin(command: Pin | Unpin, console: Console) -> int:
     from titan_ckpt.tools.retention import pin, unpin
 
-    steps = [pin(path) if isinstance(command, Pin) else unpin(path) for path in command.steps]
+    act = pin if isinstance(command, Pin) else unpin
+    steps = [act(_place(path)) for path in command.steps]
     if command.json:
         _json({"steps": steps, "pinned": isinstance(command, Pin)})
     else:

@@ -240,6 +240,24 @@ class BucketSteps(Steps):
             self._bucket.delete([mark.key])
         raise SaveError(f"{self.step_path(step.step)}: is pinned; unpin it first")
 
+    def set_aside(self) -> dict[str, int]:
+        found = self._set_aside()
+        sizes = self._sizes() if found else {}
+        return {name: sum(sizes.get((c.step, c.attempt), {}).values()) for name, c in found.items()}
+
+    def remove_set_aside(self, name: str, *, dry_run: bool = False) -> None:
+        commit = self._set_aside()[name]
+        if commit.is_pinned:
+            raise SaveError(f"{self.root / name}: is pinned, and was when it was set aside")
+        if not dry_run:
+            self.open().check()
+            self._bucket.delete([commit.path.key, self._commits.mark_at(commit.step, commit.attempt).key])
+            self._discard(commit.step, commit.attempt)
+
+    def _set_aside(self) -> dict[str, Commit]:
+        commits = [commit for commit in self._commits.look().commits if commit.is_set_aside and not commit.is_fence]
+        return {f"{step_name(commit.step)}.{commit.attempt}": commit for commit in commits}
+
     def pin(self, step: int) -> None:
         """Create an object beside the commit. Raises: CheckpointNotFoundError if the step is deleted meanwhile."""
         committed = self.inspect(step)

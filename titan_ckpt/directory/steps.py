@@ -121,6 +121,17 @@ class Steps(ABC):
         """Delete a committed step. Raises: SaveError if it is pinned; CommitConflictError; OSError."""
 
     @abstractmethod
+    def set_aside(self) -> dict[str, int]:
+        """Return the names of the steps that a rollback set aside, and how many bytes each has. Raises: OSError."""
+
+    @abstractmethod
+    def remove_set_aside(self, name: str, *, dry_run: bool = False) -> None:
+        """Delete a step that was set aside, damaged or not; with `dry_run` only check that it may be deleted.
+
+        Raises: SaveError if it is pinned or holds foreign files; CommitConflictError; OSError.
+        """
+
+    @abstractmethod
     def pin(self, step: int) -> None:
         """Keep a step from expiring."""
 

@@ -27,6 +27,7 @@ from titan_ckpt.directory.names import (
     Survey,
     inspect,
     is_name_in_a_step,
+    is_set_aside_name,
     listed_steps,
     read_manifest_bytes,
     step_name,
@@ -166,17 +167,18 @@ class StepStore(Steps):
         content = {MANIFEST_NAME, *(record.name for record in step.manifest.files)}
         self._report(trash.discard(self.root, step.path, "removed", content))
 
-    def remove_set_aside(self, folder: Path) -> None:
-        """Delete a step that a rollback set aside, damaged or not. Raises: as `remove`."""
-        self.open().check()
-        self._report(trash.discard(self.root, folder, "removed", self.names_set_aside(folder)))
+    def set_aside(self) -> dict[str, int]:
+        names = [name for name in posix.list_folder(self.root) if is_set_aside_name(name)]
+        return {name: sum(path.lstat().st_size for path in (self.root / name).iterdir()) for name in names}
 
-    def names_set_aside(self, folder: Path) -> list[str]:
-        """Return the files of a step that was set aside. Raises: SaveError if it holds foreign files."""
+    def remove_set_aside(self, name: str, *, dry_run: bool = False) -> None:
+        folder = self.root / name
         names = posix.list_folder(folder)
         if foreign := [name for name in names if not is_name_in_a_step(name)]:
             raise SaveError(f"{folder}: holds what is not ours: {', '.join(foreign)}. Take it out first")
-        return names
+        if not dry_run:
+            self.open().check()
+            self._report(trash.discard(self.root, folder, "removed", names))
 
     def pin(self, step: int) -> None:
         """Write a file PINNED into a step; a step that holds a foreign file never expires."""

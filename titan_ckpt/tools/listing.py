@@ -104,17 +104,10 @@ def _list_place(place: BucketPath) -> Listing:
 
     Raises: CheckpointNotFoundError; NotACheckpointError; StoreError.
     """
-    from titan_ckpt.directory.bucket_lease import LEASE_OBJECT, bucket_holder
+    from titan_ckpt.directory.bucket_lease import bucket_holder
     from titan_ckpt.directory.bucket_steps import BucketSteps
 
-    names = place.bucket.list_names(place.key)
-    if not names:
-        raise CheckpointNotFoundError(f"{place}: nothing is there; name a run's place, or its checkpoint folder")
-    if {*LOADABLE, MANIFEST_NAME} & {*names}:
-        raise NotACheckpointError(f"{place} is one checkpoint; name the run's place, or look at it with `inspect`")
-    checkpoints = place
-    if not {COMMITS, LEASE_OBJECT} & {*names} and _CHECKPOINTS in names:
-        checkpoints = place / _CHECKPOINTS
+    checkpoints, names = _steps_below(place)
     exports = place if RECORDS in names else place / _EXPORTS if _EXPORTS in names else None
     found = BucketSteps(checkpoints).survey()
     if exports is None and not found.steps and not found.rejected and bucket_holder(checkpoints) is None:
@@ -122,6 +115,26 @@ def _list_place(place: BucketPath) -> Listing:
     steps = [replace(facts, path=str(checkpoints / step_name(facts.step))) for facts in listed_steps(found)]
     made = [] if exports is None else [*_exports_in_bucket(exports)]
     return listing(place, checkpoints, found, steps, made, bucket_holder(checkpoints))
+
+
+def _steps_below(place: BucketPath) -> tuple[BucketPath, list[str]]:
+    """Return a run's checkpoint folder in a bucket, and the names right below the run's place.
+
+    Raises: CheckpointNotFoundError; NotACheckpointError; StoreError.
+    """
+    names = place.bucket.list_names(place.key)
+    if not names:
+        raise CheckpointNotFoundError(f"{place}: nothing is there; name a run's place, or its checkpoint folder")
+    if {*LOADABLE, MANIFEST_NAME} & {*names}:
+        raise NotACheckpointError(f"{place} is one checkpoint; name the run's place, or look at it with `inspect`")
+    is_inside = _CHECKPOINTS in names and not _has_commits(names)
+    return place / _CHECKPOINTS if is_inside else place, names
+
+
+def _has_commits(names: Sequence[str]) -> bool:
+    from titan_ckpt.directory.bucket_lease import LEASE_OBJECT
+
+    return COMMITS in names or LEASE_OBJECT in names
 
 
 def _exports_in_bucket(root: BucketPath) -> Iterator[ExportFacts]:
@@ -165,6 +178,20 @@ def listing(
         None if holder is None else str(holder),
         holder is not None and holder.lives_here(),
     )
+
+
+def find_steps(place: BucketPath) -> BucketPath:
+    """Return the checkpoint folder of a run's place in a bucket, or the place itself if it is one.
+
+    Raises: CheckpointNotFoundError; NotACheckpointError; StoreError.
+    """
+    checkpoints, _ = _steps_below(place)
+    names = checkpoints.bucket.list_names(checkpoints.key)
+    if not _has_commits(names):
+        raise NotACheckpointError(
+            f"{checkpoints} holds no checkpoints, only {', '.join(names[:6])}; name a run's place"
+        )
+    return checkpoints
 
 
 def find_checkpoints(folder: Path) -> Path:

@@ -1,6 +1,6 @@
 """Deleting and pinning steps by hand, beside or after the run that saved them. Imports no torch.
 
-The order of operations, and what a kill in the middle leaves, are those of a run (directory/store.py).
+The order of operations, and what a kill in the middle leaves, are those of a run (directory/steps.py).
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ import contextlib
 import os
 import time
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from titan_ckpt.config import KeepConfig, from_dict
-from titan_ckpt.directory.lease import holder_of
-from titan_ckpt.directory.names import PIN_NAME, TRASH, is_set_aside_name, survey
+from titan_ckpt.directory.lease import Holder, holder_of
+from titan_ckpt.directory.names import PIN_NAME, TRASH, step_of
+from titan_ckpt.directory.steps import Steps
 from titan_ckpt.directory.store import StepStore
 from titan_ckpt.disk import posix
-from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, ConfigError, SaveError
-from titan_ckpt.telemetry.events import folder_bytes
-from titan_ckpt.tools.listing import committed_step, find_checkpoints, resumed_from
+from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, ConfigError, NotACheckpointError, SaveError
+from titan_ckpt.stores.bucket import BucketPath, Location
+from titan_ckpt.tools.listing import committed_step, find_checkpoints, find_steps, resumed_from
 
 _SETTLE_SECONDS = 5.0
 """Longest time in which a step that is being deleted comes back, because its pin was seen."""
@@ -53,51 +54,56 @@ def read_policy(text: str) -> KeepConfig:
 
 
 def prune(
-    folder: Path, keep: KeepConfig | None, *, set_aside: bool = False, dry_run: bool, take_lease: bool = False
+    folder: Location, keep: KeepConfig | None, *, set_aside: bool = False, dry_run: bool, take_lease: bool = False
 ) -> Pruned:
     """Delete the steps of a run that a policy no longer keeps; with `dry_run`, only say which.
 
     `set_aside`: also delete the steps that a rollback set aside, which no policy counts.
     Pinned steps, the step that the run resumed from, and steps with foreign files stay. The lease of the folder is held
     meanwhile. `take_lease` takes it from a process of another machine, whose end cannot be seen from here.
-    Raises: CommitConflictError beside a live writer; SaveError; as find_checkpoints.
+    Raises: CommitConflictError beside a live writer; SaveError; OSError; as find_checkpoints and find_steps.
     """
-    checkpoints = find_checkpoints(folder)
-    store = StepStore(checkpoints)
+    steps = _steps_of(find_steps(folder) if isinstance(folder, BucketPath) else find_checkpoints(folder))
     if not dry_run:
-        _refuse_unseen_writer(checkpoints, take_lease=take_lease)
-        store.open()
+        _refuse_unseen_writer(steps, take_lease=take_lease)
+        steps.open()
     try:
-        committed = survey(checkpoints).steps
-        expired = store.expired(keep, resumed_from(step.manifest for step in committed))
+        committed = steps.survey().steps
+        expired = steps.expired(keep, resumed_from(step.manifest for step in committed))
         for step in expired if not dry_run else ():
-            store.remove(step)
-        names = [name for name in posix.list_folder(checkpoints) if is_set_aside_name(name)]
-        aside = {name: folder_bytes(checkpoints / name) for name in names}
-        held = _remove_set_aside(store, aside, dry_run=dry_run) if set_aside else {}
+            steps.remove(step)
+        aside = steps.set_aside()
+        held = _remove_set_aside(steps, aside, dry_run=dry_run) if set_aside else {}
         gone = {step.step for step in expired}
-        left_over = () if dry_run else tuple(posix.list_folder(checkpoints / TRASH))
+        has_trash = isinstance(steps, StepStore) and not dry_run
         return Pruned(
-            str(checkpoints),
+            str(steps.root),
             tuple(step.step for step in expired),
             tuple(step.step for step in committed if step.step not in gone),
             sum(file.num_bytes for step in expired for file in step.manifest.files),
             tuple(name for name in aside if name not in held),
             sum(num_bytes for name, num_bytes in aside.items() if name not in held),
             tuple(held.values()),
-            left_over,
+            tuple(posix.list_folder(Path(str(steps.root)) / TRASH)) if has_trash else (),
         )
     finally:
-        store.close()
+        steps.close()
 
 
-def _remove_set_aside(store: StepStore, names: Iterable[str], *, dry_run: bool) -> dict[str, str]:
-    """Delete the folders unless it is a `dry_run`; return the reason for each that stays as it holds other files."""
-    remove: Callable[[Path], object] = store.names_set_aside if dry_run else store.remove_set_aside
+def _steps_of(checkpoints: Location) -> Steps:
+    if isinstance(checkpoints, BucketPath):
+        from titan_ckpt.directory.bucket_steps import BucketSteps
+
+        return BucketSteps(checkpoints)
+    return StepStore(checkpoints)
+
+
+def _remove_set_aside(steps: Steps, names: Iterable[str], *, dry_run: bool) -> dict[str, str]:
+    """Delete these steps unless it is a `dry_run`; return the reason for each that stays, such as a pin."""
     held = {}
     for name in names:
         try:
-            remove(store.root / name)
+            steps.remove_set_aside(name, dry_run=dry_run)
         except CommitConflictError:
             raise
         except SaveError as error:
@@ -105,21 +111,32 @@ def _remove_set_aside(store: StepStore, names: Iterable[str], *, dry_run: bool) 
     return held
 
 
-def _refuse_unseen_writer(checkpoints: Path, *, take_lease: bool) -> None:
-    holder = holder_of(checkpoints)
+def _holder_of(steps: Steps) -> Holder | None:
+    if isinstance(steps.root, BucketPath):
+        from titan_ckpt.directory.bucket_lease import bucket_holder
+
+        return bucket_holder(steps.root)
+    return holder_of(steps.root)
+
+
+def _refuse_unseen_writer(steps: Steps, *, take_lease: bool) -> None:
+    holder = _holder_of(steps)
     if holder is not None and holder.may_live_elsewhere() and not take_lease:
         raise CommitConflictError(
-            f"{checkpoints}: {holder} writes here, and whether it has ended cannot be seen from this machine. Run this "
+            f"{steps.root}: {holder} writes here, and whether it has ended cannot be seen from this machine. Run this "
             "command there, or add --take-lease if it has ended: a live run that loses the lease stops saving"
         )
 
 
-def pin(path: Path) -> int:
+def pin(path: Location) -> int:
     """Keep a step whatever a policy says, and return its number.
 
     A run that deletes the step at the same time either sees the pin and leaves the step, or is first.
-    Raises: SaveError if the deletion was first; as committed_step.
+    Raises: SaveError, or CheckpointNotFoundError in a bucket, if the deletion was first; as committed_step.
     """
+    if isinstance(path, BucketPath):
+        _steps_of(path.parent).pin(number := _number_of(path))
+        return number
     step = committed_step(path).step
     root = Path(os.path.abspath(path)).parent
     with contextlib.suppress(FileNotFoundError, CheckpointNotFoundError):  # renamed away: with a pin it comes back
@@ -132,8 +149,18 @@ def pin(path: Path) -> int:
     return step
 
 
-def unpin(path: Path) -> int:
+def unpin(path: Location) -> int:
     """Let the policy decide about a step again, and return its number. Raises: OSError; as committed_step."""
+    if isinstance(path, BucketPath):
+        _steps_of(path.parent).unpin(number := _number_of(path))
+        return number
     step = committed_step(path).step
     StepStore(Path(os.path.abspath(path)).parent).unpin(step)
+    return step
+
+
+def _number_of(path: BucketPath) -> int:
+    step = step_of(path.name)
+    if step is None:
+        raise NotACheckpointError(f"{path} is no step of titan_ckpt; name one, such as {path.parent / 'step-100'}")
     return step

@@ -21,7 +21,7 @@ from titan_ckpt.training.run_file import read_run
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SHELL = re.compile(r"(?:^<!-- not run: ([^\n]+) -->\n)?^```sh\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
-KINDS = {"python", "toml", "sh", "bash", "yaml", "console", "text", "py"}
+KINDS = {"python", "toml", "json", "sh", "bash", "yaml", "console", "text", "py"}
 """The words after the fence: text is an illustration, py a part of a program that stands on the page in full."""
 RUN_ELSEWHERE = {"tutorial.md"}
 
@@ -56,7 +56,7 @@ def fault(words: list[str]) -> str | None:
         case ["pip", "install", package] if package.startswith("titan-ckpt"):
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
             return f"{package}" if set(re.findall(r"\w+", package.partition("[")[2])) - extras.keys() else None
-        case ["pip" | "transformers" | "curl" | "touch", *_]:
+        case ["pip" | "transformers" | "curl" | "touch" | "aws" | "gcloud", *_]:
             return None
         case _:
             return f"nothing here can check {words[0]}"

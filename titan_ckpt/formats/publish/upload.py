@@ -134,6 +134,7 @@ class Courier:
         self._position = 0
         self._slowest = 0
         """How far the slowest rank was at the last round."""
+        self._slowest_rank = ranks[0]
         self._is_finished = False
         self._is_given_up = False
         self._error: BaseException | None = None
@@ -157,10 +158,23 @@ class Courier:
             return position < _AT_THE_END and self._slowest + _LEAD_BYTES < position
 
     def wait_for_others(self) -> None:
-        """Wait until this rank is not far ahead. The slowest rank never waits. Raises: as `send`."""
+        """Wait until this rank is not far ahead. The slowest rank never waits.
+
+        Raises: ExportError if the slowest one does not move for the timeout; as `send`.
+        """
+        seconds = self._coordinator.timeout_seconds
         with self._changed:
-            self._changed.wait_for(lambda: self._error or self._slowest + _LEAD_BYTES >= self._position)
+            while self._error is None and self._slowest + _LEAD_BYTES < self._position:
+                if not self._has_moved_from(self._slowest, seconds):
+                    raise ExportError(
+                        f"rank {self._slowest_rank} has not gone on with the files for {seconds:g} s, and this rank is "
+                        f"{self._position - self._slowest:,} bytes ahead of it: look into the log of that rank"
+                    )
             self._check()
+
+    def _has_moved_from(self, position: int, seconds: float) -> bool:
+        """Wait until the slowest rank is elsewhere, or the exchange is broken; return whether either happened."""
+        return bool(self._changed.wait_for(lambda: self._error or self._slowest != position, seconds))
 
     def finish(self) -> None:
         """Wait until all ranks have finished, and everything is delivered. Raises: as `send`."""
@@ -206,7 +220,9 @@ class Courier:
         self._exchange(sizes, ones, received_sizes, ones)
         num_bytes: list[int] = received_sizes[:, 0].tolist()
         with self._changed:
-            self._slowest = int(received_sizes[:, 2].min())
+            positions: list[int] = received_sizes[:, 2].tolist()
+            self._slowest = min(positions)
+            self._slowest_rank = self._ranks[positions.index(self._slowest)]
             self._changed.notify_all()
         send = torch.frombuffer(bytearray(b"".join(frames)), dtype=torch.uint8)
         received = torch.empty(sum(num_bytes), dtype=torch.uint8)

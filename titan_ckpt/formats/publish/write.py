@@ -133,27 +133,31 @@ class ExportWriter:
         """
         todo = iter(groups)
         try:
+            self._write_groups(todo, columns)
+        except Exception:
+            for group in todo:
+                if group.collective:
+                    run_through(group.blocks)
+            raise
+        for file in self._files.values():
+            file.flush()
+
+    def _write_groups(self, groups: Iterable[FileGroup], columns: ColumnExchange | None) -> None:
+        """Write the groups. However that ends, no other rank waits for this one afterwards."""
+        try:
             if columns is not None:
                 columns.run(self._write_rows)
-            for group in todo:
+            for group in groups:
                 for key in group.infos:
                     self._sources.setdefault(key, []).append(", ".join(group.fqns))
                 self._keep_pace(group)
                 if group.collective or self._plan.writes(group):
                     for index, block in group.blocks():
                         self._add(group, index, block)
-        except Exception:
+            self._write_queued()
+        finally:
             if self._uploads is not None:
                 self._uploads.end()
-            for group in todo:
-                if group.collective:
-                    run_through(group.blocks)
-            raise
-        self._write_queued()
-        if self._uploads is not None:
-            self._uploads.end()
-        for file in self._files.values():
-            file.flush()
 
     def _keep_pace(self, group: FileGroup) -> None:
         """Wait before a group of a file in a bucket, if this rank is far ahead of the slowest one."""

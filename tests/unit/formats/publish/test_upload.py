@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from titan_ckpt import progress
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import ExportError
+from titan_ckpt.formats.publish.plan import pack_model_files, plan_export
 from titan_ckpt.formats.publish.upload import Courier
+from titan_ckpt.formats.publish.write import ExportWriter
+from titan_ckpt.geometry.keymap import KeyMap, KeyRule
+from titan_ckpt.weights.transforms import StateDictTransforms
 
 
 def test_a_rank_whose_writing_is_stuck_holds_up_no_other_for_longer_than_the_timeout() -> None:
@@ -26,3 +36,39 @@ def test_a_rank_whose_writing_is_stuck_holds_up_no_other_for_longer_than_the_tim
     closing.start()
     closing.join(30)
     assert not closing.is_alive()
+
+
+def test_a_rank_that_does_not_go_on_is_named_after_the_timeout() -> None:
+    """A rank that is far ahead of it waits no longer, and says which one to look at."""
+
+    def exchange(ranks: object, send: torch.Tensor, sizes: object, into: torch.Tensor, *_: object) -> Any:
+        into.copy_(send)
+        if into.dtype == torch.int64:
+            into[1, 2] = 5
+        return SimpleNamespace(wait=lambda: None)
+
+    coordinator: Any = SimpleNamespace(timeout_seconds=0.1, peers=SimpleNamespace(exchange=exchange))
+    courier = Courier(coordinator, (0, 3), lambda number, offset, view: None)
+    assert courier.is_ahead(1 << 30)
+    while courier._slowest_rank != 3:
+        time.sleep(0.001)
+    with pytest.raises(ExportError, match=r"rank 3 has not gone on .* 0\.1 s, .* 1,073,741,819 bytes ahead"):
+        courier.wait_for_others()
+    courier.close()
+
+
+@pytest.mark.parametrize("error", [OSError("full"), KeyboardInterrupt()], ids=["OSError", "interrupt"])
+def test_a_rank_whose_last_write_fails_holds_up_no_other(error: BaseException) -> None:
+    """It says that it writes nothing more; else ranks that are far ahead of it would wait until the timeout."""
+    groups = StateDictTransforms(KeyMap((KeyRule.of("w", "w.weight"),)), {}).to_file({"w": torch.ones(4)}, None, None)
+    alone = Coordinator(0, 1, None, "", 1.0)
+    plan = plan_export(groups, lambda infos: pack_model_files(infos, 256), lambda *_: {}, alone)
+    told: list[str] = []
+
+    def fail(*_: object) -> None:
+        raise error
+
+    uploads: Any = SimpleNamespace(is_ahead=lambda *_: False, write=fail, end=lambda: told.append("end"))
+    with pytest.raises(type(error)):
+        ExportWriter(Path(), plan, progress.uncounted, uploads).write(groups)
+    assert told == ["end"]

@@ -23,6 +23,8 @@ from converters import from_tables
 from tests.tools.steps import LORA, save_step
 from titan_ckpt import progress
 from titan_ckpt.cli.main import main
+from titan_ckpt.formats.native import reader
+from titan_ckpt.stores.answers import StoreError
 
 FORMATS = {
     "native": ("run1/checkpoints/step-1", "native"),
@@ -227,6 +229,20 @@ def test_a_lack_of_rights_is_no_damage(
     assert main(["verify", str(found.parent)]) == 2
     said = capsys.readouterr()
     assert found.name in said.err and "Permission denied" in said.err and not said.out
+
+
+def test_a_bucket_that_does_not_answer_is_no_damage(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`verify` ends with 2 while it reads a rank's file, as a bad sector's errno is also that of a lost answer."""
+
+    def refuse(*_: object) -> None:
+        raise StoreError(errno.EIO, "s3://box/rank-00000.safetensors: no answer", is_final=False)
+
+    monkeypatch.setattr(reader, "_check_blocks", refuse)
+    assert main(["verify", str(root / "run1/checkpoints/step-1")]) == 2
+    said = capsys.readouterr()
+    assert "no answer" in said.err and not said.out
 
 
 def test_verify_finds_what_a_hugging_face_folder_lacks(root: Path, tmp_path: Path, ask: Answer) -> None:

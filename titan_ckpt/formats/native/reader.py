@@ -177,7 +177,8 @@ class NativeReader(TensorReader):
                 problems.append(str(error))
                 continue
             except OSError as error:
-                if error.errno != errno.EIO:  # others, such as a lack of rights, say nothing about the file
+                # others, such as a lack of rights or a bucket that does not answer, say nothing about the file
+                if error.errno != errno.EIO or isinstance(error, StoreError):
                     raise
                 problems.append(f"{self.path / rank_file_name(rank)}: {error.strerror}. {_AGAIN}")
                 continue

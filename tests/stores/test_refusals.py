@@ -109,7 +109,9 @@ def test_a_refusal_names_the_right_or_the_setting(
 def test_credentials_that_are_not_there_are_named_as_the_cause(
     broken: tuple[Proxy, list[Fault]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """And not a right or the endpoint; a key that cannot be read is an error of the settings, before any request."""
+    """And not a right or the endpoint; a key that cannot be read is an error of the settings, before any request. A
+    service of tokens that does not answer says nothing about the credentials.
+    """
     proxy, fault = broken
     fault[0] = NO_STORE
     for name in CREDENTIALS:
@@ -125,6 +127,14 @@ def test_credentials_that_are_not_there_are_named_as_the_cause(
             f"Error performing token request: Error performing GET http://169.254.169.254/{place} - HTTP error: timeout"
         )
         assert "No credentials were found: set " in str(store_error(RuntimeError(text), "list", url, 1.0))
+    for reason, is_final, advice in (
+        ("Server returned non-2xx status code: 400 Bad Request", True, "Check the credentials"),
+        ("Server returned non-2xx status code: 503 Service Unavailable", False, "raise checkpoint.store.retry_seconds"),
+        ("HTTP error: error sending request", False, "can this machine reach it?"),
+    ):
+        text = f"Error performing token request: Error performing POST https://oauth2.example/token - {reason}"
+        refusal_of = store_error(RuntimeError(text), "list", "gs://b/a", 1.0)
+        assert advice in str(refusal_of) and refusal_of.is_final is is_final
     with pytest.raises(ConfigError, match=r"Account must be specified\. .* the environment AZURE_STORAGE_ACCOUNT_NAME"):
         Bucket("az", "box", StoreConfig())
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "none.json"))

@@ -93,7 +93,9 @@ def _meaning(error: Exception, verb: str, url: str) -> tuple[int, bool, str]:
         return errno.ENOENT, True, "Create the bucket, or correct its name, endpoint or region"
     if _CLOCK.search(said):
         return errno.EACCES, True, "Set this machine's clock: it is too far from the store's"
-    is_unknown = status == 401 or kind == "UnauthenticatedError" or "performing token request" in text
+    is_refusal = 300 <= status < 500 and status not in (408, 409, 429)
+    is_token = is_refusal and "performing token request" in text  # else the service of tokens has not answered
+    is_unknown = status == 401 or kind == "UnauthenticatedError" or is_token
     if is_unknown or _WRONG_CREDENTIALS.search(said):
         return errno.EACCES, True, "Check the credentials, and that they are those of this endpoint"
     if _OTHER_REGION.search(said):
@@ -105,7 +107,7 @@ def _meaning(error: Exception, verb: str, url: str) -> tuple[int, bool, str]:
     if status == 403 or kind == "PermissionDeniedError" or "AccessDenied" in said:
         right = _RIGHTS.get(url.partition(":")[0], {}).get(verb, f"the right to {verb}")
         return errno.EACCES, True, f"The credentials need {right}"
-    if (300 <= status < 500 and status not in (408, 409, 429)) or status == 501:
+    if is_refusal or status == 501:
         return errno.EINVAL, True, "Check the endpoint and the region of the bucket"
     if status:
         return errno.EIO, False, "Lower checkpoint.store.concurrency, or raise checkpoint.store.retry_seconds"

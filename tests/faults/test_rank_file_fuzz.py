@@ -194,6 +194,7 @@ KINDS, KIND_OF, FQNS, ELSEWHERE = ((META, key) for key in INNER)
 WRONG: tuple[tuple[str, Sequence[Any], Any], ...] = (
     ("no-such-rank", (META, "titan_ckpt.rank"), "1"),
     ("odd-block", (META, "titan_ckpt.block_bytes"), "1048577"),
+    ("block-larger-than-a-buffer", (META, "titan_ckpt.block_bytes"), "8388608"),
     ("too-few-digests", (META, "titan_ckpt.blocks"), ""),
     ("shape-no-list", ("a", "shape"), "23"),
     ("shape-too-long", ("c", "shape"), [0] * 65),

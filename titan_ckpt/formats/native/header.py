@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import xxhash
 
+from titan_ckpt.disk.direct import IO_BYTES
 from titan_ckpt.disk.memory import ALIGNMENT
 from titan_ckpt.encoding import strict_json
 from titan_ckpt.encoding.typed_json_reader import TENSOR_DTYPES
@@ -144,7 +145,7 @@ def _read(header: dict[str, Any], digest: str, data_start: int, file_bytes: int,
     rank, world_size = int(metadata["titan_ckpt.rank"]), int(metadata["titan_ckpt.world_size"])
     _require(0 <= rank < world_size <= 1 << 24, "rank outside its world")
     block_bytes = int(metadata["titan_ckpt.block_bytes"])
-    _require(ALIGNMENT <= block_bytes <= 64 << 20 and block_bytes & (block_bytes - 1) == 0, "odd block size")
+    _require(ALIGNMENT <= block_bytes <= IO_BYTES and block_bytes & (block_bytes - 1) == 0, "odd block size")
     names, tensors = list(header), list(header.values())
     sizes = [tensor["shape"] for tensor in tensors]
     _numbers(sizes)

@@ -83,16 +83,42 @@ def test_d8_a_folder_that_cannot_be_read_is_not_left_out(tmp_path: Path, monkeyp
     scandir = os.scandir
 
     def refusing(path: str) -> Any:
-        if os.path.basename(path) == "locked":
+        if os.path.basename(path.rstrip("/")) == "locked":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refusing)
     with pytest.raises(ConfigError, match=r"data\.corpus: \S+/locked cannot be read: Permission denied; give"):
         open_corpus(str(tmp_path))
-    for pattern in ("**/*.jsonl", "*/b.jsonl"):
+    for pattern in ("**/*.jsonl", "*/b*.jsonl", "**"):
         with pytest.raises(ConfigError, match=r"data\.corpus: \S+/locked/ cannot be read: Permission denied"):
             open_corpus(str(tmp_path / pattern))
+
+
+def test_d8_a_pattern_asks_for_no_right_that_it_does_not_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder above the data may let nobody list it, as that of all homes; one that nobody may enter is an error."""
+    jsonl(tmp_path / "homes" / "me" / "a.jsonl", {"text": "1"})
+    jsonl(tmp_path / "sealed" / "a.jsonl", {"text": "2"})
+    scandir, stat = os.scandir, os.stat
+
+    def refusing(path: Any) -> Any:
+        if os.path.basename(os.fspath(path).rstrip("/")) == "homes":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    def sealed(path: Any, *arguments: Any, **options: Any) -> Any:
+        if "sealed/" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return stat(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    assert texts(tmp_path / "homes" / "me" / "*.jsonl") == ["1"]
+    monkeypatch.setattr(os, "stat", sealed)
+    for pattern in ("sealed/*.jsonl", "s*/a.jsonl"):
+        with pytest.raises(ConfigError, match=r"data\.corpus: \S+/sealed/ cannot be read: Permission denied"):
+            open_corpus(str(tmp_path / pattern))
+    with pytest.raises(ConfigError, match="matches 0 files"):
+        open_corpus(str(tmp_path / f"{'x' * 300}*.jsonl"))
 
 
 def test_d8_what_cannot_be_read_is_not_left_out_of_a_folder_or_a_pattern(

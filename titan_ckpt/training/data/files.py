@@ -42,7 +42,7 @@ def find_files(name: str, setting: str) -> list[Path]:
     Raises: ConfigError listing all that is not there, cannot be read, or is no file that training can read.
     """
     path = Path(name)
-    if glob.has_magic(name) and not path.exists():
+    if glob.has_magic(name) and not os.path.exists(name):
         found, folder = _matched(name, setting), None
     elif _is_folder(path, setting):
         found, folder = _inside([path], setting), path
@@ -117,14 +117,17 @@ def _matched(pattern: str, setting: str) -> list[Path]:
     Files of linked folders come once. Raises: ConfigError for a folder that cannot be read, which glob leaves out.
     """
     parts = Path(pattern).parts
-    for number in range(1, len(parts)):
+    for number in range(1, len(parts) + (parts[-1] == "**")):
+        is_listed = parts[number - 1] == "**" or glob.has_magic(parts[number])
         for folder in glob.iglob(os.path.join(*parts[:number], ""), recursive=True):
             try:
-                os.scandir(os.path.normpath(folder)).close()
+                os.stat(os.path.join(folder, "."))  # asks for the right to go into it
+                if is_listed:
+                    os.scandir(folder).close()
             except OSError as error:
                 raise ConfigError([f"{setting}: {folder} cannot be read: {error.strerror}"]) from None
     matched = {Path(match) for match in glob.glob(pattern, recursive=True)}
-    folders = {path for path in matched if path.is_dir()}
+    folders = {path for path in matched if os.path.isdir(path)}
     inside = _inside((folder for folder in folders if folder.suffix in KINDS), setting)
     files = sorted((matched - folders) | {*inside}, reverse=True)
     return sorted({(os.path.realpath(file.parent), file.name): file for file in files}.values())
@@ -153,7 +156,8 @@ def _unusable(found: Iterable[Path]) -> Iterator[str]:
         try:
             mode = file.stat().st_mode
         except FileNotFoundError:
-            yield f"{file} is a link that leads nowhere; remove it, or put back what it leads to"
+            if file.is_symlink():  # anything else has just been deleted
+                yield f"{file} is a link that leads nowhere; remove it, or put back what it leads to"
             continue
         except OSError as error:
             yield f"{file} cannot be read: {error.strerror}"

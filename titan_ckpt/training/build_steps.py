@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import IterableDataset
 
 from titan_ckpt.encoding.named import is_import_name
-from titan_ckpt.errors import CheckpointError, ConfigError, listed
+from titan_ckpt.errors import CheckpointError, ConfigError, listed, says_setting_is_wrong
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.loading.external import ExternalLoad, ExternalWeights, check_handler
 from titan_ckpt.manager import CheckpointManager
@@ -153,7 +153,8 @@ class BuildSteps:
             try:
                 yield ranks
             except CheckpointError as error:  # whichever rank meets it first says it, because others may never
-                error.repeats = not ranks.is_first(f"{type(error).__name__}: {error}")
+                if says_setting_is_wrong(error):  # each rank says any other, of which the store may be the cause
+                    error.repeats = not ranks.is_first(f"{type(error).__name__}: {error}")
                 raise
 
     def build_model(self) -> LanguageModel:

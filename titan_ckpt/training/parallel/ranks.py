@@ -6,6 +6,7 @@ Owns the lifetime of the process group. Knows no model, no training loop and no 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import platform
 from collections.abc import Iterator, Mapping
@@ -34,6 +35,8 @@ class Ranks:
     degrees: Degrees = field(default_factory=Degrees)
     axes: Mapping[str, DeviceMesh] = field(default_factory=dict)
     """The mesh of each axis with more than one rank, and of the axes in degrees.FLAT; see `mesh`."""
+    run: int = 0
+    """How many runs of this process came before; the store of a process group may outlive a run."""
 
     def mesh(self, *axes: str) -> DeviceMesh:
         """Return the mesh of some axes, each from degrees.AXES or degrees.FLAT, outermost first."""
@@ -65,13 +68,13 @@ class Ranks:
         return values
 
     def is_first(self, text: str) -> bool:
-        """Return whether no other rank of this host has asked this of the same text before. Not collective."""
+        """Return whether no other rank of this host has asked this of the same text in this run. Not collective."""
         if self.size == 1:
             return True
-        key = f"titan_ckpt/first/{hashlib.sha256(f'{platform.node()} {text}'.encode()).hexdigest()}"
+        key = f"titan_ckpt/first/{hashlib.sha256(f'{self.run} {platform.node()} {text}'.encode()).hexdigest()}"
         try:
             return bool(_get_default_store().add(key, 1) == 1)
-        except RuntimeError:  # the process that serves the store has ended
+        except (RuntimeError, ValueError):  # the process that serves the store has ended, or the group was left
             return True
 
     def of_first(self, value: Any) -> Any:
@@ -106,6 +109,9 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
+_runs = itertools.count()
+
+
 @contextmanager
 def process_group(wanted: Device, degrees: Degrees, backend: str | None = None) -> Iterator[Ranks]:
     """Join the process group if torchrun started this process, and leave it at the end.
@@ -122,7 +128,8 @@ def process_group(wanted: Device, degrees: Degrees, backend: str | None = None) 
         dist.init_process_group(backends, **_rendezvous())
     try:
         if dist.is_initialized():
-            yield Ranks(dist.get_rank(), dist.get_world_size(), device, degrees, _make_axes(device.type, degrees))
+            axes = _make_axes(device.type, degrees)
+            yield Ranks(dist.get_rank(), dist.get_world_size(), device, degrees, axes, next(_runs))
         else:
             yield Ranks(0, 1, device)
     finally:

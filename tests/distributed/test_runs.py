@@ -202,6 +202,11 @@ def run_on_two(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"NAMELESS.* tok_embeddings.*mesh of its own.*ranks\.mesh\(\"fsdp\"\)"):
         Trainer(settings(tmp_path / "nameless", model={"name": f"{__name__}:NAMELESS", "flavor": "tiny"})).run()
 
+    sparse: dict[str, dict[str, Any]]
+    sparse = {"model": {"name": "qwen3_moe", "flavor": "debug-1m"}, "parallel": {"tensor_parallel": 2}}
+    with pytest.raises(ConfigError, match=r'optimizer\.implementation: "fused" .* which it leaves whole; leave it out'):
+        Trainer(settings(tmp_path / "mixed", optimizer={"implementation": "fused"}, **sparse)).run()
+
     rank = dist.get_rank()
     gradients = Gradients()
     Uneven(averaged(tmp_path / "two", 2), callbacks=[gradients]).run()

@@ -51,7 +51,7 @@ from titan_ckpt.training.loss import BalanceLoss, balance_coefficient, summed_cr
 from titan_ckpt.training.model_folder import checkpoint_settings
 from titan_ckpt.training.own_code import check_names, make_optimizer, make_patterns, make_scheduler
 from titan_ckpt.training.parallel.apply import parallelise
-from titan_ckpt.training.parallel.data_parallel import is_sharded, on_unknown_axes, sum_gradients
+from titan_ckpt.training.parallel.data_parallel import find_mixed, is_sharded, on_unknown_axes, sum_gradients
 from titan_ckpt.training.parallel.degrees import Degrees, find_degrees, micro_batches
 from titan_ckpt.training.parallel.pipeline import Pipeline
 from titan_ckpt.training.parallel.ranks import Ranks, process_group, world_size
@@ -256,7 +256,10 @@ class BuildSteps:
         return parts
 
     def build_optimizer(self) -> Optimizer:
-        """Return the optimizer over the trained parameters: matrices with weight decay, vectors without."""
+        """Return the optimizer over the trained parameters: matrices with weight decay, vectors without.
+
+        Raises: ConfigError for an implementation that cannot update all of them.
+        """
         config = self.config.optimizer
         matrices = [p for p in self.trainable() if p.dim() >= 2]
         vectors = [p for p in self.trainable() if p.dim() < 2]
@@ -264,6 +267,10 @@ class BuildSteps:
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         if is_import_name(config.name):
             return make_optimizer(config, groups)
+        if config.implementation in ("fused", "foreach") and (mixed := find_mixed(self.model_parts)):
+            problem = f'"{config.implementation}" updates parameters together, and torch cannot mix'
+            problem += f" {mixed[0]}, which parallelism distributes, and {mixed[1]}, which it leaves whole"
+            raise ConfigError([f'optimizer.implementation: {problem}; leave it out, or take "for-loop"'])
         way: dict[str, Any] = {None: {}, "fused": {"fused": True}, "foreach": {"foreach": True}}.get(
             config.implementation, {"foreach": False, "fused": False}
         )

@@ -122,7 +122,8 @@ class OptimizerConfig(Checked):
     """Weight decay of matrices; vectors (norms, biases, magnitudes) are not decayed."""
     implementation: Literal["fused", "foreach", "for-loop"] | None = None
     """How AdamW computes its update: one kernel for all parameters, one operation at a time over all of them, or one
-    parameter after the other. They round differently. Absent: torch chooses."""
+    parameter after the other. They round differently. The first two are refused if only some matrices, or only some
+    vectors, are distributed. Absent: torch chooses."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of your own optimizer."""
 

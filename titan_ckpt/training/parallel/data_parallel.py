@@ -62,6 +62,18 @@ def on_unknown_axes(model: nn.Module) -> list[str]:
     ]
 
 
+def find_mixed(model_parts: Sequence[nn.Module]) -> tuple[str, str] | None:
+    """Return a distributed and a whole parameter, both matrices or both vectors, if this rank trains such a pair."""
+    named = [(fqn, value) for part in model_parts for fqn, value in part.named_parameters() if value.requires_grad]
+    for is_matrix in (True, False):
+        group = [(fqn, isinstance(value, DTensor)) for fqn, value in named if (value.dim() >= 2) == is_matrix]
+        cut = next((fqn for fqn, is_cut in group if is_cut), None)
+        whole = next((fqn for fqn, is_cut in group if not is_cut), None)
+        if cut is not None and whole is not None:
+            return cut, whole
+    return None
+
+
 def sum_gradients(model: nn.Module) -> None:
     """Make FSDP2 sum the gradients of its ranks, which it averages by itself."""
     for module in model.modules():

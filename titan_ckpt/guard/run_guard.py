@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -51,9 +51,14 @@ class RunGuard:
                 break
     """
 
-    def __init__(self, manager: CheckpointManager) -> None:
-        """Take [checkpoint.stop] from the manager's config. The guard has no effect before the `with`."""
+    def __init__(self, manager: CheckpointManager, *, fault: Callable[[], str | None] | None = None) -> None:
+        """Take [checkpoint.stop] from the manager's config. The guard has no effect before the `with`.
+
+        `fault` returns why what this rank has in memory must not be saved, or None. It is asked on all ranks before
+        each save of the guard, which is left out if any rank has a fault.
+        """
         self._manager = manager
+        self._fault = fault
         self._last = manager.last_step
         self._config: StopConfig = manager.config.stop
         self._line = self._last.line()
@@ -98,10 +103,13 @@ class RunGuard:
             return True
         if self._save_pending:
             self._save_pending = False
-            self._manager.save(step, force=True, metrics=metrics, export=False)
+            if (fault := self._found_fault()) is None:
+                self._manager.save(step, force=True, metrics=metrics, export=False)
             if self._line.rank == 0 and self._asked is not None:
                 handle = self._manager.in_flight
-                if self._last.saved == step:
+                if fault is not None:
+                    self._answer(save_request.Answer(self._asked, step, fault))
+                elif self._last.saved == step:
                     why = self._pin(step, handle) if self._asked.endswith(save_request.PIN) else None
                     if why is None:
                         self._answering = self._asked, step, handle
@@ -155,10 +163,21 @@ class RunGuard:
             logger.warning("the save in flight has failed: %s", error)  # the last save may still succeed
         need, left = self._last.save_seconds(), self._seconds_left()
         if self._line.broadcast("last save", need <= left):
-            save()
-            self._manager.wait()
+            if self._found_fault() is None:
+                save()
+                self._manager.wait()
         elif (last := self._last.saved) != self._last.marked:
             logger.warning("no last save: %.0f s are left and one takes %.0f s; the last is step %s", left, need, last)
+
+    def _found_fault(self) -> str | None:
+        """Return why the guard must not save, the same on all ranks, or None; rank 0 logs it. Collective."""
+        if self._fault is None:
+            return None
+        found: list[Any] = self._line.gather("fault", self._fault())
+        fault = next(filter(None, found), None)
+        if fault is not None and self._line.rank == 0:
+            logger.error("nothing is saved: %s", fault)
+        return fault
 
     def _seconds_left(self) -> float:
         assert self._stop is not None
@@ -298,6 +317,8 @@ class RunGuard:
                 return
             # a rank that raised long before the others has posted its mark, and may be gone
             self._line.barrier("exception, on all ranks", timeout_seconds=bound)
+            if self._found_fault() is not None:
+                return
             logger.warning("%s: saving step %s, the last that was completed", type(value).__name__, marked[0])
             self._last.save()
         except Exception as error:  # the run's own error must reach the user

@@ -251,7 +251,8 @@ class TrainingConfig(Checked):
     """Gradients are scaled down to this global norm. Absent: gradients are not clipped."""
     check_gradients: Literal["step", "log"] = "step"
     """When ranks exchange the loss and the norm of the gradients, and stop if it is not finite: in every step, before
-    its optimizer; or in those alone that are logged, evaluated or saved, so that no other step waits for the device."""
+    its optimizer; or in those alone that are logged, evaluated, saved or exported, so that no other step waits for the
+    device, unless labels without a loss are to be counted."""
     router_aux_loss_coef: Annotated[float, Check("a number, 0 or more", lambda x: x >= 0)] | None = None
     """Factor of the load-balancing loss of a mixture of experts. Absent: what the model's config.json asks for, that is
     router_aux_loss_coef if output_router_logits is true, else 0."""

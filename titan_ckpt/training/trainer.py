@@ -13,12 +13,14 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from titan_ckpt.encoding.named import is_import_name
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.models.registry import find_architecture
+from titan_ckpt.policy import due_exports
 from titan_ckpt.training.build_steps import BuildSteps
 from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.config import DEFAULT_STEPS
@@ -48,7 +50,9 @@ class Trainer(BuildSteps):
 
     _untold_seconds = 0.0
     """Time in steps since the newest exchange began, which the next exchange tells to all ranks."""
-    is_measured: bool
+    _since_measured: tuple[int, float] = (0, 0.0)
+    """Number of steps, and their time, since the newest one that was measured."""
+    is_measured = True
     """Whether the ranks exchange the loss and the norm of the gradients in the step under way, or newest."""
     outcome: Outcome
     """The end of the run; set when `run` returns."""
@@ -68,7 +72,8 @@ class Trainer(BuildSteps):
         """Build, load, train to the last step and save. Return the progress of the run."""
         with self.setup() as self.ranks:
             self.build()
-            with self.build_manager() as self.manager, RunGuard(self.manager) as self.guard:
+            check = self._broken_weights if self.config.training.check_gradients == "log" else None
+            with self.build_manager() as self.manager, RunGuard(self.manager, fault=check) as self.guard:
                 self.load()
                 self.train()
         self.outcome = self._find_outcome()
@@ -260,15 +265,17 @@ class Trainer(BuildSteps):
             self.measurements["moe/balance_loss"] = self.balance_loss.take_mean()
         self.state.step = step
         self.state.num_tokens += num_tokens
-        seconds = time.perf_counter() - started
+        steps, seconds = self._since_measured[0] + 1, self._since_measured[1] + time.perf_counter() - started
+        self._since_measured = (0, 0.0) if self.is_measured else (steps, seconds)
         self._untold_seconds += time.perf_counter() - told
         self.manager.last_step.complete(step)
-        return StepMetrics(step, loss, grad_norm, lr, num_tokens, seconds)
+        return StepMetrics(step, loss, grad_norm, lr, num_tokens, seconds / steps)
 
     def _needs_measures(self, step: int) -> bool:
         """Return whether the loss and the gradients' norm of a step are exchanged: training.check_gradients.
 
-        They are if the step is to be logged, evaluated or saved. A clip function of one's own is called in every step.
+        They are if the step is to be logged, evaluated, saved or exported. A clip function of one's own is called in
+        every step.
         """
         if self.config.training.check_gradients == "step" or type(self).clip_gradients is not Trainer.clip_gradients:
             return True
@@ -279,7 +286,17 @@ class Trainer(BuildSteps):
             or self.is_log_due(step)
             or (evaluation is not None and step % evaluation.interval == 0)
             or self.manager.is_save_due(step, step == self.num_steps)
+            or bool(due_exports(step, self.manager.config.export, step == self.num_steps))
         )
+
+    def _broken_weights(self) -> str | None:
+        """Return why this rank's weights must not be saved; a step between two logs is not measured. Not collective."""
+        for part in self.model_parts:
+            for fqn, parameter in part.named_parameters():
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                if parameter.requires_grad and not local.detach().isfinite().all():
+                    return f"{fqn} is not finite after step {self.state.step}; resume from an earlier checkpoint"
+        return None
 
     def clip_gradients(self, values: torch.Tensor) -> tuple[float, list[float]]:
         """Clip the gradients; return their global norm and the sums of `values` over all ranks. Collective: one sum.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import gzip
 import importlib.util
@@ -448,15 +449,51 @@ def test_d9_a_broken_gradient_is_found_at_the_next_log_or_save(
     assert all(Manifest.from_bytes((folder / name / MANIFEST_NAME).read_bytes()).metrics["loss"] < 9 for name in left)
 
 
+def test_d9_no_export_has_weights_that_a_broken_gradient_has_reached(tmp_path: Path) -> None:
+    """A step that is exported is measured, saved or not."""
+    training = {"steps": 12, "log_interval": 9, "check_gradients": "log"}
+    tables = {"save": {"interval": 9}, "export": {"format": "dcp", "interval": 3}}
+    with pytest.raises(GradientError, match=r"step 6: .* is nan; it was finite in step 3, .* nothing is saved"):
+        Poisoned(settings(tmp_path, training=training, checkpoint=tables)).run()
+    assert [folder.name for folder in (tmp_path / "run" / "exports").glob("step-*")] == ["step-3"]
+
+
+@pytest.mark.parametrize("kind", ["stop", "save"])
+def test_d9_a_save_out_of_turn_looks_at_the_weights(
+    tmp_path: Path, kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between two logs too, a stop or a request saves no broken weights, and so expires no good ones."""
+
+    class Ask(Callback):
+        def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+            if metrics.step == 5:
+                trainer.guard._board.post(kind, "a test")
+                while not trainer.guard._board._due:
+                    time.sleep(0.001)
+
+    training = {"steps": 12, "log_interval": 9, "check_gradients": "log"}
+    saves = {"save": {"interval": 3, "keep": {"latest": 1}}}
+    run = Poisoned(settings(tmp_path, training=training, checkpoint=saves), callbacks=[Ask()])
+    ends: Any = contextlib.nullcontext() if kind == "stop" else pytest.raises(GradientError, match="step 6: ")
+    with ends:
+        run.run()
+    assert "is not finite after step 5" in caplog.text
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-3"]
+
+
 def test_d9_a_step_between_two_logs_has_no_loss_and_is_else_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Weights, rows and counters are those of a run that checks each step; a row that a callback wants has no nan."""
+    """Weights, rows and counters are those of a run that checks each step; a row that a callback wants has no nan.
+
+    The time of a measured step is the mean since the one before, because the device may do the work of all then.
+    """
 
     class Measuring(Callback):
         def on_substep_end(self, trainer: Trainer, index: int) -> None:
             if trainer.state.step == 2:
                 trainer.measurements["own/value"] = 1.0
+                time.sleep(0.2 if check == "log" else 0.0)
 
     caplog.set_level(logging.INFO, logger="titan_ckpt")
     training = {"steps": 5, "log_interval": 4}
@@ -481,6 +518,7 @@ def test_d9_a_step_between_two_logs_has_no_loss_and_is_else_the_same(
     assert logged[:2] + logged[3:] == every[:2] + every[3:]
     assert all(map(torch.equal, found["step"].model.parameters(), found["log"].model.parameters()))
     assert found["log"].state.seconds > 0.5 * sum(row["seconds"] for row in rows(tmp_path / "log"))
+    assert rows(tmp_path / "log")[3]["seconds"] > 0.1
     assert any(text.startswith("step 3/5  lr") and "own/value 1" in text for text in caplog.messages)
 
 

@@ -38,6 +38,8 @@ class StepMetrics:
     num_tokens: int
     """Number of predicted tokens of the step, over all ranks."""
     seconds: float
+    """Time of the step. With training.check_gradients = "log" it is the mean of the steps since the last one that was
+    measured, because a step in between does not wait until the device has done its work."""
 
 
 class Callback:

@@ -213,6 +213,25 @@ def test_a_pin_and_a_removal_that_is_killed_lose_no_pinned_step(s3: Server, put:
     steps.close()
 
 
+def test_a_pin_that_is_there_already_is_no_answer_while_a_removal_is_under_way(s3: Server) -> None:
+    """The removal may have looked before that pin came; and the pin is another's, so it stays."""
+    place = place_in(s3)
+    steps = BucketSteps(place)
+    save(steps, 1)
+    steps.pin(1)
+    steps.pin(1)
+    attempt = steps.inspect(1).manifest.attempt
+    mark = place / "commits" / f"step-1.{attempt}.removal"
+    place.bucket.create(mark.key, b"")
+    with pytest.raises(CheckpointNotFoundError, match="is being deleted"):
+        steps.pin(1)
+    place.bucket.delete([mark.key])
+    assert steps.inspect(1).foreign == ("PINNED",)
+    steps.unpin(1)
+    assert steps.inspect(1).foreign == ()
+    steps.close()
+
+
 class _Killed(BaseException):
     pass
 

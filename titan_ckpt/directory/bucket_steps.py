@@ -260,15 +260,17 @@ class BucketSteps(Steps):
 
     def pin(self, step: int) -> None:
         """Create an object beside the commit. Raises: CheckpointNotFoundError if the step is deleted meanwhile."""
-        committed = self.inspect(step)
-        if PIN_NAME in committed.foreign:
-            return
-        attempt = committed.manifest.attempt
+        attempt = self.inspect(step).manifest.attempt
         pin = self._commits.pin_at(step, attempt)
-        self._bucket.create(pin.key, b"")
+        try:
+            self._bucket.create(pin.key, uuid.uuid4().hex.encode())
+            is_own = True
+        except FileExistsError:
+            is_own = False  # somebody else relies on it
         # in this order, because a removal deletes the commit before its mark
         if _is_there(self._commits.removal_at(step, attempt)) or self._commits.content(step, attempt) is None:
-            self._bucket.delete([pin.key])
+            if is_own:
+                self._bucket.delete([pin.key])
             raise CheckpointNotFoundError(f"{self.step_path(step)}: is being deleted; pin a step that stays")
 
     def unpin(self, step: int) -> None:

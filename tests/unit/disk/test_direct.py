@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import threading
 import time
 
@@ -29,14 +30,18 @@ def test_an_interrupt_waits_for_all_threads() -> None:
         time.sleep(0.2)
         written.append(-item)
 
-    for _ in range(5):
-        written.clear()
-        try:
-            run_workers(range(1, 100), work, 2)
-        except KeyboardInterrupt:
-            break
-    else:
-        pytest.fail("no interrupt was raised")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        for _ in range(5):
+            written.clear()
+            try:
+                run_workers(range(1, 100), work, 2)
+            except KeyboardInterrupt:
+                break
+        else:
+            pytest.fail("no interrupt was raised")
+    finally:
+        signal.signal(signal.SIGINT, before)
     after = list(written)
     time.sleep(0.3)
     assert written == after and after[-1] == -after[0] and len(after) <= 4

@@ -308,7 +308,7 @@ def test_input_that_is_no_checkpoint_is_one_line_and_exit_code_2(
         (["ls", cases["empty"]], "is empty; name a run's folder"),
         (["ls", hf], "is one checkpoint" if (hf / ".metadata").exists() else "holds no checkpoints"),
         (["inspect", hf, "no.such.tensor"], "near it"),
-        (["pin", "s3://bucket/step-1", step], "steps 1: expected a path on a mounted file system (no URI"),
+        (["pin", "hf://bucket/step-1", step], "or s3://bucket/key, gs://bucket/key or az://container/key"),
         (["diff", hf, hf, "--top", "-1"], "--top: expected a positive integer"),
         (["save", "--run", root / "run1", "--timeout-seconds", "nan"], "--timeout-seconds: expected a positive number"),
         (["convert", step, step / "in", "--to", "dcp"], "which is only read"),

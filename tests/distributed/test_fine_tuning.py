@@ -104,7 +104,7 @@ def meet_bad_rows(root: Path) -> None:
 
 
 def test_d8_a_bad_row_is_said_by_one_rank_and_by_the_one_that_has_met_it(tmp_path: Path) -> None:
-    """Of ranks that all meet it one speaks. In a stream of conversations the reader of the row alone knows it."""
+    """One rank speaks if all meet it. In a stream of conversations the reader of the row alone knows it."""
     chat_tokenizer(tmp_path / "tokenizer")
     rows = [{"messages": messages} for messages in conversations(8)]
     rows[3] = {"messages": [{"role": "user", "content": "nobody answers"}]}

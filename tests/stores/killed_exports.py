@@ -5,17 +5,13 @@
 
 from __future__ import annotations
 
-import gc
-import os
 from collections.abc import Sequence
-from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import torch
-from torch.distributed import TCPStore
 
 from tests.faults.small_checkpoints import alone
-from tests.stores import servers
+from tests.stores.soak_runs import joined
 from titan_ckpt.config import ExportConfig, StoreConfig
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.exporting.exporter import ExportJob
@@ -49,13 +45,7 @@ def killed_export(
     url: str, endpoint: str, rank: int, world: int, port: int, timeout: float, steps: Sequence[int], told: Connection
 ) -> None:
     """Be one rank of a run that exports the steps; rank 0 tells each when it is published."""
-    gc.freeze()  # a collection would copy every page of the server that this process is forked from
-    os.environ.update(servers.CREDENTIALS, RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    coordinator = alone()
-    if world > 1:
-        store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=30))
-        coordinator = Coordinator(rank, world, store, url, timeout)
+    coordinator = joined(rank, world, port, url, timeout)
     place = open_location(url, settings=StoreConfig(endpoint=endpoint, retry_seconds=30.0))
     assert isinstance(place, BucketPath)
     for step in steps:
@@ -68,7 +58,7 @@ def killed_export(
 def judge_exports(place: BucketPath, told: Sequence[int], steps: Sequence[int]) -> list[str]:
     """Look at the exports as a reader does; then let the next run make the rest, and look again. Return what is wrong.
 
-    What opens is whole, and the newest export that was told is there, or the next one, after which it expires.
+    Every folder that opens is whole. The newest export that was told is there, or the next one, after which it expires.
     """
     faults = _not_whole(place)
     left = steps[len(told) :]

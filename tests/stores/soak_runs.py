@@ -112,17 +112,21 @@ def _wrong(place: BucketPath, acknowledged: Sequence[Save], in_doubt: Sequence[S
     return faults
 
 
+def joined(rank: int, world: int, port: int, name: str, timeout: float) -> Coordinator:
+    """Make this forked process a rank of a run, and return its coordinator. `port`: that of the ranks' store."""
+    gc.freeze()  # a collection would copy every page of the server that this process is forked from
+    os.environ.update(servers.CREDENTIALS, RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    if world == 1:
+        return alone()
+    return Coordinator(rank, world, TCPStore("127.0.0.1", port, None, False, timedelta(seconds=30)), name, timeout)
+
+
 def killed_rank(
     url: str, endpoint: str, rank: int, world: int, port: int, timeout: float, saves: Sequence[Save], told: Connection
 ) -> None:
     """Be one rank of a run that makes the saves; rank 0 tells each when it is committed."""
-    gc.freeze()  # a collection would copy every page of the server that this process is forked from
-    os.environ.update(servers.CREDENTIALS, RANK=str(rank))
-    torch.set_num_threads(1)
-    coordinator = alone()
-    if world > 1:
-        store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=30))
-        coordinator = Coordinator(rank, world, store, url, timeout)
+    coordinator = joined(rank, world, port, url, timeout)
     place = open_location(url, settings=StoreConfig(endpoint=endpoint, retry_seconds=30.0))
     directory = CheckpointDirectory(place, coordinator)
     for step, value in saves:

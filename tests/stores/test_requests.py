@@ -1,4 +1,4 @@
-"""What a bucket is asked for a save, a resume, an export and a look: the numbers in docs/buckets.md."""
+"""Counts the requests of a save, a resume, an export and a look: the numbers in docs/buckets.md."""
 
 from __future__ import annotations
 

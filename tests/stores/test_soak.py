@@ -127,7 +127,7 @@ def test_a_run_killed_at_any_request_loses_and_tears_nothing(s3: Server, world: 
 @pytest.mark.timeout(14400 if SOAK else 300)
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_export_killed_at_any_request_never_opens_half(s3: Server, world: int) -> None:
-    """What opens is whole; the next export removes what a killed one has left, and so does retention."""
+    """A folder that opens is whole; the next export removes what a killed one has left, and so does retention."""
     steps = [10, 20]
     with _Killer(s3, world, killed_exports.killed_export) as killer:
         assert killer.trials(steps, lambda place, told: killed_exports.judge_exports(place, told, steps)) == []

@@ -13,7 +13,7 @@ Case = TypeVar("Case")
 def chosen(cases: Sequence[Case], number: int, unbuilt: Collection[str] = ()) -> list[Case]:
     """Return all cases if TITAN_CKPT_ZOO is 1, else `number` of them, the same in every run, in their order.
 
-    Of those, the `unbuilt` are left out: the library that has them cannot make them, so that nothing is to be shown.
+    The `unbuilt` are left out of the sample: the library that has them cannot make them, so they show nothing.
     """
     if os.environ.get("TITAN_CKPT_ZOO") == "1" or number >= len(cases):
         return list(cases)

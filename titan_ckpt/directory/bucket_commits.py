@@ -61,7 +61,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a listing of `commits/` shows."""
+    """The content of one listing of `commits/`."""
 
     commits: list[Commit]
     """Also fences, by step."""

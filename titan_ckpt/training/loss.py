@@ -37,7 +37,7 @@ class Predicted:
     num_ranks: torch.Tensor
     """Number of ranks that have any."""
     num_tokens: int | None
-    """Of all ranks, if that is known without an exchange."""
+    """Number of predicted tokens of all ranks; None if only an exchange can tell it."""
 
     @staticmethod
     def of(batches: Sequence[Batch], ranks: Ranks, *, is_whole: bool) -> Predicted:

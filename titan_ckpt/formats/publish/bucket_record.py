@@ -112,7 +112,7 @@ class BucketExports:
         """Remove interval exports that are no longer kept, each with the file first that makes it loadable.
 
         The record says so before anything is deleted, and goes last: a removal that is cut short is taken up again.
-        What an export left that was cut short a day ago goes, too. Raises: StoreError.
+        The leftovers of exports that were cut short a day ago are deleted, too. Raises: StoreError.
         """
         if config.keep is None:
             return

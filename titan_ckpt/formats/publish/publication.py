@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -58,63 +58,50 @@ def published(
     folder's name, or in a bucket no loadable folder has, unless another rank fell silent after the publication.
     Raises: FileExistsError; OSError; PeerError; the errors of `prepare`.
     """
-    if isinstance(folder, BucketPath):
-        with _in_bucket(folder, coordinator, tag, prepare) as unpublished:
-            yield unpublished
-        return
-    staged: StagedFolder | None = None
-    prepared: _Prepared | None = None
+    unpublished: Unpublished[_Prepared] = Unpublished(folder, None)
+    attempt: StagedFolder | _InBucket | None = None
 
     def begin() -> str:
-        nonlocal staged, prepared
-        prepared = prepare()
-        staged = StagedFolder.begin(folder)
-        return str(staged.path)
-
-    def publish() -> None:
-        nonlocal staged
-        if staged is not None:
-            staged.publish()
-            staged = None
-
-    try:
-        path = coordinator.on_rank_0(f"{tag}begin", begin)
-        yield Unpublished(Path(path), prepared)
-        coordinator.together(f"{tag}publish", publish)
-    except BaseException:
-        if staged is not None:
-            with contextlib.suppress(OSError):  # a later export removes what is left
-                staged.abandon()
-        raise
-
-
-@contextlib.contextmanager
-def _in_bucket(
-    folder: BucketPath, coordinator: Coordinator, tag: str, prepare: Callable[[], _Prepared]
-) -> Iterator[Unpublished[_Prepared]]:
-    """Publish a folder in a bucket, whose objects have their final names from the beginning."""
-    exports = BucketExports(folder.parent)
-    unpublished: Unpublished[_Prepared] = Unpublished(folder, None)
-    attempt: str | None = None
-
-    def begin() -> None:
         nonlocal attempt
         unpublished.prepared = prepare()
-        attempt = exports.begin(folder.name)
+        if isinstance(folder, BucketPath):
+            exports = BucketExports(folder.parent)
+            attempt = _InBucket(unpublished, exports, folder.name, exports.begin(folder.name))
+            return ""
+        attempt = StagedFolder.begin(folder)
+        return str(attempt.path)
 
     def publish() -> None:
         nonlocal attempt
         if attempt is not None:
-            assert unpublished.last is not None
-            exports.publish(folder.name, attempt, *unpublished.last)
+            attempt.publish()
             attempt = None
 
     try:
-        coordinator.on_rank_0(f"{tag}begin", begin)
+        path = coordinator.on_rank_0(f"{tag}begin", begin)
+        if path:
+            unpublished.path = Path(path)
         yield unpublished
         coordinator.together(f"{tag}publish", publish)
     except BaseException:
         if attempt is not None:
-            with contextlib.suppress(OSError):  # a later export of this name removes what is left
-                exports.abandon(folder.name, attempt)
+            with contextlib.suppress(OSError):  # a later export removes what is left
+                attempt.abandon()
         raise
+
+
+@dataclass(frozen=True, slots=True)
+class _InBucket:
+    """A folder in a bucket, whose objects have their final names from the beginning."""
+
+    unpublished: Unpublished[Any]
+    exports: BucketExports
+    name: str
+    attempt: str
+
+    def publish(self) -> None:
+        assert self.unpublished.last is not None
+        self.exports.publish(self.name, self.attempt, *self.unpublished.last)
+
+    def abandon(self) -> None:
+        self.exports.abandon(self.name, self.attempt)

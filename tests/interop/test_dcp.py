@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.dcp.dcp import DcpReader
-from titan_ckpt.formats.dcp.writer import write_dcp
+from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.requests import ReadRequest
 
@@ -43,10 +43,10 @@ class Evil:
 
 
 def test_ours_opens_with_plain_dcp_load(tmp_path: Path) -> None:
-    """dcp.load reads bit for bit what write_dcp writes."""
-    write_dcp(tmp_path, tensors(), Coordinator.current())
+    """dcp.load reads bit for bit what DcpExport writes."""
+    DcpExport(tensors()).write(tmp_path / "ours", Coordinator.current())
     loaded = {name: torch.zeros_like(value) for name, value in tensors().items()}
-    dcp.load(loaded, checkpoint_id=tmp_path)
+    dcp.load(loaded, checkpoint_id=tmp_path / "ours")
     assert all(torch.equal(loaded[name], value) for name, value in tensors().items())
 
 
@@ -76,10 +76,10 @@ def test_a_dcp_save_opens_here(tmp_path: Path) -> None:
 
 def test_a_destination_of_another_shape_is_filled_in_row_major_order(tmp_path: Path) -> None:
     """A view with more dims than its chunk, as PermuteRotary makes them, gets the right elements."""
-    write_dcp(tmp_path, tensors(), Coordinator.current())
+    DcpExport(tensors()).write(tmp_path / "ours", Coordinator.current())
     native = torch.zeros(6, 4)
     view = native.unflatten(0, (1, 3, 2)).transpose(1, 2)
-    DcpReader(tmp_path).read([ReadRequest("layers.0.weight", Chunk.whole((6, 4)), view)])
+    DcpReader(tmp_path / "ours").read([ReadRequest("layers.0.weight", Chunk.whole((6, 4)), view)])
     assert torch.equal(view.reshape(6, 4), tensors()["layers.0.weight"])
 
 

@@ -55,9 +55,10 @@ class DcpExport:
     """Ranks write shards as they are, so none are put together."""
 
     def write(self, folder: Location, coordinator: Coordinator) -> None:
-        """Write and prove the folder, and publish it atomically. Lazy tensors are resolved one by one. Collective.
+        """Write and prove the folder, and publish it atomically. Lazy tensors are resolved one at a time. Collective.
 
-        Raises: as `write_dcp`; FileExistsError. Nothing has the folder's name then.
+        Raises: ExportError for values that differ between ranks, for tensors that are not whole, and for bytes that
+        differ from what was written; OSError; PeerError; FileExistsError. Nothing has the folder's name then.
         """
         total = 2 * sum(info_of(value).nbytes for value in self.tensors.values())  # written, and read back
         with (
@@ -65,61 +66,52 @@ class DcpExport:
             progress.shown(f"exporting {folder.name}", total // coordinator.world_size) as count,
         ):
             try:
-                write_dcp(unpublished, self.tensors, coordinator, self.values, count)
+                self._write(unpublished, coordinator, count)
             except ExportError as error:
                 raise ExportError(f"export to {folder} failed, nothing was published: {error}") from error
 
+    def _write(self, unpublished: Unpublished[None], coordinator: Coordinator, count: progress.Count) -> None:
+        """Fill the folder and prove it.
 
-def write_dcp(
-    folder: Unpublished[None] | Path,
-    tensors: StateDict,
-    coordinator: Coordinator,
-    values: Mapping[str, StoredValue] | None = None,
-    count: progress.Count = progress.uncounted,
-) -> None:
-    """Write a state dict so that plain `dcp.load` reads it. Lazy tensors are resolved one at a time.
+        1 Every rank posts the chunks and values that it holds. 2 The lowest rank that holds one writes it, to its own
+        file, and syncs the file. 3 Every rank reads its file back and compares it with what it wrote; rank 0 writes the
+        metadata first, and opens the folder as any reader would.
+        """
+        alone = coordinator.world_size == 1  # then the layout of lazy tensors is not needed before they are written
+        held: Json = {} if alone else {name: _offsets(value) for name, value in self.tensors.items()}
+        digests: Json = {name: value.digest for name, value in self.values.items()}
+        of_ranks: list[Any] = coordinator.gather("dcp-chunks", {"held": held, "values": digests})
+        writers = _writers([of_rank["held"] for of_rank in of_ranks])
+        own = {name: {c for c, rank in chunks.items() if rank == coordinator.rank} for name, chunks in writers.items()}
+        first = _first_holders([of_rank["values"] for of_rank in of_ranks])
+        mine = {name: value for name, value in self.values.items() if first[name] == coordinator.rank}
+        share = sum(info_of(value).nbytes for value in self.tensors.values()) + sum(len(v.data) for v in mine.values())
+        file = DigestedFile(unpublished.path / f"__{coordinator.rank}_0.distcp", share)
+        counted = 0
 
-    Collective. 1 Every rank posts the chunks and values that it holds. 2 The lowest rank that holds one writes it, to
-    its own file, and syncs the file. 3 Every rank reads its file back and compares it with what it wrote; rank 0 writes
-    the metadata first, and opens the folder as any reader would. The caller publishes the folder.
-    Raises: ExportError for values that differ between ranks, for tensors that are not whole, and for bytes that differ
-    from what was written; OSError; PeerError.
-    """
-    values = values or {}
-    unpublished = Unpublished[None](folder, None) if isinstance(folder, Path) else folder
-    alone = coordinator.world_size == 1  # then the layout of lazy tensors is not needed before they are written
-    held: Json = {} if alone else {name: _offsets(value) for name, value in tensors.items()}
-    digests: Json = {name: value.digest for name, value in values.items()}
-    of_ranks: list[Any] = coordinator.gather("dcp-chunks", {"held": held, "values": digests})
-    writers = _writers([of_rank["held"] for of_rank in of_ranks])
-    own = {name: {c for c, rank in chunks.items() if rank == coordinator.rank} for name, chunks in writers.items()}
-    first = _first_holders([of_rank["values"] for of_rank in of_ranks])
-    mine = {name: value for name, value in values.items() if first[name] == coordinator.rank}
-    share = sum(info_of(value).nbytes for value in tensors.values()) + sum(len(v.data) for v in mine.values())
-    file = DigestedFile(unpublished.path / f"__{coordinator.rank}_0.distcp", share)
-    counted = 0
+        def count_written(num_bytes: int) -> None:
+            nonlocal counted
+            counted += num_bytes
+            count(num_bytes)
 
-    def count_written(num_bytes: int) -> None:
-        nonlocal counted
-        counted += num_bytes
-        count(num_bytes)
+        def write() -> dict[str, Any]:
+            infos = {name: info_of(value) for name, value in self.tensors.items()}
+            return {
+                "places": _write_chunks(file, self.tensors, None if alone else own, mine, count_written),
+                "infos": {name: [list(info.shape), dtype_name(info.dtype)] for name, info in infos.items()},
+                "paths": {name: list(value.path) for name, value in mine.items()},
+            }
 
-    def write() -> dict[str, Any]:
-        infos = {name: info_of(value) for name, value in tensors.items()}
-        return {
-            "places": _write_chunks(file, tensors, None if alone else own, mine, count_written),
-            "infos": {name: [list(info.shape), dtype_name(info.dtype)] for name, info in infos.items()},
-            "paths": {name: list(value.path) for name, value in mine.items()},
-        }
+        written = coordinator.gather_results("dcp-places", write)
 
-    written = coordinator.gather_results("dcp-places", write)
+        def prove() -> None:
+            if coordinator.rank == 0:
+                _write_metadata(unpublished, written)
+            file.prove(
+                lambda num_bytes: count(num_bytes * counted // file.num_bytes)
+            )  # pickles are larger than tensors
 
-    def prove() -> None:
-        if coordinator.rank == 0:
-            _write_metadata(unpublished, written)
-        file.prove(lambda num_bytes: count(num_bytes * counted // file.num_bytes))  # pickles are larger than tensors
-
-    coordinator.together("dcp-prove", prove)
+        coordinator.together("dcp-prove", prove)
 
 
 def _first_holders(tables: list[Any]) -> dict[str, int]:

@@ -118,13 +118,10 @@ FLAVORS: Mapping[str, Qwen3MoeConfig] = {
 
 @dataclass(frozen=True, slots=True)
 class RouterLoad:
-    """The numbers of tokens that a router has given to each expert. Loads of several layers or ranks can be added."""
+    """The numbers of tokens that a router has given to each expert."""
 
     tokens: torch.Tensor
     """Number of tokens for each expert. Shape: (num_experts,), int64."""
-    probability: torch.Tensor
-    """Each expert's probability, summed over tokens. Shape: (num_experts,), float32."""
-    experts_per_token: int
 
     def imbalance(self) -> float:
         """Return the busiest expert's share divided by an even share: 1 is even, the number of experts the worst."""
@@ -135,18 +132,11 @@ class RouterLoad:
         shares = self.tokens / self.tokens.sum()
         return float(torch.special.entr(shares).sum()) / math.log(len(shares)) if len(shares) > 1 else 1.0
 
-    def auxiliary_loss(self) -> float:
-        """Return the load-balancing loss; an even load gives `experts_per_token`. Source: arXiv 2101.03961, eq. 4."""
-        num_tokens = self.tokens.sum() / self.experts_per_token
-        shares = self.tokens / num_tokens * (self.probability / num_tokens)
-        return float(len(self.tokens) * shares.sum())
-
 
 class Router(ExactBuffers):
     """Chooses each token's experts. In training mode it also counts its choices, without a gradient."""
 
     tokens: torch.Tensor
-    probability: torch.Tensor
     is_watched: bool = False
     """Keep `last`. A layer that is computed again in the backward pass must not: that would hold its graph."""
     last: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -159,7 +149,6 @@ class Router(ExactBuffers):
         # Not an nn.Linear, so that converters of linear modules do not quantise the routing.
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.dim))
         self.register_buffer("tokens", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
-        self.register_buffer("probability", torch.zeros(config.num_experts), persistent=False)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return weights and indices of each token's experts, the most probable first.
@@ -171,20 +160,18 @@ class Router(ExactBuffers):
         if self.norm_topk_prob:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         if self.training:
-            tokens, probability = torch.bincount(chosen.flatten(), minlength=len(self.tokens)), probabilities.sum(dim=0)
+            tokens = torch.bincount(chosen.flatten(), minlength=len(self.tokens))
             self.tokens += tokens
-            self.probability += probability.detach()
             if self.is_watched:
-                self.last = tokens, probability
+                self.last = tokens, probabilities.sum(dim=0)
         return weights.type_as(x), chosen
 
     def load(self) -> RouterLoad:
         """Return a copy of the counts since the last `reset_buffers`."""
-        return RouterLoad(self.tokens.clone(), self.probability.clone(), self.experts_per_token)
+        return RouterLoad(self.tokens.clone())
 
     def reset_buffers(self) -> None:
         self.tokens = torch.zeros_like(self.tokens)
-        self.probability = torch.zeros_like(self.probability)
 
 
 class Experts(nn.Module):

@@ -121,19 +121,17 @@ def test_a_router_counts_what_it_gave_to_whom_while_training() -> None:
         model(torch.randint(0, 64, (3, 10)))
     load = router.load()
     assert load.tokens.sum() == 2 * 30 * TINY.experts_per_token
-    assert load.probability.sum() == pytest.approx(60, rel=1e-5)
-    assert not load.probability.requires_grad
     assert 1 <= load.imbalance() <= TINY.num_experts
     model.eval()(torch.randint(0, 64, (3, 10)))
     assert torch.equal(router.load().tokens, load.tokens)
     model.reset_buffers()
     assert router.load().tokens.sum() == 0
     assert load.tokens.sum() > 0, "what was read is a copy"
-    assert not [key for key in model.state_dict() if "tokens" in key.split(".")[-1] or "probability" in key]
+    assert not [key for key in model.state_dict() if "tokens" in key.split(".")[-1]]
 
 
 def test_an_even_router_is_told_from_one_with_a_favourite() -> None:
-    """Equal use has imbalance 1 and the smallest loss, a favourite expert the largest of both."""
+    """Equal use has imbalance 1, and a favourite expert the largest imbalance."""
     moe = mixture(4, 1)
     x = torch.eye(96)[:4].unsqueeze(0) * 50
     with torch.no_grad():
@@ -144,8 +142,6 @@ def test_an_even_router_is_told_from_one_with_a_favourite() -> None:
     moe(x[:, :1].expand(1, 4, 96))
     favourite = moe.router.load()
     assert (even.imbalance(), favourite.imbalance()) == (1.0, 4.0)
-    assert even.auxiliary_loss() == pytest.approx(1.0)
-    assert favourite.auxiliary_loss() == pytest.approx(4.0)
 
 
 def test_counts_and_rotary_table_survive_casting_and_materialising() -> None:
@@ -155,8 +151,8 @@ def test_counts_and_rotary_table_survive_casting_and_materialising() -> None:
     (router,) = model.routers().values()
     before = router.load()
     model.to(torch.bfloat16)
-    assert router.probability.dtype == torch.float32
-    assert torch.equal(router.load().probability, before.probability)
+    assert torch.equal(router.load().tokens, before.tokens)
+    assert model.rope_table.dtype == torch.complex64
     with torch.device("meta"):
         empty = Qwen3Moe(TINY)
     empty.to_empty(device="cpu")

@@ -53,7 +53,7 @@ class LoadBalance(Callback):
         worst, entropies = 0.0, []
         for layer in filter(config.is_sparse, range(config.num_layers)):
             counted, name = tokens[layer], f"layers.{layer}"
-            load = RouterLoad(counted, torch.zeros_like(counted, dtype=torch.float32), config.experts_per_token)
+            load = RouterLoad(counted)
             trainer.measurements |= {
                 f"moe/{name}/load": (counted / counted.sum()).tolist(),
                 f"moe/{name}/max_over_mean": load.imbalance(),

@@ -12,7 +12,7 @@ import pytest
 
 from tests.stores import servers
 from tests.stores.conftest import behind, place_in, through
-from tests.stores.servers import Answer, Server
+from tests.stores.servers import Answer, Server, refusal
 from titan_ckpt.config import InitialLoadConfig
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import ConfigError, PreflightError
@@ -117,6 +117,16 @@ def test_an_upload_whose_source_fails_leaves_no_object(place: BucketPath) -> Non
     if place.bucket.scheme == "s3":
         with urllib.request.urlopen(f"{place.bucket.settings.endpoint}/box?uploads") as answer:
             assert (place / "big").key not in answer.read().decode()
+
+
+def test_an_upload_that_is_refused_before_all_its_parts_are_taken_says_why(s3: Server) -> None:
+    """The client closes the source then, which is no error of the source."""
+    place = place_in(s3)
+    with behind(s3, refusal("403 Forbidden", "AccessDenied", "Access Denied"), "PUT", "/big", times=10_000) as proxy:
+        refused = through(place, proxy, concurrency=1)
+        with pytest.raises(StoreError, match="credentials"):
+            refused.bucket.upload((place / "big").key, (memoryview(bytes(5 << 20)) for _ in range(4)), 5 << 20)
+    assert place.bucket.list_objects(place.key) == []
 
 
 @pytest.mark.parametrize("fault", ["503", "SlowDown"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -31,11 +31,18 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConfigError, ExportError
 from titan_ckpt.formats.publish import bucket_record, upload
 from titan_ckpt.formats.publish.bucket_record import RECORDS, BucketExports
+from titan_ckpt.formats.publish.plan import ExportFiles
+from titan_ckpt.formats.publish.run import FolderFormat, export_folder
 from titan_ckpt.formats.publish.upload import Uploads
 from titan_ckpt.formats.safetensors.container import Layout
+from titan_ckpt.geometry.chunks import TensorInfo
+from titan_ckpt.geometry.keymap import KeyMap
+from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.models.llama3 import Llama3
 from titan_ckpt.stores.bucket import BucketPath, StoreError
 from titan_ckpt.stores.object_writer import ObjectWriter
+from titan_ckpt.stores.source import Source
+from titan_ckpt.weights.transforms import file_group
 
 DENIED = refusal("403 Forbidden", "AccessDenied", "Access Denied")
 """A store that is too busy is asked again, for a time in which a slow machine must answer all other requests."""
@@ -100,7 +107,8 @@ def test_a_rank_that_is_far_ahead_waits_for_the_slowest(s3: Server, monkeypatch:
         try:
             uploads = Uploads(place, {"f": layout}, Coordinator(rank, 2, store, "pace", 30.0))
             writers.extend(uploads._own.values())
-            uploads.start()
+            uploads.connect()
+            uploads.begin()
             for number in range(40):
                 if rank == 1 and number == 3:
                     assert go_on.wait(30)
@@ -122,6 +130,50 @@ def test_a_rank_that_is_far_ahead_waits_for_the_slowest(s3: Server, monkeypatch:
         thread.join()
     assert not errors and len(held) == 2 and max(held) <= 4
     assert (place / "f").read() == half * 80
+
+
+class LongHeader(FolderFormat):
+    """Two files whose headers are several parts long."""
+
+    last = "config.json"
+
+    def pack(self, infos: Mapping[str, TensorInfo]) -> Mapping[str, Sequence[str]]:
+        return {f"{key}.safetensors": [key] for key in infos}
+
+    def header(self, infos: Mapping[str, TensorInfo], quantised: Mapping[str, str]) -> Mapping[str, str]:
+        return {"long": "x" * (30 << 20)}
+
+    def companions(self, files: ExportFiles) -> Mapping[str, bytes | Path]:
+        return {self.last: b"{}"}
+
+    def open(self, folder: Source, *, dequantise: bool) -> TensorReader:
+        raise AssertionError("nothing is read back")
+
+    def check(self, reader: TensorReader) -> None:
+        raise AssertionError("nothing is read back")
+
+
+def test_a_long_header_that_cannot_be_uploaded_stops_all_ranks_at_once(s3: Server) -> None:
+    """Parts of it are sent while it is written, so one rank hears of it before any tensor is written."""
+    place, store = place_in(s3), dist.HashStore()
+    groups = [file_group(KeyMap(identity=True).group_of_fqn(name), [torch.ones(4)], None) for name in ("a", "b")]
+    errors: dict[int, str] = {}
+
+    def run(rank: int) -> None:
+        with pytest.raises(ExportError) as caught:
+            export_folder(broken / "e", groups, LongHeader(), Coordinator(rank, 2, store, "header", 60.0))
+        errors[rank] = str(caught.value)
+
+    with behind(s3, DENIED, "PUT", "b.safetensors", times=10_000) as proxy:
+        broken = through(place, proxy, part_mib=5, concurrency=1)
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert "e/b.safetensors" in errors[1] and "Access Denied" in errors[1]
+    assert "export/create: stopped on all ranks because\n  rank 1 failed: StoreError" in errors[0]
+    assert names(place) == [f"{RECORDS}/e.json"]
 
 
 def test_transformers_opens_an_export_and_a_run_loads_it(server: Server, tmp_path: Path) -> None:

@@ -140,6 +140,8 @@ class Bucket:
         def watched() -> Iterator[memoryview]:
             try:
                 yield from parts
+            except GeneratorExit:  # the client has failed, and takes no more parts
+                raise
             except BaseException as error:  # the client would wrap it in an error of its own
                 errors.append(error)
                 raise

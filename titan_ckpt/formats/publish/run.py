@@ -167,11 +167,13 @@ class _Export:
         ):
             rounds_and_pieces = self._peers(plan, writer) if uploads is None else None
             if uploads is not None:
-                uploads.start()
+                uploads.connect()
 
             def create() -> ColumnExchange | None:
-                if rounds_and_pieces is None:
+                if uploads is not None:
+                    uploads.begin()
                     return None
+                assert rounds_and_pieces is not None
                 columns = self._columns(plan, writer, *rounds_and_pieces)
                 assert isinstance(path, Path)
                 for name in own_files:

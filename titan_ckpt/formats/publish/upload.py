@@ -41,7 +41,7 @@ class Uploads:
     """The files of one export, in the order of its plan; file n is uploaded by rank n modulo their number."""
 
     def __init__(self, place: BucketPath, layouts: Mapping[str, Layout], coordinator: Coordinator) -> None:
-        """Send nothing yet. `start` comes next."""
+        """Send nothing yet. `connect` and then `begin` come next."""
         self._coordinator = coordinator
         self._names = list(layouts)
         self._numbers = {name: number for number, name in enumerate(self._names)}
@@ -57,8 +57,8 @@ class Uploads:
         self._starts = [0, *accumulate(max(sizes[first : first + world]) for first in range(0, len(sizes), world))]
         """For each set of files that are written side by side, how many bytes lie before it."""
 
-    def start(self) -> None:
-        """Connect the ranks, and write the headers of this rank's files. Collective. Raises: ExportError; PeerError."""
+    def connect(self) -> None:
+        """Connect the ranks. Collective; fails on all ranks if one fails. Raises: ExportError; PeerError."""
         if self._coordinator.world_size > 1:
             ranks = everyone(self._coordinator)
             if not self._coordinator.peers.connect(self._coordinator, lambda: {ranks}):
@@ -67,6 +67,9 @@ class Uploads:
                     "network between the hosts, or export to a folder on a file system that they share"
                 )
             self._courier = Courier(self._coordinator, ranks, self._deliver)
+
+    def begin(self) -> None:
+        """Write the headers of this rank's files; a long one is sent at once, in parts. Raises: StoreError."""
         for number, writer in self._own.items():
             writer.write(memoryview(self._layouts[self._names[number]].header), 0)
 

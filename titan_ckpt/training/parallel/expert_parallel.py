@@ -6,14 +6,14 @@ Owns the exchange of tokens. The model does the routing, which drops no token.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.distributed.tensor import Placement, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from titan_ckpt.models.qwen3_moe import Experts
 from titan_ckpt.training.parallel.ranks import Ranks
@@ -44,7 +44,7 @@ def split_experts(experts: Experts, ranks: Ranks) -> None:
     if "ep" in axes:
         compute = exchanged(compute, ranks.mesh("ep").get_group())
     if "tp" in axes:
-        compute = summed(compute, ranks.mesh("tp").get_group())
+        compute = summed(compute, ranks.mesh("tp"))
     setattr(experts, "forward", compute)  # noqa: B010 - not a method of the class
 
 
@@ -72,41 +72,17 @@ def exchanged(compute: Compute, group: ProcessGroup) -> Compute:
     return forward
 
 
-def summed(compute: Compute, group: ProcessGroup) -> Compute:
-    """Return a function that sums the partial results of ranks that each have some of the hidden rows."""
+def summed(compute: Compute, mesh: DeviceMesh) -> Compute:
+    """Return a function that sums the partial results of ranks that each have some of the hidden rows.
+
+    The backward pass sums the gradients of the rows; every rank already has the gradient of the sum.
+    Source: arXiv 1909.08053, f and g.
+    """
 
     def forward(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        made = compute(_SumBackward.apply(rows, group), counts)  # type: ignore[no-untyped-call]
-        total: torch.Tensor = _SumForward.apply(made, group)  # type: ignore[no-untyped-call]
-        return total
+        equal = DTensor.from_local(rows, mesh, [Replicate()], run_check=False)
+        made = compute(equal.to_local(grad_placements=[Partial()]), counts)
+        total = DTensor.from_local(made, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
+        return total.to_local().clone()  # FSDP2 hooks onto outputs that are no views
 
     return forward
-
-
-class _SumForward(torch.autograd.Function):
-    """Sum values over ranks; every rank already has the gradient of the sum. Source: arXiv 1909.08053, g."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
-
-class _SumBackward(torch.autograd.Function):
-    """Pass values through, and sum their gradients over ranks. Source: arXiv 1909.08053, f."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = gradient.clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None

@@ -5,28 +5,23 @@ Owns the division into stages and the schedule. Stages keep the parameter names 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from titan_ckpt.models.decoder import Decoder
 from titan_ckpt.training.data.batch import Batch
-from titan_ckpt.training.parallel.config import ParallelConfig, Schedule
+from titan_ckpt.training.parallel.config import ParallelConfig
 from titan_ckpt.training.parallel.ranks import Ranks
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 """(logits, batch) -> summed loss."""
-
-_SCHEDULES: Mapping[Schedule, Any] = {
-    "GPipe": ScheduleGPipe,
-    "1F1B": Schedule1F1B,
-    "Interleaved1F1B": ScheduleInterleaved1F1B,
-}
 
 
 def cut(num_layers: int, num_stages: int) -> list[range]:
@@ -83,7 +78,7 @@ class Pipeline:
         ]  # fmt: skip
         several = parallel.pipeline_schedule == "Interleaved1F1B"
         make = partial(
-            _SCHEDULES[parallel.pipeline_schedule],
+            get_schedule_class(parallel.pipeline_schedule),
             stages if several else stages[0],
             loss_fn=self._scaled_loss,
             scale_grads=False,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 from titan_ckpt.encoding.named import BadNameError, call_named
 from titan_ckpt.errors import ConfigError
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from titan_ckpt.loading.restore import LoadResult
     from titan_ckpt.training.trainer import Trainer
 
-P = ParamSpec("P")
 LogValue = float | list[float]
 """A number, or a list with one number for each item of a kind, such as a layer's experts."""
 
@@ -94,16 +93,6 @@ class Callback:
         """No further step follows; also called after an exception."""
 
 
-def _call_each(event: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Callbacks, P], None]:
-    """Return a method of Callbacks that calls this event on every callback."""
-
-    def call(self: Callbacks, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        for callback in self:
-            getattr(callback, event.__name__)(*args, **kwargs)
-
-    return call
-
-
 @dataclass(slots=True)
 class Callbacks(Callback):
     """The callbacks of a run, called in the order of the fields; None is a callback that this run does not have.
@@ -131,22 +120,6 @@ class Callbacks(Callback):
         yield from (callback for callback in named if callback is not None)
         yield from self.user
 
-    on_init_end = _call_each(Callback.on_init_end)
-    on_external_load = _call_each(Callback.on_external_load)
-    on_load = _call_each(Callback.on_load)
-    on_train_begin = _call_each(Callback.on_train_begin)
-    on_epoch_begin = _call_each(Callback.on_epoch_begin)
-    on_step_begin = _call_each(Callback.on_step_begin)
-    on_substep_begin = _call_each(Callback.on_substep_begin)
-    on_substep_end = _call_each(Callback.on_substep_end)
-    on_pre_optimizer = _call_each(Callback.on_pre_optimizer)
-    on_evaluate = _call_each(Callback.on_evaluate)
-    on_log = _call_each(Callback.on_log)
-    on_save_begin = _call_each(Callback.on_save_begin)
-    on_save = _call_each(Callback.on_save)
-    on_epoch_end = _call_each(Callback.on_epoch_end)
-    on_train_end = _call_each(Callback.on_train_end)
-
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         for callback in self:
             try:
@@ -155,6 +128,21 @@ class Callbacks(Callback):
                 if callback is self.evaluation and self.logging is not None:  # the step is complete and will be saved
                     self.logging.on_step_end(trainer, metrics)
                 raise
+
+
+def _call_each(event: str) -> Callable[..., None]:
+    """Return a method of Callbacks that calls this event on every callback."""
+
+    def call(self: Callbacks, *args: Any, **kwargs: Any) -> None:
+        for callback in self:
+            getattr(callback, event)(*args, **kwargs)
+
+    return call
+
+
+for _name in vars(Callback):
+    if _name.startswith("on_") and _name not in vars(Callbacks):
+        setattr(Callbacks, _name, _call_each(_name))
 
 
 def import_callbacks(names: Sequence[str]) -> list[Callback]:

@@ -6,7 +6,6 @@ Owns what is built from which settings. Knows neither the order of the steps nor
 from __future__ import annotations
 
 import fnmatch
-import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -31,6 +29,7 @@ from titan_ckpt.loading.external import ExternalLoad, ExternalWeights, check_han
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.registry import build_model, find_architecture, read_config
+from titan_ckpt.rng import RandomState
 from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue
 from titan_ckpt.training.callbacks.base import import_callbacks
 from titan_ckpt.training.callbacks.checkpoint import Checkpointing, Export
@@ -65,13 +64,6 @@ from titan_ckpt.weights.initialize import construct, materialise
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 METRICS = "metrics.jsonl"
-
-
-def seed_generators(seed: int) -> None:
-    """Seed Python, NumPy and torch on all devices."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - the legacy global generator is what libraries draw from
-    torch.manual_seed(seed)
 
 
 class Converters(ModelHooks, Protocol):
@@ -149,7 +141,7 @@ class BuildSteps:
             determinism(training.deterministic),
             warnings.catch_warnings(),
         ):
-            seed_generators(self.config.seed)
+            RandomState().reseed(self.config.seed)
             try:
                 yield ranks
             except CheckpointError as error:  # whichever rank meets it first says it, because others may never
@@ -252,7 +244,7 @@ class BuildSteps:
         if coefficient := balance_coefficient(self.config, self.read_shape()):
             self.balance_loss = BalanceLoss(parts, self.ranks, coefficient)
         place = self.ranks.place
-        seed_generators(self.config.seed + 1 + self.ranks.data_rank * self.ranks.degrees.pp + place.pp)
+        RandomState().reseed(self.config.seed + 1 + self.ranks.data_rank * self.ranks.degrees.pp + place.pp)
         return parts
 
     def build_optimizer(self) -> Optimizer:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan_ckpt.encoding.strict_json import Json, parse, to_base64, to_text
+from titan_ckpt.encoding.strict_json import Json, is_unicode, parse, to_base64, to_text
 from titan_ckpt.encoding.typed_json_reader import FACTORIES, MAX_DEPTH, NUMPY_DTYPE, TENSOR_DTYPES, decode
 from titan_ckpt.errors import StateEncodingError, listed
 
@@ -92,7 +92,7 @@ class _Encoder:
         if value is None or kind is bool:
             return value  # type: ignore[no-any-return]
         if kind is str:
-            return value if _is_unicode(value) else {"$str": to_base64(value.encode("utf-8", "surrogatepass"))}
+            return value if is_unicode(value) else {"$str": to_base64(value.encode("utf-8", "surrogatepass"))}
         if kind is int:
             return self._int(value, path)
         if kind is float:
@@ -129,7 +129,7 @@ class _Encoder:
         if kind is list:
             return self._items(value, path, depth)
         if kind is dict:
-            if all(type(key) is str and _is_unicode(key) and not key.startswith("$") for key in value):
+            if all(type(key) is str and is_unicode(key) and not key.startswith("$") for key in value):
                 return {key: self.encode(item, f"{path}.{key}", depth) for key, item in value.items()}
             return {"$dict": self._pairs(value, path, depth)}
         if kind is tuple:
@@ -172,7 +172,7 @@ class _Encoder:
             return self._refuse(path, f"{len(value)} bytes, at most {MAX_INLINE_BYTES} are kept in JSON")
         if kind in (datetime.datetime, datetime.time) and type(value.tzinfo) not in (type(None), datetime.timezone):
             return self._refuse(path, f"a {kind.__name__} with time zone {value.tzinfo!r}; use datetime.timezone")
-        if isinstance(value, pathlib.PurePath) and not _is_unicode(str(value)):
+        if isinstance(value, pathlib.PurePath) and not is_unicode(str(value)):
             return self._refuse(path, f"the path {value!r}, whose bytes are no UTF-8")
         if kind is range and any(abs(end).bit_length() > _PLAIN_INT_BITS for end in (value.start, value.stop)):
             return self._refuse(path, "a range beyond 64 bits")
@@ -228,12 +228,3 @@ def _shown(key: Any) -> str:
     except ValueError:  # an integer with more digits than Python converts to text
         return f"a {type(key).__name__}"
     return text if len(text) <= _MAX_KEY_TEXT else f"{text[:_MAX_KEY_TEXT]}..."
-
-
-def _is_unicode(value: str) -> bool:
-    """Return whether the text has no lone surrogates, which JSON readers join or refuse."""
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

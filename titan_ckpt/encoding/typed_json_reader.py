@@ -105,11 +105,6 @@ def _deque_of(payload: Json, path: str, depth: int) -> Any:
     return deque(decoded, None if maxlen is None else as_int(maxlen))
 
 
-def _counter_of(payload: Json, path: str, depth: int) -> Any:
-    made: Counter[Any] = Counter()
-    for key, count in _pairs_of(payload, path, depth):
-        dict.__setitem__(made, key, count)
-    return made
 
 
 def _tensor_of(payload: Json, path: str, depth: int) -> torch.Tensor:
@@ -158,19 +153,9 @@ def _float_of(payload: Json, path: str, depth: int) -> float:
     return float(as_str(payload))  # a new object each time: as a key, NaN equals only the same object
 
 
-def _datetime_of(payload: Json, path: str, depth: int) -> datetime.datetime:
+def _time_of(kind: type[datetime.datetime | datetime.time], payload: Json) -> datetime.datetime | datetime.time:
     text, fold = as_list(payload, 2)
-    return datetime.datetime.fromisoformat(as_str(text)).replace(fold=as_int(fold))
-
-
-def _time_of(payload: Json, path: str, depth: int) -> datetime.time:
-    text, fold = as_list(payload, 2)
-    return datetime.time.fromisoformat(as_str(text)).replace(fold=as_int(fold))
-
-
-def _timedelta_of(payload: Json, path: str, depth: int) -> datetime.timedelta:
-    days, seconds, microseconds = as_list(payload, 3)
-    return datetime.timedelta(as_int(days), as_int(seconds), as_int(microseconds))
+    return kind.fromisoformat(as_str(text)).replace(fold=as_int(fold))
 
 
 def _dtype_of(payload: Json, path: str, depth: int) -> torch.dtype:
@@ -206,12 +191,12 @@ _DECODERS: dict[str, Callable[[Json, str, int], Any]] = {
     "$deque": _deque_of,
     "$dict": lambda payload, path, depth: dict(_pairs_of(payload, path, depth)),
     "$OrderedDict": lambda payload, path, depth: OrderedDict(_pairs_of(payload, path, depth)),
-    "$Counter": _counter_of,
+    "$Counter": lambda payload, path, depth: Counter(dict(_pairs_of(payload, path, depth))),
     "$defaultdict": _defaultdict_of,
-    "$datetime": _datetime_of,
+    "$datetime": lambda payload, path, depth: _time_of(datetime.datetime, payload),
     "$date": lambda payload, path, depth: datetime.date.fromisoformat(as_str(payload)),
-    "$time": _time_of,
-    "$timedelta": _timedelta_of,
+    "$time": lambda payload, path, depth: _time_of(datetime.time, payload),
+    "$timedelta": lambda payload, path, depth: datetime.timedelta(*map(as_int, as_list(payload, 3))),
     "$path": lambda payload, path, depth: pathlib.Path(as_str(payload)),
     "$posixpath": lambda payload, path, depth: pathlib.PurePosixPath(as_str(payload)),
     "$numpy": _array_of,

@@ -169,14 +169,16 @@ class _Binder:
         self.problems.extend(_join(path, line) for line in faults)
         return _BAD if faults else built
 
-    def _expected(self, what: str, value: Any, path: str, more: str = "") -> Any:
+    def _expected(self, what: str, value: Any, path: str, words: Sequence[Any] = ()) -> Any:
+        """Report a fault; the nearest of these words may be the one that was meant."""
+        texts = [word for word in words if isinstance(word, str)]
+        near = difflib.get_close_matches(value, texts, n=1) if type(value) is str else []
+        more = f"; did you mean {_show(near[0])}?" if near else ""
         self.problems.append(f"{path}: expected {what}, found {_show(value)}{more}")
         return _BAD
 
     def _not_literal(self, arms: Sequence[Any], value: Any, path: str) -> Any:
-        close = difflib.get_close_matches(value, [a for a in arms if isinstance(a, str)]) if type(value) is str else []
-        more = f"; did you mean {_show(close[0])}?" if close else ""
-        return self._expected(f"one of {', '.join(map(_show, arms))}", value, path, more)
+        return self._expected(f"one of {', '.join(map(_show, arms))}", value, path, arms)
 
     def _checked(self, args: tuple[Any, ...], value: Any, path: str) -> Any:
         kind, *checks = args
@@ -204,10 +206,8 @@ class _Binder:
         return self._no_arm(arms, value, path)
 
     def _no_arm(self, arms: Sequence[Any], value: Any, path: str) -> Any:
-        words = [word for arm in arms if get_origin(arm) is Literal for word in get_args(arm) if isinstance(word, str)]
-        close = difflib.get_close_matches(value, words) if type(value) is str else []
-        more = f"; did you mean {_show(close[0])}?" if close else ""
-        return self._expected(" or ".join(dict.fromkeys(map(describe, arms))), value, path, more)
+        words = [word for arm in arms if get_origin(arm) is Literal for word in get_args(arm)]
+        return self._expected(" or ".join(dict.fromkeys(map(describe, arms))), value, path, words)
 
     def _tagged(self, arms: Sequence[Any], value: Mapping[str, Any], path: str) -> Any:
         by_kind = {tag: arm for arm in arms for tag in get_args(fields_of(arm)["kind"])}

@@ -1,6 +1,6 @@
 """Python objects that settings name as "package.module:Name".
 
-Owns the syntax of such a name and its import. Whoever uses the object checks what it is.
+Owns the syntax of such a name, its import, and the call of what it names.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Any
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar
 
 from titan_ckpt.encoding.toml import Check
+from titan_ckpt.errors import ConfigError
+
+T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -59,11 +63,32 @@ def import_named(name: str) -> Any:
     return found
 
 
-def call_named(name: str, *arguments: object, settings: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
-    """Call what `name` names with `arguments`, all `settings`, and those of `offered` that it has parameters for.
+def make_named(
+    kind: type[T],
+    setting: str,
+    name: str,
+    *arguments: object,
+    settings: Mapping[str, Any] | None = None,
+    offered: Mapping[str, Any] = MappingProxyType({}),
+) -> T:
+    """Call what `setting` names with `arguments`, all `settings`, and those of `offered` that it has parameters for.
 
-    Raises: BadNameError for settings that it has no parameters for, or that it needs and are not given.
+    `settings`: those of the table in which the setting is; None if it has none.
+    Raises: ConfigError for settings that it has no parameters for, or that it needs and are not given, and for what
+        makes no `kind`.
     """
+    try:
+        made = _called(name, *arguments, settings=settings or {}, offered=offered)
+    except BadNameError as error:
+        where = setting if settings is None else f"{setting.rpartition('.')[0]}.settings"
+        raise ConfigError([f"{where}: {error}"]) from error
+    if not isinstance(made, kind):
+        expected = f"expected a subclass of {kind.__module__}.{kind.__qualname__}"
+        raise ConfigError([f"{setting}: {name!r} makes a {type(made).__name__}, {expected}"])
+    return made
+
+
+def _called(name: str, *arguments: object, settings: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
     target = import_named(name)
     if not callable(target):
         raise BadNameError(f"{name!r} is a {type(target).__name__}, expected a class or a function")

@@ -105,8 +105,6 @@ def _deque_of(payload: Json, path: str, depth: int) -> Any:
     return deque(decoded, None if maxlen is None else as_int(maxlen))
 
 
-
-
 def _tensor_of(payload: Json, path: str, depth: int) -> torch.Tensor:
     name, shape, data = as_list(payload, 3)
     dtype = TENSOR_DTYPES[as_str(name)]

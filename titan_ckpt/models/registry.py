@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from titan_ckpt.encoding.named import BadNameError, call_named, import_named, is_import_name
+from titan_ckpt.encoding.named import BadNameError, import_named, is_import_name, make_named
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.models import hf, llama3, qwen3, qwen3_moe
 from titan_ckpt.models.config import read_config_json
@@ -96,11 +96,4 @@ def build_model(
         if settings:
             raise ConfigError([f"model.settings: {name} has none; its shape is that of a flavor or a folder"])
         return architecture.make(config)
-    try:
-        model = call_named(name, settings=settings or {}, offered={})
-    except BadNameError as error:
-        raise ConfigError([f"model.settings: {error}"]) from error
-    if not isinstance(model, LanguageModel):
-        expected = f"{LanguageModel.__module__}.LanguageModel"
-        raise ConfigError([f"model.name: {name!r} makes a {type(model).__name__}, expected a subclass of {expected}"])
-    return model
+    return make_named(LanguageModel, "model.name", name, settings=settings or {})

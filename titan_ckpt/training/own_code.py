@@ -1,6 +1,6 @@
 """Code of one's own that a run file names as "package.module:Name": data, optimizers, schedules, callbacks.
 
-Owns how each is found, called and checked. All names are imported before anything is built (`check_names`).
+Owns what each is called with. All names are imported before anything is built (`check_names`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
-from titan_ckpt.encoding.named import BadNameError, call_named, import_named, is_import_name
+from titan_ckpt.encoding.named import BadNameError, import_named, is_import_name, make_named
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.config import OptimizerConfig, RunConfig
 from titan_ckpt.training.data.batch import Batch
@@ -67,9 +67,8 @@ def make_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> Opt
 
     Raises: ConfigError, also if it knows no weight decay and the settings ask for one.
     """
-    made: Optimizer = _called(
-        "optimizer", config.name, groups, settings={"lr": config.lr, **config.settings}, kind=Optimizer
-    )
+    settings = {"lr": config.lr, **config.settings}
+    made = make_named(Optimizer, "optimizer.name", config.name, groups, settings=settings)
     if config.weight_decay and "weight_decay" not in made.defaults:
         raise ConfigError([f"optimizer.weight_decay: {config.name!r} has none; set it to 0.0"])
     return made
@@ -79,10 +78,7 @@ def make_scheduler(config: RunConfig, optimizer: Optimizer, steps: int) -> LRSch
     """Return the schedule that `schedule.kind` names; it is offered the run's number of steps. Raises: ConfigError."""
     offered = {"steps": steps, "total_steps": steps}
     settings, name = config.schedule.settings, config.schedule.kind
-    made: LRScheduler = _called(
-        "schedule", name, optimizer, settings=settings, offered=offered, kind=LRScheduler, key="kind"
-    )
-    return made
+    return make_named(LRScheduler, "schedule.kind", name, optimizer, settings=settings, offered=offered)
 
 
 def make_dataset(config: RunConfig, rank: int, num_ranks: int, tokenizer: object) -> IterableDataset[Batch]:
@@ -96,21 +92,8 @@ def make_dataset(config: RunConfig, rank: int, num_ranks: int, tokenizer: object
         "seed": config.seed,
         "tokenizer": tokenizer,
     }
-    made: IterableDataset[Batch] = _called(
-        "data", data.dataset, settings=data.settings, offered=offered, kind=IterableDataset, key="dataset"
+    kind: Any = IterableDataset  # abstract, for mypy
+    made: IterableDataset[Batch] = make_named(
+        kind, "data.dataset", data.dataset, settings=data.settings, offered=offered
     )
-    return made
-
-
-def _called(
-    table: str, name: str, *arguments: object, settings: Any, kind: type, offered: Any = None, key: str = "name"
-) -> Any:
-    """Call what a setting names and check what it makes. Raises: ConfigError that names the setting."""
-    try:
-        made = call_named(name, *arguments, settings=settings, offered=offered or {})
-    except BadNameError as error:
-        raise ConfigError([f"{table}.settings: {error}"]) from error
-    if not isinstance(made, kind):
-        expected = f"torch's {kind.__name__}"
-        raise ConfigError([f"{table}.{key}: {name!r} makes a {type(made).__name__}, expected a subclass of {expected}"])
     return made

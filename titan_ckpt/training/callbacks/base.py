@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from titan_ckpt.encoding.named import BadNameError, call_named
+from titan_ckpt.encoding.named import make_named
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.run_guard import StopRun
 
@@ -151,15 +151,9 @@ def import_callbacks(names: Sequence[str]) -> list[Callback]:
     problems: list[str] = []
     for i, name in enumerate(names):
         try:
-            callback = call_named(name, settings={}, offered={})
-        except BadNameError as error:
-            problems.append(f"callbacks.{i}: {error}")
-            continue
-        if isinstance(callback, Callback):
-            made.append(callback)
-        else:
-            expected = "a subclass of titan_ckpt.training.callbacks.Callback"
-            problems.append(f"callbacks.{i}: {name!r} makes a {type(callback).__name__}, expected {expected}")
+            made.append(make_named(Callback, f"callbacks.{i}", name))
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         raise ConfigError(problems)
     return made

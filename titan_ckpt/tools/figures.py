@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -73,7 +72,7 @@ def read_figures(run: Path) -> Figures:
     """Read a run's folder. Raises: CheckpointNotFoundError; NotACheckpointError if no run has written there."""
     if not run.is_dir():
         raise CheckpointNotFoundError(f"{run} is no folder; name a run's folder")
-    metrics = [*_rows(run / METRICS)]
+    metrics = [row for row in read_events(run / METRICS) if isinstance(row.get("step"), int)]
     events = [event for event in read_events(run / TELEMETRY) if _is_sound(event)]
     listing = None
     with contextlib.suppress(NotACheckpointError):
@@ -107,15 +106,6 @@ def _is_sound(event: Mapping[str, Any]) -> bool:
     )
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of metrics.jsonl; a line that a kill has cut is passed over."""
-    if not path.is_file():
-        return
-    for line in path.read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                yield row
 
 
 def _sessions(events: Sequence[Mapping[str, Any]]) -> Iterator[Session]:

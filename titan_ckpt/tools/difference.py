@@ -20,6 +20,7 @@ from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import LazyTensor
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.tools.adapters import effects
+from titan_ckpt.tools.inspecting import numbers_of
 from titan_ckpt.tools.state import rank_state, run_state, settings
 from titan_ckpt.tools.weights import Aligned, Tensors, align, other_keys, stored
 from titan_ckpt.weights import digest
@@ -223,18 +224,13 @@ def _same_info(
 
 
 def _other_info(name: str, a: LazyTensor | None, b: LazyTensor | None) -> TensorDifference:
+    left, right = (None if value is None else str(value.info) for value in (a, b))
     if a is None or b is None:
-        kind: Literal["missing", "extra"] = "missing" if b is None else "extra"
-        return TensorDifference(name, kind, _text(a), _text(b))
-    if a.info.shape == b.info.shape:
-        return TensorDifference(name, "dtype", _text(a), _text(b), *_figures(a, b))
-    if math.prod(a.info.shape) == math.prod(b.info.shape):
-        return TensorDifference(name, "reshaped", _text(a), _text(b), *_figures(a, b))
-    return TensorDifference(name, "shape", _text(a), _text(b))
-
-
-def _text(value: LazyTensor | None) -> str | None:
-    return None if value is None else str(value.info)
+        return TensorDifference(name, "missing" if b is None else "extra", left, right)
+    if math.prod(a.info.shape) != math.prod(b.info.shape):
+        return TensorDifference(name, "shape", left, right)
+    kind: Literal["dtype", "reshaped"] = "dtype" if a.info.shape == b.info.shape else "reshaped"
+    return TensorDifference(name, kind, left, right, *_figures(a, b))
 
 
 def _joined(digests: Mapping[str, str]) -> str | None:
@@ -258,7 +254,7 @@ def _figures(a: LazyTensor, b: LazyTensor) -> tuple[int, float, float, float | N
     """
     count, largest, total, dot, square_a, square_b = 0, 0.0, 0.0, 0.0, 0.0, 0.0
     for one, other in _paired(a, b):
-        x, y = _numbers(one), _numbers(other)
+        x, y = numbers_of(one), numbers_of(other)
         same = (x == y) | (x.isnan() & y.isnan())
         if one.dtype == other.dtype:  # then the bits decide: -0.0 is not 0.0
             width = one.dtype.itemsize
@@ -275,9 +271,6 @@ def _figures(a: LazyTensor, b: LazyTensor) -> tuple[int, float, float, float | N
     return count, largest, total / elements if elements else 0.0, dot / length if length > 0 else None
 
 
-def _numbers(values: torch.Tensor) -> torch.Tensor:
-    real = torch.view_as_real(values) if values.is_complex() else values
-    return real.reshape(-1).to(torch.float64)
 
 
 def _paired(a: LazyTensor, b: LazyTensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

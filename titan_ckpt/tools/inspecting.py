@@ -212,7 +212,9 @@ def _counts(value: LazyTensor, sums: _Sums, count: progress.Count) -> torch.Tens
         return counts
     for block in value.blocks():
         for piece in block.data.reshape(-1).split(_PIECE):
-            counts += torch.histc(_finite(piece), BINS, sums.minimum, sums.maximum).to(torch.int64)
+            numbers = numbers_of(piece)
+            finite = numbers[numbers.isfinite()]
+            counts += torch.histc(finite, BINS, sums.minimum, sums.maximum).to(torch.int64)
         count(block.data.nbytes)
     return counts
 
@@ -227,7 +229,7 @@ class _Sums:
 
     def take(self, values: torch.Tensor) -> None:
         """Add values. Source of the update of mean and variance: Chan, Golub and LeVeque (1979)."""
-        whole = _numbers(values)
+        whole = numbers_of(values)
         numbers = whole[whole.isfinite()]
         self.num_nan += int(whole.isnan().sum())
         self.num_infinite += int(whole.isinf().sum())
@@ -258,10 +260,6 @@ class _Sums:
         )
 
 
-def _numbers(values: torch.Tensor) -> torch.Tensor:
-    return (torch.view_as_real(values).reshape(-1) if values.is_complex() else values).to(torch.float64)
-
-
-def _finite(values: torch.Tensor) -> torch.Tensor:
-    numbers = _numbers(values)
-    return numbers[numbers.isfinite()]
+def numbers_of(values: torch.Tensor) -> torch.Tensor:
+    """Return the values in one row as float64; a complex one is two numbers."""
+    return (torch.view_as_real(values) if values.is_complex() else values).reshape(-1).to(torch.float64)

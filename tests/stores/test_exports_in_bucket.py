@@ -112,7 +112,7 @@ def test_a_rank_that_is_far_ahead_waits_for_the_slowest(s3: Server, monkeypatch:
             for number in range(40):
                 if rank == 1 and number == 3:
                     assert go_on.wait(30)
-                if uploads.is_ahead("f", number << 20):
+                if uploads.is_ahead(uploads.position("f", number << 20)):
                     if not held:
                         held.append(0)
                         threading.Timer(0.5, look).start()

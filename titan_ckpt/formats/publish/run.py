@@ -182,7 +182,7 @@ class _Export:
 
             columns = self.coordinator.together("export/create", create)
             broken = self.coordinator.gather_results(
-                "export/write", lambda: self._write(path, plan, companions, writer, columns)
+                "export/write", lambda: self._write(path, self._in_turn(plan, uploads), companions, writer, columns)
             )
             if any(broken):
                 raise ExportError("; ".join(dict.fromkeys(filter(None, broken))))
@@ -228,14 +228,14 @@ class _Export:
     def _write(
         self,
         path: Location,
-        plan: ExportPlan,
+        groups: Sequence[FileGroup],
         companions: Mapping[str, bytes | Path],
         writer: ExportWriter,
         columns: ColumnExchange | None,
     ) -> str | None:
         """Write this rank's part. Return why the exchange with other ranks broke off, if one of these is to blame."""
         try:
-            writer.write(self._in_turn(plan, path), columns)
+            writer.write(groups, columns)
         except Lost as error:
             return str(error)
         for name, content in companions.items():
@@ -250,21 +250,20 @@ class _Export:
                 posix.write_file(path / name, content)
         return None
 
-    def _in_turn(self, plan: ExportPlan, path: Location) -> list[FileGroup]:
+    def _in_turn(self, plan: ExportPlan, uploads: Uploads | None) -> list[FileGroup]:
         """Return the groups in another order on each rank, because writers of one file wait for each other.
 
         The order stays as it is if any group is collective. In a bucket it is that of the files on all ranks, because
-        an object is written from its beginning; as many files as there are ranks are written side by side.
+        an object is written from its beginning.
         """
         groups = list(self.groups)
-        if isinstance(path, BucketPath):
-            turn = {name: i // self.coordinator.world_size for i, name in enumerate(plan.files.layouts)}
-
-            def place(group: FileGroup) -> tuple[int, int]:
-                name = plan.files.file_of[key := next(iter(group.infos))]
-                return turn[name], plan.files.layouts[name].entries[key].start
-
-            return sorted(groups, key=place)
+        if uploads is not None:
+            starts = {
+                key: uploads.position(name, entry.start)
+                for name, layout in plan.files.layouts.items()
+                for key, entry in layout.entries.items()
+            }
+            return sorted(groups, key=lambda group: min(map(starts.__getitem__, group.infos)))
         if any(group.collective for group in groups):
             return groups
         number = {name: i for i, name in enumerate(plan.files.layouts)}

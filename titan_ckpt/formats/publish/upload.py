@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -73,10 +74,13 @@ class Uploads:
         for number, writer in self._own.items():
             writer.write(memoryview(self._layouts[self._names[number]].header), 0)
 
-    def is_ahead(self, name: str, offset: int) -> bool:
+    def position(self, name: str, offset: int) -> int:
+        """Return a number by which all bytes are ordered; as many files as there are ranks are written side by side."""
+        return self._starts[self._numbers[name] // self._coordinator.world_size] + offset
+
+    def is_ahead(self, position: int) -> bool:
         """Note how far this rank is; return whether it should wait (`wait_for_others`) before it writes there."""
-        turn = self._numbers[name] // self._coordinator.world_size
-        return self._courier is not None and self._courier.is_ahead(self._starts[turn] + offset)
+        return self._courier is not None and self._courier.is_ahead(position)
 
     def wait_for_others(self) -> None:
         """Wait until this rank is not too far ahead of the slowest one. Raises: StoreError; ExportError."""
@@ -116,6 +120,18 @@ class Uploads:
             writer.abort()
         if self._courier is not None:
             self._courier.close()
+
+
+@dataclass(frozen=True, slots=True)
+class UploadedFile:
+    """One file of an export in a bucket, as the writer of tensors sees it."""
+
+    uploads: Uploads
+    name: str
+    is_direct = False
+
+    def write(self, view: memoryview, offset: int) -> None:
+        self.uploads.write(self.name, view, offset)
 
 
 def everyone(coordinator: Coordinator) -> Ranks:

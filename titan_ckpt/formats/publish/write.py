@@ -12,10 +12,10 @@ Every byte is digested in memory on its way, so reading the file back proves it.
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import add
+from operator import add, itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -32,7 +32,7 @@ from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.publish.columns import Assembled, ColumnExchange, Round, Rows
 from titan_ckpt.formats.publish.plan import ExportPlan
 from titan_ckpt.formats.publish.proof import Written, differing
-from titan_ckpt.formats.publish.upload import Uploads
+from titan_ckpt.formats.publish.upload import UploadedFile, Uploads
 from titan_ckpt.formats.safetensors.container import Entry, Layout
 from titan_ckpt.formats.safetensors.reader import RUN_BYTES
 from titan_ckpt.formats.safetensors.regions import mapped_boxes, windows
@@ -57,18 +57,6 @@ class _Output(Protocol):
 
     def write(self, view: memoryview, offset: int) -> None:
         """Write bytes; threads may do so at the same time. Raises: OSError."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Uploaded:
-    """A file in a bucket."""
-
-    uploads: Uploads
-    name: str
-    is_direct = False
-
-    def write(self, view: memoryview, offset: int) -> None:
-        self.uploads.write(self.name, view, offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +92,7 @@ class ExportWriter:
         self._opening = threading.Lock()
         self._written: list[Written] = []
         self._queue: list[FilePiece] = []
+        self._queued_bytes = 0
         self._done: set[Place] = set()
         self._sources: dict[str, list[str]] = {}
         self.undivided: dict[str, list[list[tuple[int, ...]]]] = {}
@@ -124,7 +113,7 @@ class ExportWriter:
                             pieces[piece.key, piece.chunk.offsets, piece.chunk.sizes[1:]] = piece
         return pieces
 
-    def write(self, groups: Iterable[FileGroup], columns: ColumnExchange | None = None) -> None:
+    def write(self, groups: Sequence[FileGroup], columns: ColumnExchange | None = None) -> None:
         """Resolve the groups one tensor at a time, on this thread, and write this rank's part of them.
 
         `columns`: rows that are put together with other ranks' parts; they are written first.
@@ -133,7 +122,7 @@ class ExportWriter:
         """
         todo = iter(groups)
         try:
-            self._write_groups(todo, columns)
+            self._write_groups(todo, groups, columns)
         except Exception:
             for group in todo:
                 if group.collective:
@@ -142,29 +131,64 @@ class ExportWriter:
         for file in self._files.values():
             file.flush()
 
-    def _write_groups(self, groups: Iterable[FileGroup], columns: ColumnExchange | None) -> None:
-        """Write the groups. However that ends, no other rank waits for this one afterwards."""
+    def _write_groups(
+        self, todo: Iterable[FileGroup], groups: Sequence[FileGroup], columns: ColumnExchange | None
+    ) -> None:
+        """Write the groups, which `todo` yields. However that ends, no other rank waits for this one afterwards."""
         try:
             if columns is not None:
                 columns.run(self._write_rows)
-            for group in groups:
+            ready = self._in_order(groups) if self._uploads is not None else None
+            for group in todo:
                 for key in group.infos:
                     self._sources.setdefault(key, []).append(", ".join(group.fqns))
-                self._keep_pace(group)
+                if ready is not None:
+                    if _is_in_memory(group):
+                        continue
+                    self._write_ready(ready, min(self._position(key) for key in group.infos))
                 if group.collective or self._plan.writes(group):
                     for index, block in group.blocks():
                         self._add(group, index, block)
+            if ready is not None:
+                self._write_ready(ready, None)
             self._write_queued()
         finally:
             if self._uploads is not None:
                 self._uploads.end()
 
-    def _keep_pace(self, group: FileGroup) -> None:
-        """Wait before a group of a file in a bucket, if this rank is far ahead of the slowest one."""
-        key = next(iter(group.infos))
-        if self._uploads is not None and self._uploads.is_ahead(self._plan.files.file_of[key], self._entry(key).start):
+    def _in_order(self, groups: Iterable[FileGroup]) -> deque[tuple[int, FilePiece]]:
+        """Return the pieces that are in memory, with their positions, in the order of the files in a bucket.
+
+        So nothing of a group is held while what lies between its tensors, as between those of experts, is to come.
+        """
+        pieces = (
+            (self._position(piece.key, piece.chunk), piece)
+            for group in filter(_is_in_memory, groups)
+            for index, block in (group.blocks() if self._plan.writes(group) else ())
+            for piece in self._cut(group, index, block)
+        )
+        return deque(sorted(pieces, key=itemgetter(0)))
+
+    def _write_ready(self, ready: deque[tuple[int, FilePiece]], position: int | None) -> None:
+        """Write the pieces before a position, or all of them. Waits where this rank is far ahead of the slowest one."""
+        while ready and (position is None or ready[0][0] < position):
+            start, piece = ready.popleft()
+            self._keep_pace(start)
+            self._queue_piece(piece)
+        if position is not None:
+            self._keep_pace(position)
+
+    def _keep_pace(self, position: int) -> None:
+        assert self._uploads is not None
+        if self._uploads.is_ahead(position):
             self._write_queued()
             self._uploads.wait_for_others()
+
+    def _position(self, key: str, chunk: Chunk | None = None) -> int:
+        """Return the place of a tensor, or of a part of it, in the order in which a bucket gets all files."""
+        assert self._uploads is not None
+        offset = self._entry(key).start if chunk is None else self._offset(key, chunk)
+        return self._uploads.position(self._plan.files.file_of[key], offset)
 
     def sync(self) -> None:
         """Make this rank's writes durable. In a bucket all ranks do so before anything is read."""
@@ -183,20 +207,28 @@ class ExportWriter:
             raise ExportError(f"{number} region(s) read back differ from what was written, of {listed}")
 
     def _add(self, group: FileGroup, index: int, block: Block) -> None:
-        """Queue this rank's pieces of a block. Values of a lazy tensor are written before the next ones are computed.
+        """Queue this rank's pieces of a block. A lazy tensor's values are written before the next ones are computed."""
+        for piece in self._cut(group, index, block):
+            self._queue_piece(piece)
+        if isinstance(group.values[index], LazyTensor):
+            self._write_queued()
 
-        Values of a live tensor need no memory while they are queued.
-        """
+    def _queue_piece(self, piece: FilePiece) -> None:
+        """Queue a piece. Values of a live tensor need no memory while they are queued."""
+        self._queue.append(piece)
+        self._queued_bytes += piece.view.nbytes
+        if self._queued_bytes >= _QUEUED_BYTES:
+            self._write_queued()
+
+    def _cut(self, group: FileGroup, index: int, block: Block) -> Iterator[FilePiece]:
+        """Cut a block into this rank's pieces, without those that the exchange of columns has written."""
         for piece in group.cut_shares(index, block, self._plan.shares_of(group.fqns[index])):
             if (piece.key, piece.chunk.offsets, piece.chunk.sizes[1:]) in self._done:
                 continue
-            self._queue.append(piece)
             if not self._plan.is_divided(group):
                 chunks = self.undivided.setdefault(piece.key, [])
                 chunks.append([piece.chunk.offsets, piece.chunk.sizes])
-        is_lazy = isinstance(group.values[index], LazyTensor)
-        if is_lazy or sum(piece.view.nbytes for piece in self._queue) >= _QUEUED_BYTES:
-            self._write_queued()
+            yield piece
 
     def columns(
         self, coordinator: Coordinator, rounds: Sequence[Round], pieces: Mapping[Place, FilePiece]
@@ -206,15 +238,11 @@ class ExportWriter:
             for rows in one.rows:
                 self._done |= {_place(rows, box) for rank, box in rows.parts if rank == coordinator.rank}
 
-        def offset_of(rows: Rows) -> int:
-            entry = self._entry(rows.key)
-            return entry.start + element_span(entry.info.shape, rows.chunk)[0] * entry.info.dtype.itemsize
-
         def put(rows: Rows, box: Chunk, target: torch.Tensor) -> None:
             _put(pieces[_place(rows, box)], box, target)
 
         dtypes = {key: info.dtype for key, info in self._plan.files.infos.items()}
-        return ColumnExchange(coordinator, rounds, dtypes, offset_of, put)
+        return ColumnExchange(coordinator, rounds, dtypes, lambda rows: self._offset(rows.key, rows.chunk), put)
 
     def _write_rows(self, assembled: Assembled) -> None:
         rows, num_bytes = assembled.rows, len(assembled.data)
@@ -228,9 +256,14 @@ class ExportWriter:
     def _entry(self, key: str) -> Entry:
         return self._plan.files.layouts[self._plan.files.file_of[key]].entries[key]
 
+    def _offset(self, key: str, chunk: Chunk) -> int:
+        """Return the byte of the file at which the first element of a part lies."""
+        entry = self._entry(key)
+        return entry.start + element_span(entry.info.shape, chunk)[0] * entry.info.dtype.itemsize
+
     def _write_queued(self) -> None:
         queue, self._queue = self._queue, []
-        few = sum(piece.view.nbytes for piece in queue) < _FEW_BYTES
+        few, self._queued_bytes = self._queued_bytes < _FEW_BYTES, 0
         blocks = (block for piece in queue for block in self._blocks(piece))
         run_workers(blocks, lambda block: _write(block, self._count), 1 if few else NUM_WORKERS)
 
@@ -243,7 +276,7 @@ class ExportWriter:
         dtype = entry.info.dtype
         assert entry.start % dtype.itemsize == 0, "a view of a mapping must be aligned, or it would be a copy"
         is_one_run = is_run(entry.info.shape, piece.chunk)
-        offset = entry.start + element_span(entry.info.shape, piece.chunk)[0] * dtype.itemsize
+        offset = self._offset(piece.key, piece.chunk)
         written = Written(piece.key, piece.chunk, entry.info, offset if is_one_run else None)
         self._written.append(written)
         file = self._file(piece.key)
@@ -278,7 +311,7 @@ class ExportWriter:
 
     def _file(self, key: str) -> _Output:
         if self._uploads is not None:
-            return _Uploaded(self._uploads, self._plan.files.file_of[key])
+            return UploadedFile(self._uploads, self._plan.files.file_of[key])
         return self._shared(key)
 
     def _shared(self, key: str) -> SharedFile:
@@ -302,6 +335,11 @@ class ExportWriter:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _is_in_memory(group: FileGroup) -> bool:
+    """Return whether the pieces of a group are views of memory, so that they cost nothing and may be kept."""
+    return not group.quantised and all(isinstance(value, torch.Tensor) or value.in_memory for value in group.values)
 
 
 def _place(rows: Rows, box: Chunk) -> Place:

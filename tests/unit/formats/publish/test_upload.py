@@ -15,9 +15,12 @@ from titan_ckpt import progress
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.publish.plan import pack_model_files, plan_export
-from titan_ckpt.formats.publish.upload import Courier
+from titan_ckpt.formats.publish.upload import Courier, Uploads
 from titan_ckpt.formats.publish.write import ExportWriter
-from titan_ckpt.geometry.keymap import KeyMap, KeyRule
+from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
+from titan_ckpt.geometry.keymap import KeyMap, KeyRule, Split, Unstack
+from titan_ckpt.stores.bucket import Bucket, BucketPath
+from titan_ckpt.stores.settings import StoreConfig
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 
@@ -68,7 +71,37 @@ def test_a_rank_whose_last_write_fails_holds_up_no_other(error: BaseException) -
     def fail(*_: object) -> None:
         raise error
 
-    uploads: Any = SimpleNamespace(is_ahead=lambda *_: False, write=fail, end=lambda: told.append("end"))
+    uploads: Any = SimpleNamespace(
+        position=lambda *_: 0, is_ahead=lambda _: False, write=fail, end=lambda: told.append("end")
+    )
     with pytest.raises(type(error)):
         ExportWriter(Path(), plan, progress.uncounted, uploads).write(groups)
     assert told == ["end"]
+
+
+def test_tensors_in_memory_are_written_in_the_order_of_the_files() -> None:
+    """Also those that one stack of experts gives; a computed one comes where its first tensor lies."""
+    table = KeyMap(
+        (
+            *(KeyRule.of(f"{name}s", [f"e.{i}.{name}" for i in range(3)], Unstack(3)) for name in ("up", "down")),
+            KeyRule.of("qkv", [f"attention.{name}" for name in "qvk"], Split((4, 4, 4))),
+            KeyRule.of("o", "attention.o"),
+        )
+    )
+    stacks = {name: torch.ones(3, 4, 4) for name in ("ups", "downs")}
+    whole = torch.ones(12, 4)
+    computed = LazyTensor(TensorInfo((12, 4), torch.float32), lambda: [Block(Chunk.whole((12, 4)), whole)])
+    groups = StateDictTransforms(table, {}).to_file({**stacks, "qkv": computed, "o": torch.ones(4, 4)}, None, None)
+    alone = Coordinator(0, 1, None, "", 1.0)
+    plan = plan_export(groups, lambda infos: pack_model_files(infos, 1 << 20), lambda *_: {}, alone)
+    (layout,) = plan.files.layouts.values()
+    at = {entry.start: key for key, entry in layout.entries.items()}
+    written: list[str] = []
+    uploads = Uploads(BucketPath(Bucket("s3", "box", StoreConfig()), "e"), plan.files.layouts, alone)
+    uploads.write = lambda _, view, offset: written.append(at[offset])  # type: ignore[method-assign]
+    in_turn = sorted(groups, key=lambda group: min(layout.entries[key].start for key in group.infos))
+    ExportWriter(Path(), plan, progress.uncounted, uploads).write(in_turn)
+    assert written == [
+        *("attention.q", "attention.v", "attention.k", "attention.o"),
+        *(f"e.{i}.{name}" for i in range(3) for name in ("down", "up")),
+    ]

@@ -23,6 +23,7 @@ from titan_ckpt.config import SaveConfig
 from titan_ckpt.directory.directory import CheckpointDirectory, os_errors_as
 from titan_ckpt.directory.manifest import FileRecord, Kind, Manifest
 from titan_ckpt.disk import posix
+from titan_ckpt.disk.direct import meanwhile, run_workers
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.replicas import check_replicas
 from titan_ckpt.encoding import typed_json
@@ -284,8 +285,7 @@ class Saver:
 
         def write() -> list[dict[str, Any]]:
             with os_errors_as(SaveError, f"{self._directory.root}: step {request.step} was not saved"):
-                records = [write_tensors(attempt.path)]
-                records += [_write_file(attempt.path / name, data) for name, data in state.items()]
+                records = _write_all(attempt.path, write_tensors, state)
             return [asdict(record) for record in records]
 
         try:
@@ -330,9 +330,17 @@ def _make_all(exports: Sequence[Callable[[Coordinator], None]], coordinator: Coo
         raise first
 
 
-def _write_file(path: Location, data: bytes) -> FileRecord:
-    if isinstance(path, BucketPath):
-        path.bucket.create(path.key, data)
+def _write_all(
+    folder: Location, write_tensors: Callable[[Location], FileRecord], state: Mapping[str, bytes]
+) -> list[FileRecord]:
+    """Write this rank's files, to a bucket at the same time."""
+    if isinstance(folder, BucketPath):
+        files = [(folder / name, data) for name, data in state.items()]
+        create_all = partial(run_workers, files, lambda f: f[0].bucket.create(f[0].key, f[1]), len(files))
+        with meanwhile(create_all):
+            records = [write_tensors(folder)]
     else:
-        posix.write_file(path, data)
-    return FileRecord(path.name, len(data), xxhash.xxh3_128_hexdigest(data))
+        records = [write_tensors(folder)]
+        for name, data in state.items():
+            posix.write_file(folder / name, data)
+    return records + [FileRecord(name, len(data), xxhash.xxh3_128_hexdigest(data)) for name, data in state.items()]

@@ -95,7 +95,7 @@ def load(root: Path) -> tuple[int, int] | None:
         steps = directory.steps()
         for step in reversed(steps):
             try:
-                return step, read_value(root / f"step-{step}", directory.manifest(step))
+                return step, read_value(root / f"step-{step}", directory.committed(step)[0])
             except CorruptCheckpointError:
                 if step == steps[0]:
                     raise

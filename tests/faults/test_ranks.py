@@ -201,7 +201,7 @@ def test_ranks_with_stale_views_wait_or_refuse_together(view: str) -> None:
             if line.rank == 1:
                 setattr(step_store, "read_manifest_bytes", lambda path: b"")  # noqa: B010 - not exported there.
             directory = CheckpointDirectory(root, line)
-            return [directory.steps(), outcome(lambda: directory.manifest(20).step)]
+            return [directory.steps(), outcome(lambda: directory.committed(20)[0].step)]
 
         ranks = Ranks(2, body, 20.0, False)
         try:

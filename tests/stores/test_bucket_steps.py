@@ -72,7 +72,7 @@ def test_a_foreign_object_beside_the_files_damages_no_step(s3: Server) -> None:
     steps = BucketSteps(place)
     save(steps, 1)
     steps.close()
-    files = steps.files_of(steps.inspect(1).manifest)
+    files = place / "data" / "step-1" / steps.inspect(1).manifest.attempt
     place.bucket.create((files / "_SUCCESS").key, b"")
     assert steps.inspect(1).step == 1
 
@@ -116,7 +116,7 @@ def test_a_store_that_one_rank_cannot_reach_stops_all_ranks_and_damages_no_step(
 
     def open_step(rank: int) -> None:
         try:
-            CheckpointDirectory(places[rank], Coordinator(rank, 2, store, "view", 10.0)).manifest(1)
+            CheckpointDirectory(places[rank], Coordinator(rank, 2, store, "view", 10.0)).committed(1)
         except BaseException as error:
             errors[rank] = error
 
@@ -369,12 +369,15 @@ def test_another_programs_lease_is_not_taken(s3: Server) -> None:
 def test_a_run_that_loads_again_does_not_ask_again_what_the_store_keeps(
     s3: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each load makes a test save of all ranks; conditional puts are tried once."""
+    """A test save of all ranks that has come back proves the rights and the store for the rest of the run."""
     asked: list[BucketPath] = []
     monkeypatch.setattr(bucket_steps, "probe", asked.append)
     steps = BucketSteps(place_in(s3))
-    for _ in range(2):
-        name = steps.begin_probe(1)
-        steps.write_probe(name, 0)
+    name = steps.begin_probe(1)
+    with pytest.raises(PreflightError, match="0 of 1 ranks' bytes came back"):
         steps.end_probe(name, 1)
-    assert asked == [steps.root]
+    name = steps.begin_probe(1)
+    steps.write_probe(name, 0)
+    steps.end_probe(name, 1)
+    assert not steps.begin_probe(1)
+    assert asked == [steps.root] * 2

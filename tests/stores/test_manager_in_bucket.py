@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from titan_ckpt.directory.manifest import FileRecord, Manifest
 from titan_ckpt.directory.steps import Attempt
 from titan_ckpt.errors import CommitConflictError, CorruptCheckpointError
 from titan_ckpt.manager import CheckpointManager
-from titan_ckpt.stores.bucket import BucketPath
+from titan_ckpt.stores.bucket import Bucket, BucketPath
 
 
 def manager(run: Run, place: BucketPath, folder: Path, **save: object) -> CheckpointManager:
@@ -53,6 +54,38 @@ def test_retention_pins_and_a_rollback(server: Server, tmp_path: Path) -> None:
     assert len(aside) == 1 and aside[0].startswith("commits/step-3.")
     with manager(run, place, tmp_path, interval=1) as saves:
         assert saves.load().step == 3
+
+
+def test_the_files_of_a_rank_are_sent_and_asked_for_at_the_same_time(
+    s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request waits until all are there; nothing is asked for twice, and one read fills weights and optimizer."""
+    place, run, all_there = place_in(s3), Run(), threading.Barrier(3)
+    asked: list[str] = []
+
+    def meet(method: str) -> None:
+        act = getattr(Bucket, method)
+
+        def met(self: Bucket, key: str, *args: object) -> object:
+            if "/data/" in key:
+                asked.append(f"{method} {key.rpartition('/')[2]}")
+                if method != "read_range":
+                    all_there.wait(20.0)
+            return act(self, key, *args)
+
+        monkeypatch.setattr(Bucket, method, met)
+
+    with manager(run, place, tmp_path, interval=1) as saves:
+        run.step()
+        for method in ("create", "upload", "read", "read_head", "read_range"):
+            meet(method)
+        saves.save(1)
+        saves.wait()
+        tensors, small = "rank-00000.safetensors", ["rank-00000.json", "state.json"]
+        assert sorted(asked) == [*(f"create {name}" for name in small), f"upload {tensors}"]
+        del asked[:]
+        assert saves.load(1).step == 1
+    assert sorted(asked) == [*(f"read {name}" for name in small), f"read_head {tensors}", f"read_range {tensors}"]
 
 
 def test_a_damaged_step_is_named_and_the_one_before_is_loaded(server: Server, tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import contextlib
 import json
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import COMMITS, DATA, manifest_path, step_name
@@ -102,13 +103,16 @@ class Commits:
         """Return the name of the empty object that says that a step is being removed."""
         return self._root / COMMITS / f"{step_name(step)}.{attempt}.removal"
 
-    def look(self) -> Look:
-        """List `commits/` by one request, and read what is new; fences, too. Raises: OSError."""
+    def look(self, beside: Callable[[], None] | None = None) -> Look:
+        """List `commits/` by one request, and read what is new; fences, too. Raises: OSError.
+
+        `beside`: what is done after the listing, while commits are read, if there are any.
+        """
         matches = {f.key: (_NAME.fullmatch(f.key.rpartition("/")[2]), f) for f in self._all()}
         strangers = [key.rpartition("/")[2] for key, (match, _) in matches.items() if match is None]
         marks = {(m[3], int(m[1]), m[2]) for m, _ in matches.values() if m}
         wanted = {key: (m, facts) for key, (m, facts) in matches.items() if m and m[3] == "json"}
-        self._read(facts for _, facts in wanted.values())
+        self._read((facts for _, facts in wanted.values()), beside)
         commits = []
         for key, (match, facts) in wanted.items():
             if key in self._seen:
@@ -124,7 +128,7 @@ class Commits:
     def _all(self) -> list[ObjectFacts]:
         return self._bucket.list_objects((self._root / COMMITS).key)
 
-    def _read(self, facts: Iterable[ObjectFacts]) -> None:
+    def _read(self, facts: Iterable[ObjectFacts], beside: Callable[[], None] | None) -> None:
         """Read the objects whose versions have not been read; forget those that are not asked for."""
         listed = {f.key: f.version for f in facts}
         self._seen = {k: seen for k, seen in self._seen.items() if k in listed and _is_of(seen[1], listed[k])}
@@ -133,7 +137,10 @@ class Commits:
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                 self._seen[key] = self._bucket.read(key)
 
-        run_workers([key for key in listed if key not in self._seen], read, self._bucket.settings.concurrency)
+        todo: list[Callable[[], None]] = [partial(read, key) for key in listed if key not in self._seen]
+        if beside is not None and listed:
+            todo.insert(0, beside)
+        run_workers(todo, lambda act: act(), min(len(todo), self._bucket.settings.concurrency))
 
     def content(self, step: int, attempt: str) -> bytes | None:
         """Return what is in an attempt's place: a manifest; None for nothing or a fence. Raises: StoreError."""

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from titan_ckpt.directory.bucket_commits import Commit, Commits, Look
@@ -32,10 +32,13 @@ from titan_ckpt.errors import (
 )
 from titan_ckpt.stores.bucket import BucketPath, StoreError
 from titan_ckpt.stores.probe import probe
+from titan_ckpt.stores.source import fetched
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPT = re.compile(r"[0-9a-f]{32}")
+_Sizes = dict[tuple[int, str], dict[str, int]]
+"""(Step, attempt) -> size of each of its files."""
 _PROBE = bytes(range(256)) * 16
 _WAS_LEFT = "set aside when its run went back to an earlier step"
 _FENCE_SECONDS = 7 * 86400.0
@@ -63,28 +66,25 @@ class BucketSteps(Steps):
     def attempt_at(self, step: int, attempt_id: str) -> Attempt:
         return Attempt(step, attempt_id, self._commits.files(step, attempt_id))
 
-    def files_of(self, manifest: Manifest) -> BucketPath:
-        return self._commits.files(manifest.step, manifest.attempt)
-
     def survey(self) -> Survey:
         """List the commits and the files, and read the commits that are new. Raises: OSError.
 
         If a step is deleted meanwhile, both are listed again, as `names.survey` does.
         """
-        look = self._commits.look()
+        sizes: _Sizes = {}
         while True:
-            seen = self._survey_of(look)
-            now = self._commits.look() if seen.rejected else look
-            if now == look:
+            look = self._commits.look(lambda: sizes.update(self._sizes()))
+            seen = self._survey_of(look, sizes)
+            if not seen.rejected or self._commits.look() == look:
                 return seen
-            look = now
+            sizes.clear()
 
-    def _survey_of(self, look: Look) -> Survey:
+    def _survey_of(self, look: Look, sizes: _Sizes) -> Survey:
         steps: dict[int, CommittedStep] = {}
         rejected = [(f"{step_name(c.step)}.{c.attempt}", _WAS_LEFT) for c in look.commits if c.is_set_aside]
-        current = [commit for commit in look.commits if commit.is_current]
-        sizes = self._sizes() if current else {}
-        for commit in current:
+        for commit in look.commits:
+            if not commit.is_current:
+                continue
             try:
                 committed = _committed(commit, sizes.get((commit.step, commit.attempt), {}))
             except CorruptCheckpointError as error:
@@ -98,9 +98,9 @@ class BucketSteps(Steps):
             rejected += self._strangers(look.strangers)
         return Survey(tuple(steps[step] for step in sorted(steps)), (), tuple(rejected))
 
-    def _sizes(self) -> dict[tuple[int, str], dict[str, int]]:
+    def _sizes(self) -> _Sizes:
         """Return the sizes of the files of every attempt, by one listing."""
-        sizes: dict[tuple[int, str], dict[str, int]] = {}
+        sizes: _Sizes = {}
         prefix = (self.root / DATA).key
         for facts in self._bucket.list_objects(prefix):
             step, _, rest = facts.key.removeprefix(f"{prefix}/").partition("/")
@@ -139,9 +139,13 @@ class BucketSteps(Steps):
     def has(self, step: int) -> bool:
         return any(commit.step == step and commit.is_current for commit in self._commits.look().commits)
 
-    def view(self, step: int, expected: bytes) -> str:
-        content = self._commits.content(step, Manifest.from_bytes(expected).attempt)
-        return SAME if content == expected else "nothing" if content is None else "another save"
+    def view(self, manifest: Manifest, expected: bytes, names: Sequence[str]) -> tuple[str, BucketPath]:
+        files = self._commits.files(manifest.step, manifest.attempt)
+        commit = self._commits.place(manifest.step, manifest.attempt)
+        wanted = [files / record.name for record in manifest.files if record.name in names]
+        place = fetched(files, [commit, *wanted])
+        content = place.heads.get(commit.key, (None, 0))[0]
+        return SAME if content == expected else "nothing" if content is None else "another save", place
 
     def open(self) -> BucketLease:
         if self._lease is None:
@@ -234,7 +238,7 @@ class BucketSteps(Steps):
             self._bucket.create(mark.key, b"")
             if not _is_there(pin):  # whoever pins it from now on finds the mark
                 self._bucket.delete([self._commits.place(step.step, attempt).key])
-                files = self.files_of(step.manifest)
+                files = self._commits.files(step.step, attempt)
                 self._bucket.delete([*((files / record.name).key for record in step.manifest.files), mark.key])
                 return
             self._bucket.delete([mark.key])
@@ -277,9 +281,9 @@ class BucketSteps(Steps):
         self._bucket.delete([self._commits.pin_at(step, self.inspect(step).manifest.attempt).key])
 
     def begin_probe(self, num_bytes: int) -> str:
-        if not self._is_probed:  # what a store keeps does not change during a run
-            probe(self.root)
-            self._is_probed = True
+        if self._is_probed:  # what a store keeps does not change during a run
+            return ""
+        probe(self.root)
         return f"probe-{uuid.uuid4().hex}"
 
     def write_probe(self, name: str, rank: int) -> None:
@@ -294,6 +298,7 @@ class BucketSteps(Steps):
             raise PreflightError(
                 f"{self.root}: a test save failed: {contents.count(_PROBE)} of {world_size} ranks' bytes came back"
             )
+        self._is_probed = True
 
     def abandon_probe(self, name: str) -> None:
         with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -84,15 +84,17 @@ class CheckpointDirectory:
 
         return self._on_rank_0("blocked steps", look)
 
-    def manifest(self, step: int) -> Manifest:
-        """Return a committed step's manifest, after checking that every rank sees the same save of that step.
+    def committed(self, step: int, names: Sequence[str] = ()) -> tuple[Manifest, Location]:
+        """Return a committed step's manifest and where its files are, when every rank sees the same save of that step.
 
+        `names`: the files that this rank will open. In a bucket they are asked for beside the manifest, so that nobody
+        waits for one after the other; the place that is returned knows them, or their heads.
         Raises: CheckpointNotFoundError, also if the step is deleted meanwhile; CorruptCheckpointError, naming a rank
         that sees a different save.
         """
         text = self._on_rank_0(f"manifest of step {step}", lambda: self._store.inspect(step).manifest_bytes.decode())
-        self._await_same_view(step, text.encode())
-        return Manifest.from_bytes(text.encode(), str(self.step_path(step) / MANIFEST_NAME))
+        manifest = Manifest.from_bytes(text.encode(), str(self.step_path(step) / MANIFEST_NAME))
+        return manifest, self._await_same_view(manifest, text.encode(), names)
 
     def has(self, step: int) -> bool:
         """Return whether a step's folder is there, whatever is in it."""
@@ -105,10 +107,6 @@ class CheckpointDirectory:
     def step_path(self, step: int) -> Location:
         """Return the name of a step, whether or not it exists. Not collective."""
         return self._store.step_path(step)
-
-    def files_of(self, manifest: Manifest) -> Location:
-        """Return where the files of a committed step are. Not collective."""
-        return self._store.files_of(manifest)
 
     def resume_from(self, step: int) -> None:
         """Record that this run continues from `step`: it never expires, and newer steps are an abandoned branch.
@@ -132,6 +130,8 @@ class CheckpointDirectory:
             return self._store.begin_probe(_sum(sizes))
 
         name = self._on_rank_0("preflight", begin, PreflightError, what)
+        if not name:
+            return
 
         def write() -> None:
             with os_errors_as(PreflightError, what):
@@ -207,25 +207,26 @@ class CheckpointDirectory:
 
         return self._coordinator.on_rank_0(tag, translated)
 
-    def _await_same_view(self, step: int, expected: bytes) -> None:
+    def _await_same_view(self, manifest: Manifest, expected: bytes, names: Sequence[str]) -> Location:
         """Wait until every rank sees the save that rank 0 chose: network file systems cache listings for seconds.
 
+        Return where its files are.
         Raises: CheckpointNotFoundError; CorruptCheckpointError; StoreError, and PeerError on the other ranks.
         """
         deadline = time.monotonic() + step_store.VISIBLE_SECONDS
-        path = self.step_path(step)
-        view = ""
+        step, path = manifest.step, self.step_path(manifest.step)
+        view, files = "", path
 
         def look() -> list[bool]:
-            nonlocal view
-            view = self._store.view(step, expected)
+            nonlocal view, files
+            view, files = self._store.view(manifest, expected, names)
             is_same = view == SAME
             return [is_same, not (is_same or self._store.has(step)), time.monotonic() > deadline]
 
         while True:
             of_ranks = self._coordinator.gather_results(f"view of step {step}", look)
             if all(is_same for is_same, _, _ in of_ranks):
-                return
+                return files
             _, is_gone, is_late = of_ranks[0]  # rank 0 decides for all
             if is_gone:
                 raise CheckpointNotFoundError(f"{path}: was deleted while it was being opened; load another step")
@@ -237,6 +238,7 @@ class CheckpointDirectory:
             "system that all ranks share?"
         )
         self._coordinator.barrier(f"different views of step {step}", None if view == SAME else error)
+        raise AssertionError("some rank has raised")
 
 
 def open_steps(root: Location) -> Steps:

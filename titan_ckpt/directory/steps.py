@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,10 +72,6 @@ class Steps(ABC):
         """Return the attempt with this id; its path is the same on every rank."""
 
     @abstractmethod
-    def files_of(self, manifest: Manifest) -> Location:
-        """Return where the files of a committed step are."""
-
-    @abstractmethod
     def survey(self) -> Survey:
         """Return the committed steps, and what only looks like one. Raises: OSError."""
 
@@ -87,9 +84,10 @@ class Steps(ABC):
         """Return whether a step is there, whatever is in it."""
 
     @abstractmethod
-    def view(self, step: int, expected: bytes) -> str:
-        """Return how this process sees a step whose manifest is `expected` to rank 0: SAME, or a description.
+    def view(self, manifest: Manifest, expected: bytes, names: Sequence[str]) -> tuple[str, Location]:
+        """Return how this process sees a step whose manifest is `expected` to rank 0, and where its files are.
 
+        The first is SAME, or a description. `names`: as in `CheckpointDirectory.committed`.
         Raises: StoreError for a bucket that does not answer, which says nothing about the step.
         """
 
@@ -141,7 +139,7 @@ class Steps(ABC):
 
     @abstractmethod
     def begin_probe(self, num_bytes: int) -> str:
-        """Rank 0: check that saves of `num_bytes` fit, and start a test save; return its name.
+        """Rank 0: check that saves of `num_bytes` fit, and start a test save; return its name, "" if none is needed.
 
         Raises: PreflightError; OSError.
         """

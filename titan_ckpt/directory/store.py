@@ -14,6 +14,7 @@ import logging
 import os
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from titan_ckpt.directory import preflight, trash
@@ -64,9 +65,6 @@ class StepStore(Steps):
     def attempt_at(self, step: int, attempt_id: str) -> Attempt:
         return Attempt(step, attempt_id, self.root / STAGING / f"{step_name(step)}.{attempt_id}")
 
-    def files_of(self, manifest: Manifest) -> Path:
-        return self.step_path(manifest.step)
-
     def survey(self) -> Survey:
         return survey(self.root)
 
@@ -79,12 +77,13 @@ class StepStore(Steps):
     def has(self, step: int) -> bool:
         return os.path.lexists(self.step_path(step))
 
-    def view(self, step: int, expected: bytes) -> str:
+    def view(self, manifest: Manifest, expected: bytes, names: Sequence[str]) -> tuple[str, Path]:
+        path = self.step_path(manifest.step)
         try:
-            manifest = read_manifest_bytes(self.step_path(step))
+            content = read_manifest_bytes(path)
         except (CorruptCheckpointError, OSError):
-            return "nothing"
-        return SAME if manifest == expected else "another save"
+            return "nothing", path
+        return SAME if content == expected else "another save", path
 
     def inspect(self, step: int) -> CommittedStep:
         path = self.step_path(step)

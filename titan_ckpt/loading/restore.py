@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from titan_ckpt.components.files import RUN_STATE, rank_state_name
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import CheckpointConfig, Component, InitialLoadConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
@@ -30,6 +31,8 @@ from titan_ckpt.errors import (
     listed,
 )
 from titan_ckpt.formats.dcp.dcp import DcpReader
+from titan_ckpt.formats.native.layout import rank_file_name
+from titan_ckpt.formats.native.reader import NativeFill
 from titan_ckpt.formats.open import detect_format, locate, open_reader
 from titan_ckpt.geometry.requests import Fill
 from titan_ckpt.loading import plan
@@ -227,11 +230,12 @@ class Restorer:
 
         1 Plan. 2 Open everything and check that it fits. 3 Read. 4 Initialise. 5 Give the owners their other state.
         """
-        manifest = directory.manifest(step)
+        rank = self._coordinator.rank
+        files = (RUN_STATE, rank_state_name(rank), rank_file_name(rank), rank_file_name(0))
+        manifest, path = directory.committed(step, files)
         is_seed = manifest.kind == "model" and step == 0
         if manifest.kind == "model" and not is_seed:
             return None
-        path = directory.files_of(manifest)
         if directory is not self._directory and manifest.kind != "adapter":
             self._require_alone(path, "whole model")
         load_plan = self._resolve(ResumeStep(step, manifest.kind, path))
@@ -240,14 +244,14 @@ class Restorer:
         hooks = self._run.model.hooks
         check_converters(manifest.converters, hooks.describe() if hooks else [], manifest.step)
         with self._prepare(load_plan, resuming=True) as prepared:
-            files = [file for file in manifest.files if file.name.endswith(".safetensors")]
+            tensors = [file for file in manifest.files if file.name.endswith(".safetensors")]
             state = ResumeState.open(
                 path,
                 manifest,
                 self._run,
                 load_plan.exclude,
                 self._coordinator,
-                lambda: prepared.reader_of(path, files),
+                lambda: prepared.reader_of(path, tensors),
                 prepared.state.values,
             )
             self._read(load_plan, prepared, state)
@@ -383,7 +387,8 @@ class Restorer:
     def _complete(self, load_plan: LoadPlan, prepared: PreparedLoad) -> LoadReport:
         """Take weights from outside if the plan says so; then initialise the tensors that still have no values."""
         report = self._take_from_outside(load_plan) if load_plan.external else prepared.report
-        mark_filled(self._run.model, report.loaded)
+        if empty_tensors(self._run.model.parts):
+            mark_filled(self._run.model, report.loaded)
         self._coordinator.together("load-initialise", lambda: initialise(self._run.model, report.initialised))
         self._coordinator.together("load-grown", prepared.read_grown)
         return report
@@ -446,9 +451,18 @@ class Restorer:
 
 
 def fill_in_order(fills: Sequence[tuple[Sequence[str], Fill]]) -> None:
-    """Fill live tensors. Raises: CorruptCheckpointError naming all that was overwritten, also by the fills before."""
-    filled: list[str] = []
+    """Fill live tensors. Raises: CorruptCheckpointError naming all that was overwritten, also by the fills before.
+
+    Neighbouring fills from steps of this package are one, so that no read of one waits for the last of the other.
+    """
+    rounds: list[tuple[Sequence[str], Fill]] = []
     for names, fill in fills:
+        if rounds and isinstance(fill, NativeFill) and isinstance(before := rounds[-1][1], NativeFill):
+            rounds[-1] = [*rounds[-1][0], *names], before + fill
+        else:
+            rounds.append((names, fill))
+    filled: list[str] = []
+    for names, fill in rounds:
         try:
             fill()
         except CorruptCheckpointError as error:

@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from configparser import ConfigParser
 from configparser import Error as ConfigParserError
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.stores.answers import StoreError, lacks_bucket, store_error
@@ -251,9 +251,11 @@ class BucketPath:
 
     bucket: Bucket
     key: str
+    heads: Mapping[str, tuple[bytes, int]] = field(default_factory=dict, compare=False, repr=False)
+    """Key -> first bytes and size of objects that are there, and do not change: reads of these bytes send nothing."""
 
-    def __truediv__(self, name: str) -> BucketPath:
-        return BucketPath(self.bucket, f"{self.key}/{name}" if self.key else name)
+    def __truediv__(self, name: str) -> Self:
+        return replace(self, key=f"{self.key}/{name}" if self.key else name)
 
     @property
     def name(self) -> str:
@@ -261,15 +263,20 @@ class BucketPath:
         return self.key.rpartition("/")[2]
 
     @property
-    def parent(self) -> BucketPath:
-        return BucketPath(self.bucket, self.key.rpartition("/")[0])
+    def parent(self) -> Self:
+        return replace(self, key=self.key.rpartition("/")[0])
 
     def __str__(self) -> str:
         return self.bucket.url(self.key)
 
     def read(self) -> bytes:
         """Return the whole object. Raises: FileNotFoundError; StoreError."""
-        return self.bucket.read(self.key)[0]
+        head, num_bytes = self.heads.get(self.key, (b"", -1))
+        return head if len(head) == num_bytes else self.bucket.read(self.key)[0]
+
+    def read_head(self, num_bytes: int) -> tuple[bytes, int]:
+        """Return the object's first bytes, about so many, and its size. Raises: FileNotFoundError; StoreError."""
+        return self.heads.get(self.key) or self.bucket.read_head(self.key, num_bytes)
 
 
 Location = Path | BucketPath

@@ -11,7 +11,7 @@ from titan_ckpt.disk.direct import IO_BYTES, run_workers
 if TYPE_CHECKING:
     from titan_ckpt.stores.bucket import BucketPath
 
-_HEAD_BYTES = 256 << 10
+HEAD_BYTES = 256 << 10
 """The first request gets the size and so many bytes: the header of most files."""
 _REQUEST_BYTES = 16 << 20
 """A server reads whole blocks of its own, and pays for each request; larger answers only take more memory."""
@@ -28,15 +28,16 @@ class ObjectReader:
         self.num_workers = path.bucket.settings.concurrency
         self.request_bytes = min(_REQUEST_BYTES, path.bucket.settings.part_mib << 20)
         """Bytes to ask for at a time where many are wanted."""
-        self._head, self.num_bytes = path.bucket.read_head(path.key, _HEAD_BYTES)
+        self._head, self.num_bytes = path.read_head(HEAD_BYTES)
         self._fetched: tuple[int, memoryview] = 0, memoryview(b"")
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Return `num_bytes` from `offset` on; fewer if the object ends. Raises: EOFError; StoreError."""
         stop = min(offset + num_bytes, self.num_bytes)
-        if stop <= len(self._head):
-            return self._head[offset:stop]
-        return bytes(self.path.bucket.read_range(self.path.key, offset, stop))
+        known = self._head[offset:stop]
+        if offset + len(known) >= stop:
+            return known
+        return known + self.path.bucket.read_range(self.path.key, offset + len(known), stop)
 
     def read_aligned(self, buffer: memoryview, offset: int, num_bytes: int) -> None:
         """Fill the buffer's first `num_bytes`, by one request. Raises: EOFError; StoreError."""

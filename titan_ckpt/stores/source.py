@@ -5,17 +5,18 @@ Owns ListedPath. Knows no formats and changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.direct import FileReader
+from titan_ckpt.disk.direct import FileReader, run_workers
 from titan_ckpt.stores.bucket import BucketPath, StoreError
-from titan_ckpt.stores.object_reader import ObjectReader
+from titan_ckpt.stores.object_reader import HEAD_BYTES, ObjectReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +28,6 @@ class ListedPath(BucketPath):
 
     sizes: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
     """Key of each object -> its bytes."""
-    unwritten: Mapping[str, bytes] = field(default_factory=dict, compare=False, repr=False)
-    """Key -> content of objects that are read as if they were there already; they are among `sizes`."""
-
-    def __truediv__(self, name: str) -> ListedPath:
-        return self._at(f"{self.key}/{name}" if self.key else name)
-
-    @property
-    def parent(self) -> ListedPath:
-        return self._at(self.key.rpartition("/")[0])
-
-    def _at(self, key: str) -> ListedPath:
-        return ListedPath(self.bucket, key, self.sizes, self.unwritten)
 
     @property
     def suffix(self) -> str:
@@ -71,12 +60,6 @@ class ListedPath(BucketPath):
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
         return self.sizes[self.key]
 
-    def read(self) -> bytes:
-        """Return the whole object. Raises: FileNotFoundError; StoreError."""
-        if self.key in self.unwritten:
-            return self.unwritten[self.key]
-        return self.bucket.read(self.key)[0]
-
 
 Source = Path | ListedPath
 """A file or a folder that is read."""
@@ -89,7 +72,27 @@ def listed(place: BucketPath) -> ListedPath:
     facts = place.bucket.list_objects(place.key)
     if not facts and place.name.endswith(".safetensors"):
         facts = place.bucket.list_files(place.parent.key)
-    return ListedPath(place.bucket, place.key, {f.key: f.num_bytes for f in facts})
+    return ListedPath(place.bucket, place.key, sizes={f.key: f.num_bytes for f in facts})
+
+
+def fetched(place: BucketPath, files: Iterable[BucketPath]) -> BucketPath:
+    """Return the place as one that knows files below or beside it: all of a JSON file, the head of any other.
+
+    All are asked for at the same time. A file that is not there is left to whoever reads it. Raises: StoreError.
+    """
+    heads: dict[str, tuple[bytes, int]] = {}
+
+    def fetch(file: BucketPath) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if file.name.endswith(".json"):
+                data = file.read()
+                heads[file.key] = data, len(data)
+            else:
+                heads[file.key] = file.read_head(HEAD_BYTES)
+
+    todo = list(dict.fromkeys(files))
+    run_workers(todo, fetch, min(len(todo), place.bucket.settings.concurrency))
+    return BucketPath(place.bucket, place.key, heads)
 
 
 def open_file(path: Source) -> FileReader | ObjectReader:
@@ -111,4 +114,4 @@ def read_whole(path: Source, max_bytes: int, *, through_links: bool = False) -> 
     return posix.read_whole(os.path.realpath(path) if through_links else path, max_bytes)
 
 
-__all__ = ["ListedPath", "Source", "StoreError", "listed", "num_bytes_of", "open_file", "read_whole"]
+__all__ = ["ListedPath", "Source", "StoreError", "fetched", "listed", "num_bytes_of", "open_file", "read_whole"]

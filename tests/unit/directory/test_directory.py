@@ -108,7 +108,7 @@ def test_a_commit_leaves_the_step_and_nothing_else(tmp_path: Path) -> None:
     assert sorted(os.listdir(root / "step-500")) == [MANIFEST_NAME, "rank-00000.safetensors", "state.json"]
     assert os.listdir(root / ".staging") == os.listdir(root / ".trash") == []
     assert directory.steps() == [500]
-    assert directory.manifest(500) == manifest
+    assert directory.committed(500)[0] == manifest
     assert directory.step_path(500) == root / "step-500"
     assert read_value(root / "step-500", manifest) == 7
     directory.close()
@@ -266,7 +266,7 @@ def test_a_damaged_step_is_skipped_with_its_reason(
         assert directory.steps() == [10]
     assert len([line for line in caplog.messages if "step-20" in line and reason in line]) == 1, caplog.messages
     with pytest.raises(CorruptCheckpointError, match="step-20"):
-        directory.manifest(20)
+        directory.committed(20)
     directory.close()
 
 
@@ -275,7 +275,7 @@ def test_a_step_asked_for_by_number_never_falls_back(tmp_path: Path) -> None:
     save(tmp_path, 10, 0)
     save(tmp_path, 20, 0)
     with pytest.raises(CheckpointNotFoundError, match="step 15 is not there; committed steps: 10, 20"):
-        open_directory(tmp_path).manifest(15)
+        open_directory(tmp_path).committed(15)
 
 
 @pytest.mark.parametrize("name", ["step-10", "step-4.tmp", "old-step-3", "checkpoint-500", "global_step12", "anything"])
@@ -304,7 +304,7 @@ def test_looking_changes_nothing(tmp_path: Path) -> None:
     before = everything(tmp_path)
     reader = open_directory(tmp_path)
     assert reader.steps() == [10]
-    reader.manifest(10)
+    reader.committed(10)
     reader.resume_from(10)
     assert open_steps(tmp_path).expired(KeepConfig(latest=1)) == []
     reader.close()
@@ -331,7 +331,7 @@ def test_a_rollback_sets_newer_steps_aside(tmp_path: Path) -> None:
     commit_step(directory, 20, value=21)
     directory.expire(KeepConfig(latest=1))
     assert directory.steps() == [10, 20]  # 10 is what this run stands on.
-    assert read_value(tmp_path / "step-20", directory.manifest(20)) == 21
+    assert read_value(tmp_path / "step-20", directory.committed(20)[0]) == 21
     assert set(aside) <= set(os.listdir(tmp_path))
     directory.close()
 
@@ -717,7 +717,7 @@ def test_ranks_save_and_see_alike(tmp_path: Path) -> None:
     collective_save(directory, line, 10, 1)
     collective_save(directory, line, 20, 2)
     assert directory.steps() == [10, 20]
-    manifest = directory.manifest(20)
+    manifest, _ = directory.committed(20)
     assert [record.name for record in manifest.files] == [f"rank-{rank:05d}.safetensors" for rank in range(3)]
     assert read_value(tmp_path / "step-20", manifest) == 2
     directory.expire(KeepConfig(latest=1))
@@ -735,7 +735,7 @@ def test_rank_0s_failure_is_every_ranks(tmp_path: Path) -> None:
     with pytest.raises(expected, match="step 10 is committed already"):
         directory.begin(10)
     with pytest.raises(CheckpointNotFoundError if line.rank == 0 else PeerError, match="step 11 is not there"):
-        directory.manifest(11)
+        directory.committed(11)
     collective_save(directory, line, 20, 2)
     assert directory.steps() == [10, 20]
     directory.close()
@@ -793,7 +793,7 @@ def test_ranks_that_see_different_saves_do_not_load_a_mix(tmp_path: Path) -> Non
     assert directory.steps() == [10, 20]
     for step, seen in ((10, "another save"), (20, "nothing")):
         with pytest.raises(CorruptCheckpointError if line.rank == 1 else PeerError, match=f"rank 1 sees {seen}"):
-            directory.manifest(step)
+            directory.committed(step)
     directory.close()
 
 
@@ -812,7 +812,7 @@ def test_a_listing_that_arrives_late_is_waited_for(tmp_path: Path) -> None:
 
         setattr(step_store, "read_manifest_bytes", late)  # noqa: B010 - it is not exported there.
     directory = CheckpointDirectory(tmp_path, line)
-    assert directory.manifest(10).step == 10
+    assert directory.committed(10)[0].step == 10
     directory.close()
 
 

@@ -312,7 +312,7 @@ def test_c4_excluding_the_model_is_not_sharding_it(tmp_path: Path) -> None:
 
     with manager(build(), "sharded", None, "model", "optimizer") as m:
         m.save(1)
-    found = CheckpointDirectory(tmp_path / "sharded" / "checkpoints", Coordinator.current(20.0)).manifest(1)
+    found = CheckpointDirectory(tmp_path / "sharded" / "checkpoints", Coordinator.current(20.0)).committed(1)[0]
     assert found.kind == "full" and found.components == ("model", "optimizer")
     one = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
     loaded = build()
@@ -329,6 +329,6 @@ def test_c4_excluding_the_model_is_not_sharding_it(tmp_path: Path) -> None:
     with manager(outside, "outside", lambda event: event.fill(values), "optimizer") as m:
         m.load()
         m.save(1)
-    found = CheckpointDirectory(tmp_path / "outside" / "checkpoints", Coordinator.current(20.0)).manifest(1)
+    found = CheckpointDirectory(tmp_path / "outside" / "checkpoints", Coordinator.current(20.0)).committed(1)[0]
     assert found.kind == "external"
     assert all(torch.equal(value.full_tensor(), values[name]) for name, value in outside.state_dict().items())

@@ -9,7 +9,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -293,10 +293,16 @@ def test_b2_a_model_without_an_unmarked_tensor_is_not_touched(tmp_path: Path) ->
 def test_b2_tensors_are_marked_once_per_load_not_once_per_source(tmp_path: Path, monkeypatch: Any) -> None:
     """Two sources are one load: marked after both were read."""
     marked = []
-    monkeypatch.setattr("titan_ckpt.loading.restore.mark_filled", lambda wrapper, fqns: marked.append(sorted(fqns)))
+
+    def noted(wrapper: ModelWrapper, fqns: Collection[str]) -> None:
+        marked.append(sorted(fqns))
+        mark_filled(wrapper, fqns)
+
+    monkeypatch.setattr(restore, "mark_filled", noted)
     save(nn.ModuleDict({"a": nn.Linear(2, 2)}), tmp_path / "a")
     save(nn.ModuleDict({"b": nn.Linear(2, 2)}), tmp_path / "b")
-    both = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    both = construct(lambda: nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}))
+    materialise(both, "cpu")
     sources = [InitialLoadConfig(path=str(tmp_path / name / "checkpoints" / "step-1")) for name in "ab"]
     load(both, tmp_path, initial_load=tuple(sources))
     assert marked == [["a.bias", "a.weight", "b.bias", "b.weight"]]

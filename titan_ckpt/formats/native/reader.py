@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from operator import sub
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from titan_ckpt.formats.safetensors.regions import copy_from_host
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
-from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
+from titan_ckpt.geometry.requests import ReadRequest, TensorReader
 from titan_ckpt.stores.bucket import BucketPath, Location, StoreError
 from titan_ckpt.stores.object_reader import ObjectReader
 from titan_ckpt.weights.identity import base_settings
@@ -40,6 +41,31 @@ class _Source(NamedTuple):
 
     file: FileReader | ObjectReader
     header: RankFile
+
+
+@dataclass(frozen=True, slots=True)
+class NativeFill:
+    """Fills the memory of requests. The sum of two fills what both do, and reads a file once for both."""
+
+    transfers: list[tuple[_Source, list[Transfer]]]
+    arranged: list[tuple[torch.Tensor, torch.Tensor]]
+    """Targets, and what is filled in their place and copied into them afterwards."""
+
+    def __call__(self) -> None:
+        """Read, verify and fill.
+
+        Raises: CorruptCheckpointError naming the files, the damaged tensors, and those overwritten in memory so far.
+        """
+        with gc_paused(), torch.no_grad():
+            of_files: dict[int, tuple[_Source, list[Transfer]]] = {}
+            for source, transfers in self.transfers:
+                of_files.setdefault(id(source.file), (source, []))[1].extend(transfers)
+            execute([BlockReader(*source, transfers) for source, transfers in of_files.values()])
+            for target, values in self.arranged:
+                copy_from_host(target, values.view(target.shape))
+
+    def __add__(self, other: NativeFill) -> NativeFill:
+        return NativeFill(self.transfers + other.transfers, self.arranged + other.arranged)
 
 
 class NativeReader(TensorReader):
@@ -139,26 +165,16 @@ class NativeReader(TensorReader):
                 header.path,
             )
 
-    def plan(self, requests: Sequence[ReadRequest]) -> Fill:
+    def plan(self, requests: Sequence[ReadRequest]) -> NativeFill:
         """Find the blocks of every request; return the function that fills them, and verifies each as it is read.
 
         Raises: CorruptCheckpointError for a file whose header is damaged, and for a tensor whose stored chunks do not
-        cover it exactly once; KeyError for a name that is not in `tensors`; OSError. The function raises
-        CorruptCheckpointError naming the file, the damaged tensors and those overwritten in memory so far.
+        cover it exactly once; KeyError for a name that is not in `tensors`; OSError.
         """
         arranged: list[tuple[torch.Tensor, torch.Tensor]] = []
         with gc_paused():
             transfers = self._transfers(requests, arranged)
-            files = [BlockReader(*self._sources[rank], of_file) for rank, of_file in sorted(transfers.items())]
-
-        @torch.no_grad()
-        def fill() -> None:
-            with gc_paused():
-                execute(files)
-            for target, values in arranged:
-                copy_from_host(target, values.view(target.shape))
-
-        return fill
+        return NativeFill([(self._sources[rank], of_file) for rank, of_file in sorted(transfers.items())], arranged)
 
     def verify(self, count: progress.Count = progress.uncounted) -> None:
         """Check every byte of every rank's file, and that the stored chunks of each tensor cover it exactly once.

@@ -45,7 +45,7 @@ class Unpublished(Generic[_Prepared]):
         found = listed(self.path)
         made = {} if self.last is None else {(self.path / self.last[0]).key: self.last[1]}
         sizes = {**found.sizes, **{key: len(content) for key, content in made.items()}}
-        return ListedPath(found.bucket, found.key, sizes, made)
+        return ListedPath(found.bucket, found.key, {key: (made[key], sizes[key]) for key in made}, sizes)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import torch
 from converters.lora.merge import AdaptedWeight
 from titan_ckpt.errors import KeyMapError
 from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo
-from titan_ckpt.geometry.keymap import Concat, KeyGroup, KeyMap, KeyRule, Piece, TensorOp
+from titan_ckpt.geometry.keymap import Concat, KeyGroup, KeyMap, KeyRule, Piece, Shared, TensorOp
 
 
 @dataclass(frozen=True)
@@ -52,28 +52,6 @@ class BlockDiagonal(TensorOp):
         starts = zip(accumulate(self.rows, initial=0), accumulate(self.columns, initial=0), strict=True)
         sizes = zip(self.rows, self.columns, strict=True)
         return [Chunk(start, size) for start, size in zip(starts, sizes, strict=False) if size[1]]
-
-
-@dataclass(frozen=True)
-class Shared(TensorOp):
-    """Read one file tensor into several native tensors, whole. It cannot be written: they would have to be equal."""
-
-    num: int
-
-    @property
-    def num_native(self) -> int:  # type: ignore[override]
-        return self.num
-
-    def file_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
-        if len({*shapes}) != 1:
-            raise KeyMapError(f"{[list(s) for s in shapes]} cannot be one tensor")
-        return [shapes[0]]
-
-    def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
-        return [shapes[0]] * self.num
-
-    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
-        yield Piece(0, chunk, block)
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,29 +147,25 @@ class PermuteRows(TensorOp):
 class Unstack(TensorOp):
     """One native tensor whose dim 0 counts experts, as one file tensor per expert, optionally transposed.
 
-    Shape: (num, a, b) native; num tensors of (a, b), or (b, a) with `transpose`, in the file.
+    Shape: (num_file, a, b) native; num_file tensors of (a, b), or (b, a) with `transpose`, in the file.
     """
 
-    num: int
+    num_file: int
     transpose: bool = False
 
-    @property
-    def num_file(self) -> int:  # type: ignore[override]
-        return self.num
-
     def file_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
-        if not shapes[0] or shapes[0][0] != self.num:
-            raise KeyMapError(f"dim 0 of {list(shapes[0])} is not {self.num} experts")
+        if not shapes[0] or shapes[0][0] != self.num_file:
+            raise KeyMapError(f"dim 0 of {list(shapes[0])} is not {self.num_file} experts")
         if self.transpose and len(shapes[0]) != 3:
             raise KeyMapError(f"experts can be transposed if they are matrices, not {list(shapes[0][1:])}")
         expert = shapes[0][1:]
-        return [expert[::-1] if self.transpose else expert] * self.num
+        return [expert[::-1] if self.transpose else expert] * self.num_file
 
     def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         expert = shapes[0]
         if differing := [list(s) for s in shapes if s != expert]:
             raise KeyMapError(f"experts differ in shape: {list(expert)} and {differing[0]}")
-        return [(self.num, *(expert[::-1] if self.transpose else expert))]
+        return [(self.num_file, *(expert[::-1] if self.transpose else expert))]
 
     def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
         inner = Chunk(chunk.offsets[1:], chunk.sizes[1:])
@@ -304,19 +300,17 @@ class Chain(TensorOp):
 
 
 @dataclass(frozen=True)
-class Tie(TensorOp):
-    """Several names of one tensor (embeddings and output matrix), which the file has once.
+class Shared(TensorOp):
+    """Several native tensors that are one tensor in the file.
 
-    A table applies it to each name separately, so a model may hold any of the names, as one tensor or as copies on
-    several pipeline stages. A load fills each from the file's tensor; an export writes each to the same place, so its
-    proof fails if they differ. The file's key maps to the first name.
+    A rule with it is for reading: nothing makes the native tensors equal before they are written.
     """
 
     num_native: int = 2
 
     def file_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         if differing := [list(shape) for shape in shapes if shape != shapes[0]]:
-            raise KeyMapError(f"tied tensors differ in shape: {list(shapes[0])} and {differing[0]}")
+            raise KeyMapError(f"tensors that are one in the file differ in shape: {list(shapes[0])} and {differing[0]}")
         return [shapes[0]]
 
     def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
@@ -324,6 +318,15 @@ class Tie(TensorOp):
 
     def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
         yield Piece(0, chunk, block)
+
+
+class Tie(Shared):
+    """Several names of one tensor (embeddings and output matrix), which the file has once.
+
+    A table applies it to each name separately, so a model may hold any of the names, as one tensor or as copies on
+    several pipeline stages. A load fills each from the file's tensor; an export writes each to the same place, so its
+    proof fails if they differ. The file's key maps to the first name.
+    """
 
 
 IDENTITY = Identity()

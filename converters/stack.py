@@ -16,7 +16,7 @@ import torch
 from converters.lora.peft import json_number
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import BaseMismatchError, ConverterError
-from titan_ckpt.formats.huggingface.peft import PAIRS, PREFIX, PeftFormat, PeftReader, scaling_of, unselected
+from titan_ckpt.formats.huggingface.peft import PAIRS, PREFIX, ModuleNumbers, PeftFormat, PeftReader, unselected
 from titan_ckpt.formats.publish.run import export_folder
 from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.lora_names import PARTS
@@ -79,7 +79,7 @@ class _Folder:
     """Module name with PREFIX -> the suffix of its A in the file."""
 
     def scale_of(self, module: str) -> float:
-        return scaling_of(module.removeprefix(PREFIX), self.config)
+        return ModuleNumbers(self.config).scaling(module.removeprefix(PREFIX))
 
     def blocks_of(self, module: str) -> Sequence[int]:
         """Return the ranks of the diagonal blocks of a module's pair; empty if the pair is one block."""

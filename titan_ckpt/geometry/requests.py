@@ -38,11 +38,13 @@ class TensorReader(ABC):
 
     path: Path
     format: str
+    _tensors: Mapping[str, TensorInfo]
+    """The tensors of a format that knows them when it is opened; others have a `tensors` of their own."""
 
     @property
-    @abstractmethod
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Return every tensor's global shape and dtype by its name in the file (dequantised where quantised)."""
+        return self._tensors
 
     @abstractmethod
     def plan(self, requests: Sequence[ReadRequest]) -> Fill:

@@ -46,27 +46,20 @@ class DcpReader(TensorReader):
 
     format = "dcp"
     path: Source  # type: ignore[assignment]  # as HuggingFaceReader
+    paths: dict[str, tuple[str, ...]]
+    """Name -> the keys by which the value was nested when it was saved, as far as the folder says so."""
 
     def __init__(self, path: Source) -> None:
         """Read the metadata. Raises: CorruptCheckpointError for anything but plain, contained metadata."""
-        self.path = path
-        self._table = path / METADATA
+        self._begin(path, METADATA)
         metadata = read_metadata(path / METADATA)
-        self._tensors: dict[str, TensorInfo] = {}
         self._sizes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
-        self._chunks: dict[str, list[Stored]] = {}
-        self._items: dict[str, Stored] = {}
         for name, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
                 self._tensors[name] = TensorInfo(tuple(entry.size), entry.properties.dtype)
                 for c in entry.chunks:
                     self._sizes[name, tuple(c.offsets)] = tuple(c.sizes)
-        self.paths: dict[str, tuple[str, ...]] = saved_paths(metadata)
-        """Name -> the keys by which the value was nested when it was saved, as far as the folder says so."""
-        self._checked: set[str] = set()
-        self._objects: dict[str, ObjectReader] = {}
-        self._unread: tuple[Stored, Any] | None = None
-        """The last chunk, if it was read in part: the next request is likely to be for the rest of it."""
+        self.paths = saved_paths(metadata)
         for file in {info.relative_path for info in storage_table(metadata).values()}:
             self._require_contained(file)
         for index, info in storage_table(metadata).items():
@@ -76,9 +69,18 @@ class DcpReader(TensorReader):
             else:
                 self._items[index.fqn] = stored
 
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
+    def _begin(self, path: Source, table: str) -> None:
+        """Bind to a folder before its table of places is read."""
+        self.path = path
+        self._table = path / table
+        self._tensors: dict[str, TensorInfo] = {}
+        self._chunks: dict[str, list[Stored]] = {}
+        self._items: dict[str, Stored] = {}
+        self.paths = {}
+        self._checked: set[str] = set()
+        self._objects: dict[str, ObjectReader] = {}
+        self._unread: tuple[Stored, Any] | None = None
+        """The last chunk, if it was read in part: the next request is likely to be for the rest of it."""
 
     def stored_chunks(self) -> dict[str, list[Chunk]]:
         """Return the parts in which the folder holds each tensor."""

@@ -45,16 +45,10 @@ class TorchCheckpointingReader(DcpReader):
 
     def __init__(self, path: Path) -> None:
         """Read the metadata. Raises: CorruptCheckpointError; NotACheckpointError for items in another serialization."""
-        self.path = path
-        self._table = path / METADATA
-        self.paths = {}
-        self._tensors, self._chunks, self._items = {}, {}, {}
-        self._checked = set()
-        self._unread = None
-        self._objects = {}
+        self._begin(path, METADATA)
         self._places: dict[tuple[str, str], tuple[tuple[Any, ...], _Cell]] = {}
         self._open: dict[str, Any] = {}
-        data = posix.read_whole(self._table, MAX_METADATA_BYTES)
+        data = posix.read_whole(path / METADATA, MAX_METADATA_BYTES)
         try:
             with gc_paused():
                 self._take(unpickle(data))

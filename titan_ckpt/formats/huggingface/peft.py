@@ -98,10 +98,6 @@ class PeftReader(TensorReader):
         if faults := [] if self._unsupported else check_adapter(self._tensors, self._config):
             raise CorruptCheckpointError(f"{path / WEIGHTS}: {listed(faults)}. {_AGAIN}", str(path / WEIGHTS))
 
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
-
     def leave_out(self, repeats: Sequence[tuple[str, str]]) -> None:
         """List no tensor that repeats a second one, as the A of parts that are one weight in this run's model.
 
@@ -262,11 +258,6 @@ class ModuleNumbers:
         """Return the factor of the module's product B @ A."""
         rank = self.rank(module)
         return self.alpha(module) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
-
-
-def scaling_of(module: str, config: Mapping[str, Any]) -> float:
-    """Return the factor of one module's product B @ A."""
-    return ModuleNumbers(config).scaling(module)
 
 
 def _read_adapter_config(path: Source) -> dict[str, Any]:

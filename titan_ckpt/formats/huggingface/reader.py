@@ -96,10 +96,6 @@ class HuggingFaceReader(TensorReader):
                 return False
         return True
 
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
-
     def plan(self, requests: Sequence[ReadRequest]) -> Fill:
         """Open the files of every request. Raises: CorruptCheckpointError if one has changed since; OSError.
 

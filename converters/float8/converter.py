@@ -22,7 +22,7 @@ from converters.protocol import ModelConverter, Stage
 from converters.quantised import replaceable_linears, require_gpu, require_torchao
 from titan_ckpt.encoding.toml import Checked
 from titan_ckpt.errors import ConverterError
-from titan_ckpt.geometry.chunks import local_tensor
+from titan_ckpt.geometry.chunks import local_tensor, sharded_as
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.names import clean_fqn
 
@@ -144,13 +144,4 @@ def _unwrapped(value: torch.Tensor) -> torch.Tensor:
     if not _is_wrapped(local):
         return value
     inner: torch.Tensor = local._tensor.detach()  # type: ignore[attr-defined]  # noqa: SLF001
-    if not isinstance(value, DTensor):
-        return inner
-    return DTensor.from_local(
-        inner,
-        value.device_mesh,
-        value.placements,
-        run_check=False,
-        shape=value.shape,
-        stride=value.stride(),
-    )
+    return sharded_as(value, inner) if isinstance(value, DTensor) else inner

@@ -20,10 +20,11 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 from tests.unit.weights.test_inner_tensors import Run as Frozen
 from tests.zoo.optimizer_runs import comparable
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
-from titan_ckpt.components.quantised_state import is_subclass, parts
+from titan_ckpt.components.quantised_state import parts
 from titan_ckpt.errors import LoadMismatchError, StateEncodingError
 from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.testing.ranks import distributed
+from titan_ckpt.weights.inner_tensors import is_made_of_others
 
 KINDS = {"8 bit": torchao.optim.AdamW8bit, "4 bit": torchao.optim.AdamW4bit, "fp8": torchao.optim.AdamWFp8}
 NAMES = ("exp_avg", "exp_avg_sq")
@@ -57,7 +58,7 @@ class Run:
         for i, parameter in enumerate(self.model.parameters()):
             for name in NAMES:
                 value: Any = self.optimizer.state[parameter][name]
-                own = parts(value, name) if is_subclass(value) else {"": value}
+                own = parts(value, name) if is_made_of_others(value) else {"": value}
                 out |= {f"{i}.{name}.{part}": whole_bytes(tensor) for part, tensor in own.items()}
         return out
 

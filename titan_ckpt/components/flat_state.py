@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import xxhash
 
-from titan_ckpt.components import optimizer_content, quantised_state
+from titan_ckpt.components import optimizer_content
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import ExportError, listed
 from titan_ckpt.geometry.requests import StoredValue
 from titan_ckpt.types import StateDict
+from titan_ckpt.weights.inner_tensors import is_made_of_others
 
 _Leaves = Iterator[tuple[tuple[str, ...], Any]]
 _IN_GROUP = frozenset({"params", "param_names"})
@@ -93,7 +94,7 @@ def _optimizers(run: RunState) -> _Leaves:
                 fqn = names[parameter]
                 state = _nested(("optimizer", f"state.{fqn}"), content.state.get(parameter, {}))
                 for (head, *rest), value in state:
-                    if isinstance(value, torch.Tensor) and quantised_state.is_subclass(value):
+                    if is_made_of_others(value):
                         raise ExportError(f"the optimizer state of {fqn} is quantised; DCP folders hold plain tensors")
                     yield (head, ".".join(rest)), value
                 for key, value in group.items():

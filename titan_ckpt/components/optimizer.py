@@ -28,6 +28,7 @@ from titan_ckpt.errors import LoadMismatchError, SaveError, listed
 from titan_ckpt.geometry.chunks import TensorInfo, info_of, plain
 from titan_ckpt.geometry.nested import address, give_tensors, layouts_of, names_of
 from titan_ckpt.types import StateDict
+from titan_ckpt.weights.inner_tensors import is_made_of_others
 
 logger = logging.getLogger(__name__)
 
@@ -285,7 +286,7 @@ class OptimizerState:
 
 def _is_room(live: Any, info: TensorInfo, parameter: nn.Parameter, layout: Sequence[str] | None) -> bool:
     """Return whether the live state can be filled in place."""
-    if not isinstance(live, torch.Tensor) or quantised_state.is_subclass(live) or info_of(live) != info:
+    if not isinstance(live, torch.Tensor) or is_made_of_others(live) or info_of(live) != info:
         return False
     return not isinstance(parameter, DTensor) or placements_unlike(parameter, live) == layout
 

@@ -31,8 +31,8 @@ _HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-_OF_TORCH = ("torch.optim.", "torchao.optim.")
-"""Modules whose `__setstate__` only completes the state of older releases."""
+OF_TORCH = ("torch.optim.", "torchao.optim.")
+"""Modules of optimizers that tests/zoo proves; their `__setstate__` only completes the state of older releases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ def _give_directly(optimizer: Optimizer, content: OptimizerContent) -> None:
     state.update({parameter: dict(own) for parameter, own in content.state.items()})
     state.update(others)
     owner = next(kind for kind in type(optimizer).__mro__ if "__setstate__" in vars(kind))
-    if not owner.__module__.startswith(_OF_TORCH):  # it may derive attributes from the state, as after torch's own load
+    if not owner.__module__.startswith(OF_TORCH):  # it may derive attributes from the state, as after torch's own load
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 

@@ -22,17 +22,16 @@ from torch.optim import optimizer as torch_optimizer
 
 from titan_ckpt.components import quantised_state
 from titan_ckpt.components.optimizer import OptimizerState
-from titan_ckpt.components.optimizer_content import innermost, read
+from titan_ckpt.components.optimizer_content import OF_TORCH, innermost, read
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import CheckpointError, StateEncodingError, listed
 from titan_ckpt.geometry.chunks import info_of, local_tensor
 from titan_ckpt.geometry.nested import memory_order
 from titan_ckpt.rng import RandomState
+from titan_ckpt.weights.inner_tensors import is_made_of_others
 
 logger = logging.getLogger(__name__)
 
-_PROVED = ("torch.optim.", "torchao.optim.")
-"""Modules of optimizers that tests/zoo proves."""
 _SIDE = 8
 _PER_GROUP = 3
 _MAX_GROUPS = 8
@@ -56,7 +55,7 @@ def rehearse(optimizers: Sequence[Any]) -> list[str]:
         for optimizer in map(innermost, optimizers):
             name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
             fault = _misaligned(optimizer)
-            if fault is None and not type(optimizer).__module__.startswith(_PROVED):
+            if fault is None and not type(optimizer).__module__.startswith(OF_TORCH):
                 with torch.compiler.set_stance("force_eager"):
                     fault = _fault(optimizer)
             if fault is not None:
@@ -80,7 +79,7 @@ def _misaligned(optimizer: Optimizer) -> str | None:
                 "others, so its state is no one tensor. Choose sizes that the ranks divide, or another optimizer"
             )
         made = optimizer._new_buffer(parameter, True)  # type: ignore[attr-defined]  # noqa: SLF001
-        if quantised_state.is_subclass(made):
+        if is_made_of_others(made):
             try:
                 quantised_state.parts(made, f"the state of a parameter of shape {list(parameter.shape)}")
             except StateEncodingError as error:
@@ -177,21 +176,15 @@ def _is_plain(value: Any) -> bool:
 
 
 def _steps(optimizer: Optimizer, *numbers: int) -> None:
-    for number in numbers:
-        _step(optimizer, number)
-
-
-def _step(optimizer: Optimizer, number: int) -> None:
-    torch.manual_seed(number)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape).to(parameter.device, parameter.dtype)
     step: Any = type(optimizer).step
     closure = inspect.signature(step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        step(optimizer, lambda: torch.ones((), requires_grad=True))
-    else:
-        step(optimizer)
+    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+    given = [lambda: torch.ones((), requires_grad=True)] if needs_closure else []
+    for number in numbers:
+        torch.manual_seed(number)
+        for parameter in _named(optimizer):
+            parameter.grad = torch.randn(parameter.shape).to(parameter.device, parameter.dtype)
+        step(optimizer, *given)
 
 
 def _carry_over(source: Optimizer, target: Optimizer) -> None:

@@ -23,6 +23,7 @@ from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.geometry.chunks import plain
 from titan_ckpt.geometry.nested import Taken, address, memory_order, placeholder, take_tensors, tensors_in
 from titan_ckpt.types import StateDict
+from titan_ckpt.weights.inner_tensors import is_made_of_others
 
 Group = dict[str, Any]
 """{"hyperparameters": ..., "shared": 0-d state that is equal for all its parameters, "fqns": [...], "stateless": fqns
@@ -46,7 +47,8 @@ class Splitter:
         self._tensors = tensors
         self._repeated = _repeated(content)
         self._taken = Taken(repeated=self._repeated)
-        self._mesh = next((p.device_mesh for g in optimizer.param_groups for p in g["params"] if _is_sharded(p)), None)
+        sharded = (p for g in optimizer.param_groups for p in g["params"] if isinstance(p, DTensor))
+        self._mesh = next((parameter.device_mesh for parameter in sharded), None)
 
     def groups(self, names: Mapping[nn.Parameter, str]) -> list[Group]:
         """Return the groups of the optimizer with everything that is no tensor of its own."""
@@ -116,7 +118,7 @@ class Splitter:
     def _stored(self, fqn: str, name: Any, value: Any, parameter: nn.Parameter) -> Any:
         """Store one entry of a parameter's state. Return what "own" holds of it; None if a tensor is all that it is."""
         path = f"{self._prefix}{fqn}.{name}"
-        if isinstance(value, torch.Tensor) and not quantised_state.is_subclass(value):
+        if isinstance(value, torch.Tensor) and not is_made_of_others(value):
             value = plain(value)
             if value.layout is not torch.strided or value.is_meta:
                 kind = "a tensor without memory" if value.is_meta else f"a tensor of layout {value.layout}"
@@ -127,7 +129,7 @@ class Splitter:
         self._taken.layout = partial(placements_unlike, parameter)
         if not isinstance(value, torch.Tensor):
             return take_tensors(value, path, self._tensors, self._taken)
-        if quantised_state.is_subclass(value):
+        if is_made_of_others(value):
             return quantised_state.take(self._optimizer, value, path, self._tensors, self._taken)
         return placeholder(value, path, self._tensors, self._taken)
 
@@ -159,10 +161,6 @@ def _addresses(content: OptimizerContent) -> Iterator[int]:
                 yield address(value)
             else:
                 yield from map(address, tensors_in(value))
-
-
-def _is_sharded(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, DTensor)
 
 
 def _is_laid_out_like_new(value: torch.Tensor, parameter: nn.Parameter) -> bool:

@@ -16,22 +16,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titan_ckpt.errors import LoadMismatchError, StateEncodingError
-from titan_ckpt.geometry.chunks import local_chunks, local_tensor, shard_sizes
+from titan_ckpt.geometry.chunks import local_chunks, local_tensor, shard_sizes, sharded_as
 from titan_ckpt.geometry.nested import Taken, placeholder
 from titan_ckpt.types import StateDict
+from titan_ckpt.weights.inner_tensors import is_made_of_others
 
 QUANTISED = "$quantised"
 _TABLE = "qmap"
 """The inner tensor that is a table of values, equal in every shard."""
 _MODULES = "torchao.optim."
-
-
-def is_subclass(value: torch.Tensor) -> bool:
-    """Return whether the tensor, or this rank's part of a DTensor, is made up of inner tensors."""
-    return type(value) is not torch.Tensor and is_traceable_wrapper_subclass(local_tensor(value))
 
 
 def quantises(optimizer: Optimizer) -> bool:
@@ -73,11 +68,9 @@ def _global(value: torch.Tensor, part: torch.Tensor, path: str) -> torch.Tensor:
         view = part.view(local_shape)
         if not isinstance(value, DTensor):
             return view
-        mesh, placements = value.device_mesh, value.placements
-        if any(getattr(placement, "dim", 0) >= len(shape) for placement in placements):
+        if any(getattr(placement, "dim", 0) >= len(shape) for placement in value.placements):
             continue
-        stride = torch.empty(shape, device="meta").stride()
-        made = DTensor.from_local(view, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+        made = sharded_as(value, view, shape)
         if [chunk.sizes for chunk, _ in local_chunks(made)] == [tuple(view.shape)]:
             return made
     raise StateEncodingError(
@@ -127,20 +120,18 @@ def fill(room: torch.Tensor, inner: Mapping[str, torch.Tensor], path: str) -> to
     return room
 
 
-def uneven(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
-    """Return whether the optimizer quantises the shards of some ranks and not those of others.
+def uneven(optimizer: Optimizer, parameter: DTensor) -> bool:
+    """Return whether an optimizer that quantises does so with the shards of some ranks and not with those of others.
 
     Source: torchao/optim/adam.py, _AdamBase._new_buffer.
     """
-    if not isinstance(parameter, DTensor) or not quantises(optimizer):
-        return False
     block: int = optimizer.block_size  # type: ignore[attr-defined]
     sizes = shard_sizes(parameter)
     return len({size >= 4096 and size % block == 0 for size in sizes}) > 1
 
 
 def _is_kind(value: Any, kind: str, signed: bool) -> bool:
-    if not isinstance(value, torch.Tensor) or not is_subclass(value):
+    if not is_made_of_others(value):
         return False
     local = local_tensor(value)
     return type(local).__name__ == kind and bool(getattr(local, "signed", True)) is signed

@@ -136,6 +136,13 @@ def local_tensor(value: torch.Tensor) -> torch.Tensor:
     return value._local_tensor if isinstance(value, DTensor) else value  # noqa: SLF001
 
 
+def sharded_as(layout: DTensor, local: torch.Tensor, shape: Shape | None = None) -> DTensor:
+    """Return a DTensor of these local values, placed as `layout` is. `shape`: of all values, if it is not the same."""
+    size = layout.shape if shape is None else torch.Size(shape)
+    stride = layout.stride() if shape is None else torch.empty(size, device="meta").stride()
+    return DTensor.from_local(local, layout.device_mesh, layout.placements, run_check=False, shape=size, stride=stride)
+
+
 def plain(value: torch.Tensor) -> torch.Tensor:
     """Return the tensor detached from autograd; the same object if it already is, because DTensors detach slowly."""
     return value.detach() if value.requires_grad else value

@@ -14,13 +14,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titan_ckpt.errors import StateEncodingError
-from titan_ckpt.geometry.chunks import local_tensor
+from titan_ckpt.geometry.chunks import local_tensor, sharded_as
 from titan_ckpt.types import StateDict
 
 
 def is_made_of_others(value: object) -> bool:
     """Return whether this rank's part of a tensor is made of other tensors."""
-    return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(local_tensor(value))
+    if type(value) is torch.Tensor or not isinstance(value, torch.Tensor):  # the usual case, and a hot path
+        return False
+    return is_traceable_wrapper_subclass(local_tensor(value))
 
 
 def with_inner_tensors(tensors: StateDict) -> StateDict:
@@ -61,7 +63,4 @@ def _sharded(key: str, inner: torch.Tensor, value: DTensor) -> DTensor:
             "weight whole on every rank (ignored_params of fully_shard)",
             key,
         )
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        inner, value.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    return sharded_as(value, inner, shape)

@@ -134,33 +134,32 @@ def pin(path: Location) -> int:
     A run that deletes the step at the same time either sees the pin and leaves the step, or is first.
     Raises: SaveError, or CheckpointNotFoundError in a bucket, if the deletion was first; as committed_step.
     """
+    steps, number = _step_at(path)
     if isinstance(path, BucketPath):
-        _steps_of(path.parent).pin(number := _number_of(path))
+        steps.pin(number)
         return number
-    step = committed_step(path).step
-    root = Path(os.path.abspath(path)).parent
     with contextlib.suppress(FileNotFoundError, CheckpointNotFoundError):  # renamed away: with a pin it comes back
-        StepStore(root).pin(step)
+        steps.pin(number)
     deadline = time.monotonic() + _SETTLE_SECONDS
     while not os.path.lexists(path / PIN_NAME):
         if time.monotonic() > deadline:
             raise SaveError(f"{path}: was deleted by its run before the pin; pin a step that is there")
         time.sleep(0.05)
-    return step
+    return number
 
 
 def unpin(path: Location) -> int:
     """Let the policy decide about a step again, and return its number. Raises: OSError; as committed_step."""
-    if isinstance(path, BucketPath):
-        _steps_of(path.parent).unpin(number := _number_of(path))
-        return number
-    step = committed_step(path).step
-    StepStore(Path(os.path.abspath(path)).parent).unpin(step)
-    return step
+    steps, number = _step_at(path)
+    steps.unpin(number)
+    return number
 
 
-def _number_of(path: BucketPath) -> int:
-    step = step_of(path.name)
-    if step is None:
+def _step_at(path: Location) -> tuple[Steps, int]:
+    """Return the store of a step, and its number. Raises: NotACheckpointError; as committed_step."""
+    if not isinstance(path, BucketPath):
+        return StepStore(Path(os.path.abspath(path)).parent), committed_step(path).step
+    number = step_of(path.name)
+    if number is None:
         raise NotACheckpointError(f"{path} is no step of titan_ckpt; name one, such as {path.parent / 'step-100'}")
-    return step
+    return _steps_of(path.parent), number

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
-from titan_ckpt.tools.listing import ExportFacts, Listing, StepFacts, age, size
+from titan_ckpt.tools.listing import Listing, age, size
 
 if TYPE_CHECKING:
     from titan_ckpt.tools.conversion import Written
@@ -43,21 +43,18 @@ def _table(*columns: str, right: Sequence[str] = ()) -> Table:
     return table
 
 
+def _add(table: Table, *cells: object) -> None:
+    """Add a row of plain texts; None is an empty cell."""
+    table.add_row(*("" if cell is None else escape(printable(str(cell))) for cell in cells))
+
+
 def listing(found: Listing, console: Console) -> None:
     table = _table(
         "step", "age", "loss", "kind", "size", "ranks", "remarks", right=("step", "age", "loss", "size", "ranks")
     )
     for step in found.steps:
-        loss = step.metrics.get("loss")
-        table.add_row(
-            str(step.step),
-            age(step.created_unix_seconds),
-            "" if loss is None else f"{loss:.4f}",
-            step.kind,
-            size(step.num_bytes),
-            "" if step.world_size is None else str(step.world_size),
-            escape(printable(", ".join(_remarks(step)))),
-        )
+        kind, loss, *others = step.cells
+        _add(table, step.step, age(step.created_unix_seconds), loss, kind, *others)
     console.print(table)
     for name, reason in found.rejected:
         say(console, f"{name} cannot be loaded: {reason}")
@@ -66,24 +63,12 @@ def listing(found: Listing, console: Console) -> None:
         exports = _table("export", "format", "size", "age", "remarks", right=("size", "age"))
         for export in found.exports:
             name = export.path.removeprefix(found.folder).lstrip("/")
-            remark = "proved" if export.changed is None else export.changed
-            row = (name, export.format, size(export.num_bytes), _age(export), remark)
-            exports.add_row(*(escape(printable(cell)) for cell in row))
+            made = age(export.created_unix_seconds) if export.created_unix_seconds else None
+            _add(exports, name, export.format, size(export.num_bytes), made, export.changed or "proved")
         console.print(exports)
     if found.writer is not None:
         state = "writes here" if found.writer_lives else "was the last to write here"
         say(console, f"{found.writer} {state}")
-
-
-def _age(export: ExportFacts) -> str:
-    return age(export.created_unix_seconds) if export.created_unix_seconds else ""
-
-
-def _remarks(step: StepFacts) -> list[str]:
-    flags = {"pinned": step.pinned, "best": step.best, "resumed from": step.resumed_from}
-    remarks = [name for name, holds in flags.items() if holds]
-    remarks += step.converters
-    return remarks + [f"holds {', '.join(step.foreign)}"] * bool(step.foreign)
 
 
 def _tensor_rows(component: ComponentContent, *, everything: bool) -> Iterator[tuple[str, ...]]:
@@ -118,7 +103,7 @@ def content(found: Content, console: Console, *, everything: bool) -> None:
             tree = Tree("")
             tree.hide_root = True
             continue
-        table = _table("", "", "", "", right=())
+        table = _table("", "", "", "")
         table.show_header = False
         for row in rows:
             table.add_row(*map(escape, row))
@@ -140,26 +125,20 @@ def _about(title: str, values: Mapping[str, Any], console: Console) -> None:
     for name, value in values.items():
         if value not in (None, [], {}, ()):
             text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-            table.add_row(escape(printable(name)), escape(printable(text if len(text) <= 300 else text[:297] + "...")))
+            _add(table, name, text if len(text) <= 300 else text[:297] + "...")
     console.print(table)
 
 
 def statistics(found: TensorStatistics, console: Console) -> None:
     say(console, f"{found.name}: {found.dtype}{list(found.shape)}, {size(found.num_bytes)}, stored {found.sharding}")
-    table = _table("", "", right=())
+    table = _table("", "")
     table.show_header = False
-    figures = {
-        "minimum": found.minimum,
-        "maximum": found.maximum,
-        "mean": found.mean,
-        "std": found.std,
-        "norm": found.norm,
-    }
-    for name, value in figures.items():
-        table.add_row(name, "no finite value" if value is None else f"{value:.6g}")
+    for name in ("minimum", "maximum", "mean", "std", "norm"):
+        value = getattr(found, name)
+        _add(table, name, "no finite value" if value is None else f"{value:.6g}")
     for name, number in {"zeros": found.num_zero, "NaN": found.num_nan, "infinite": found.num_infinite}.items():
-        table.add_row(name, str(number))
-    table.add_row("digest", found.digest)
+        _add(table, name, number)
+    _add(table, "digest", found.digest)
     console.print(table)
     most = max((count for _, _, count in found.histogram), default=0)
     for low, high, count in found.histogram:
@@ -204,22 +183,15 @@ def _tensor_differences(differences: Iterable[TensorDifference]) -> Table:
     table = _table("tensor", "how", *numbers, right=numbers)
     for d in differences:
         how = d.kind if d.kind == "values" else f"{d.kind}: {d.left or 'nothing'} -> {d.right or 'nothing'}"
-        figures = (d.max_abs, d.mean_abs)
-        table.add_row(
-            escape(printable(d.name)),
-            escape(how),
-            "" if d.num_different is None else str(d.num_different),
-            *("" if figure is None else f"{figure:.3g}" for figure in figures),
-            "" if d.cosine is None else f"{d.cosine:.6f}",
-        )
+        distances = (None if figure is None else f"{figure:.3g}" for figure in (d.max_abs, d.mean_abs))
+        _add(table, d.name, how, d.num_different, *distances, None if d.cosine is None else f"{d.cosine:.6f}")
     return table
 
 
 def _setting_differences(title: str, differences: Iterable[SettingDifference]) -> Table:
     table = _table(title, "first", "second")
     for d in differences:
-        cells = (d.name, *("nothing" if side is None else str(side) for side in (d.left, d.right)))
-        table.add_row(*(escape(printable(cell)) for cell in cells))
+        _add(table, d.name, *("nothing" if side is None else side for side in (d.left, d.right)))
     return table
 
 
@@ -261,13 +233,8 @@ def plan(found: Plan, console: Console) -> None:
     say(console, f"{found.config}: {found.action}")
     table = _table("", "source", "format", "tensors", "size", right=("tensors", "size"))
     for number, source in enumerate(found.sources, 1):
-        table.add_row(
-            str(number),
-            escape(printable(f"{source.role} {source.path}")),
-            source.format,
-            str(source.num_tensors),
-            size(source.num_bytes),
-        )
+        cells = (f"{source.role} {source.path}", source.format, source.num_tensors, size(source.num_bytes))
+        _add(table, number, *cells)
     if found.sources:
         console.print(table)
     for line in found.notes:

@@ -271,8 +271,6 @@ def _figures(a: LazyTensor, b: LazyTensor) -> tuple[int, float, float, float | N
     return count, largest, total / elements if elements else 0.0, dot / length if length > 0 else None
 
 
-
-
 def _paired(a: LazyTensor, b: LazyTensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield equally long pieces of two tensors with as many elements, in row-major order."""
     left, right = _pieces(a), _pieces(b)

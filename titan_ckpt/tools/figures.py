@@ -106,8 +106,6 @@ def _is_sound(event: Mapping[str, Any]) -> bool:
     )
 
 
-
-
 def _sessions(events: Sequence[Mapping[str, Any]]) -> Iterator[Session]:
     starts = [i for i, event in enumerate(events) if event.get("event") == "start"]
     for first, after in pairwise([*starts, len(events)]):

@@ -57,6 +57,15 @@ class StepFacts:
     resumed_from: bool = False
     """The run that saved last went on from it, so that run does not delete it."""
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Return kind, loss, size, ranks and remarks, as a table shows them."""
+        loss, flags = self.metrics.get("loss"), ("pinned", "best", "resumed_from")
+        remarks = [flag.replace("_", " ") for flag in flags if getattr(self, flag)] + [*self.converters]
+        remarks += [f"holds {', '.join(self.foreign)}"] * bool(self.foreign)
+        ranks = "" if self.world_size is None else str(self.world_size)
+        return self.kind, "" if loss is None else f"{loss:.4f}", size(self.num_bytes), ranks, ", ".join(remarks)
+
 
 @dataclass(frozen=True, slots=True)
 class ExportFacts:
@@ -152,12 +161,10 @@ def _exports_in_bucket(root: BucketPath) -> Iterator[ExportFacts]:
 
 def listed_steps(found: Survey) -> list[StepFacts]:
     """Return the facts about the committed steps of a survey."""
-    newest = max(found.steps, key=lambda step: step.step, default=None)
-    source = newest.manifest.resumed_from if newest is not None else None
-    resumed = source.get("step") if source else None
+    resumed = resumed_from(step.manifest for step in found.steps)
     losses = {s.step: loss for s in found.steps if (loss := s.manifest.metrics.get("loss")) is not None}
     best = min(losses, key=lambda step: (losses[step], -step), default=None)
-    return [_native(step, is_best=step.step == best, is_source=step.step == resumed) for step in found.steps]
+    return [_native(step, is_best=step.step == best, is_source=step.step in resumed) for step in found.steps]
 
 
 def listing(

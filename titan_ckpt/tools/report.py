@@ -13,7 +13,7 @@ from typing import Any
 
 from titan_ckpt.tools.charts import Bar, bars, lines
 from titan_ckpt.tools.figures import Figures, Session, phase, read_figures, waited
-from titan_ckpt.tools.listing import Listing, size
+from titan_ckpt.tools.listing import size
 
 _MAX_ROWS = 60
 """Rows of a table; the newest are shown, and a sentence says how many there are."""
@@ -184,9 +184,10 @@ def _steps(figures: Figures) -> Iterator[str]:
     listing = figures.listing
     if listing is None:
         return
-    yield _table(
-        ("step", "kind", "saved", "loss", "size", "ranks", "remarks"), [*_step_rows(listing)], len(listing.steps)
-    )
+    rows = [
+        (step.step, step.kind, _time(step.created_unix_seconds), *step.cells[1:]) for step in listing.steps[-_MAX_ROWS:]
+    ]
+    yield _table(("step", "kind", "saved", "loss", "size", "ranks", "remarks"), rows, len(listing.steps))
     deleted = [step for save in figures.saves for step in save.get("expired", []) or []]
     if deleted:
         newest = ", ".join(map(str, deleted[-20:]))
@@ -194,22 +195,6 @@ def _steps(figures: Figures) -> Iterator[str]:
         yield f"<p>Retention has deleted {count}: {'..., ' if len(deleted) > 20 else ''}{newest}.</p>"
     for name, reason in listing.rejected:
         yield f'<p class="bad">{_text(name)} cannot be loaded: {_text(reason)}</p>'
-
-
-def _step_rows(listing: Listing) -> Iterator[tuple[object, ...]]:
-    for step in listing.steps[-_MAX_ROWS:]:
-        flags = {"pinned": step.pinned, "best": step.best, "resumed from": step.resumed_from}
-        remarks = [name for name, holds in flags.items() if holds] + list(step.converters)
-        loss = step.metrics.get("loss")
-        yield (
-            step.step,
-            step.kind,
-            _time(step.created_unix_seconds),
-            "" if loss is None else f"{loss:.4f}",
-            size(step.num_bytes),
-            "" if step.world_size is None else step.world_size,
-            ", ".join(remarks),
-        )
 
 
 def _exports(figures: Figures) -> Iterator[str]:

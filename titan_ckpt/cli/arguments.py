@@ -186,19 +186,4 @@ class Report(Shared):
     """The file to be written; absent: report.html in the run's folder. A file that is there is replaced."""
 
 
-Command = (
-    Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Init, tyro.conf.subcommand("init")]
-    | Annotated[Ls, tyro.conf.subcommand("ls")]
-    | Annotated[Inspect, tyro.conf.subcommand("inspect")]
-    | Annotated[Verify, tyro.conf.subcommand("verify")]
-    | Annotated[Diff, tyro.conf.subcommand("diff")]
-    | Annotated[Convert, tyro.conf.subcommand("convert")]
-    | Annotated[Merge, tyro.conf.subcommand("merge")]
-    | Annotated[Prune, tyro.conf.subcommand("prune")]
-    | Annotated[Pin, tyro.conf.subcommand("pin")]
-    | Annotated[Unpin, tyro.conf.subcommand("unpin")]
-    | Annotated[Save, tyro.conf.subcommand("save")]
-    | Annotated[Plan, tyro.conf.subcommand("plan")]
-    | Annotated[Report, tyro.conf.subcommand("report")]
-)
+Command = Train | Init | Ls | Inspect | Verify | Diff | Convert | Merge | Prune | Pin | Unpin | Save | Plan | Report

@@ -30,6 +30,7 @@ from titan_ckpt.loading.adapters import check_mergeable
 from titan_ckpt.loading.bases import check_named_base
 from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
 from titan_ckpt.loading.plan import LoadSource
+from titan_ckpt.models.config import read_config_json
 from titan_ckpt.tools.adapters import (
     Adapter,
     RecordedBase,
@@ -86,13 +87,14 @@ def convert_checkpoint(source: Path, target: Path, to: Target, options: Options)
     Raises: NotACheckpointError without a config.json where names have to be translated; LoadMismatchError for an
     adapter that does not fit the model; as converting.convert.
     """
-    _refuse_inside(target, [source])
+    _check_target(target, [source])
     with open_reader(source) as reader:
         if to == "peft" or is_adapter(reader):
             return _convert_adapter(reader, target, to, options)
         names = None if reader.format == "hf" else list(model_keys(reader))
         table = _table(reader, names, to, options)
         assets = find_config(reader, options.config) if to == "hf" else None
+    hf_config = None if assets is None else read_config_json(assets) if table is None else table.config
     if to == "torch":
         _write_torch(source, target, table, options)
     else:
@@ -101,7 +103,7 @@ def convert_checkpoint(source: Path, target: Path, to: Target, options: Options)
             target,
             to,
             key_map=table.key_map if table is not None else None,
-            hf_config=_hf_config(table, assets) if to == "hf" else None,
+            hf_config=hf_config,
             assets=assets,
             dtype=options.dtype,
             max_shard_bytes=options.max_shard_bytes,
@@ -109,8 +111,10 @@ def convert_checkpoint(source: Path, target: Path, to: Target, options: Options)
     return _written(target, to, table)
 
 
-def _refuse_inside(target: Path, sources: Sequence[Path]) -> None:
-    """Raise ExportError if the target would lie in a source, which is only read."""
+def _check_target(target: Path, sources: Sequence[Path]) -> None:
+    """Raises: ExportError if the target is there already, or would lie in a source, which is only read."""
+    if os.path.lexists(target):
+        raise ExportError(f"{target} is there already; remove it or choose another place")
     for source in sources:
         if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source)):
             raise ExportError(f"{target} is inside {source}, which is only read; choose another folder")
@@ -123,8 +127,6 @@ def _convert_adapter(reader: TensorReader, target: Path, to: Target, options: Op
             f"{reader.path} is an adapter, which is no model by itself: titan-ckpt merge BASE {reader.path} {target} "
             "writes the base with the adapter in it"
         )
-    if os.path.lexists(target):
-        raise ExportError(f"{target} is there already; remove it or choose another folder")
     table = None
     if "peft" in (reader.format, to):
         names = None if reader.format == "peft" else adapted_weights(reader)
@@ -172,17 +174,7 @@ def _table(reader: TensorReader, names: list[str] | None, to: Target, options: O
     return find_table(require_config(reader, options.config), names, options.architecture)
 
 
-def _hf_config(table: ModelTable | None, folder: Path | None) -> Mapping[str, Any] | None:
-    from titan_ckpt.models.config import read_config_json
-
-    if table is not None:
-        return table.config
-    return None if folder is None else read_config_json(folder)
-
-
 def _write_torch(source: Path, target: Path, table: ModelTable | None, options: Options) -> None:
-    if os.path.lexists(target):
-        raise ExportError(f"{target} is there already; remove it or choose another file")
     with open_reader(source) as reader:
         tensors: dict[str, Any] = native_tensors(reader, table.key_map if table else KeyMap(identity=True))
         try:
@@ -209,9 +201,7 @@ def merge_adapters(base: Path, adapters: Sequence[Path], target: Path, options: 
 
     Raises: LoadMismatchError for an adapter that does not fit; ExportError; as open_reader.
     """
-    if os.path.lexists(target):
-        raise ExportError(f"{target} is there already; remove it or choose another folder")
-    _refuse_inside(target, [base, *adapters])
+    _check_target(target, [base, *adapters])
     with ExitStack() as stack:
         reader = stack.enter_context(open_reader(base))
         if reader.format == "peft":

@@ -250,11 +250,9 @@ def _pin(command: Pin | Unpin, console: Console) -> int:
 
     act = pin if isinstance(command, Pin) else unpin
     steps = [act(_place(path)) for path in command.steps]
-    if command.json:
-        _json({"steps": steps, "pinned": isinstance(command, Pin)})
-    else:
-        word = "pinned" if isinstance(command, Pin) else "no longer pinned"
-        tables.say(console, f"{word}: {', '.join(f'step {step}' for step in steps)}")
+    word = "pinned" if act is pin else "no longer pinned"
+    text = f"{word}: {', '.join(f'step {step}' for step in steps)}"
+    _json({"steps": steps, "pinned": act is pin}) if command.json else tables.say(console, text)
     return SAME
 
 
@@ -267,10 +265,8 @@ def _save(command: Save, console: Console) -> int:
     answer = outside_request.await_answer(command.run_folder, name, command.timeout_seconds)
     if answer.error is not None:
         raise SaveError(f"{command.run_folder}: not saved: {answer.error}")
-    if command.json:
-        _json({"run": str(command.run_folder), "step": answer.step})
-    else:
-        tables.say(console, f"{command.run_folder}: step {answer.step} is saved{' and pinned' * command.pin}")
+    text = f"{command.run_folder}: step {answer.step} is saved{' and pinned' * command.pin}"
+    _json({"run": str(command.run_folder), "step": answer.step}) if command.json else tables.say(console, text)
     return SAME
 
 
@@ -287,8 +283,6 @@ def _report(command: Report, console: Console) -> int:
 
     output = command.output if command.output is not None else command.folder / "report.html"
     figures = write_report(command.folder, output)
-    if command.json:
-        _json(figures, output=str(output))
-    else:
-        tables.say(console, f"{output} is written: {os.path.getsize(output)} bytes")
+    text = f"{output} is written: {os.path.getsize(output)} bytes"
+    _json(figures, output=str(output)) if command.json else tables.say(console, text)
     return SAME

@@ -102,7 +102,7 @@ def _operation(
     fqns, keys = group
     natives, wanted = [probes[fqn] for fqn in fqns], [files[key] for key in keys]
     for kind, op in _candidates([tuple(native.shape) for native in natives], len(wanted)).items():
-        if _makes(op, natives, wanted):
+        if makes(op, natives, wanted):
             return _candidates([shapes[fqn] for fqn in fqns], len(wanted)).get(kind)
     return None
 
@@ -127,17 +127,20 @@ def _candidates(natives: Sequence[Shape], num_file: int) -> dict[str, TensorOp]:
     return found
 
 
-def _makes(op: TensorOp, natives: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
-    """Return whether the operation produces exactly the wanted tensors."""
+def makes(op: TensorOp, natives: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+    """Return whether the operation puts exactly the wanted values into every element of the file tensors."""
     shapes = [tuple(native.shape) for native in natives]
     try:
         if op.file_shapes(shapes) != [tuple(tensor.shape) for tensor in wanted]:
             return False
     except KeyMapError:
         return False
-    made = [torch.full_like(tensor, -1) for tensor in wanted]
+    left = sum(value.numel() for value in wanted)
     for index, native in enumerate(natives):
         for piece in op.pieces(index, shapes, Chunk.whole(native.shape), native):
-            target = made[piece.file_index]
-            target[piece.chunk.within(Chunk.whole(target.shape))] = piece.view.reshape(piece.chunk.sizes)
-    return all(torch.equal(a, b) for a, b in zip(made, wanted, strict=True))
+            value = wanted[piece.file_index]
+            region = value[piece.chunk.within(Chunk.whole(value.shape))]
+            if not torch.equal(piece.view.reshape(region.shape), region):
+                return False
+            left -= region.numel()
+    return left == 0

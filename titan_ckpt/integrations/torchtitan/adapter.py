@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from titan_ckpt.errors import KeyMapError, listed
-from titan_ckpt.geometry.chunks import Chunk, Shape
+from titan_ckpt.geometry.chunks import Shape
 from titan_ckpt.geometry.keymap import (
     IDENTITY,
     Chain,
@@ -28,6 +28,7 @@ from titan_ckpt.geometry.keymap import (
     Transpose,
     Unstack,
 )
+from titan_ckpt.models.hf_keys import makes
 from titan_ckpt.weights.own_state import OwnState
 
 _Probes = Sequence[Mapping[str, torch.Tensor]]
@@ -145,15 +146,9 @@ def _operation(
     shapes: Sequence[Shape], fqns: Sequence[str], keys: Sequence[str], probes: _Probes, made: _Probes
 ) -> TensorOp | None:
     """Return the operation that arranges every element as the adapter does; None if there is none."""
+    pairs = [([p[f] for f in fqns], [m[k] for k in keys]) for p, m in zip(probes, made, strict=True)]
     for op in _candidates(shapes, [made[1][key] for key in keys]):
-        try:
-            if op.file_shapes(shapes) != [tuple(made[0][key].shape) for key in keys]:
-                continue
-        except KeyMapError:
-            continue
-        if all(
-            _agrees(op, shapes, [p[f] for f in fqns], [m[k] for k in keys]) for p, m in zip(probes, made, strict=True)
-        ):
+        if all((op == IDENTITY and natives[0] is wanted[0]) or makes(op, natives, wanted) for natives, wanted in pairs):
             return op
     return None
 
@@ -186,20 +181,3 @@ def _candidates(shapes: Sequence[Shape], rows: Sequence[torch.Tensor]) -> Iterat
 
 def _first_of_rows(rows: torch.Tensor) -> list[int]:
     return [int(row) for row in rows.reshape(len(rows), -1)[:, 0]] if rows.numel() else []
-
-
-def _agrees(
-    op: TensorOp, shapes: Sequence[Shape], natives: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
-) -> bool:
-    """Return whether the operation puts exactly the wanted values into every element of the file tensors."""
-    if op == IDENTITY and natives[0] is wanted[0]:
-        return True
-    left = sum(value.numel() for value in wanted)
-    for index, native in enumerate(natives):
-        for piece in op.pieces(index, shapes, Chunk.whole(native.shape), native):
-            value = wanted[piece.file_index]
-            region = value[piece.chunk.within(Chunk.whole(value.shape))]
-            if not torch.equal(piece.view.reshape(region.shape), region):
-                return False
-            left -= region.numel()
-    return left == 0

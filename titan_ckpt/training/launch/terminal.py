@@ -9,10 +9,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from datetime import datetime
 from logging import LogRecord
 
 from rich.console import Console
+from rich.logging import RichHandler
 from rich.text import Text
 
 from titan_ckpt.progress import CONSOLE
@@ -57,20 +57,15 @@ def say(message: str) -> None:
         print(message, file=sys.stderr)  # noqa: T201 - the process says why it ends, whatever its log is
 
 
-class ConsoleHandler(logging.Handler):
+class ConsoleHandler(RichHandler):
     """Prints records on a console, above its bars; a long line continues under its own text."""
 
     def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._console = console
+        super().__init__(
+            console=console, show_level=False, show_path=False, omit_repeated_times=False, log_time_format="%H:%M:%S"
+        )
 
-    def emit(self, record: LogRecord) -> None:
-        """Print one record: the time, then the message; warnings are yellow and errors red."""
+    def render_message(self, record: LogRecord, message: str) -> Text:
+        """Return the message as it is; warnings are yellow and errors red."""
         style = "red" if record.levelno >= logging.ERROR else "yellow" if record.levelno >= logging.WARNING else ""
-        try:
-            time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")  # noqa: DTZ006 - the reader's clock
-            lines = Text(self.format(record), style=style).wrap(self._console, max(20, self._console.width - 9))
-            each = [Text.assemble((" " * 9 if i else f"{time} ", "dim"), line) for i, line in enumerate(lines)]
-            self._console.print(Text("\n").join(each), soft_wrap=True)
-        except Exception:
-            self.handleError(record)
+        return Text(message, style=style)

@@ -119,13 +119,17 @@ class Corpus:
     def _read(self, kind: str, files: tuple[Path, ...], start: int) -> Iterator[tuple[int, dict[str, Any]]]:
         from datasets import load_dataset  # it takes seconds to import
 
-        if kind == "parquet" and not _num_rows(files[0]):
-            return  # datasets fails there; writers in parallel leave such files
         number = start
         escaped = [glob.escape(str(file.absolute())) for file in files]
         options: dict[str, Any] = {"sample_by": "document" if kind == "text" else "line"}
         if kind == "parquet":
-            options = {"columns": [name for name in (self.field, "tools") if name in _columns(files[0])]}
+            from pyarrow import parquet  # as `datasets`
+
+            metadata = parquet.read_metadata(files[0])
+            if not metadata.num_rows:
+                return  # datasets fails there; writers in parallel leave such files
+            names = metadata.schema.to_arrow_schema().names
+            options = {"columns": [name for name in (self.field, "tools") if name in names]}
         try:
             builder = "parquet" if kind == "parquet" else "text"
             rows: Any = load_dataset(builder, data_files=escaped, split="train", streaming=True, **options)
@@ -249,12 +253,6 @@ def open_corpus(name: str, setting: str = "data.corpus", *, field: str = "text",
     return Corpus(name, setting, field, messages, tuple(sources_of(files)))
 
 
-def _num_rows(file: Path) -> int:
-    from pyarrow import parquet  # as `datasets`
-
-    return int(parquet.read_metadata(file).num_rows)
-
-
 def _wrong_column(file: Path, field: str, *, messages: bool) -> str | None:
     """Return what a parquet file has in place of a column of texts or conversations."""
     from pyarrow import parquet, types  # as `datasets`
@@ -268,10 +266,3 @@ def _wrong_column(file: Path, field: str, *, messages: bool) -> str | None:
     is_text = types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)
     expected, fits = ("lists of messages", is_list) if messages else ("strings", is_text)
     return None if fits or types.is_null(kind) else f"expected {expected} in the column {field!r}, found {kind}"
-
-
-def _columns(file: Path) -> list[str]:
-    from pyarrow import parquet  # as `datasets`
-
-    names: list[str] = parquet.read_schema(file).names
-    return names

@@ -84,28 +84,27 @@ def balance_coefficient(config: RunConfig, shape: Any) -> float:
 
     `shape`: the model's, from registry.py. Raises: ConfigError for a loss that cannot be computed.
     """
-    wanted = config.training.router_aux_loss_coef
+    wanted, coefficient, problem = config.training.router_aux_loss_coef, 0.0, ""
     if isinstance(shape, Qwen3MoeConfig):
         coefficient = shape.balance_coefficient if wanted is None else wanted
+        loss = f"the load-balancing loss (factor {coefficient:g})"
         if coefficient and not any(map(shape.is_sparse, range(shape.num_layers))):
-            problem = f"the load-balancing loss (factor {coefficient:g}) needs a sparse layer, and all are dense"
-            raise ConfigError([f"{_SETTING}: {problem}: set it to 0.0"])
-        if coefficient and config.parallel.pipeline_parallel > 1:
+            problem = f"{loss} needs a sparse layer, and all are dense: set it to 0.0"
+        elif coefficient and config.parallel.pipeline_parallel > 1:
             problem = (
-                f"the load-balancing loss (factor {coefficient:g}) is one of all layers together, and with "
-                "pipeline_parallel no rank has all of them: set it to 0.0, or pipeline_parallel to 1"
+                f"{loss} is one of all layers together, and with pipeline_parallel no rank has all of them: set it to "
+                "0.0, or pipeline_parallel to 1"
             )
-            raise ConfigError([f"{_SETTING}: {problem}"])
-        return coefficient
-    if wanted:
-        raise ConfigError([f'{_SETTING}: only model.name = "qwen3_moe" has this loss; leave it out'])
-    if isinstance(shape, Mapping) and wanted is None and _asks_for_balance(shape):
+    elif wanted:
+        problem = 'only model.name = "qwen3_moe" has this loss; leave it out'
+    elif isinstance(shape, Mapping) and wanted is None and _asks_for_balance(shape):
         problem = (
             'config.json asks for a load-balancing loss (output_router_logits), which model.name = "hf" does not '
             "compute: set it to 0.0 to train without that loss, or train a qwen3_moe under its own name"
         )
+    if problem:
         raise ConfigError([f"{_SETTING}: {problem}"])
-    return 0.0
+    return coefficient
 
 
 def _asks_for_balance(config: Mapping[str, Any]) -> bool:

@@ -11,32 +11,11 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, get_args
 
 from titan_ckpt.encoding.local_path import LocalPath
-from titan_ckpt.encoding.overrides import apply_overrides
-from titan_ckpt.encoding.toml import Check, Checked, from_dict, read_toml, validate
-from titan_ckpt.stores.settings import FolderOrBucket, StoreConfig, split_url
+from titan_ckpt.encoding.toml import Check, Checked, foreign
+from titan_ckpt.encoding.toml import from_dict as from_dict
+from titan_ckpt.stores.settings import FolderOrBucket, split_url
+from titan_ckpt.stores.settings import StoreConfig as StoreConfig
 from titan_ckpt.types import Format
-
-__all__ = [
-    "CheckpointConfig",
-    "Component",
-    "ExportConfig",
-    "InitialLoadConfig",
-    "KeepConfig",
-    "LocalPath",
-    "NonEmpty",
-    "NonNegative",
-    "PositiveInt",
-    "PositiveSeconds",
-    "PositiveSteps",
-    "ResumeConfig",
-    "SaveConfig",
-    "StopConfig",
-    "StoreConfig",
-    "apply_overrides",
-    "from_dict",
-    "read_toml",
-    "validate",
-]
 
 Component = Literal["model", "optimizer", "lr_scheduler", "dataloader", "rng", "states"]
 
@@ -257,9 +236,7 @@ _TORCHTITAN_KEYS = {
 class CheckpointConfig(Checked):
     """[checkpoint]; alone, it makes a run resume from the folder and write nothing."""
 
-    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = {
-        key: f"a torchtitan key; here: {answer}" for key, answer in _TORCHTITAN_KEYS.items()
-    }
+    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = foreign("a torchtitan key", _TORCHTITAN_KEYS)
 
     folder: FolderOrBucket = "checkpoints"
     """Path relative to the run's base folder, or a place in a bucket: s3://bucket/key, gs://, az://."""

@@ -20,11 +20,9 @@ from titan_ckpt.config import (
     PositiveInt,
     ResumeConfig,
     SaveConfig,
-    apply_overrides,
-    from_dict,
-    read_toml,
-    validate,
 )
+from titan_ckpt.encoding.overrides import apply_overrides
+from titan_ckpt.encoding.toml import from_dict, read_toml, validate
 from titan_ckpt.errors import ConfigError
 
 

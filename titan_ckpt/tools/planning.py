@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_ckpt.config import CheckpointConfig, InitialLoadConfig, apply_overrides, from_dict, read_toml
+from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.directory.directory import open_steps
 from titan_ckpt.directory.names import CommittedStep, Survey, step_name, users_name
+from titan_ckpt.encoding.overrides import apply_overrides
+from titan_ckpt.encoding.toml import from_dict, read_toml
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import detect_format, locate, open_reader

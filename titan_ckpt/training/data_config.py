@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from dataclasses import field as default
 from typing import Annotated, Any, ClassVar, Literal
 
-from titan_ckpt.config import LocalPath, NonEmpty, NonNegative, PositiveInt
+from titan_ckpt.config import NonEmpty, NonNegative, PositiveInt
+from titan_ckpt.encoding.local_path import LocalPath
 from titan_ckpt.encoding.named import ImportName
 from titan_ckpt.encoding.toml import Check, Checked, foreign
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
-from titan_ckpt.config import apply_overrides, from_dict, read_toml
 from titan_ckpt.encoding.local_path import require_local
+from titan_ckpt.encoding.overrides import apply_overrides
+from titan_ckpt.encoding.toml import from_dict, read_toml
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.config import RunConfig
 

@@ -107,16 +107,14 @@ class RunGuard:
                 self._manager.save(step, force=True, metrics=metrics, export=False)
             if self._line.rank == 0 and self._asked is not None:
                 handle = self._manager.in_flight
-                if fault is not None:
+                if fault is None and self._last.saved != step:  # on_failure is "warn"
+                    fault = "the save has failed: see the log of the run"
+                elif fault is None and self._asked.endswith(save_request.PIN):
+                    fault = self._pin(step, handle)
+                if fault is None:
+                    self._answering = self._asked, step, handle
+                else:
                     self._answer(save_request.Answer(self._asked, step, fault))
-                elif self._last.saved == step:
-                    why = self._pin(step, handle) if self._asked.endswith(save_request.PIN) else None
-                    if why is None:
-                        self._answering = self._asked, step, handle
-                    else:
-                        self._answer(save_request.Answer(self._asked, step, why))
-                else:  # it has failed, and on_failure is "warn"
-                    self._answer(save_request.Answer(self._asked, step, "the save has failed: see the log of the run"))
                 self._asked = None
         return False
 
@@ -235,9 +233,9 @@ class RunGuard:
             if self._manager.config.save is None:
                 why = "this run saves nothing: its config has no [checkpoint.save]"
                 self._answer(save_request.Answer(asked, 0, why))
-                return
-            self._asked = asked
-            self._board.post("save", "a request in the run's folder")
+            else:
+                self._asked = asked
+                self._board.post("save", "a request in the run's folder")
 
     def _take_request(self, run: Path) -> str | None:
         """Return the name of the waiting request and remove it; log once what cannot be one, or cannot be removed."""
@@ -285,8 +283,7 @@ class RunGuard:
             self._restore()
             self._board.close()
             if self._line.rank == 0 and self._asked is not None:
-                why = "the run ended before it could save"
-                self._answer(save_request.Answer(self._asked, 0, why))
+                self._answer(save_request.Answer(self._asked, 0, "the run ended before it could save"))
             elif self._line.rank == 0 and self._answering is not None:
                 self._answer_last()
         return False

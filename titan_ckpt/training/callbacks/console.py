@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from titan_ckpt.progress import CONSOLE
+from titan_ckpt.telemetry.events import read_events
 from titan_ckpt.training.callbacks.base import Callback, LogValue, StepMetrics
 
 if TYPE_CHECKING:
@@ -152,10 +153,4 @@ class MetricsFile:
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a metrics.jsonl in the order of their steps; no rows if there is no file."""
-    if not path.is_file():
-        return
-    for line in path.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except (ValueError, RecursionError):
-            return  # a killed process did not finish this line
+    yield from (row for row in read_events(path) if "step" in row)

@@ -13,6 +13,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from titan_ckpt.errors import ConfigError, listed
@@ -66,17 +67,11 @@ def find_files(name: str, setting: str) -> list[Path]:
 
 def sources_of(files: Iterable[Path]) -> Iterator[Source]:
     """Yield the sources of files in their order; neighbouring text files are one, because opening one takes long."""
-    texts: list[Path] = []
-    for file in files:
-        if KINDS[file.suffix] == "text":
-            texts.append(file)
-            continue
-        if texts:
-            yield Source("text", tuple(texts))
-            texts = []
-        yield Source(KINDS[file.suffix], (file,))
-    if texts:
-        yield Source("text", tuple(texts))
+    for kind, neighbours in groupby(files, lambda file: KINDS[file.suffix]):
+        if kind == "text":
+            yield Source(kind, tuple(neighbours))
+        else:
+            yield from (Source(kind, (file,)) for file in neighbours)
 
 
 def sample(file: Path) -> str:

@@ -65,11 +65,11 @@ class IndexedDataset(OrderedDataset):
     """Sequences that are found by their number, in a new order in each epoch."""
 
     num_sequences: int
-    shuffle: bool = True
 
-    def __init__(self, seed: int, rank: int = 0, num_ranks: int = 1) -> None:
+    def __init__(self, seed: int, rank: int = 0, num_ranks: int = 1, *, shuffle: bool = True) -> None:
         super().__init__(rank, num_ranks)
         self.seed = seed
+        self.shuffle = shuffle
 
     def sequence(self, number: int) -> Batch:
         """Return a sequence by its place in the data."""
@@ -110,7 +110,7 @@ class PackedDataset(IndexedDataset):
 
         Raises: ConfigError if the tokens do not fill one sequence.
         """
-        super().__init__(seed, rank, num_ranks)
+        super().__init__(seed, rank, num_ranks, shuffle=shuffle)
         self.num_sequences = (len(tokens) - 1) // sequence_length
         if self.num_sequences < 1:
             raise ConfigError(
@@ -118,7 +118,6 @@ class PackedDataset(IndexedDataset):
             )
         self.tokens = tokens
         self.sequence_length = sequence_length
-        self.shuffle = shuffle
         self.fingerprint = _fingerprint(tokens, sequence_length, seed, shuffle)
 
     def sequence(self, number: int) -> Batch:
@@ -140,14 +139,11 @@ class ConversationDataset(IndexedDataset):
         num_ranks: int = 1,
         shuffle: bool = True,
     ) -> None:
-        """`numbers`: the conversations to take. Raises: ConfigError if there are none."""
-        super().__init__(seed, rank, num_ranks)
-        if not numbers:
-            raise ConfigError([f"data.held_out: it leaves none of {len(conversations)} conversations"])
+        """`numbers`: the conversations to take, one or more."""
+        super().__init__(seed, rank, num_ranks, shuffle=shuffle)
         self.conversations = conversations
         self.numbers = numbers
         self.num_sequences = len(numbers)
-        self.shuffle = shuffle
         self.fingerprint = _fingerprint(conversations.labels, len(conversations), numbers, seed, shuffle)
 
     def sequence(self, number: int) -> Batch:
@@ -157,12 +153,11 @@ class ConversationDataset(IndexedDataset):
 class DummyDataset(IndexedDataset):
     """Random tokens; the same numbers for the same seed."""
 
-    shuffle = False
     num_sequences = 2**48
     every_label_counts = True
 
     def __init__(self, vocab_size: int, sequence_length: int, seed: int, *, rank: int = 0, num_ranks: int = 1) -> None:
-        super().__init__(seed, rank, num_ranks)
+        super().__init__(seed, rank, num_ranks, shuffle=False)
         self.vocab_size = vocab_size
         self.sequence_length = sequence_length
         self.fingerprint = f"dummy {vocab_size} {sequence_length} {seed}"

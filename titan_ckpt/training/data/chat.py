@@ -46,7 +46,8 @@ class ChatTemplate:
 
     def __call__(self, messages: Sequence[dict[str, Any]], tools: Any = None) -> tuple[list[int], list[bool]]:
         """Return the ids of a conversation, and for each whether it is learned. Raises: ChatError."""
-        text, spans = self._marked(messages, tools) if self.has_marks else self._compared(messages, tools)
+        marked = {"return_assistant_tokens_mask": True}
+        text, spans = self._render(messages, tools, **marked) if self.has_marks else self._compared(messages, tools)
         encoded = self._encode(text, add_special_tokens=False)
         mask, left = [], [*spans]
         for first, last in encoded.offsets:
@@ -62,18 +63,15 @@ class ChatTemplate:
             raise ChatError("the assistant says nothing in it, so there is nothing to learn; leave it out")
         return encoded.ids, mask
 
-    def _marked(self, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
-        text, spans = self._render(messages, tools, return_assistant_tokens_mask=True)
-        return text, spans[0]
 
     def _compared(self, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
         """Return the text, and where each assistant's message is: between the prompt for it and what follows it."""
-        text = self._render(messages, tools)
+        text, _ = self._render(messages, tools)
         spans = []
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
-                prompt = self._render(messages[:i], tools, add_generation_prompt=True)
-                answered = self._render(messages[: i + 1], tools)
+                prompt, _ = self._render(messages[:i], tools, add_generation_prompt=True)
+                answered, _ = self._render(messages[: i + 1], tools)
                 if not answered.startswith(prompt) or not text.startswith(answered):
                     raise ChatError(
                         f"message {i} cannot be masked: the template renders what comes before it differently once it, "
@@ -82,8 +80,8 @@ class ChatTemplate:
                 spans.append((len(prompt), len(answered)))
         return text, spans
 
-    def _render(self, messages: Sequence[dict[str, Any]], tools: Any, **options: Any) -> Any:
-        """Return the text of messages, with the spans of what is learned if they are asked for. Raises: ChatError."""
+    def _render(self, messages: Sequence[dict[str, Any]], tools: Any, **options: Any) -> tuple[str, list[Span]]:
+        """Return the text of messages, and the spans of what is learned if they are asked for. Raises: ChatError."""
         text, spans = self._rendered(messages, tools, **options)
         for i, message in enumerate(messages):
             if isinstance(content := message.get("content"), list) and str(content) in text:
@@ -93,9 +91,9 @@ class ChatTemplate:
                         f"the content of message {i} is a list of parts, and the chat template writes it as Python "
                         "does; join the parts to one text, or name a tokenizer whose template knows parts"
                     )
-        return (text, spans) if "return_assistant_tokens_mask" in options else text
+        return text, spans
 
-    def _rendered(self, messages: Sequence[dict[str, Any]], tools: Any, **options: Any) -> tuple[str, Any]:
+    def _rendered(self, messages: Sequence[dict[str, Any]], tools: Any, **options: Any) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -105,7 +103,7 @@ class ChatTemplate:
         except Exception as error:  # a template is a program, and may fail in any way
             raise ChatError(f"the chat template cannot render its first {len(messages)} messages: {error}") from None
         (text,), spans = rendered
-        return text, spans
+        return text, spans[0] if spans else []
 
 
 def _read_template(folder: Path) -> tuple[str, dict[str, Any]]:

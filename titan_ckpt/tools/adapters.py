@@ -7,7 +7,7 @@ model without memory, knows the name of every tensor on both sides. An entry poi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,8 +71,7 @@ def is_adapter(reader: TensorReader) -> bool:
 
 def adapted_weights(reader: TensorReader) -> set[str]:
     """Return the weights that LoRA's tensors in a native or DCP checkpoint change, by native name."""
-    parts = [lora_tensor(name) for name in model_tensors(reader.tensors, reader.format)[1]]
-    return {part.weight for part in parts if part is not None}
+    return _weights(model_tensors(reader.tensors, reader.format)[1])
 
 
 def open_adapter(reader: TensorReader, table: ModelTable | None = None) -> Adapter:
@@ -106,7 +105,7 @@ def with_settings(adapter: Adapter, path: Path, folder: Path | None, table: Mode
         )
     with open_reader(folder) as reader:
         if isinstance(reader, PeftReader):
-            table = require_table(reader, None, _weights(adapter)) if table is None else table
+            table = require_table(reader, None, _weights(adapter.tensors)) if table is None else table
         other = open_adapter(reader, table)
         mine, theirs = ({name: v.info.shape for name, v in a.tensors.items()} for a in (adapter, other))
         if mine != theirs:
@@ -114,8 +113,8 @@ def with_settings(adapter: Adapter, path: Path, folder: Path | None, table: Mode
     return Adapter(adapter.tensors, other.converters, adapter.base or other.base)
 
 
-def _weights(adapter: Adapter) -> set[str]:
-    return {part.weight for name in adapter.tensors if (part := lora_tensor(name)) is not None}
+def _weights(names: Iterable[str]) -> set[str]:
+    return {part.weight for name in names if (part := lora_tensor(name)) is not None}
 
 
 def attached(table: ModelTable, settings: Mapping[str, Any], source: str) -> ModelHooks:

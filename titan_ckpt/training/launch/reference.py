@@ -119,9 +119,8 @@ def _kind(annotation: Any) -> str:
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
-    made = field.default_factory is not MISSING
-    value = field.default_factory() if field.default_factory is not MISSING else field.default
-    if value is MISSING and not made:
+    value = field.default if field.default_factory is MISSING else field.default_factory()
+    if value is MISSING:
         return "required"
     return "absent" if value is None else as_toml(value)
 

@@ -81,7 +81,7 @@ class PositionedLoader:
     @property
     def at_end(self) -> bool:
         """Return whether every batch of this epoch was returned; False while the length is unknown."""
-        return self.num_batches > 0 and self.num_batches == self._length()
+        return self.num_batches > 0 and self.num_batches == _length_of(self.loader)
 
     def next_epoch(self) -> None:
         """Leave the rest of this epoch out."""
@@ -239,14 +239,11 @@ class PositionedLoader:
         sizes = [s.batch_size for s in samplers if hasattr(s, "batch_size")]
         size = sizes[0] if sizes else getattr(self.inner, "batch_size", None)
         return {
-            "length": self._length(),
+            "length": _length_of(self.loader),
             "samples": _length_of(getattr(self.inner, "dataset", None)),
             "batch_size": size,
             "seed": [seed for seed in seeds if isinstance(seed, int)],
         }
-
-    def _length(self) -> int | None:
-        return _length_of(self.loader)
 
     def _get_random(self) -> dict[str, Any]:
         return {"random": self._random.state_dict(), "generators": [g.get_state() for g in self._generators()]}

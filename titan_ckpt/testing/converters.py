@@ -9,7 +9,7 @@ import copy
 import functools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,11 +43,9 @@ _TINY = Llama3Config(
 
 
 class Converter(ModelHooks, Protocol):
-    """A converter or a container of converters: the hooks, and the methods that a training run calls."""
+    """A converter or a container of converters: the hooks, and the method that a training run calls."""
 
     def convert(self, model: nn.Module) -> None: ...
-
-    def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None: ...
 
 
 class LookalikeLlama(Llama3):

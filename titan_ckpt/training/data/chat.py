@@ -63,7 +63,6 @@ class ChatTemplate:
             raise ChatError("the assistant says nothing in it, so there is nothing to learn; leave it out")
         return encoded.ids, mask
 
-
     def _compared(self, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
         """Return the text, and where each assistant's message is: between the prompt for it and what follows it."""
         text, _ = self._render(messages, tools)

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from titan_ckpt.encoding.local_path import is_uri
+from titan_ckpt.encoding.local_path import Written, is_uri, require
 from titan_ckpt.encoding.toml import Check, Checked
-from titan_ckpt.errors import ConfigError, without_credentials
 
 SCHEMES = ("s3", "gs", "az")
 """Amazon S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage."""
@@ -61,17 +60,19 @@ _EXPECTED = "a path on a mounted file system, or s3://bucket/key, gs://bucket/ke
 FolderOrBucket = Annotated[
     str,
     Check("a string that is not empty", str.strip),
-    Check(_EXPECTED, lambda text: not is_uri(text) or split_url(text) is not None),
+    Check(_EXPECTED, lambda text: not _is_unknown(text)),
+    Written,
 ]
 """The type of a setting that names a folder, or a place in a bucket."""
 
 
 def require_places(paths: Mapping[str, str | os.PathLike[str]]) -> None:
-    """Check arguments that may name a bucket by their names. Raises: ConfigError listing every other URI."""
-    others = [(name, path) for name, path in paths.items() if is_uri(path) and split_url(path) is None]
-    if others:
-        shown = {name: without_credentials(os.fspath(path)) for name, path in others}
-        raise ConfigError([f'{name}: expected {_EXPECTED}, found "{url}"' for name, url in shown.items()], "paths")
+    """Check arguments that may name a bucket by their names. Raises: ConfigError listing all that are refused."""
+    require(paths, _EXPECTED, _is_unknown)
+
+
+def _is_unknown(text: str | os.PathLike[str]) -> bool:
+    return is_uri(text) and split_url(text) is None
 
 
 def split_url(text: str | os.PathLike[str]) -> tuple[str, str, str] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -23,6 +24,31 @@ from titan_ckpt.training.run_file import read_run
 URIS = ("s3://b/x", "gs://b", "memory://", "file:///tmp/x", "az://c/x", "hf://org/model", "abfss://c@a/x")
 
 
+PATHS = {
+    "output_folder", "model.folder", "data.corpus", "data.cache_folder", "data.tokenizer.folder",
+    "evaluation.corpus", "tensorboard.folder", "profiling.folder", "checkpoint.folder",
+    "checkpoint.initial_load.0.path", "checkpoint.initial_load.2.path", "checkpoint.export.folder",
+    "checkpoint.export.assets",
+}  # fmt: skip
+
+
+def settings_with(path: str) -> dict[str, Any]:
+    """Return a run file whose settings are this path, wherever one names a folder or a file."""
+    return {
+        "output_folder": path,
+        "model": {"folder": path},
+        "data": {"corpus": path, "cache_folder": path, "tokenizer": {"folder": path}},
+        "evaluation": {"interval": 1, "corpus": path},
+        "tensorboard": {"folder": path},
+        "profiling": {"interval": 2, "folder": path},
+        "checkpoint": {
+            "folder": path,
+            "initial_load": [{"path": path}, {"path": "base"}, {"path": f"{path}/model"}],
+            "export": {"format": "hf", "folder": path, "assets": path},
+        },
+    }
+
+
 @pytest.fixture(autouse=True)
 def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -36,32 +62,31 @@ def test_a_uri_is_known_in_both_forms() -> None:
 
 def test_every_setting_that_names_a_folder_refuses_a_uri() -> None:
     """One error lists all of them by their keys; nothing else of the table is at fault."""
-    uri = "hf://bucket/x"
-    raw = {
-        "output_folder": uri,
-        "model": {"folder": uri},
-        "data": {"corpus": uri, "cache_folder": uri, "tokenizer": {"folder": uri}},
-        "evaluation": {"interval": 1, "corpus": uri},
-        "tensorboard": {"folder": uri},
-        "profiling": {"interval": 2, "folder": uri},
-        "checkpoint": {
-            "folder": uri,
-            "initial_load": [{"path": uri}, {"path": "base"}, {"path": "hf://org/model"}],
-            "export": {"format": "hf", "folder": uri, "assets": uri},
-        },
-    }
+    raw = settings_with("hf://bucket/x")
     with pytest.raises(ConfigError) as raised:
         from_dict(RunConfig, raw)
-    assert {line.partition(":")[0] for line in raised.value.problems} == {
-        "output_folder", "model.folder", "data.corpus", "data.cache_folder", "data.tokenizer.folder",
-        "evaluation.corpus", "tensorboard.folder", "profiling.folder", "checkpoint.folder",
-        "checkpoint.initial_load.0.path", "checkpoint.initial_load.2.path", "checkpoint.export.folder",
-        "checkpoint.export.assets",
-    }  # fmt: skip
+    assert {line.partition(":")[0] for line in raised.value.problems} == PATHS
     in_buckets = ("checkpoint.folder", "checkpoint.initial_load", "checkpoint.export.folder")
     for line in raised.value.problems:
         known = "or s3://bucket/key, gs://bucket/key or az://container/key, found"
         assert (known if line.startswith(in_buckets) else '(no URI such as s3:// is supported), found "') in line
+
+
+@pytest.mark.parametrize("path", ["~/x", "~", "~me/x", "$HOME/x", "runs/${RUN}", "run-$SLURM_JOB_ID"])
+def test_every_setting_that_names_a_folder_refuses_what_only_a_shell_replaces(path: str) -> None:
+    """It would be a folder of that name in the current one."""
+    raw = settings_with(path)
+    with pytest.raises(ConfigError) as raised:
+        from_dict(RunConfig, raw)
+    assert {line.partition(":")[0] for line in raised.value.problems} == PATHS
+    said = "expected a path without ~ and $NAME, which only a shell replaces: write it out, found "
+    assert all(f'{said}"{path}' in line for line in raised.value.problems)
+
+
+def test_a_name_that_a_shell_leaves_alone_is_a_path() -> None:
+    """Also where it has the same characters at another place."""
+    names = ("./~x", "a~", "a/~/b", "b$", "a$1", "price$usd", "/data/x")
+    assert [CheckpointConfig(folder=name).folder for name in names] == [*names]
 
 
 def manager(**settings: object) -> CheckpointManager:
@@ -82,7 +107,7 @@ CALLS: dict[str, tuple[Callable[[str], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("uri", ["s3://bucket/x", "memory://x"])
+@pytest.mark.parametrize("uri", ["s3://bucket/x", "memory://x", "~/x"])
 @pytest.mark.parametrize("call", CALLS)
 def test_every_argument_that_names_a_folder_refuses_a_uri(call: str, uri: str, tmp_path: Path) -> None:
     """The error names the argument, and no local folder appears."""

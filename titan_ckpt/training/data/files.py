@@ -6,6 +6,7 @@ Knows no rows.
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import hashlib
 import logging
@@ -109,23 +110,62 @@ def _inside(folders: Iterable[Path], setting: str) -> list[Path]:
 def _matched(pattern: str, setting: str) -> list[Path]:
     """Return the files that a pattern matches. A folder with a suffix of files, as of Spark, stands for those in it.
 
-    Files of linked folders come once. Raises: ConfigError for a folder that cannot be read, which glob leaves out.
+    Files of linked folders come once. Raises: ConfigError for a folder that cannot be read.
     """
-    parts = Path(pattern).parts
-    for number in range(1, len(parts) + (parts[-1] == "**")):
-        is_listed = parts[number - 1] == "**" or glob.has_magic(parts[number])
-        for folder in glob.iglob(os.path.join(*parts[:number], ""), recursive=True):
-            try:
-                os.stat(os.path.join(folder, "."))  # asks for the right to go into it
-                if is_listed:
-                    os.scandir(folder).close()
-            except OSError as error:
-                raise ConfigError([f"{setting}: {folder} cannot be read: {error.strerror}"]) from None
-    matched = {Path(match) for match in glob.glob(pattern, recursive=True)}
-    folders = {path for path in matched if os.path.isdir(path)}
+    try:
+        matched = [*_matches(pattern)]
+    except OSError as error:
+        folder = os.path.normpath(error.filename)
+        raise ConfigError([f"{setting}: {folder} cannot be read: {error.strerror}"]) from None
+    folders = {path for path in matched if path.is_dir()}
     inside = _inside((folder for folder in folders if folder.suffix in KINDS), setting)
-    files = sorted((matched - folders) | {*inside}, reverse=True)
+    files = sorted({*matched, *inside} - folders, reverse=True)
     return sorted({(os.path.realpath(file.parent), file.name): file for file in files}.values())
+
+
+def _matches(pattern: str) -> Iterable[Path]:
+    """Return what glob.glob(pattern, recursive=True) does, and go into no folder twice, which links may lead to.
+
+    Raises: OSError for a folder that cannot be read; glob leaves it out.
+    """
+    *above, last = Path(pattern).parts
+    folders = [""]
+    for part in above:
+        folders = [path for path in _step(folders, part) if os.path.isdir(path)]
+        for folder in folders:
+            os.stat(os.path.join(folder, "."))  # asks for the right to go into it
+    found = _step(folders, last)
+    if last == "**":
+        found += [entry for folder in found for entry in _named(folder, "*") if not os.path.isdir(entry)]
+    return map(Path, filter(os.path.isdir if pattern.endswith(os.sep) else None, found))
+
+
+def _step(folders: Iterable[str], part: str) -> list[str]:
+    """Return what one part of a pattern matches in folders."""
+    if part == "**":
+        seen: set[str] = set()
+        return [below for folder in folders for below in _below(folder, seen)]
+    if glob.has_magic(part):
+        return [path for folder in folders for path in _named(folder, part)]
+    return [path for folder in folders if os.path.lexists(path := os.path.join(folder, part))]
+
+
+def _below(folder: str, seen: set[str]) -> Iterator[str]:
+    """Yield a folder and those in it at any depth that are not hidden, each real one once."""
+    todo = [folder]
+    while todo:
+        real = os.path.realpath(path := todo.pop())
+        if real not in seen:
+            seen.add(real)
+            yield path
+            todo += reversed([entry for entry in _named(path, "*") if os.path.isdir(entry)])
+
+
+def _named(folder: str, part: str) -> list[str]:
+    """Return the entries of a folder that match, in order; hidden ones only if the part begins with a dot."""
+    with os.scandir(os.path.join(folder or os.curdir, "")) as entries:
+        names = [entry.name for entry in entries if part.startswith(".") or not entry.name.startswith(".")]
+    return [os.path.join(folder, name) for name in sorted(fnmatch.filter(names, part))]
 
 
 def _files_in(path: Path) -> Iterator[Path]:

@@ -98,7 +98,7 @@ def test_tensors_in_memory_are_written_in_the_order_of_the_files() -> None:
     at = {entry.start: key for key, entry in layout.entries.items()}
     written: list[str] = []
     uploads = Uploads(BucketPath(Bucket("s3", "box", StoreConfig()), "e"), plan.files.layouts, alone)
-    uploads.write = lambda _, view, offset: written.append(at[offset])  # type: ignore[method-assign]
+    uploads.write = lambda name, view, offset: written.append(at[offset])  # type: ignore[method-assign]
     in_turn = sorted(groups, key=lambda group: min(layout.entries[key].start for key in group.infos))
     ExportWriter(Path(), plan, progress.uncounted, uploads).write(in_turn)
     assert written == [

@@ -73,9 +73,13 @@ class Trainer(BuildSteps):
         with self.setup() as self.ranks:
             self.build()
             check = self._broken_weights if self.config.training.check_gradients == "log" else None
-            with self.build_manager() as self.manager, RunGuard(self.manager, fault=check) as self.guard:
-                self.load()
-                self.train()
+            try:
+                with self.build_manager() as self.manager, RunGuard(self.manager, fault=check) as self.guard:
+                    self.load()
+                    self.train()
+            except Exception:
+                self._say_what_is_lost()
+                raise
         self.outcome = self._find_outcome()
         return self.state
 
@@ -83,6 +87,13 @@ class Trainer(BuildSteps):
     def exit_code(self) -> int:
         """Return the exit code of a process that called `run`; docs/resume.md has the list."""
         return self.outcome.exit_code(self.config.checkpoint.stop.exit_code)
+
+    def _say_what_is_lost(self) -> None:
+        """Log how many completed steps no checkpoint holds; the exit code of an error does not say it."""
+        if self.ranks.rank or not self.state.step:
+            return
+        if (lost := self.state.step - (self.manager.last_step.saved or 0)) > 0:
+            logger.error("the last %d steps, up to step %d, are not saved", lost, self.state.step)
 
     def _find_outcome(self) -> Outcome:
         """Return how the run ended; rank 0 logs it, and writes stopped.json if the run is to be started again."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -27,6 +28,7 @@ from tests.test_bad_input import write_config
 from tests.tiny_run import losses, rows
 from titan_ckpt import KeyMap
 from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.saving.last_step import LastStep
 from titan_ckpt.stores.bucket import StoreError
 from titan_ckpt.training.callbacks import Callback
 from titan_ckpt.training.launch import command
@@ -176,6 +178,38 @@ class Counting(IterableDataset[dict[str, torch.Tensor]]):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.at = state_dict["at"]
+
+
+class Ending(Counting):
+    """Ends in step 3."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return islice(super().__iter__(), 4)
+
+
+@pytest.mark.parametrize(
+    ("why", "lost"), [({}, 0), ({"save": None}, 2), ({"stop": {"save_on_exception": False}}, 2), ("full", 1)]
+)
+def test_data_that_cannot_be_used_ends_a_run_with_2_and_the_log_says_what_is_lost(
+    why: Any, lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another start would end there again. The last step is saved, or that it is not is a line of its own."""
+    if why == "full":  # after the save of step 1
+        why = {"save": {"interval": 1}}
+        save = Trainer.take_steps
+
+        def full(trainer: Trainer) -> Any:
+            for metrics in save(trainer):
+                monkeypatch.setattr(LastStep, "save", lambda _: (_ for _ in ()).throw(OSError("disk is full")))
+                monkeypatch.setattr(trainer.manager, "save", lambda *_, **__: None)
+                yield metrics
+
+        monkeypatch.setattr(Trainer, "take_steps", full)
+    data = {"dataset": f"{HERE}:Ending", "settings": {"modulus": 11}}
+    changes = {"data": data, "checkpoint": {"save": {"interval": 100}, **why}}
+    assert main([str(write_config(tmp_path, changes)), "--training.batch_size", "2"]) == 2
+    said = [f"the last {lost} steps, up to step 2, are not saved"] if lost else []
+    assert [record.getMessage() for record in caplog.records if "are not saved" in record.getMessage()] == said
 
 
 def falling(optimizer: Any, steps: int, power: float) -> LambdaLR:

@@ -23,7 +23,8 @@ def main(argv: Sequence[str], program: str = "titan-ckpt train") -> int:
     """Train as the command line says and return the exit code; an error is one message on standard error.
 
     0: the last step is done. 75, or as [checkpoint.stop] exit_code says: stopped before, everything saved; 0 under
-    torchrun. 2: the run cannot start as it is configured. 1: an error, and the steps since the last save are lost.
+    torchrun. 2: the run cannot start, or go on, as it is configured. 1: another error, or a stop that left no time to
+    save. The log says how many steps are lost.
     """
     parser = argparse.ArgumentParser(program, description="Train a model as a TOML file says.", allow_abbrev=False)
     parser.add_argument("config", nargs="?", help="the TOML file; `titan-ckpt init` writes one")

@@ -150,7 +150,7 @@ def test_a_commit_whose_answer_is_lost_for_good_is_kept_and_one_that_never_arriv
             attempt = steps.begin(step, 10)
             write(attempt)
             broken = through(place, proxy, retry_seconds=0.5).bucket
-            broken._content = lambda key: None  # type: ignore[method-assign]  # nor can it be read back
+            broken.content = lambda key: None  # type: ignore[method-assign]  # nor can it be read back
             steps._bucket = steps._commits._bucket = broken
             with pytest.raises(OSError, match="could not write it"):
                 steps.commit(attempt, manifest_of(attempt))

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import COMMITS, DATA, manifest_path, step_name
@@ -43,7 +44,7 @@ class Commit:
 
     @property
     def is_fence(self) -> bool:
-        return self.content.startswith(b'{"format": "' + _FENCE.encode())
+        return _is_fence(self.content)
 
     @property
     def is_current(self) -> bool:
@@ -91,17 +92,9 @@ class Commits:
         assert isinstance(path, BucketPath)
         return path
 
-    def pin_at(self, step: int, attempt: str) -> BucketPath:
-        """Return the name of the empty object that pins a step."""
-        return self._root / COMMITS / f"{step_name(step)}.{attempt}.pinned"
-
-    def mark_at(self, step: int, attempt: str) -> BucketPath:
-        """Return the name of the empty object that sets a step aside."""
-        return self._root / COMMITS / f"{step_name(step)}.{attempt}.abandoned"
-
-    def removal_at(self, step: int, attempt: str) -> BucketPath:
-        """Return the name of the empty object that says that a step is being removed."""
-        return self._root / COMMITS / f"{step_name(step)}.{attempt}.removal"
+    def mark(self, kind: Literal["pinned", "abandoned", "removal"], step: int, attempt: str) -> BucketPath:
+        """Return the name of the object that pins a step, sets it aside, or says that it is being removed."""
+        return self._root / COMMITS / f"{step_name(step)}.{attempt}.{kind}"
 
     def look(self, beside: Callable[[], None] | None = None) -> Look:
         """List `commits/` by one request, and read what is new; fences, too. Raises: OSError.
@@ -144,12 +137,8 @@ class Commits:
 
     def content(self, step: int, attempt: str) -> bytes | None:
         """Return what is in an attempt's place: a manifest; None for nothing or a fence. Raises: StoreError."""
-        place = self.place(step, attempt)
-        try:
-            content, version = self._bucket.read(place.key)
-        except FileNotFoundError:
-            return None
-        return None if Commit(step, attempt, place, content, version).is_fence else content
+        content = self._bucket.content(self.place(step, attempt).key)
+        return None if content is None or _is_fence(content) else content
 
     def fence(self, step: int, attempt: str, by: str) -> bytes | None:
         """Make sure that an attempt is never committed; return its manifest if it is committed already.
@@ -169,6 +158,10 @@ class Commits:
         with contextlib.suppress(ValueError, TypeError, KeyError):
             return str(json.loads(self._bucket.read(self.place(step, attempt).key)[0])["by"])
         return "another process"
+
+
+def _is_fence(content: bytes) -> bool:
+    return content.startswith(b'{"format": "' + _FENCE.encode())
 
 
 def _is_of(version: Version, listed: Version) -> bool:

@@ -20,13 +20,12 @@ from titan_ckpt.directory.bucket_lease import BucketLease, bucket_holder
 from titan_ckpt.directory.lease import Holder
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import DATA, PIN_NAME, CommittedStep, Survey, looks_like_a_step, step_name, step_of
-from titan_ckpt.directory.steps import SAME, Attempt, Steps, committed_error, newer_step_error
+from titan_ckpt.directory.steps import PROBE, SAME, Attempt, Steps, faults_of
 from titan_ckpt.disk.direct import run_workers
 from titan_ckpt.errors import (
     CheckpointNotFoundError,
     CommitConflictError,
     CorruptCheckpointError,
-    PreflightError,
     SaveError,
     listed,
 )
@@ -39,7 +38,6 @@ logger = logging.getLogger(__name__)
 _ATTEMPT = re.compile(r"[0-9a-f]{32}")
 _Sizes = dict[tuple[int, str], dict[str, int]]
 """(Step, attempt) -> size of each of its files."""
-_PROBE = bytes(range(256)) * 16
 _WAS_LEFT = "set aside when its run went back to an earlier step"
 _FENCE_SECONDS = 7 * 86400.0
 """A fence stays so long: no request to commit what it fences arrives later, but from a process that was suspended."""
@@ -59,9 +57,6 @@ class BucketSteps(Steps):
         self._commits = Commits(root)
         self._in_doubt: set[str] = set()
         """Ids of own attempts whose commit was sent, and of which it is not known whether it has arrived."""
-
-    def step_path(self, step: int) -> BucketPath:
-        return self.root / step_name(step)
 
     def attempt_at(self, step: int, attempt_id: str) -> Attempt:
         return Attempt(step, attempt_id, self._commits.files(step, attempt_id))
@@ -175,7 +170,7 @@ class BucketSteps(Steps):
                 if self._in_doubt:  # a commit that arrives later could be of the step that is saved now
                     raise
         self._leave_abandoned_branch()
-        self._refuse_conflict(step)
+        self._refuse_step_beside(step, [commit.step for commit in self._commits.look().commits if commit.is_current])
         return self.attempt_at(step, uuid.uuid4().hex)
 
     def commit(self, attempt: Attempt, manifest: Manifest) -> None:
@@ -188,9 +183,8 @@ class BucketSteps(Steps):
         assert self._lease is not None, "begin() comes first"
         started = _clocks()
         actual = self._sizes_of(attempt)
-        foreign = [f"{name} is not expected" for name in actual.keys() - {record.name for record in manifest.files}]
         self._lease.check()  # first, because another holder deletes what it has fenced
-        if faults := [*_faults(manifest, actual), *sorted(foreign)]:
+        if faults := faults_of(manifest, actual, exactly=True):
             raise SaveError(f"{attempt.path}: {'; '.join(faults)}")
         self._in_doubt.add(attempt.id)
         place = self._commits.place(attempt.step, attempt.id)
@@ -200,7 +194,7 @@ class BucketSteps(Steps):
             raise self._was_fenced(attempt, self._commits.fenced_by(attempt.step, attempt.id)) from None
         seconds = max(now - then for now, then in zip(_clocks(), started, strict=True))
         # whoever fences an attempt deletes its files before the fence goes
-        if seconds > _AWAY_SECONDS and _faults(manifest, self._sizes_of(attempt)):
+        if seconds > _AWAY_SECONDS and faults_of(manifest, self._sizes_of(attempt)):
             self._bucket.delete([place.key])
             raise self._was_fenced(attempt, "another process")
         self._in_doubt.discard(attempt.id)
@@ -233,10 +227,10 @@ class BucketSteps(Steps):
     def remove(self, step: CommittedStep) -> None:
         self.open().check()
         attempt = step.manifest.attempt
-        mark, pin = self._commits.removal_at(step.step, attempt), self._commits.pin_at(step.step, attempt)
+        mark, pin = self._commits.mark("removal", step.step, attempt), self._commits.mark("pinned", step.step, attempt)
         if not step.foreign:
             self._bucket.create(mark.key, b"")
-            if not _is_there(pin):  # whoever pins it from now on finds the mark
+            if self._bucket.content(pin.key) is None:  # whoever pins it from now on finds the mark
                 self._bucket.delete([self._commits.place(step.step, attempt).key])
                 files = self._commits.files(step.step, attempt)
                 self._bucket.delete([*((files / record.name).key for record in step.manifest.files), mark.key])
@@ -255,7 +249,7 @@ class BucketSteps(Steps):
             raise SaveError(f"{self.root / name}: is pinned, and was when it was set aside")
         if not dry_run:
             self.open().check()
-            self._bucket.delete([commit.path.key, self._commits.mark_at(commit.step, commit.attempt).key])
+            self._bucket.delete([commit.path.key, self._commits.mark("abandoned", commit.step, commit.attempt).key])
             self._discard(commit.step, commit.attempt)
 
     def _set_aside(self) -> dict[str, Commit]:
@@ -265,20 +259,21 @@ class BucketSteps(Steps):
     def pin(self, step: int) -> None:
         """Create an object beside the commit. Raises: CheckpointNotFoundError if the step is deleted meanwhile."""
         attempt = self.inspect(step).manifest.attempt
-        pin = self._commits.pin_at(step, attempt)
+        pin = self._commits.mark("pinned", step, attempt)
         try:
             self._bucket.create(pin.key, uuid.uuid4().hex.encode())
             is_own = True
         except FileExistsError:
             is_own = False  # somebody else relies on it
         # in this order, because a removal deletes the commit before its mark
-        if _is_there(self._commits.removal_at(step, attempt)) or self._commits.content(step, attempt) is None:
+        removal = self._bucket.content(self._commits.mark("removal", step, attempt).key)
+        if removal is not None or self._commits.content(step, attempt) is None:
             if is_own:
                 self._bucket.delete([pin.key])
             raise CheckpointNotFoundError(f"{self.step_path(step)}: is being deleted; pin a step that stays")
 
     def unpin(self, step: int) -> None:
-        self._bucket.delete([self._commits.pin_at(step, self.inspect(step).manifest.attempt).key])
+        self._bucket.delete([self._commits.mark("pinned", step, self.inspect(step).manifest.attempt).key])
 
     def begin_probe(self, num_bytes: int) -> str:
         if self._is_probed:  # what a store keeps does not change during a run
@@ -287,17 +282,14 @@ class BucketSteps(Steps):
         return f"probe-{uuid.uuid4().hex}"
 
     def write_probe(self, name: str, rank: int) -> None:
-        self._bucket.create((self.root / name / f"{rank:05d}").key, _PROBE)
+        self._bucket.create((self.root / name / f"{rank:05d}").key, PROBE)
 
     def end_probe(self, name: str, world_size: int) -> None:
         keys = [f.key for f in self._bucket.list_objects((self.root / name).key)]
         contents: list[bytes] = []
         run_workers(keys, lambda key: contents.append(self._bucket.read(key)[0]), self._bucket.settings.concurrency)
         self._bucket.delete(keys)
-        if contents != [_PROBE] * world_size:
-            raise PreflightError(
-                f"{self.root}: a test save failed: {contents.count(_PROBE)} of {world_size} ranks' bytes came back"
-            )
+        self._check_probe(contents, world_size)
         self._is_probed = True
 
     def abandon_probe(self, name: str) -> None:
@@ -310,17 +302,10 @@ class BucketSteps(Steps):
         if above is not None:
             commits = self._commits.look().commits
             for commit in reversed([c for c in commits if c.is_current and c.step > above]):
-                mark = self._commits.mark_at(commit.step, commit.attempt)
+                mark = self._commits.mark("abandoned", commit.step, commit.attempt)
                 self._bucket.create(mark.key, b"")
                 logger.warning("%s: set aside by %s: this run went back to step %d", self.root, mark.name, above)
         self._rolled_back_to = None  # only now: if a request failed, the next save tries it again
-
-    def _refuse_conflict(self, step: int) -> None:
-        steps = [commit.step for commit in self._commits.look().commits if commit.is_current]
-        if newer := [n for n in steps if n > step]:
-            raise CommitConflictError(newer_step_error(self.root, step, max(newer)))
-        if step in steps:
-            raise CommitConflictError(committed_error(self.step_path(step), step))
 
     def _recover(self, lease: BucketLease) -> None:
         """Fence the attempts that are not committed, delete their files, and finish removals that were cut short.
@@ -354,7 +339,7 @@ class BucketSteps(Steps):
         if commit is not None and not commit.is_fence and not commit.is_pinned:
             self._bucket.delete([commit.path.key])
             self._discard(step, attempt)
-        self._bucket.delete([self._commits.removal_at(step, attempt).key])
+        self._bucket.delete([self._commits.mark("removal", step, attempt).key])
 
     def _fence(self, step: int, attempt: str) -> bool:
         """Make sure that an attempt is never committed; return whether it is committed already."""
@@ -371,30 +356,12 @@ def _committed(commit: Commit, sizes: Mapping[str, int]) -> CommittedStep:
     """Return a commit as a step. `sizes`: those of its files. Raises: CorruptCheckpointError."""
     manifest = commit.manifest()
     files = commit.path.parent.parent / DATA / step_name(commit.step) / commit.attempt
-    if faults := _faults(manifest, sizes):
+    if faults := faults_of(manifest, sizes):
         raise CorruptCheckpointError(f"{files}: {listed(faults, last=' ')}", str(files))
     return CommittedStep(commit.step, files, manifest, commit.content, (PIN_NAME,) if commit.is_pinned else ())
-
-
-def _faults(manifest: Manifest, actual: Mapping[str, int]) -> list[str]:
-    """Compare the sizes of an attempt's files with its manifest."""
-    expected = {record.name: record.num_bytes for record in manifest.files}
-    missing = [f"{name} is missing" for name in sorted(expected.keys() - actual.keys())]
-    return missing + [
-        f"{name} has {actual[name]} bytes, {size} were written"
-        for name, size in expected.items()
-        if actual.get(name, size) != size
-    ]
 
 
 def _clocks() -> tuple[float, float]:
     """Return the seconds of two clocks: one counts while this machine sleeps, one also while it is paused."""
     boot = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # macOS has only the latter, which counts sleep there
     return time.clock_gettime(boot), time.time()
-
-
-def _is_there(path: BucketPath) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        path.read()
-        return True
-    return False

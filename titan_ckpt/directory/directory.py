@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory import store as step_store
@@ -23,7 +23,6 @@ from titan_ckpt.directory.steps import SAME, Attempt, Steps
 from titan_ckpt.directory.store import StepStore
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import require_local
-from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -122,12 +121,12 @@ class CheckpointDirectory:
         4. Rank 0 renames it, reads it back and deletes it.
         Raises: PreflightError; CommitConflictError; PeerError.
         """
-        sizes = self._coordinator.gather("preflight bytes", num_bytes)
+        sizes: list[Any] = self._coordinator.gather("preflight bytes", num_bytes)
         what = f"{self.root}: saves cannot work here"
 
         def begin() -> str:
             self._store.open()
-            return self._store.begin_probe(_sum(sizes))
+            return self._store.begin_probe(sum(sizes))
 
         name = self._on_rank_0("preflight", begin, PreflightError, what)
         if not name:
@@ -151,10 +150,10 @@ class CheckpointDirectory:
 
         Raises: CommitConflictError; PreflightError for lack of space; SaveError; PeerError.
         """
-        sizes = self._coordinator.gather(f"begin step {step}", num_bytes)
+        sizes: list[Any] = self._coordinator.gather(f"begin step {step}", num_bytes)
         attempt_id = self._on_rank_0(
             f"staging of step {step}",
-            lambda: self._store.begin(step, _sum(sizes)).id,
+            lambda: self._store.begin(step, sum(sizes)).id,
             SaveError,
             f"{self.root}: step {step} cannot be saved",
         )
@@ -247,10 +246,6 @@ def open_steps(root: Location) -> Steps:
         return BucketSteps(root)
     require_local({"root": root})
     return StepStore(Path(os.path.abspath(root)))
-
-
-def _sum(sizes: list[Json]) -> int:
-    return sum(size for size in sizes if isinstance(size, int))
 
 
 @contextlib.contextmanager

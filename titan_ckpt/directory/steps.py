@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from titan_ckpt.config import KeepConfig
+from titan_ckpt.directory.bucket_lease import BucketLease
+from titan_ckpt.directory.lease import Lease
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import CommittedStep, Survey, step_name, step_of
 from titan_ckpt.directory.retention import StepFacts, expired_steps
-from titan_ckpt.errors import CheckpointError
+from titan_ckpt.errors import CheckpointError, CommitConflictError, PreflightError
 from titan_ckpt.stores.bucket import Location
 
 logger = logging.getLogger(__name__)
 
 SAME = "the save that rank 0 sees"
+PROBE = bytes(range(256)) * 16
+"""What each rank writes in a test save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +42,6 @@ class Attempt:
         """Return `path` on a mounted file system."""
         assert isinstance(self.path, Path)
         return self.path
-
-
-class Held(Protocol):
-    """The lease of a place, held by this process."""
-
-    def check(self) -> None:
-        """Check that it still is. Raises: CommitConflictError; OSError."""
-
-    def release(self) -> None:
-        """Give it back."""
 
 
 class Steps(ABC):
@@ -92,8 +85,8 @@ class Steps(ABC):
         """
 
     @abstractmethod
-    def open(self) -> Held:
-        """Take the lease and clear away what interrupted processes left; a second call only returns it.
+    def open(self) -> Lease | BucketLease:
+        """Take the lease and clear away what interrupted processes left; a second call only returns the lease.
 
         Raises: CommitConflictError; PreflightError; OSError.
         """
@@ -156,6 +149,12 @@ class Steps(ABC):
     def abandon_probe(self, name: str) -> None:
         """Rank 0: remove a failed test save, as far as possible."""
 
+    def _check_probe(self, contents: list[bytes], world_size: int) -> None:
+        """Raise PreflightError unless every rank's bytes of a test save came back."""
+        if contents != [PROBE] * world_size:
+            count = contents.count(PROBE)
+            raise PreflightError(f"{self.root}: a test save failed: {count} of {world_size} ranks' bytes came back")
+
     def look(self) -> Survey:
         """Return the survey; log once every `step-N` that is not a committed step.
 
@@ -204,20 +203,35 @@ class Steps(ABC):
             self._report([f"expired steps: {error}"])
         return gone
 
+    def _refuse_step_beside(self, step: int, committed: list[int]) -> None:
+        """Raise CommitConflictError if a committed step is newer, or is this one."""
+        if newer := [n for n in committed if n > step]:
+            raise CommitConflictError(
+                f"{self.root}: step {step} would be older than step {max(newer)}, which is there and which this run "
+                "does not go on from. Load a step first, or save to another folder"
+            )
+        if step in committed:
+            raise CommitConflictError(
+                f"{self.step_path(step)}: step {step} is committed already, and committed steps do not change"
+            )
+
     def _report(self, problems: list[str]) -> None:
         self._has_leftovers |= bool(problems)
         for problem in problems:
             logger.warning("%s: left for the next save: %s", self.root, problem)
 
 
-def newer_step_error(root: Location, step: int, newest: int) -> str:
-    """Return why a save would be older than what is there."""
-    return (
-        f"{root}: step {step} would be older than step {newest}, which is there and which this run "
-        "does not go on from. Load a step first, or save to another folder"
-    )
+def faults_of(manifest: Manifest, actual: Mapping[str, int], *, exactly: bool = False) -> list[str]:
+    """Return the differences of an attempt's files from its manifest; `exactly`: also files that it does not list.
 
-
-def committed_error(path: Location, step: int) -> str:
-    """Return why a step is not saved again."""
-    return f"{path}: step {step} is committed already, and committed steps do not change"
+    `actual`: the size of each file.
+    """
+    expected = {record.name: record.num_bytes for record in manifest.files}
+    faults = [f"{name} is missing" for name in sorted(expected.keys() - actual.keys())]
+    if exactly:
+        faults += [f"{name} is not expected" for name in sorted(actual.keys() - expected.keys())]
+    return faults + [
+        f"{name} has {actual[name]} bytes, {size} were written"
+        for name, size in expected.items()
+        if actual.get(name, size) != size
+    ]

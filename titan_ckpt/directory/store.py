@@ -10,14 +10,17 @@ the step never changes.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
+import socket
 import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_ckpt.directory import preflight, trash
+from titan_ckpt.directory import trash
 from titan_ckpt.directory.lease import Lease
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.directory.names import (
@@ -34,7 +37,7 @@ from titan_ckpt.directory.names import (
     step_name,
     survey,
 )
-from titan_ckpt.directory.steps import SAME, Attempt, Steps, committed_error, newer_step_error
+from titan_ckpt.directory.steps import PROBE, SAME, Attempt, Steps, faults_of
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import (
     CheckpointNotFoundError,
@@ -49,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 VISIBLE_SECONDS = 30.0
 """Longest time that a rank may see an older listing than the others; network file systems cache for seconds."""
+SPACE_FACTOR = 1.05
+"""Free bytes required per byte of a save, for block rounding, the manifest, and files that others write meanwhile."""
 
 
 class StepStore(Steps):
@@ -125,7 +130,7 @@ class StepStore(Steps):
         self._clear_leftovers()
         self._leave_abandoned_branch()
         self._refuse_conflict(step)
-        preflight.require_space(self.root, num_bytes)
+        self._require_space(num_bytes)
         attempt = self.attempt_at(step, uuid.uuid4().hex)
         posix.mkdir(attempt.folder)
         return attempt
@@ -191,17 +196,51 @@ class StepStore(Steps):
             posix.unlink(self.step_path(step) / PIN_NAME)
 
     def begin_probe(self, num_bytes: int) -> str:
-        preflight.require_space(self.root, num_bytes)
-        return preflight.begin_probe(self.root)
+        self._require_space(num_bytes)
+        name = f"step-0.{uuid.uuid4().hex}"
+        posix.mkdir(self.root / STAGING / name)
+        return name
 
     def write_probe(self, name: str, rank: int) -> None:
-        preflight.write_probe(self.root, name, rank)
+        try:
+            posix.write_file(self.root / STAGING / name / f"probe-{rank:05d}", PROBE)
+        except FileNotFoundError:
+            raise PreflightError(
+                f"{self.root}: rank {rank} on {socket.gethostname()} does not see what rank 0 makes there. The folder "
+                "must be on a file system that all ranks share"
+            ) from None
 
     def end_probe(self, name: str, world_size: int) -> None:
-        preflight.end_probe(self.root, name, world_size)
+        """Sync, rename, read back and delete the files of all ranks. Raises: PreflightError; OSError."""
+        staging = self.root / STAGING / name
+        place = self.root / TRASH / f"preflight-{name}"
+        posix.fsync_folder(staging)
+        posix.fsync_folder(staging.parent)
+        posix.rename_noreplace(staging, place)
+        posix.fsync_folder(place.parent)
+        posix.fsync_folder(self.root)
+        contents = [posix.read_whole(place / name, len(PROBE)) for name in posix.list_folder(place)]
+        problems = trash.empty(place)
+        self._check_probe(contents, world_size)
+        if problems:
+            raise PreflightError(f"{self.root}: a test save failed: {'; '.join(problems)}")
 
     def abandon_probe(self, name: str) -> None:
-        preflight.abandon_probe(self.root, name)
+        with contextlib.suppress(OSError):
+            trash.discard(self.root, self.root / STAGING / name, "preflight")
+
+    def _require_space(self, num_bytes: int) -> None:
+        """Check the free space. Raises: PreflightError if less than 1.05 x `num_bytes` is free for this user."""
+        status = os.statvfs(self.root)
+        free = status.f_bavail * status.f_frsize
+        wanted = int(num_bytes * SPACE_FACTOR)
+        if free < wanted:
+            failure = PreflightError(
+                f"{self.root}: a save takes {_mib(num_bytes)} MiB and wants {_mib(wanted)} MiB free, found "
+                f"{_mib(free)} MiB. Free some space, keep fewer steps, or choose another folder"
+            )
+            failure.errno = errno.ENOSPC
+            raise failure
 
     def _make_own_folder(self, name: str) -> None:
         path = self.root / name
@@ -234,15 +273,14 @@ class StepStore(Steps):
     def _refuse_conflict(self, step: int) -> None:
         path = self.step_path(step)
         newer = [n for n in listed_steps(self.root) if n > step and (self.step_path(n) / MANIFEST_NAME).is_file()]
-        if newer:
-            raise CommitConflictError(newer_step_error(self.root, step, max(newer)))
+        self._refuse_step_beside(step, newer)
         if not os.path.lexists(path):
             return
         try:
             inspect(path, step)
         except (CorruptCheckpointError, OSError) as error:
             raise CommitConflictError(f"{path} is in the way and is not a checkpoint: {error}. Move it away") from None
-        raise CommitConflictError(committed_error(path, step))
+        self._refuse_step_beside(step, [step])
 
     def _undo(self, attempt: Attempt) -> None:
         """Rename a step whose commit failed back into staging, as far as possible."""
@@ -266,13 +304,9 @@ def _require_exactly(path: Path, manifest: Manifest) -> None:
 
 
 def _faults(path: Path, manifest: Manifest) -> list[str]:
-    expected = {record.name: record.num_bytes for record in manifest.files}
     actual = {name: (path / name).lstat().st_size for name in posix.list_folder(path)}
-    missing = [f"{name} is missing" for name in sorted(expected.keys() - actual.keys())]
-    foreign = [f"{name} is not expected" for name in sorted(actual.keys() - expected.keys())]
-    sizes = [
-        f"{name} has {actual[name]} bytes, {size} were written"
-        for name, size in expected.items()
-        if actual.get(name, size) != size
-    ]
-    return [*missing, *foreign, *sizes]
+    return faults_of(manifest, actual, exactly=True)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f}"

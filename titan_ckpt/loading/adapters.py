@@ -9,10 +9,9 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from titan_ckpt.directory.manifest import MAX_BYTES, Manifest
-from titan_ckpt.directory.names import manifest_path, read_file
+from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.errors import LoadMismatchError, listed
-from titan_ckpt.formats.native.reader import NativeReader
+from titan_ckpt.formats.native.reader import NativeReader, manifest_of
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.keymap import KeyMap, selected
 from titan_ckpt.geometry.requests import TensorReader
@@ -41,7 +40,7 @@ def is_adapter(path: Location, format_: Format, model: ModelWrapper, prefix: str
     """
     if format_ in ("hf", "peft"):
         return format_ == "peft"
-    if format_ == "native" and (manifest := _manifest_of(path)) is not None:
+    if format_ == "native" and (manifest := manifest_of(path)) is not None:
         return manifest.kind == "adapter"
     if model.hooks is None:  # the names may be the model's own
         return False
@@ -133,15 +132,6 @@ def check_fits(
 
 def _manifest_in(reader: TensorReader) -> Manifest | None:
     return reader.manifest if isinstance(reader, NativeReader) else None
-
-
-def _manifest_of(path: Location) -> Manifest | None:
-    """Return the manifest of a native step; None in a folder without one. Raises: CorruptCheckpointError; OSError."""
-    file = manifest_path(path)
-    try:
-        return Manifest.from_bytes(read_file(file, MAX_BYTES), str(file))
-    except FileNotFoundError:
-        return None
 
 
 def _misfits(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -244,16 +245,9 @@ class Restorer:
         hooks = self._run.model.hooks
         check_converters(manifest.converters, hooks.describe() if hooks else [], manifest.step)
         with self._prepare(load_plan, resuming=True) as prepared:
-            tensors = [file for file in manifest.files if file.name.endswith(".safetensors")]
-            state = ResumeState.open(
-                path,
-                manifest,
-                self._run,
-                load_plan.exclude,
-                self._coordinator,
-                lambda: prepared.reader_of(path, tensors),
-                prepared.state.values,
-            )
+            reader = partial(prepared.reader_of, path)
+            values, exclude = prepared.state.values, load_plan.exclude
+            state = ResumeState.open(path, manifest, self._run, exclude, self._coordinator, reader, values)
             self._read(load_plan, prepared, state)
             report = self._complete(load_plan, prepared)
             base = self._identify_base(load_plan, prepared, manifest)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
-from titan_ckpt.directory.manifest import FileRecord
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConverterError, LoadMismatchError, listed
 from titan_ckpt.formats.huggingface.peft import PeftReader, unselected
@@ -70,11 +69,11 @@ class PreparedLoad:
     _opened: Sequence[_Opened]
     _stack: ExitStack
 
-    def reader_of(self, path: Location, files: Sequence[FileRecord]) -> NativeReader:
+    def reader_of(self, path: Location) -> NativeReader:
         """Return the reader of a step of this package's own format; open it if the step is not among the sources."""
         readers = (opened.reader for opened in self._opened if opened.source.path == path)
         reader = next((reader for reader in readers if isinstance(reader, NativeReader)), None)
-        return reader or self._stack.enter_context(NativeReader(path, files))
+        return reader or self._stack.enter_context(NativeReader(path))
 
     def read_grown(self) -> None:
         """Fill the rows of grown tables again, after all of their rows were initialised."""

@@ -86,7 +86,7 @@ class Bucket:
 
     def _put_once(self, key: str, data: bytes, mode: Any) -> None:
         if self.settings.single_writer:
-            if mode == "create" and self._content(key) not in (None, data):
+            if mode == "create" and self.content(key) not in (None, data):
                 raise FileExistsError(errno.EEXIST, "is there already", self.url(key))
             mode = "overwrite"
         started = time.monotonic()
@@ -96,7 +96,7 @@ class Bucket:
                 self._api.put(self._store, key, data, mode=mode, use_multipart=False)
                 return
             except (self._api.exceptions.AlreadyExistsError, self._api.exceptions.PreconditionError) as error:
-                content = self._content(key)
+                content = self.content(key)
                 if content == data:  # an answer was lost, and this is the second request
                     return
                 if content is not None or mode != "create":
@@ -109,14 +109,15 @@ class Bucket:
                 raise store_error(error, "write", self.url(key), time.monotonic() - started) from None
             except self._api.exceptions.BaseError as error:
                 failure = store_error(error, "write", self.url(key), time.monotonic() - started)
-                if not failure.is_final and self._content(key) == data:
+                if not failure.is_final and self.content(key) == data:
                     return
             if failure.is_final or time.monotonic() - started > self.settings.retry_seconds:
                 raise failure
             time.sleep(pause * random.uniform(0.5, 1.5))
             pause = min(2 * pause, 5.0)
 
-    def _content(self, key: str) -> bytes | None:
+    def content(self, key: str) -> bytes | None:
+        """Return a small object, None if it is not there. Raises: StoreError."""
         with contextlib.suppress(FileNotFoundError):
             return self.read(key)[0]
         return None

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from titan_ckpt import progress
-from titan_ckpt.directory.manifest import MAX_BYTES, FileRecord, Manifest
+from titan_ckpt.directory.manifest import MAX_BYTES, Manifest
 from titan_ckpt.directory.names import manifest_path, read_file
 from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, NotACheckpointError, listed
@@ -74,21 +74,20 @@ class NativeReader(TensorReader):
     format = "native"
     path: Location  # type: ignore[assignment]  # the other formats are on mounted file systems
 
-    def __init__(self, path: Location, files: Sequence[FileRecord] | None = None) -> None:
+    def __init__(self, path: Location) -> None:
         """Open this rank's file, or that of rank 0 if this rank has none.
 
-        `files`: the committed files, whose sizes and digests must agree; by default those of the folder's manifest. In
-        a folder without a manifest (an attempt, a single rank's file) neither is compared.
+        Sizes and digests must be those of the folder's manifest; without one (an attempt, a single rank's file) they
+        are not compared.
         Raises: CheckpointNotFoundError; NotACheckpointError if there is no rank's file; CorruptCheckpointError.
         """
         self.path = path
         self._sources: dict[int, _Source] = {}
         if isinstance(path, Path) and not path.is_dir():
             raise CheckpointNotFoundError(f"{self.path}: no such folder")
-        self.manifest = _manifest(self.path) if files is None else None
-        """The folder's manifest; None without one, and if `files` was given."""
-        committed = files if self.manifest is None else self.manifest.files
-        self._records = None if committed is None else {record.name: record for record in committed}
+        self.manifest = manifest_of(self.path)
+        """The folder's manifest, if there is one."""
+        self._records = None if self.manifest is None else {record.name: record for record in self.manifest.files}
         ready = dist.is_available() and dist.is_initialized()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
         # a checkpoint of this run's own layout needs this one file, and a large header takes long to read
@@ -278,7 +277,7 @@ def _exists(path: Location) -> bool:
     return path.exists() if isinstance(path, Path) else True
 
 
-def _manifest(folder: Location) -> Manifest | None:
+def manifest_of(folder: Location) -> Manifest | None:
     """Return the folder's manifest, or None without one. Raises: CorruptCheckpointError; StoreError."""
     path = manifest_path(folder)
     try:

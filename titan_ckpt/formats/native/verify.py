@@ -42,7 +42,7 @@ def verify_step(folder: Path | ListedPath) -> VerifiedStep:
     problems = [fault for record in states if (fault := _state_fault(folder / record.name, record))]
     try:
         with (
-            NativeReader(folder, manifest.files) as reader,
+            NativeReader(folder) as reader,
             progress.shown("verifying", sum(info.nbytes for info in reader.tensors.values())) as count,
         ):
             reader.verify(count)

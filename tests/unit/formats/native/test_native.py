@@ -320,8 +320,9 @@ def test_absent_folders_and_files_are_told_apart(tmp_path: Path) -> None:
         NativeReader(tmp_path / "nowhere")
     with pytest.raises(NotACheckpointError):
         NativeReader(tmp_path)
+    manifest(tmp_path, FileRecord(FILE, 10, "0" * 32))
     with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.safetensors.*missing"):
-        NativeReader(tmp_path, files=[FileRecord(FILE, 10, "0" * 32)])
+        NativeReader(tmp_path)
 
 
 def test_a_name_that_is_not_stored_is_an_error(tmp_path: Path) -> None:

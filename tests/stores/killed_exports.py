@@ -17,7 +17,8 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.exporting.exporter import ExportJob
 from titan_ckpt.formats.huggingface.export import HuggingFaceFormat
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
-from titan_ckpt.formats.publish.bucket_record import LOADABLE, RECORDS, BucketExports
+from titan_ckpt.formats.publish.bucket_record import LOADABLE, BucketExports
+from titan_ckpt.formats.publish.record import RECORDS
 from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule
 from titan_ckpt.stores.bucket import BucketPath, open_location

@@ -30,8 +30,9 @@ from titan_ckpt.config import SaveConfig, StoreConfig
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConfigError, ExportError
 from titan_ckpt.formats.publish import bucket_record, upload
-from titan_ckpt.formats.publish.bucket_record import RECORDS, BucketExports
+from titan_ckpt.formats.publish.bucket_record import BucketExports
 from titan_ckpt.formats.publish.plan import ExportFiles
+from titan_ckpt.formats.publish.record import RECORDS
 from titan_ckpt.formats.publish.run import FolderFormat, export_folder
 from titan_ckpt.formats.publish.upload import Uploads
 from titan_ckpt.formats.safetensors.container import Layout

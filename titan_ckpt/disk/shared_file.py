@@ -39,6 +39,7 @@ class SharedFile:
 
     @property
     def is_direct(self) -> bool:
+        """Return whether whole blocks bypass the page cache, and so must be aligned in memory as in the file."""
         return self._direct_fd >= 0
 
     def write(self, view: memoryview, offset: int) -> None:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -43,17 +43,6 @@ from titan_ckpt.weights.transforms import FileDtype, FileGroup, StateDictTransfo
 logger = logging.getLogger(__name__)
 
 
-class FolderWriter(Protocol):
-    """The tensors of an export, and how a format writes, proves and publishes them as a folder."""
-
-    @property
-    def groups(self) -> Sequence[FileGroup]:
-        """Return the tensors whose columns ranks may put together; none if the format stores shards as they are."""
-
-    def write(self, folder: Location, coordinator: Coordinator) -> object:
-        """Publish the folder. Collective; any thread may call it. Raises: an error, with nothing under its name."""
-
-
 @dataclass(frozen=True, slots=True)
 class ExportJob:
     """One export that is decided and not yet made."""
@@ -61,7 +50,7 @@ class ExportJob:
     config: ExportConfig
     step: int
     folder: Location
-    writer: FolderWriter
+    writer: FolderExport | DcpExport
     made: MadeExports | BucketExports
 
     def run(self, coordinator: Coordinator) -> None:
@@ -239,7 +228,7 @@ class Exporter:
 
     def _job(self, config: ExportConfig, step: int, base: dict[str, Any] | None, tensors: StateDict) -> ExportJob:
         """Decide how the tensors are exported."""
-        writer: FolderWriter
+        writer: FolderExport | DcpExport
         if config.format == "hf":
             writer = self.huggingface(config, tensors)
         elif config.format == "dcp":

@@ -25,8 +25,8 @@ from titan_ckpt.directory.names import (
 from titan_ckpt.disk import posix
 from titan_ckpt.encoding.strict_json import loads_by_hand
 from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
-from titan_ckpt.formats.publish.bucket_record import LOADABLE, RECORDS, BucketExports
-from titan_ckpt.formats.publish.record import recorded_folders, why_foreign
+from titan_ckpt.formats.publish.bucket_record import LOADABLE, BucketExports
+from titan_ckpt.formats.publish.record import RECORDS, recorded_folders, why_foreign
 from titan_ckpt.stores.bucket import BucketPath, Location
 from titan_ckpt.telemetry.events import folder_bytes
 

@@ -52,7 +52,7 @@ class DcpExport:
     tensors: StateDict
     values: Mapping[str, StoredValue] = field(default_factory=dict)
     groups: tuple[FileGroup, ...] = ()
-    """Ranks write shards as they are, so none are put together."""
+    """The tensors whose columns ranks put together: none, because shards are written as they are."""
 
     def write(self, folder: Location, coordinator: Coordinator) -> None:
         """Write and prove the folder, and publish it atomically. Lazy tensors are resolved one at a time. Collective.

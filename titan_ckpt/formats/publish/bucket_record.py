@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import time
 import uuid
 from collections.abc import Mapping
@@ -18,10 +17,10 @@ from dataclasses import dataclass, field
 from titan_ckpt import policy
 from titan_ckpt.config import ExportConfig
 from titan_ckpt.encoding.strict_json import Json, parse
-from titan_ckpt.errors import CorruptCheckpointError, ExportError, listed
-from titan_ckpt.stores.bucket import BucketPath, ObjectFacts, StoreError
+from titan_ckpt.errors import CorruptCheckpointError, ExportError
+from titan_ckpt.formats.publish.record import RECORDS, steps_among, why_changed
+from titan_ckpt.stores.bucket import BucketPath, ObjectFacts
 
-RECORDS = ".titan_ckpt-exports"
 LOADABLE = ("config.json", "adapter_config.json", ".metadata")
 """Without one of these no reader opens a folder as a model, an adapter or a DCP checkpoint."""
 _MAX_BYTES = 1 << 24
@@ -129,10 +128,7 @@ class BucketExports:
 
     def steps_there(self, config: ExportConfig) -> list[int]:
         """Return the steps whose exports have objects, whoever made them. Raises: StoreError."""
-        before, after = map(re.escape, _name(config, None).split("N"))
-        pattern = re.compile(rf"{before}(0|[1-9][0-9]*){after}")
-        matches = map(pattern.fullmatch, self.root.bucket.list_names(self.root.key))
-        return [int(match[1]) for match in matches if match]
+        return steps_among(self.root.bucket.list_names(self.root.key), config)
 
     def published_unix_seconds(self, name: str) -> float:
         """Return when an export was published, by its record; 0.0 without one. Raises: StoreError."""
@@ -145,9 +141,7 @@ class BucketExports:
         written = None if record is None else record.get("content")
         if not isinstance(written, dict):
             return "there is no record that a run has finished it"
-        content = {path: _mark(facts) for path, facts in self._objects(name).items()}
-        changed = sorted(path for path in {*written, *content} if written.get(path) != content.get(path))
-        return f"changed since: {listed(changed, ', ', most=3)}" if changed else None
+        return why_changed(written, {path: _mark(facts) for path, facts in self._objects(name).items()})
 
     def _own_steps(self, config: ExportConfig) -> tuple[list[int], list[int]]:
         """Return the steps whose exports are as a run published them, and those of which only a part is left."""
@@ -194,12 +188,9 @@ class BucketExports:
         path.bucket.put(path.key, json.dumps(record, indent=1).encode())
 
 
-def _name(config: ExportConfig, step: int | None) -> str:
+def _name(config: ExportConfig, step: int) -> str:
     return config.lands_in(step).rpartition("/")[2]
 
 
 def _mark(facts: ObjectFacts) -> str:
     return f"{facts.num_bytes} bytes, {' '.join(facts.version.values())}"
-
-
-__all__ = ["LOADABLE", "BucketExports", "StoreError"]

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import stat
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,10 +64,7 @@ class MadeExports:
 
     def steps_there(self, config: ExportConfig) -> list[int]:
         """Return the steps whose exports have a folder, whoever made it. Raises: OSError."""
-        before, after = map(re.escape, Path(config.lands_in()).name.split("N"))
-        name = re.compile(rf"{before}(0|[1-9][0-9]*){after}")
-        matches = map(name.fullmatch, posix.list_folder(self.run / config.folder))
-        return [int(match[1]) for match in matches if match]
+        return steps_among(posix.list_folder(self.run / config.folder), config)
 
     def _own_steps(self, config: ExportConfig) -> list[int]:
         """Return the steps whose exports are as this run published them; other folders of such names are named once."""
@@ -76,6 +74,19 @@ class MadeExports:
             logger.warning("retention of exports leaves what is not as this run published it: %s", ", ".join(new))
         self._left.update(left)
         return [step for step, why in foreign.items() if why is None]
+
+
+def steps_among(names: Iterable[str], config: ExportConfig) -> list[int]:
+    """Return the steps of the exports that have these names beside each other."""
+    before, after = map(re.escape, config.lands_in().rpartition("/")[2].split("N"))
+    matches = map(re.compile(rf"{before}(0|[1-9][0-9]*){after}").fullmatch, names)
+    return [int(match[1]) for match in matches if match]
+
+
+def why_changed(written: Mapping[str, Json], content: Mapping[str, Json]) -> str | None:
+    """Return what is no longer as it was written; None if all of it is."""
+    changed = sorted(entry for entry in {*written, *content} if written.get(entry) != content.get(entry))
+    return f"changed since: {listed(changed, ', ', most=3)}" if changed else None
 
 
 def write_record(run: Path, name: str) -> None:
@@ -115,9 +126,7 @@ def why_foreign(run: Path, name: str) -> str | None:
     written = record.get("content") if isinstance(record, dict) and record.get("folder") == name else None
     if not isinstance(written, dict):
         return "there is no record that this run made it"
-    content = _content(run / name)
-    changed = sorted(entry for entry in {*written, *content} if written.get(entry) != content.get(entry))
-    return f"changed since: {listed(changed, ', ', most=3)}" if changed else None
+    return why_changed(written, _content(run / name))
 
 
 def _path_of(run: Path, name: str) -> Path:

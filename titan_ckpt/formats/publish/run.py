@@ -10,7 +10,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -163,21 +163,19 @@ class _Export:
             unpublished.share_last("export/last", self.coordinator)
         with (
             progress.shown(f"exporting {self.folder.name}", share) as count,
-            ExportWriter(path, plan, count, uploads) as writer,
+            closing(ExportWriter(path, plan, count, uploads)) as writer,
         ):
-            rounds_and_pieces = self._peers(plan, writer) if uploads is None else None
+            groups, pieces = ([], {}) if uploads is not None else self._peers(plan, writer)
             if uploads is not None:
                 uploads.connect()
 
             def create() -> ColumnExchange | None:
+                columns = self._columns(plan, writer, groups, pieces)
                 if uploads is not None:
                     uploads.begin()
-                    return None
-                assert rounds_and_pieces is not None
-                columns = self._columns(plan, writer, *rounds_and_pieces)
-                assert isinstance(path, Path)
-                for name in own_files:
-                    create_file(path / name, plan.files.layouts[name])
+                if isinstance(path, Path):
+                    for name in own_files:
+                        create_file(path / name, plan.files.layouts[name])
                 return columns
 
             columns = self.coordinator.together("export/create", create)

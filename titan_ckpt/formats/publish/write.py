@@ -17,8 +17,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add, itemgetter
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
 
 import torch
 
@@ -48,15 +46,7 @@ _FEW_BYTES = 1 << 20
 """One thread writes fewer bytes than this faster than other threads start."""
 
 
-class _Output(Protocol):
-    """A file that is written at offsets."""
-
-    @property
-    def is_direct(self) -> bool:
-        """Return whether whole blocks bypass the page cache, and so must be aligned in memory as in the file."""
-
-    def write(self, view: memoryview, offset: int) -> None:
-        """Write bytes; threads may do so at the same time. Raises: OSError."""
+_Output = SharedFile | UploadedFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +65,14 @@ Place = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 class ExportWriter:
-    """Writes this rank's slices into files that exist already. A context manager; leaving it closes the files."""
+    """Writes this rank's slices into files that exist already. `close` it, whatever happens."""
 
     def __init__(
         self, folder: Location, plan: ExportPlan, count: progress.Count, uploads: Uploads | None = None
     ) -> None:
         """Open no file yet. `count` is called with the bytes that are written, and again with those that are proved.
 
-        `uploads`: the files of a folder in a bucket, which leaving the block closes.
+        `uploads`: the files of a folder in a bucket, which `close` closes.
         """
         self._uploads = uploads
         self._folder = folder
@@ -329,12 +319,6 @@ class ExportWriter:
         while self._files:
             _, file = self._files.popitem()
             file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 def _is_in_memory(group: FileGroup) -> bool:

@@ -107,7 +107,7 @@ class PeftAdapter:
             "bias": "none",
             "use_rslora": config.use_rslora,
             "use_dora": config.use_dora,
-            "fan_in_fan_out": self._has_conv1d,
+            "fan_in_fan_out": any(adapted.form == "conv1d" for adapted in self.adapted.values()),
             "inference_mode": True,
             "rank_pattern": {key: t.rank for m, t in modules.items() if t.rank != config.rank for key in keys[m]},
             "alpha_pattern": {key: alpha for m, alpha in alphas.items() if alpha != config.alpha for key in keys[m]},
@@ -150,10 +150,6 @@ class PeftAdapter:
         """Return the modules of the base's other tensors, by their names in the folder and in transformers' memory."""
         names = {key for fqn in self.others for key in _known(fqn, base)} | {*(self.others if base.identity else ())}
         return {name.removesuffix(".weight").removesuffix(".bias") for name in names}
-
-    @property
-    def _has_conv1d(self) -> bool:
-        return any(adapted.form == "conv1d" for adapted in self.adapted.values())
 
     def misfits(self, base: KeyMap, found: Mapping[str, Any]) -> list[str]:
         """Return why an adapter_config.json would compute something different from this converter with its tensors.

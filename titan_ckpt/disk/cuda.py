@@ -24,7 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -52,11 +52,7 @@ def as_here() -> Callable[[], None]:
 
     What such a thread copies follows the work that this thread has enqueued, also on a stream of the user's own.
     """
-    return partial(torch.cuda.set_stream, torch.cuda.current_stream()) if in_use() else _nothing
-
-
-def _nothing() -> None:
-    pass
+    return partial(torch.cuda.set_stream, torch.cuda.current_stream()) if in_use() else lambda: None
 
 
 def pin(buffer: Buffer) -> bool:
@@ -158,14 +154,10 @@ class CopyStreams:
             torch.cuda.current_stream(stream.device).wait_event(event)
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
+@cache
 def stream_of(device: torch.device) -> torch.cuda.Stream:
     """Return the side stream of a device; it is made once."""
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+    return torch.cuda.Stream(device)
 
 
 def settle(devices: Collection[torch.device]) -> None:

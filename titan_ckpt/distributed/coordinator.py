@@ -169,7 +169,7 @@ class Coordinator:
         if differing:
             speaks = {name for name in differing if any(ranks[0] == self.rank for ranks in holders[name].values())}
             texts: list[Any] = self.gather(tag, packed({name: own[name] for name in speaks}))
-            posted = [_unpacked(text) for text in texts]
+            posted = [json.loads(zlib.decompress(base64.b64decode(text))) for text in texts]
         return {
             name: {
                 tuple(ranks): posted[ranks[0]][name] if name in differing else own[name] for ranks in by_digest.values()
@@ -358,11 +358,6 @@ class _Exchange:
 def packed(values: Mapping[str, Any]) -> str:
     """Return JSON as compressed text: names are repetitive, and every rank gets every distinct value."""
     return base64.b64encode(zlib.compress(json.dumps(values, separators=(",", ":")).encode(), 1)).decode()
-
-
-def _unpacked(text: str) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(text)))
-    return values
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:

@@ -86,20 +86,12 @@ class Saver:
         self._plan: WritePlan | None = None
         """The plan of the last save; every save of the same tensors uses it."""
         self._file: StagedFile | None = None
-        self._handle: SaveHandle | None = None
-        self._exports: SaveHandle | None = None
+        self.in_flight: SaveHandle | None = None
+        self.exports_in_flight: SaveHandle | None = None
         self._staging: StagingHandle | None = None
         self._staged: tuple[int, StateDict] | None = None
         """The step whose copy is in the arena, and the live tensors it was copied from."""
         self._seconds: deque[float] = deque(maxlen=8)
-
-    @property
-    def in_flight(self) -> SaveHandle | None:
-        return self._handle
-
-    @property
-    def exports_in_flight(self) -> SaveHandle | None:
-        return self._exports
 
     @property
     def longest_seconds(self) -> float | None:
@@ -108,7 +100,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        return any(handle is not None and not handle.done for handle in (self._handle, self._exports))
+        return any(handle is not None and not handle.done for handle in (self.in_flight, self.exports_in_flight))
 
     def has_staged(self, step: int) -> bool:
         """Return whether the arena holds a copy of this step."""
@@ -123,7 +115,7 @@ class Saver:
         The previous save must have been waited for. Live tensors may change again once `wait_staged` has returned.
         Raises: StateEncodingError and SaveError, before anything is written.
         """
-        assert self._handle is None and self._exports is None, "wait() for the save before this one"
+        assert self.in_flight is None and self.exports_in_flight is None, "wait() for the save before this one"
         self._staged = None
         state = self._state_files(snapshot)
         plan = self._plan = WritePlan.of(snapshot.tensors, self._coordinator, self._plan)
@@ -131,9 +123,9 @@ class Saver:
         if mode != "off" and self._coordinator.world_size > 1:
             check_replicas(snapshot.tensors, plan.replicas, snapshot.volatile, self._coordinator, mode, request.step)
         self._event = event
-        commit = partial(self._timed_commit, event, request, snapshot, state, plan)
+        commit = self._telemetry.ending(event)(partial(self._commit, event, request, snapshot, state, plan))
         if self._config.async_mode == "disabled":
-            handle = self._handle = SaveHandle(request.step)
+            handle = self.in_flight = SaveHandle(request.step)
             handle.run(lambda: commit(lambda folder: plan.write(folder, snapshot.tensors)))
             return handle
         error: Exception | None = None
@@ -156,7 +148,7 @@ class Saver:
                 staging.finish()
             return file.write(folder)
 
-        handle = self._handle = SaveHandle(request.step)
+        handle = self.in_flight = SaveHandle(request.step)
         handle.start(partial(commit, write_staged), f"titan_ckpt save {request.step}")
         return handle
 
@@ -191,9 +183,9 @@ class Saver:
         `exports` exchange with other ranks through the Coordinator that they are given. `wait` raises the first error;
         an export is made even after another has failed.
         """
-        assert self.has_staged(step) and self._exports is None
-        saved = self._handle
-        handle = self._exports = SaveHandle(step)
+        assert self.has_staged(step) and self.exports_in_flight is None
+        saved = self.in_flight
+        handle = self.exports_in_flight = SaveHandle(step)
 
         def make_after_save() -> None:
             of_ranks = self._coordinator.gather(f"is step {step} saved", saved is None or saved.succeeded())
@@ -237,8 +229,8 @@ class Saver:
     def wait(self) -> None:
         """Wait for the save in flight and its exports. Raises: the error of either, once; the save's if both failed."""
         self._staging = None
-        handle, self._handle = self._handle, None
-        exports, self._exports = self._exports, None
+        handle, self.in_flight = self.in_flight, None
+        exports, self.exports_in_flight = self.exports_in_flight, None
         try:
             if handle is not None:
                 handle.wait()
@@ -262,10 +254,6 @@ class Saver:
         file, self._file = self._file, None
         if file is not None:
             file.close()
-
-    def _timed_commit(self, event: Event, *args: Any) -> None:
-        with self._telemetry.ending(event):
-            self._commit(event, *args)
 
     def _commit(
         self,

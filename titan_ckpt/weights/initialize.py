@@ -75,7 +75,8 @@ class _Origin:
     def fill(self, model: nn.Module) -> None:
         """Give a rebuilt model its values."""
         if not self.patterns:
-            _with_values(model)
+            if (run := _initialiser(model)) is not None:
+                run()
             return
         parameters = dict(model.named_parameters())
         for fqn, pattern in match_patterns(parameters, self.patterns).items():
@@ -233,13 +234,6 @@ def single_device(model: nn.Module) -> Iterator[None]:
         yield
     for module in model.modules():
         module.__dict__.pop(_EMPTY, None)
-
-
-def _with_values(model: ModelT) -> ModelT:
-    """Run a model's own initialisation, if construction alone does not do all of it; return the model."""
-    if (run := _initialiser(model)) is not None:
-        run()
-    return model
 
 
 def _initialiser(model: nn.Module) -> Callable[[], object] | None:

@@ -30,11 +30,12 @@ MIB = 1 << 20
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """A runtime that registers 1 MiB at a time; what it has registered is forgotten afterwards."""
     monkeypatch.setattr(cuda, "REGISTERED_BYTES", MIB)
-    monkeypatch.setattr(cuda, "_streams", {})
+    cuda.stream_of.cache_clear()
     monkeypatch.setattr(direct, "_bounces", type(direct._bounces)())
     made = FakeCuda(monkeypatch)
     yield made
     made.gate.set()
+    cuda.stream_of.cache_clear()
 
 
 def eventually(condition: Callable[[], bool]) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -27,11 +26,8 @@ from titan_ckpt.formats.native.rank_file import write_rank_file
 from titan_ckpt.formats.native.segments import Places, Segments
 from titan_ckpt.formats.native.writer_process import WriterProcess
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import Block, LazyTensor, dtype_name, info_of, local_tensor, sharding_of
+from titan_ckpt.geometry.chunks import Block, LazyTensor, Sharding, dtype_name, info_of, local_tensor, sharding_of
 from titan_ckpt.stores.bucket import Location
-
-_Sharding = tuple[Any, Any]
-"""The mesh and placements of a DTensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +40,7 @@ class WritePlan:
     replicas: Mapping[tuple[int, ...], tuple[str, ...]]
     """Group of ranks -> the tensors whose values this rank and the others of the group hold in common."""
     file_name: str
-    _planned: Sequence[tuple[str, torch.Size, torch.dtype, _Sharding | None]]
+    _planned: Sequence[tuple[str, torch.Size, torch.dtype, Sharding | None]]
     """The tensors that the plan is for."""
     _is_sharded: bool
     """Whether any of them is a DTensor."""
@@ -77,7 +73,7 @@ class WritePlan:
             Places.of([(s.info.dtype, s.chunk.sizes) for s in shares]),
             division.replicas,
             rank_file_name(coordinator.rank),
-            [(fqn, v.shape, v.dtype, _layout(v)) for fqn, v in tensors.items()],
+            [(fqn, v.shape, v.dtype, sharding_of(v)) for fqn, v in tensors.items()],
             any(isinstance(value, DTensor) for value in tensors.values()),
         )
 
@@ -85,13 +81,13 @@ class WritePlan:
         """Return whether these are the planned tensors. Fast, because every save calls it."""
         if len(tensors) != len(self._planned):
             return False
-        for (fqn, value), (name, shape, dtype, layout) in zip(tensors.items(), self._planned, strict=True):
+        for (fqn, value), (name, shape, dtype, sharding) in zip(tensors.items(), self._planned, strict=True):
             if fqn != name or value.dtype is not dtype or value.shape != shape:
                 return False
             if isinstance(value, DTensor):
-                if layout is None or value.placements != layout[1] or value.device_mesh != layout[0]:
+                if sharding is None or value.placements != sharding.placements or value.device_mesh != sharding.mesh:
                     return False
-            elif layout is not None:
+            elif sharding is not None:
                 return False
         return True
 
@@ -184,10 +180,6 @@ class StagedFile:
             self._process.close()
             self._process = None
         self._arena.close()
-
-
-def _layout(value: torch.Tensor) -> _Sharding | None:
-    return (value.device_mesh, value.placements) if isinstance(value, DTensor) else None
 
 
 def _check(tensors: Mapping[str, torch.Tensor]) -> None:

@@ -20,7 +20,6 @@ from benchmarks.common import StateDict, rank, world_size
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.publish.plan import pack_model_files
-from titan_ckpt.formats.publish.run import ExportSummary
 from titan_ckpt.geometry.chunks import info_of
 from titan_ckpt.models.llama3 import FLAVORS, Llama3, Llama3Config
 from titan_ckpt.weights.transforms import FileGroup, StateDictTransforms
@@ -57,9 +56,9 @@ class Subject:
         files = pack_model_files(infos, self.max_file_bytes)
         return {key: i for i, keys in enumerate(files.values(), 1) for key in keys}
 
-    def export(self, folder: Path) -> ExportSummary:
+    def export(self, folder: Path) -> None:
         """Export as the manager does."""
-        return export_huggingface(
+        export_huggingface(
             folder,
             self.groups(),
             config=self.config,

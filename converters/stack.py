@@ -17,7 +17,7 @@ from converters.lora.peft import json_number
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import BaseMismatchError, ConverterError
 from titan_ckpt.formats.huggingface.peft import PAIRS, PREFIX, ModuleNumbers, PeftFormat, PeftReader, unselected
-from titan_ckpt.formats.publish.run import export_folder
+from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.lora_names import PARTS
 from titan_ckpt.weights.transforms import StateDictTransforms
@@ -67,7 +67,7 @@ def stack_adapters(folders: Sequence[Path], out: Path) -> None:
         **({PARTS: blocks} if blocks else {}),
     }
     groups = StateDictTransforms().to_file(dict(tensors), None, None)
-    export_folder(out, groups, PeftFormat(config), Coordinator.current())
+    FolderExport(groups, PeftFormat(config)).write(out, Coordinator.current())
 
 
 @dataclass(frozen=True, slots=True)

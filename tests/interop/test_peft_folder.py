@@ -23,7 +23,7 @@ from titan_ckpt.errors import CorruptCheckpointError, ExportError, NotACheckpoin
 from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.huggingface.peft import PeftFormat
 from titan_ckpt.formats.open import detect_format, open_reader
-from titan_ckpt.formats.publish.run import export_folder
+from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.geometry.chunks import LazyTensor, blocks_of, info_of
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.weights.transforms import FileGroup, StateDictTransforms
@@ -85,7 +85,7 @@ def export_adapter(
 ) -> None:
     """Export the adapter, or other groups, with fields of its config changed."""
     made = adapter_groups(model, converters) if groups is None else groups
-    export_folder(folder, made, PeftFormat(config_of(model, converters) | config), Coordinator.current())
+    FolderExport(made, PeftFormat(config_of(model, converters) | config)).write(folder, Coordinator.current())
 
 
 def open_with_peft(base: Path, adapter: Path) -> Any:

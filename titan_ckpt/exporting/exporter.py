@@ -79,7 +79,7 @@ class Exporter:
         coordinator: Coordinator,
         background: Coordinator,
         initial_load: Sequence[InitialLoadConfig],
-        store: StoreConfig | None = None,
+        store: StoreConfig,
     ) -> None:
         """Bind to a run.
 
@@ -93,7 +93,7 @@ class Exporter:
         self._run = run
         self._background = background
         self._initial_load = initial_load
-        self._store = store or StoreConfig()
+        self._store = store
         self._on_disk = MadeExports(base_folder)
         self._in_buckets: dict[str, BucketExports] = {}
 
@@ -312,7 +312,7 @@ def _export_errors(step: int) -> Iterator[None]:
 def _dtype(config: ExportConfig, came_from: Base | None) -> FileDtype:
     """Return the dtype of floating tensors in the export."""
     if config.dtype == "original":
-        return None if came_from is None else came_from.dtypes
+        return None if came_from is None else {key: info.dtype for key, info in came_from.tensors.items()}
     return None if config.dtype is None else getattr(torch, config.dtype)
 
 

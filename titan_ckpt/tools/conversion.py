@@ -22,7 +22,7 @@ from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.huggingface.peft import PeftFormat, PeftReader
 from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.formats.open import open_reader
-from titan_ckpt.formats.publish.run import export_folder
+from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import TensorReader
@@ -162,7 +162,7 @@ def _write_peft(target: Path, adapter: Adapter, table: ModelTable, options: Opti
         config |= base_settings(adapter.base)
     tensors: dict[str, Any] = dict(adapter.tensors)
     groups = StateDictTransforms(table.key_map).to_file(tensors, hooks, options.dtype)
-    export_folder(target, groups, PeftFormat(config), Coordinator.current())
+    FolderExport(groups, PeftFormat(config)).write(target, Coordinator.current())
 
 
 def _table(reader: TensorReader, names: list[str] | None, to: Target, options: Options) -> ModelTable | None:

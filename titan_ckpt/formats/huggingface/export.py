@@ -18,7 +18,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError, KeyMapError, listed
 from titan_ckpt.formats.huggingface.reader import CONFIG, INDEX, TIED, HuggingFaceReader, read_config, to_json
 from titan_ckpt.formats.publish.plan import ExportFiles, pack_as, pack_model_files
-from titan_ckpt.formats.publish.run import ExportSummary, FolderFormat, export_folder
+from titan_ckpt.formats.publish.run import FolderExport, FolderFormat
 from titan_ckpt.geometry.chunks import TensorInfo, dtype_name
 from titan_ckpt.geometry.keymap import KeyMap, selected
 from titan_ckpt.geometry.requests import TensorReader
@@ -106,10 +106,6 @@ class Base:
         """Return whether its config.json agrees with a model's on all that decides about keys and shapes."""
         return all(self.config.get(name, config.get(name)) == config.get(name) for name in _OF_SHAPE)
 
-    @property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        return {key: info.dtype for key, info in self.tensors.items()}
-
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceFormat(FolderFormat):
@@ -167,9 +163,9 @@ class HuggingFaceFormat(FolderFormat):
 
 def export_huggingface(
     folder: Location, groups: Sequence[FileGroup], *, coordinator: Coordinator, **options: Any
-) -> ExportSummary:
+) -> None:
     """Write a Hugging Face folder; `options` are the fields of HuggingFaceFormat. Collective. Raises: ExportError."""
-    return export_folder(folder, groups, HuggingFaceFormat(**options), coordinator)
+    FolderExport(groups, HuggingFaceFormat(**options)).write(folder, coordinator)
 
 
 def _compare(infos: Mapping[str, TensorInfo], base: Base) -> None:

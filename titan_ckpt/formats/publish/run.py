@@ -68,56 +68,34 @@ class FolderFormat(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class ExportSummary:
-    """A published export."""
-
-    folder: Location
-    files: tuple[str, ...]
-    """Names of the files with tensors."""
-    num_tensors: int
-    num_bytes: int
-    """Bytes of all tensors, without headers."""
-    seconds: float
-
-
-def export_folder(
-    folder: Location, groups: Sequence[FileGroup], format_: FolderFormat, coordinator: Coordinator
-) -> ExportSummary:
-    """Write, prove and publish a folder. Collective: ranks without tensors take part too.
-
-    1. All ranks plan. 2. Rank 0 makes the companions and the staging folder. 3. The ranks create the files at their
-    final size, each rank some of them. 4. Every rank writes its slices; rank 0 also writes the companions. 5. Every
-    rank makes durable what it wrote, reads it back through the format's own reader, and compares all names, shapes and
-    dtypes. 6. Rank 0 publishes.
-    Raises: ExportError on every rank, with nothing under the folder's name.
-    """
-    started = time.perf_counter()
-    work = _Export(folder, groups, format_, coordinator)
-    try:
-        files = work.run()
-    except BaseException as error:
-        coordinator.peers.discard()  # an exchange may have been left in the middle
-        if not isinstance(error, Exception):
-            raise
-        unsure = work.is_proved and isinstance(error, PeerError)  # another rank fell silent after that
-        became = "it is proved, and may be published all the same" if unsure else "nothing was published"
-        raise ExportError(f"export to {folder} failed, {became}: {error}") from error
-    seconds = time.perf_counter() - started
-    summary = ExportSummary(folder, tuple(files.layouts), len(files.infos), files.num_bytes, seconds)
-    logger.info(f"exported {summary.num_tensors} tensors, {files.num_bytes:,} bytes, to {folder} in {seconds:.2f} s")
-    return summary
-
-
-@dataclass(frozen=True, slots=True)
 class FolderExport:
     """Tensors, and the format of the folder into which they are exported."""
 
     groups: Sequence[FileGroup]
     format: FolderFormat
 
-    def write(self, folder: Location, coordinator: Coordinator) -> ExportSummary:
-        """Write, prove and publish the folder, as `export_folder`."""
-        return export_folder(folder, self.groups, self.format, coordinator)
+    def write(self, folder: Location, coordinator: Coordinator) -> None:
+        """Write, prove and publish a folder. Collective: ranks without tensors take part too.
+
+        1. All ranks plan. 2. Rank 0 makes the companions and the staging folder. 3. The ranks create the files at their
+        final size, each rank some of them. 4. Every rank writes its slices; rank 0 also writes the companions. 5. Every
+        rank makes durable what it wrote, reads it back through the format's own reader, and compares all names, shapes
+        and dtypes. 6. Rank 0 publishes.
+        Raises: ExportError on every rank, with nothing under the folder's name.
+        """
+        started = time.perf_counter()
+        work = _Export(folder, self.groups, self.format, coordinator)
+        try:
+            files = work.run()
+        except BaseException as error:
+            coordinator.peers.discard()  # an exchange may have been left in the middle
+            if not isinstance(error, Exception):
+                raise
+            unsure = work.is_proved and isinstance(error, PeerError)  # another rank fell silent after that
+            became = "it is proved, and may be published all the same" if unsure else "nothing was published"
+            raise ExportError(f"export to {folder} failed, {became}: {error}") from error
+        seconds = time.perf_counter() - started
+        logger.info(f"exported {len(files.infos)} tensors, {files.num_bytes:,} bytes, to {folder} in {seconds:.2f} s")
 
     def check(self, coordinator: Coordinator) -> None:
         """Check that tensors and companions agree; compute and write nothing. Collective.

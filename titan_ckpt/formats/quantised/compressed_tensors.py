@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from titan_ckpt.formats.quantised.folder import FLOAT8, Findings, QuantisedFolder, num_blocks, numbers, scales
-from titan_ckpt.formats.quantised.tables import e2m1_pairs, offset_integers
+from titan_ckpt.formats.quantised.tables import E2M1_PAIRS, offset_integers
 from titan_ckpt.formats.quantised.values import Codes, Joined, Numbers, Quotient, Scaled, Transposed, Values
 from titan_ckpt.geometry.chunks import Shape, TensorInfo
 
@@ -126,7 +126,7 @@ class _Module:
             return self._packed_integers(info)
         if info.dtype == torch.uint8:
             shape = (*info.shape[:-1], info.shape[-1] * 2)
-            codes = Codes(f"{self.stem}.weight_packed", info, shape, e2m1_pairs())
+            codes = Codes(f"{self.stem}.weight_packed", info, shape, E2M1_PAIRS)
             return self._scaled(codes, [s for s in self.schemes if s.is_float and s.num_bits == 4])
         raise ValueError("expected int32 or uint8")
 

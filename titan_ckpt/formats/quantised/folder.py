@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError, listed
-from titan_ckpt.formats.quantised.tables import exponents, floats
+from titan_ckpt.formats.quantised.tables import EXPONENTS, floats
 from titan_ckpt.formats.quantised.values import Codes, Numbers, Values
 from titan_ckpt.geometry.chunks import Shape, TensorInfo
 from titan_ckpt.stores.source import Source
@@ -95,11 +95,10 @@ def numbers(key: str, info: TensorInfo, shape: Shape | None = None) -> Values:
     return Numbers(key, TensorInfo(shape, info.dtype))
 
 
-def scales(key: str, info: TensorInfo, shape: Shape | None = None) -> Values | None:
+def scales(key: str, info: TensorInfo, shape: Shape) -> Values | None:
     """Return stored scales: floats, float8, or exponents as E8M0 or plain bytes; None for any other dtype."""
-    shape = info.shape if shape is None else shape
     if info.dtype == torch.uint8:
-        return Codes(key, TensorInfo(shape, torch.uint8), shape, exponents())
+        return Codes(key, TensorInfo(shape, torch.uint8), shape, EXPONENTS)
     if info.dtype in FLOATS or info.dtype in FLOAT8 or info.dtype == torch.float8_e8m0fnu:
         return numbers(key, info, shape)
     return None

@@ -12,7 +12,7 @@ from math import prod
 import torch
 
 from titan_ckpt.formats.quantised.folder import FLOAT8, Findings, QuantisedFolder, num_blocks, numbers, scales
-from titan_ckpt.formats.quantised.tables import e2m1_pairs
+from titan_ckpt.formats.quantised.tables import E2M1_PAIRS
 from titan_ckpt.formats.quantised.values import Codes, Scaled
 from titan_ckpt.geometry.chunks import Shape, TensorInfo
 
@@ -58,7 +58,7 @@ def _add(findings: Findings, folder: QuantisedFolder, key: str, block: tuple[int
         return
     assert isinstance(length, tuple)
     if packed:
-        values = Codes(key, TensorInfo(info.shape, torch.uint8), shape, e2m1_pairs())
+        values = Codes(key, TensorInfo(info.shape, torch.uint8), shape, E2M1_PAIRS)
         findings.add(key, Scaled(values, scale, length))
     else:
         findings.add(key, Scaled(numbers(key, info), scale, length))

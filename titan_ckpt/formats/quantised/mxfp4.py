@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from titan_ckpt.formats.quantised.folder import Findings, QuantisedFolder
-from titan_ckpt.formats.quantised.tables import e2m1_pairs, exponents
+from titan_ckpt.formats.quantised.tables import E2M1_PAIRS, EXPONENTS
 from titan_ckpt.formats.quantised.values import Codes, Scaled, Transposed
 from titan_ckpt.geometry.chunks import TensorInfo
 
@@ -37,7 +37,7 @@ def find(folder: QuantisedFolder) -> Findings:
         else:
             num, rows, groups, size = blocks.shape
             stored = TensorInfo((num, rows, groups * size), torch.uint8)
-            codes = Codes(key, stored, (num, rows, groups * size * 2), e2m1_pairs())
-            scale = Codes(scales_key, scales, scales.shape, exponents())
+            codes = Codes(key, stored, (num, rows, groups * size * 2), E2M1_PAIRS)
+            scale = Codes(scales_key, scales, scales.shape, EXPONENTS)
             findings.add(name, Transposed(Scaled(codes, scale, (1, 1, 2 * size)), (0, 2, 1)))
     return findings

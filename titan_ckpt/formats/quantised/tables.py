@@ -19,12 +19,6 @@ def floats(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(256).to(torch.uint8).view(dtype).float().view(256, 1)
 
 
-@functools.cache
-def exponents() -> torch.Tensor:
-    """Return 2 ** (byte - 127): E8M0 scales that are stored as plain bytes. 255, which means NaN, gives 2 ** 128."""
-    return torch.ldexp(torch.ones(256), torch.arange(256) - 127).view(256, 1)
-
-
 def nibbles(values: torch.Tensor, *, high_first: bool = False) -> torch.Tensor:
     """Return both values of each byte, given the values [16] of a nibble. The low nibble comes first by default."""
     byte = torch.arange(256)
@@ -32,16 +26,12 @@ def nibbles(values: torch.Tensor, *, high_first: bool = False) -> torch.Tensor:
     return torch.stack((high, low) if high_first else (low, high), dim=1).contiguous()
 
 
-@functools.cache
-def e2m1_pairs() -> torch.Tensor:
-    """Return two FP4 values per byte, the low nibble first."""
-    return nibbles(torch.tensor(_E2M1))
-
-
-@functools.cache
-def int4_pairs() -> torch.Tensor:
-    """Return two two's complement integers per byte, the low nibble first."""
-    return nibbles(torch.tensor([*range(8), *range(-8, 0)]))
+EXPONENTS = torch.ldexp(torch.ones(256), torch.arange(256) - 127).view(256, 1)
+"""2 ** (byte - 127): E8M0 scales that are stored as plain bytes. 255, which means NaN, gives 2 ** 128."""
+E2M1_PAIRS = nibbles(torch.tensor(_E2M1))
+"""Two FP4 values per byte, the low nibble first."""
+INT4_PAIRS = nibbles(torch.tensor([*range(8), *range(-8, 0)]))
+"""Two two's complement integers per byte, the low nibble first."""
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import torch
 from titan_ckpt.encoding import strict_json
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.quantised.folder import FLOAT8, FLOATS, Findings, QuantisedFolder, num_blocks, numbers
-from titan_ckpt.formats.quantised.tables import e2m1_pairs, int4_pairs
+from titan_ckpt.formats.quantised.tables import E2M1_PAIRS, INT4_PAIRS
 from titan_ckpt.formats.quantised.values import Codes, Joined, Numbers, Scaled, Transposed, Values
 from titan_ckpt.geometry.chunks import Shape, TensorInfo
 
@@ -155,7 +155,7 @@ def _int4(flat: _Flattened) -> Values:
     stored = (*lead, groups, rows)
     swap = (*range(len(lead)), len(shape) - 1, len(shape) - 2)
     scale, zero = (Transposed(flat.numbers(part, stored), swap) for part in ("scale", "zero_point"))
-    values = Codes(flat.key("qdata"), TensorInfo(codes.shape, torch.uint8), shape, int4_pairs())
+    values = Codes(flat.key("qdata"), TensorInfo(codes.shape, torch.uint8), shape, INT4_PAIRS)
     return Scaled(values, scale, block, offset=zero)
 
 
@@ -184,7 +184,7 @@ def _fp4(flat: _Flattened) -> Values:
     codes = flat.infos["qdata"]
     if codes.dtype != torch.uint8 or len(codes.shape) < 2:
         raise ValueError(f"qdata is {codes}, expected bytes of a matrix")
-    return Codes(flat.key("qdata"), codes, (*codes.shape[:-1], codes.shape[-1] * 2), e2m1_pairs())
+    return Codes(flat.key("qdata"), codes, (*codes.shape[:-1], codes.shape[-1] * 2), E2M1_PAIRS)
 
 
 def _row_block(flat: _Flattened, shape: Shape) -> Shape:

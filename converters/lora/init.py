@@ -33,11 +33,11 @@ def initialize_adapter(module: nn.Module, fqn: str, wanted: Callable[[str], bool
             _initialize_stack(module.get_submodule(f"lora_{name}"), f"{fqn}.lora_{name}", wanted, seed)
         return
     assert isinstance(module, LoRALinear | LoRAEmbedding | LoRAConv1D)
-    random, zero = ("lora_b", "lora_a") if isinstance(module, LoRAEmbedding) else ("lora_a", "lora_b")
+    embedding = isinstance(module, LoRAEmbedding)
+    random, zero = ("lora_b", "lora_a") if embedding else ("lora_a", "lora_b")
     if wanted(name := f"{fqn}.{random}.weight"):
-        weight = child_weight(module, random)
-        generator, shape = _generator(name, seed), weight.shape
-        embedding = isinstance(module, LoRAEmbedding)
+        weight, generator = child_weight(module, random), _generator(name, seed)
+        shape = weight.shape
         fill(weight, torch.randn(shape, generator=generator) if embedding else _linear_values(shape, generator))
     if wanted(f"{fqn}.{zero}.weight"):
         for block in blocks_of(child_weight(module, zero)):

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -100,11 +99,12 @@ class OptimizerState:
         placements = dict(layout for optimizer in stored for group in optimizer for layout in layouts_of(group["own"]))
         strangers = []
         filled = {address(parameter) for _, parameter in self._owners.values()}
+        mesh = next((p.device_mesh for _, p in self._owners.values() if isinstance(p, DTensor)), None)
         for key, info in available.items():
             if key in out:
                 continue
             if key in beside:
-                out[key] = room(info, self._device(), self._mesh(), beside[key])
+                out[key] = room(info, self._device(), mesh, beside[key])
                 continue
             fqn, name = self._parse(key)
             if fqn is None:
@@ -126,31 +126,19 @@ class OptimizerState:
     def _device(self) -> torch.device:
         return next(iter(self._owners.values()))[1].device
 
-    def _mesh(self) -> DeviceMesh | None:
-        """Return the mesh of the first sharded parameter."""
-        return next((p.device_mesh for _, p in self._owners.values() if isinstance(p, DTensor)), None)
-
-    def _quantised(self, groups: Groups) -> list[tuple[str, str, dict[str, Any]]]:
-        """Return (fqn, name, what stands for it) of every quantised state of a parameter that this rank trains."""
-        owns = (own for optimizer in groups for group in optimizer for own in group["own"].items())
-        return [
-            (fqn, name, value)
-            for fqn, state in owns
-            if fqn in self._owners
-            for name, value in state.items()
-            if type(value) is dict and QUANTISED in value
-        ]
-
     def _room(self, fqn: str, name: str, stored: Mapping[str, Any]) -> Any:
         optimizer, parameter = self._owners[fqn]
         live = optimizer.state.get(parameter, {}).get(name)
         return quantised_state.room_for(optimizer, parameter, live, stored, f"{PREFIX}{fqn}.{name}")
 
     def _quantised_rooms(self, available: Mapping[str, TensorInfo], groups: Groups) -> StateDict:
-        """Return a tensor to fill for every tensor inside quantised state."""
+        """Return a tensor to fill for every tensor inside quantised state of a parameter that this rank trains."""
         out: StateDict = {}
         faults = []
-        for fqn, name, stored in self._quantised(groups):
+        owns = (own for optimizer in groups for group in optimizer for own in group["own"].items())
+        for fqn, name, stored in ((fqn, *item) for fqn, state in owns for item in state.items()):
+            if fqn not in self._owners or type(stored) is not dict or QUANTISED not in stored:
+                continue
             path = f"{PREFIX}{fqn}.{name}"
             for part, value in quantised_state.parts(self._room(fqn, name, stored), path).items():
                 key = next(names_of(stored["parts"].get(part)), f"{path}.{part}")

@@ -13,7 +13,7 @@ import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -139,9 +139,17 @@ def make_folders(path: Path) -> None:
 
 def write_file(path: str | os.PathLike[str], data: bytes) -> None:
     """Write a new file whose bytes are durable; `fsync_folder` makes its entry durable. Raises: FileExistsError."""
+    write_blocks(path, [data])
+
+
+def write_blocks(path: str | os.PathLike[str], blocks: Iterable[bytes]) -> None:
+    """Do the same with blocks that follow each other."""
     fd = open_exclusive(path)
     try:
-        pwrite_all(fd, data, 0)
+        offset = 0
+        for block in blocks:
+            pwrite_all(fd, block, offset)
+            offset += len(block)
         fsync(fd)
     finally:
         close(fd)

@@ -15,6 +15,7 @@ import os
 import re
 import uuid
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from titan_ckpt.disk import posix
@@ -108,16 +109,8 @@ class StagedFolder:
 
 def copy_file(source: Path, path: Path) -> None:
     """Copy the bytes of a file, but no metadata, to a new file; a link, as in download caches, becomes a file."""
-    fd = posix.open_exclusive(path)
-    try:
-        offset = 0
-        with source.open("rb") as file:
-            while block := file.read(_COPY_BYTES):
-                posix.pwrite_all(fd, block, offset)
-                offset += len(block)
-        posix.fsync(fd)
-    finally:
-        posix.close(fd)
+    with source.open("rb") as file:
+        posix.write_blocks(path, iter(partial(file.read, _COPY_BYTES), b""))
 
 
 def _sweep(parent: Path) -> None:

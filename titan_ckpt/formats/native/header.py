@@ -175,11 +175,12 @@ def _read_elsewhere(text: str) -> dict[str, TensorInfo]:
     """Return the tensors that only other ranks' files hold; those of equal shape and dtype share one object."""
     rows: Any = strict_json.loads(text)
     _numbers([shape for _, shape in rows.values()])
-    dtypes = {name: _dtype_by_name(name) for name in {dtype for dtype, _ in rows.values()}}
+    unknown = [name for name in {dtype for dtype, _ in rows.values()} if TENSOR_DTYPES.get(name) not in STORED_DTYPES]
+    _require(not unknown, f"dtype {unknown}")
     kinds: dict[tuple[torch.dtype, Shape], TensorInfo] = {}
     elsewhere = {}
     for fqn, (dtype, shape) in rows.items():
-        kind = dtypes[dtype], tuple(shape)
+        kind = TENSOR_DTYPES[dtype], tuple(shape)
         elsewhere[fqn] = kinds.get(kind) or kinds.setdefault(kind, TensorInfo(kind[1], kind[0]))
     return elsewhere
 
@@ -243,13 +244,6 @@ def _index(fqns: list[str]) -> dict[str, int | list[int]]:
             several.setdefault(fqn, []).append(i)
         index.update({fqn: at for fqn, at in several.items() if len(at) > 1})
     return index
-
-
-def _dtype_by_name(name: str) -> torch.dtype:
-    dtype = TENSOR_DTYPES.get(name)
-    if dtype not in STORED_DTYPES:
-        raise ValueError(f"dtype {name!r}")
-    return dtype
 
 
 def _require(condition: bool, what: str) -> None:

@@ -204,6 +204,5 @@ def write_native(
         posix.write_file(staged.path / MANIFEST_NAME, manifest.to_bytes())
         staged.publish()
     except BaseException:
-        if staged.path.exists():
-            staged.abandon()
+        staged.abandon()
         raise

@@ -7,7 +7,7 @@ form of other tools.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 from torch import nn
@@ -49,7 +49,8 @@ class LoRAConverter(ModelConverter):
 
     def __init__(self, config: LoRAConfig) -> None:
         super().__init__(config)
-        self._adapted: dict[str, AdaptedWeight] = {}
+        self.adapted: dict[str, AdaptedWeight] = {}
+        """The adapter of each adapted module, by the module's fqn."""
         self._copied: dict[str, str] = {}
         """The fqn of a trained copy's tensor -> the fqn of the base's tensor."""
         self._owned: set[str] = set()
@@ -82,17 +83,12 @@ class LoRAConverter(ModelConverter):
             names = [*leaves[fqn].state_dict()]
             attach_copy(leaves[fqn], self.config.torch_dtype)
             self._copied |= {f"{fqn}.trained.{name}": f"{fqn}.{name}" for name in names}
-        self._owned = {name for adapted in self._adapted.values() for name in adapted.owned} | set(self._copied)
-        weights = {adapted.weight for adapted in self._adapted.values()} | self._owned
+        self._owned = {name for adapted in self.adapted.values() for name in adapted.owned} | set(self._copied)
+        weights = {adapted.weight for adapted in self.adapted.values()} | self._owned
         self._others += [fqn for name in model.state_dict() if (fqn := clean_fqn(name)) not in weights]
         self.initialize([model])
         FirstForward(model, tied)
         logger.info("LoRA: %d weights adapted, %d modules trained in full", len(chosen), len(copied))
-
-    @property
-    def adapted(self) -> Mapping[str, AdaptedWeight]:
-        """Return the adapter of each adapted module, by the module's fqn."""
-        return self._adapted
 
     def key_filter(self, fqn: str) -> bool:
         """Return whether the key belongs to an adapter or a trained copy; a base key with a similar name does not."""
@@ -105,13 +101,13 @@ class LoRAConverter(ModelConverter):
         """
         if not last_step:
             return dict(state_dict)
-        adapters = {a.weight: a for a in self._adapted.values() if a.lora_a in state_dict}
+        adapters = {a.weight: a for a in self.adapted.values() if a.lora_a in state_dict}
         if tied := [a.fqn for a in adapters.values() if a.tied]:
             raise ExportError(
                 f"{', '.join(tied)} shares its weight with another module, and merging the adapter would change both. "
                 'Export the adapter alone (format = "peft"), or train without this target'
             )
-        check_adapters(self._adapted, state_dict, copies=self._copied)
+        check_adapters(self.adapted, state_dict, copies=self._copied)
         copies = {base: trained for trained, base in self._copied.items() if trained in state_dict}
         out: StateDict = {}
         for fqn, value in state_dict.items():
@@ -125,7 +121,7 @@ class LoRAConverter(ModelConverter):
 
     def state_dict_adapter(self) -> StateDictAdapter:
         """Return the adapter that names the keys as PEFT does."""
-        return PeftAdapter(self.config, self._adapted, self._copied, tuple(self._others))
+        return PeftAdapter(self.config, self.adapted, self._copied, tuple(self._others))
 
     def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None:
         """Initialise A, B, magnitudes and trained copies among `fqns`; the last two from the base's values."""
@@ -144,4 +140,4 @@ class LoRAConverter(ModelConverter):
         else:
             attach(site.module, site.form, adapter, quantised_forward(site.module))
         alpha = config.alpha_of(fqn)
-        self._adapted[fqn] = AdaptedWeight(fqn, site.form, rank, alpha, scaling, site.rows, config.use_dora, tied)
+        self.adapted[fqn] = AdaptedWeight(fqn, site.form, rank, alpha, scaling, site.rows, config.use_dora, tied)

@@ -22,24 +22,20 @@ class SaveHandle:
 
     step: int
     _done: threading.Event = field(default_factory=threading.Event)
-    _error: BaseException | None = None
+    error: BaseException | None = None
+    """The error so far, until `wait` raises it."""
     _failed: bool = False
 
     @property
     def done(self) -> bool:
         return self._done.is_set()
 
-    @property
-    def error(self) -> BaseException | None:
-        """Return the error so far; `wait` still raises it."""
-        return self._error
-
     def run(self, act: Callable[[], None]) -> None:
         """Call `act`, keep its error for `wait` and mark the save as ended; called once."""
         try:
             act()
         except BaseException as error:
-            self._error, self._failed = error, True
+            self.error, self._failed = error, True
             _unheard[id(self)] = self
         self._done.set()
 
@@ -61,7 +57,7 @@ class SaveHandle:
     def wait(self) -> None:
         """Block until the save is committed. Raises: the save's error, the first time only."""
         self._done.wait()
-        error, self._error = self._error, None
+        error, self.error = self.error, None
         _unheard.pop(id(self), None)
         if error is not None:
             raise error

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -53,12 +52,10 @@ def is_live(value: object, live: torch.Tensor | None) -> bool:
         return False
     if value.layout is not torch.strided:  # it has no pointer
         return True
-    if isinstance(value, DTensor) != isinstance(live, DTensor):
+    if getattr(value, "placements", None) != getattr(live, "placements", None):  # of DTensors
         return False
-    if isinstance(value, DTensor) and isinstance(live, DTensor) and value.placements != live.placements:
-        return False
-    parts, live_parts = _parts(value), _parts(live)
-    return len(parts) == len(live_parts) and all(map(_is_same_memory, parts, live_parts))
+    places, live_places = ([(p.data_ptr(), p.stride(), p.shape) for p in _parts(t)] for t in (value, live))
+    return places == live_places
 
 
 def is_same(a: Any, b: Any) -> bool:
@@ -69,10 +66,6 @@ def is_same(a: Any, b: Any) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
-
-
-def _is_same_memory(value: torch.Tensor, live: torch.Tensor) -> bool:
-    return value.data_ptr() == live.data_ptr() and value.stride() == live.stride() and value.shape == live.shape
 
 
 def _parts(value: torch.Tensor) -> list[torch.Tensor]:

@@ -136,13 +136,10 @@ class OwnState:
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Yield (fqn, value) of every entry except the extra state of modules."""
-        extra = self._extra_state_names()
+        extra = {clean_fqn(self.prefix + name) for name, _ in extra_state_modules(self.module)}
         for name, value in self.entries.items():
             if (fqn := clean_fqn(self.prefix + name)) not in extra:
                 yield fqn, value
-
-    def _extra_state_names(self) -> set[str]:
-        return {clean_fqn(self.prefix + name) for name, _ in extra_state_modules(self.module)}
 
     @property
     def made(self) -> dict[str, Any]:

@@ -213,8 +213,7 @@ class ModelWrapper:
 
         Raises: StateEncodingError listing those that are sparse, nested, quantised or show one value several times.
         """
-        tensors = {**{fqn: parameter for parameter, fqn in self.parameter_names().items()}, **self.buffers()}
-        faults = {fqn: fault for fqn, value in tensors.items() if (fault := _unfit(value)) is not None}
+        faults = {fqn: fault for fqn, value in self.memory().items() if (fault := _unfit(value)) is not None}
         if faults:
             raise StateEncodingError(
                 f"{len(faults)} tensors of the model cannot be saved and loaded: "

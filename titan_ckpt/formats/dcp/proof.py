@@ -42,15 +42,11 @@ class DigestedFile(io.RawIOBase):
         self._path = path
         self._fd = -1
         self._object = ObjectWriter(path, expected_bytes) if isinstance(path, BucketPath) else None
-        self._position = 0
+        self.num_bytes = 0
         self._pieces: list[_Piece] = []
         self._item = ""
         self._first = 0
         self._digest = xxhash.xxh3_128()
-
-    @property
-    def num_bytes(self) -> int:
-        return self._position
 
     def open(self) -> None:
         """Create the file; an object is there when it is synced. Raises: OSError."""
@@ -59,11 +55,11 @@ class DigestedFile(io.RawIOBase):
 
     def append(self, item: str, write: Callable[[IO[bytes]], object]) -> tuple[str, int, int]:
         """Let `write` put an item at the end of the file; return the file's name, the first byte and the length."""
-        start = self._position
+        start = self.num_bytes
         self._item = item
         write(cast(IO[bytes], self))
         self._cut()
-        return self._path.name, start, self._position - start
+        return self._path.name, start, self.num_bytes - start
 
     def writable(self) -> bool:
         return True
@@ -72,32 +68,32 @@ class DigestedFile(io.RawIOBase):
         """Append bytes at once, so that torch.save never keeps a tensor in memory twice."""
         view = memoryview(data).cast("B")
         if self._object is not None:
-            self._object.write(view, self._position)
+            self._object.write(view, self.num_bytes)
         else:
-            posix.pwrite_all(self._fd, view, self._position)
+            posix.pwrite_all(self._fd, view, self.num_bytes)
         done = 0
         while done < len(view):
-            part = view[done : done + IO_BYTES - self._position % IO_BYTES]
+            part = view[done : done + IO_BYTES - self.num_bytes % IO_BYTES]
             self._digest.update(part)
-            self._position += len(part)
+            self.num_bytes += len(part)
             done += len(part)
-            if self._position % IO_BYTES == 0:
+            if self.num_bytes % IO_BYTES == 0:
                 self._cut()
         return done
 
     def _cut(self) -> None:
         """End the piece that is being digested, if it has any bytes."""
-        if self._first < self._position:
-            self._pieces.append(_Piece(self._item, self._first, self._position, self._digest.digest()))
-            self._first = self._position
+        if self._first < self.num_bytes:
+            self._pieces.append(_Piece(self._item, self._first, self.num_bytes, self._digest.digest()))
+            self._first = self.num_bytes
             self._digest.reset()
 
     def sync(self) -> None:
         """Make the file durable; nothing is appended after it. Raises: OSError."""
         if self._object is None:
             posix.fsync(self._fd)
-        elif self._position:  # nothing refers to an empty object
-            self._object.finish(self._position)
+        elif self.num_bytes:  # nothing refers to an empty object
+            self._object.finish(self.num_bytes)
 
     def close(self) -> None:
         """Close the file; an object that is not synced is given up. Idempotent."""
@@ -110,7 +106,7 @@ class DigestedFile(io.RawIOBase):
     @gc_paused()
     def prove(self, count: progress.Count) -> None:
         """Read the file back and compare it with what was written. Raises: ExportError naming items that differ."""
-        if self._object is not None and not self._position:
+        if self._object is not None and not self.num_bytes:
             return
         wrong: set[str] = set()
         file = FileReader(self._path) if isinstance(self._path, Path) else ObjectReader(self._path)
@@ -126,8 +122,8 @@ class DigestedFile(io.RawIOBase):
                         wrong.add(piece.item)
 
         try:
-            if file.num_bytes != self._position:
-                raise ExportError(f"{self._path.name} has {file.num_bytes} bytes, and {self._position} were written")
+            if file.num_bytes != self.num_bytes:
+                raise ExportError(f"{self._path.name} has {file.num_bytes} bytes, and {self.num_bytes} were written")
             blocks = (list(block) for _, block in groupby(self._pieces, lambda piece: piece.first // IO_BYTES))
             run_workers(blocks, compare, file.num_workers)
         finally:

@@ -85,7 +85,7 @@ def plan_export(
             layout = _layout_of(value)
             if layout is None or isinstance(layout, tuple):
                 shares[fqn] = layout
-            elif coordinator.world_size == 1:  # a third of the plan's time would go to dividing it among one
+            elif coordinator.world_size == 1:  # a quarter of the plan's time would go to dividing it
                 shares[fqn] = (Chunk.whole(tuple(layout.shape)),)
             else:
                 known[fqn] = layout

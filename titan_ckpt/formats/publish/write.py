@@ -269,14 +269,14 @@ class ExportWriter:
         offset = self._offset(piece.key, piece.chunk)
         written = Written(piece.key, piece.chunk, entry.info, offset if is_one_run else None)
         self._written.append(written)
-        file = self._file(piece.key)
-
+        name = self._plan.files.file_of[piece.key]
+        file = self._shared(piece.key) if self._uploads is None else UploadedFile(self._uploads, name)
         step = RUN_BYTES // dtype.itemsize
-        if not is_one_run and self._uploads is not None:
+        if not is_one_run and isinstance(file, UploadedFile):
             yield from self._strided_blocks(piece, entry, file, written)
             return
         if not is_one_run:
-            file = self._shared(piece.key)
+            assert isinstance(file, SharedFile)
             mapped = mapped_boxes(entry, piece.chunk, piece.view, lambda at, size: posix.map_shared(file.fd, at, size))
             for box, memory in mapped:
                 for target, window in zip(windows(box, step), windows(memory, step), strict=True):
@@ -298,11 +298,6 @@ class ExportWriter:
                     runs.append((file, entry.start + start * itemsize, (stop - start) * itemsize))
             yield _Block(window, runs, written, written.add(window.numel() * itemsize))
             first += window.numel()
-
-    def _file(self, key: str) -> _Output:
-        if self._uploads is not None:
-            return UploadedFile(self._uploads, self._plan.files.file_of[key])
-        return self._shared(key)
 
     def _shared(self, key: str) -> SharedFile:
         name = self._plan.files.file_of[key]

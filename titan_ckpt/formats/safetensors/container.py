@@ -88,10 +88,9 @@ def read_header(path: Source) -> SafetensorsHeader:
     Raises: CorruptCheckpointError naming the file and the cause; OSError.
     """
     num_bytes, raw = _read_object(path) if isinstance(path, ListedPath) else _read_file(path)
-    length = len(raw)
     header = _parse(raw, path)
     metadata = _metadata(header.pop("__metadata__", {}), path)
-    start = 8 + length
+    start = 8 + len(raw)
     entries = sorted((_entry(key, value, start, path) for key, value in header.items()), key=lambda e: (e[1], e[2]))
     position = start
     for key, first, stop, info in entries:

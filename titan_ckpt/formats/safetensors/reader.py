@@ -246,7 +246,8 @@ def _fill(job: _Job, cold: set[FileReader | ObjectReader], count: progress.Count
         _fill_span(job)
         return
     if isinstance(job, _Region):
-        _copy_region(job)
+        for box, into in mapped_boxes(job.entry, job.chunk, job.into, job.file.map):
+            copy_from_host(into, box)
         return
     assert isinstance(job.file, FileReader), "runs of objects are in spans"
     direct = job.file in cold and job.num_bytes >= _MIN_DIRECT_BYTES
@@ -295,9 +296,3 @@ def _fill_span(job: _Span) -> None:
         for run in job.runs:
             data = buffer.tensor[run.offset - job.offset :][: run.num_bytes]
             run.into.copy_(_values(data if run.into.is_cpu else upload(data, run.into.device), run))
-
-
-def _copy_region(job: _Region) -> None:
-    """Copy a strided box from a mapping of the file, some rows at a time."""
-    for box, into in mapped_boxes(job.entry, job.chunk, job.into, job.file.map):
-        copy_from_host(into, box)

@@ -14,8 +14,9 @@ import difflib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 import torch
 
@@ -384,14 +385,14 @@ class KeyMap:
     """(File key, file key that it repeats) of tied tensors that a folder has twice; both must be equal."""
     verified: bool = False
     """Names come from the library that opens the folder, so an export need not guess whether config.json fits them."""
-    _native: _Rows = field(init=False, repr=False, compare=False)
-    _file: _Rows = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        native = tuple((p, _compile(p), r) for r in self.rules for p in r.native)
-        file = tuple((p, _compile(p), r) for r in self.rules for p in r.file)
-        object.__setattr__(self, "_native", native)
-        object.__setattr__(self, "_file", file)
+    @cached_property
+    def _native(self) -> _Rows:
+        return tuple((p, _compile(p), r) for r in self.rules for p in r.native)
+
+    @cached_property
+    def _file(self) -> _Rows:
+        return tuple((p, _compile(p), r) for r in self.rules for p in r.file)
 
     def group_of_fqn(self, fqn: str) -> KeyGroup:
         """Return the group a native fqn belongs to. Raises: KeyMapError naming the nearest known patterns."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -45,6 +47,17 @@ class RandomState:
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
         torch.manual_seed(seed)
+
+
+@contextmanager
+def generators_kept() -> Iterator[RandomState]:
+    """Put the generators back after a block that draws from them or sets them."""
+    random_state = RandomState()
+    before = random_state.state_dict()
+    try:
+        yield random_state
+    finally:
+        random_state.load_state_dict(before)
 
 
 def _other_devices() -> list[int]:

@@ -17,7 +17,7 @@ import torch
 from titan_ckpt.errors import ConfigError, listed
 from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers
 from titan_ckpt.models import hf
-from titan_ckpt.rng import RandomState
+from titan_ckpt.rng import generators_kept
 
 _NAME = "default"
 
@@ -33,9 +33,8 @@ def misplaced(
     """
     from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
 
-    random_state, before = RandomState(), RandomState().state_dict()
     try:
-        with torch.device("meta"), warnings.catch_warnings():
+        with generators_kept(), torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the lines that are returned say more
             base = hf.build(hf_config)
             peft_config: Any = PeftConfig.from_peft_type(**config)  # type: ignore[no-untyped-call]
@@ -47,8 +46,6 @@ def misplaced(
         raise
     except Exception as error:
         return [f"PEFT cannot open it: {type(error).__name__}: {' '.join(str(error).split())[:300]}"]
-    finally:
-        random_state.load_state_dict(before)
 
 
 def _unplaced(result: Any) -> Iterator[str]:

@@ -24,7 +24,7 @@ from converters.lora.sites import Site
 from converters.qat.converter import quantised_forward
 from titan_ckpt.errors import listed
 from titan_ckpt.geometry.chunks import blocks_of
-from titan_ckpt.rng import RandomState
+from titan_ckpt.rng import RandomState, generators_kept
 
 _MAX_ELEMENTS = 2 << 20
 """Most elements of the copied weight: 8 MiB in float32, of which a proof holds less than eight at a time."""
@@ -65,8 +65,7 @@ def prove(sites: Sequence[Site], config: LoRAConfig) -> Proof:
         if site.form != "stack" and quantised_forward(site.module) is None:
             groups.setdefault(_kind(site), []).append(site)
     proof = Proof({}, [])
-    random_state, before = RandomState(), RandomState().state_dict()
-    try:
+    with generators_kept():
         for group in groups.values():
             smallest = min(group, key=lambda site: site.weight.numel())
             scaled_by, reason = _compare(smallest, config)
@@ -74,8 +73,6 @@ def prove(sites: Sequence[Site], config: LoRAConfig) -> Proof:
                 names = listed([site.fqn for site in group], ", ", " ", most=3)
                 proof.problems.append(f"{names}: {reason}. Leave such modules out of target_modules")
             proof.scaled_by.update({site.fqn: scaled_by for site in group if scaled_by})
-    finally:
-        random_state.load_state_dict(before)
     return proof
 
 

@@ -27,7 +27,7 @@ from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import CheckpointError, StateEncodingError, listed
 from titan_ckpt.geometry.chunks import info_of, local_tensor
 from titan_ckpt.geometry.nested import memory_order
-from titan_ckpt.rng import RandomState
+from titan_ckpt.rng import generators_kept
 from titan_ckpt.weights.inner_tensors import is_made_of_others
 
 logger = logging.getLogger(__name__)
@@ -48,10 +48,8 @@ _NEXT_STEP = (
 
 def rehearse(optimizers: Sequence[Any]) -> list[str]:
     """Return a line for every optimizer whose state could not be stored or would not come back."""
-    random = RandomState()
-    before = random.state_dict()
     faults: dict[str, None] = {}
-    try:
+    with generators_kept():
         for optimizer in map(innermost, optimizers):
             name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
             fault = _misaligned(optimizer)
@@ -60,8 +58,6 @@ def rehearse(optimizers: Sequence[Any]) -> list[str]:
                     fault = _fault(optimizer)
             if fault is not None:
                 faults[f"{name}: {fault}"] = None
-    finally:
-        random.load_state_dict(before)
     return list(faults)
 
 

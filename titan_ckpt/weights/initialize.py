@@ -20,7 +20,7 @@ from torch import nn
 
 from titan_ckpt.errors import CheckpointError, ConfigError, LoadMismatchError, listed
 from titan_ckpt.geometry.chunks import fill
-from titan_ckpt.rng import RandomState
+from titan_ckpt.rng import RandomState, generators_kept
 from titan_ckpt.weights.names import clean_fqn, named_modules
 from titan_ckpt.weights.own_state import own_tensors
 from titan_ckpt.weights.shard_fills import ShardFills
@@ -343,13 +343,9 @@ def _copy_from_rebuilt(origin: _Origin, left: Sequence[tuple[str, Place]]) -> No
 @contextmanager
 def _generators(origin: _Origin) -> Iterator[None]:
     """Set the generators to their state when the model was constructed, and back afterwards."""
-    random = RandomState()
-    now = random.state_dict()
-    random.load_state_dict(origin.random)
-    try:
+    with generators_kept() as random:
+        random.load_state_dict(origin.random)
         yield
-    finally:
-        random.load_state_dict(now)
 
 
 def _pretrained_class(model: nn.Module) -> Any:

@@ -145,7 +145,7 @@ class _Ours:
 
     def _commit(self) -> None:
         directory = CheckpointDirectory(self._folder / "ours", self._coordinator)
-        attempt = directory.begin(self._step, self._plan.num_bytes)
+        attempt = directory.begin(self._step, self._plan.layout.num_bytes)
         records = [asdict(self._file.write(attempt.path))]
         gathered: list[Any] = self._coordinator.gather("written", records)  # type: ignore[arg-type]
         begin = time.perf_counter()

@@ -17,7 +17,6 @@ import torch
 from titan_ckpt import progress
 from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import ExportError, KeyMapError, NotACheckpointError
@@ -26,6 +25,7 @@ from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.formats.native.rank_file import write_stream
 from titan_ckpt.formats.open import open_reader
+from titan_ckpt.formats.publish.publication import published
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, TensorInfo
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
@@ -185,10 +185,11 @@ def write_native(
     `converters`: their descriptions, which say what an adapter's tensors mean. `base`: the identity of its base.
     Raises: OSError; FileExistsError. Nothing has the folder's name then.
     """
-    staged = StagedFolder.begin(target)
-    try:
-        with progress.shown(f"writing {target.name}", sum(value.info.nbytes for value in tensors.values())) as count:
-            record = write_stream(staged.path, {MODEL + fqn: value for fqn, value in tensors.items()}, count)
+    alone = Coordinator(0, 1, None, "", 0.0)
+    total = sum(value.info.nbytes for value in tensors.values())
+    with published(target, alone, "", lambda: None) as made, progress.shown(f"writing {target.name}", total) as count:
+        assert isinstance(made.path, Path)
+        record = write_stream(made.path, {MODEL + fqn: value for fqn, value in tensors.items()}, count)
         manifest = Manifest(
             step=0,
             kind=kind,
@@ -201,8 +202,4 @@ def write_native(
             resumed_from=None,
             files=(record,),
         )
-        posix.write_file(staged.path / MANIFEST_NAME, manifest.to_bytes())
-        staged.publish()
-    except BaseException:
-        staged.abandon()
-        raise
+        posix.write_file(made.path / MANIFEST_NAME, manifest.to_bytes())

@@ -49,7 +49,7 @@ def every_layout_into_every_other(root: Path) -> None:
     for name, make in LAYOUTS.items():
         tensors = make()
         assert_true_values(tensors)  # the geometry of tensors.py against torch's own sharding
-        sizes = gathered(save(root / name, tensors).num_bytes)
+        sizes = gathered(save(root / name, tensors).layout.num_bytes)
         assert max(sizes) < 1.2 * sum(sizes) / len(sizes), f"{name}: ranks write {sizes} bytes"
         with NativeReader(root / name) as reader:
             reader.verify()
@@ -129,7 +129,7 @@ def pipeline_with_copies(root: Path) -> None:
     with NativeReader(root) as reader:
         reader.verify()
         assert set(reader.tensors) == {"stage0.weight", "stage1.weight", "shared", "copied"}
-    sizes = gathered(writer.num_bytes - writer.num_bytes % 4096)
+    sizes = gathered(writer.layout.num_bytes - writer.layout.num_bytes % 4096)
     assert len(set(sizes)) == 1, "the copies of `shared` are written once"
     target = zeroed(tensors)
     load(root, target)
@@ -152,7 +152,7 @@ def replicas_share_the_work(root: Path) -> None:
     writer = save(root, {"plain": large, "replica": replica, **small})
     with NativeReader(root) as reader:
         reader.verify()
-    sizes = gathered(writer.num_bytes)
+    sizes = gathered(writer.layout.num_bytes)
     assert abs(sizes[0] - sizes[1]) < 8192
 
 
@@ -172,7 +172,7 @@ def a_change_on_one_rank(root: Path) -> None:
         tensors["new"] = torch.randn(2000)
     again = WritePlan.of(tensors, coordinator, plan)
     assert again is not plan
-    assert (again.num_bytes != plan.num_bytes) == bool(rank)
+    assert (again.layout.num_bytes != plan.layout.num_bytes) == bool(rank)
     again.write(root, tensors)
     dist.barrier()
     with NativeReader(root) as reader:

@@ -269,7 +269,7 @@ class Saver:
         1 Rank 0 begins the attempt. 2 Every rank writes its files. 3 All agree. 4 Rank 0 commits. 5 Old steps expire.
         """
         started = time.perf_counter()
-        attempt = self._directory.begin(request.step, plan.num_bytes + sum(map(len, state.values())))
+        attempt = self._directory.begin(request.step, plan.layout.num_bytes + sum(map(len, state.values())))
 
         def write() -> list[dict[str, Any]]:
             with os_errors_as(SaveError, f"{self._directory.root}: step {request.step} was not saved"):

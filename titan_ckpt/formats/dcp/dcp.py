@@ -67,7 +67,7 @@ class DcpReader(TensorReader):
             if index.fqn in self._tensors:
                 self._chunks.setdefault(index.fqn, []).append(stored)
             else:
-                self._items[index.fqn] = stored
+                self.items[index.fqn] = stored
 
     def _begin(self, path: Source, table: str) -> None:
         """Bind to a folder before its table of places is read."""
@@ -75,7 +75,8 @@ class DcpReader(TensorReader):
         self._table = path / table
         self._tensors: dict[str, TensorInfo] = {}
         self._chunks: dict[str, list[Stored]] = {}
-        self._items: dict[str, Stored] = {}
+        self.items: dict[str, Stored] = {}
+        """The place of each item that is no tensor."""
         self.paths = {}
         self._checked: set[str] = set()
         self._objects: dict[str, ObjectReader] = {}
@@ -86,14 +87,9 @@ class DcpReader(TensorReader):
         """Return the parts in which the folder holds each tensor."""
         return {name: [stored.chunk for stored in parts] for name, parts in self._chunks.items()}
 
-    @property
-    def items(self) -> list[str]:
-        """Return the names of the items that are no tensors."""
-        return list(self._items)
-
     def item(self, name: str) -> Any:
         """Return an item that is no tensor. Raises: CorruptCheckpointError if it is more than plain data; KeyError."""
-        return self._load(name, self._items[name])
+        return self._load(name, self.items[name])
 
     def plan(self, requests: Sequence[ReadRequest]) -> Fill:
         """Find the stored chunks of every request, and look at the sizes of their files.

@@ -113,7 +113,12 @@ class TorchCheckpointingReader(DcpReader):
 
     def _load(self, name: str, stored: Stored) -> torch.Tensor:
         path, held = self._places[name, stored.file]
-        value = self._item(name, stored)
+        if stored.file not in self._open:  # the content of a file, its tensors mapped and not read
+            file = self.path / stored.file
+            with self._reading(stored, name):
+                FileReader(file).close()  # refuses what is no file
+                self._open[stored.file] = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
+        value = self._open[stored.file]
         with contextlib.suppress(KeyError, IndexError, TypeError):
             for part in path:
                 value = value[part]
@@ -121,15 +126,6 @@ class TorchCheckpointingReader(DcpReader):
             if isinstance(local, torch.Tensor):
                 return local[next(index for chunk, index in held if chunk == stored.chunk)]
         raise self._corrupt(stored, name, "does not hold it")
-
-    def _item(self, name: str, stored: Stored) -> Any:
-        """Return the content of a file, its tensors mapped and not read. Raises: CorruptCheckpointError; OSError."""
-        if stored.file not in self._open:
-            path = self.path / stored.file
-            with self._reading(stored, name):
-                FileReader(path).close()  # refuses what is no file
-                self._open[stored.file] = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-        return self._open[stored.file]
 
 
 def _held(about: Any, shape: Shape, rank: int) -> _Cell:

@@ -91,11 +91,6 @@ class WritePlan:
                 return False
         return True
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the size of this rank's file."""
-        return self.layout.num_bytes
-
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the live memory of all shares."""
         bound = [tensors[share.fqn] for share in self.shares]
@@ -119,7 +114,7 @@ class WritePlan:
         return self.record(write_rank_file(folder / self.file_name, self.layout, pieces, views=segments.views))
 
     def record(self, digest: str) -> FileRecord:
-        return FileRecord(self.file_name, self.num_bytes, digest)
+        return FileRecord(self.file_name, self.layout.num_bytes, digest)
 
 
 class StagedFile:

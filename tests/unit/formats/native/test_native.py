@@ -116,7 +116,7 @@ def test_every_dtype_and_shape_of_memory_comes_back(tmp_path: Path, staged: bool
     tensors = every_kind()
     plan = WritePlan.of(tensors, Coordinator.current())
     record = stage(plan, tensors).write(tmp_path) if staged else plan.write(tmp_path, tensors)
-    assert (tmp_path / record.name).stat().st_size == record.num_bytes == plan.num_bytes
+    assert (tmp_path / record.name).stat().st_size == record.num_bytes == plan.layout.num_bytes
     if not cached:
         drop_from_page_cache(tmp_path)
     assert_same(load(tmp_path, tensors), {fqn: value.resolve_conj().resolve_neg() for fqn, value in tensors.items()})

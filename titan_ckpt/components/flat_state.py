@@ -66,18 +66,16 @@ def _pickled(value: Any) -> bytes:
 
 
 def _leaves(run: RunState) -> _Leaves:
-    """Yield (path, value) of the training state."""
-    if "optimizer" not in run.left_out:
-        yield from _optimizers(run)
-    if run.lr_schedulers and "lr_scheduler" not in run.left_out:
+    """Yield (path, value) of the training state; a RunState has forgotten the objects that are left out."""
+    yield from _optimizers(run)
+    if run.lr_schedulers:
         states = [scheduler.state_dict() for scheduler in run.lr_schedulers]
         if len({typed_json.dumps(state) for state in states}) > 1:
             raise ExportError(f"its {len(states)} schedulers differ, and torchtitan's checkpoints hold one")
         yield from _nested(("lr_scheduler",), states[0])
-    if "states" not in run.left_out:
-        for name, state in run.states.items():
-            yield from _nested((name,), state.state_dict())
-    if run.dataloader is not None and "dataloader" not in run.left_out:
+    for name, state in run.states.items():
+        yield from _nested((name,), state.state_dict())
+    if run.dataloader is not None:
         yield from _position(run)
 
 

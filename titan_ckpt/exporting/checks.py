@@ -139,8 +139,6 @@ def _check(exporter: Exporter, configs: Sequence[ExportConfig], owned: bool) -> 
         raise ExportSettingError("checkpoint.export cannot be made: " + "; ".join(problems))
     if any(config.format == "hf" for config in configs):
         exporter.transforms.to_file(exporter.model.state_dict("base"), None, None)
-    if any(config.format == "peft" for config in configs):
-        exporter.transforms.to_file(exporter.model.owned_state_dict(), exporter.model.hooks, None)
 
 
 def _quantising_problems(exporter: Exporter, config: ExportConfig) -> Iterator[str]:

@@ -255,7 +255,10 @@ class Exporter:
 
     def huggingface(self, config: ExportConfig, tensors: StateDict) -> FolderExport:
         """Return the export of these tensors as a Hugging Face folder, under the names of its base."""
-        base = self._base_of(config)
+        base: Base | None = None
+        if (found := self.source()) is not None:
+            source, path = found
+            base = Base.read(path, self.transforms.key_map, source.initialise, source.ignore)
         known = self.transforms.key_map if base is None else base.key_map
         table = with_tied_names(
             known, self.model.tied, self.model.linear_weights(), None if base is None else base.tensors
@@ -277,14 +280,6 @@ class Exporter:
             verified=transforms.key_map.verified,
         )
         return FolderExport(groups if quantiser is None else quantised(groups, quantiser), format_)
-
-    def _base_of(self, config: ExportConfig) -> Base | None:
-        """Return what the export takes over from the Hugging Face folder of the base; None without such a folder."""
-        found = self.source() if config.format == "hf" else None
-        if found is None:
-            return None
-        source, path = found
-        return Base.read(path, self.transforms.key_map, source.initialise, source.ignore)
 
     def source(self) -> tuple[InitialLoadConfig, Source] | None:
         """Return the Hugging Face folder (or file) that the run's weights came from, if there is exactly one."""

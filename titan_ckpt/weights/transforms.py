@@ -103,11 +103,6 @@ class FileGroup:
         for piece in self.op.pieces(index, shapes, block.chunk, block.data):
             yield FilePiece(keys[piece.file_index], piece.chunk, piece.view)
 
-    def pieces(self) -> Iterator[FilePiece]:
-        """Yield every piece that this rank holds of the group, replicas included."""
-        for index, block in self.blocks():
-            yield from self.cut(index, block)
-
 
 def file_group(group: KeyGroup, values: Sequence[torch.Tensor | LazyTensor], dtype: FileDtype) -> FileGroup:
     """Return the file tensors of one group. Raises: KeyMapError for shapes or dtypes that do not fit."""

@@ -430,9 +430,8 @@ def test_factors_change_places_where_the_file_has_experts_transposed() -> None:
     assert adapter is not None
     randomise(model, converters)
     tensors = ModelWrapper([model], converters).owned_state_dict()
-    pieces = {
-        p.key: p.view for group in StateDictTransforms(table).to_file(tensors, converters, None) for p in group.pieces()
-    }
+    groups = StateDictTransforms(table).to_file(tensors, converters, None)
+    pieces = {p.key: p.view for group in groups for i, block in group.blocks() for p in group.cut(i, block)}
     merged = resolved(ModelWrapper([model], converters).state_dict("export"))["experts.down"]
     names = (f"base_model.model.experts.1.down.lora_{factor}.weight" for factor in "BA")
     left, right = (pieces[name].reshape(-1, 2) if "_B" in name else pieces[name].reshape(2, -1) for name in names)

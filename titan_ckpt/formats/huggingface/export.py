@@ -90,11 +90,6 @@ class Base:
         left = {*keys}
         return replace(self, tensors={key: info for key, info in self.tensors.items() if key not in left})
 
-    @property
-    def dtype(self) -> str | None:
-        """Return the dtype in its config.json."""
-        return self.config.get("dtype") or self.config.get("torch_dtype")
-
     def lacks(self, key: str) -> bool:
         """Return whether a file tensor did not come from this folder, whatever the folder has under its key."""
         try:
@@ -155,7 +150,8 @@ class HuggingFaceFormat(FolderFormat):
             _check_shape(made, files)
         beside[CONFIG] = _as_json(made)
         if GENERATION_CONFIG not in beside:
-            beside[GENERATION_CONFIG] = to_json(_generation_config(made))
+            tokens = {name: made[name] for name in _TOKENS if made.get(name) is not None}
+            beside[GENERATION_CONFIG] = to_json({"_from_model_config": True, **tokens})  # as transformers derives it
         if len(files.layouts) > 1:
             beside[INDEX] = to_json(_index(files))
         return beside
@@ -226,8 +222,9 @@ def _as_json(config: Mapping[str, Any]) -> bytes:
 
 def _dtype(infos: Mapping[str, TensorInfo], base: Base | None) -> str:
     """Return the base's dtype if all tensors have the base's dtypes; else the floating dtype of most bytes."""
-    if base is not None and base.dtype and all(info == base.tensors.get(key) for key, info in infos.items()):
-        return base.dtype
+    named = None if base is None else base.config.get("dtype") or base.config.get("torch_dtype")
+    if named and base is not None and all(info == base.tensors.get(key) for key, info in infos.items()):
+        return str(named)
     num_bytes: dict[torch.dtype, int] = {}
     for info in infos.values():
         if info.dtype in CASTABLE:
@@ -277,11 +274,6 @@ def _check_shape(config: Mapping[str, Any], files: ExportFiles) -> None:
         faults.append(f"num_hidden_layers = {config['num_hidden_layers']}, and there are {len(layers)}")
     if faults:
         raise ExportError(f"config says {'; '.join(faults)}: is it another model's?")
-
-
-def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the generation config that transformers derives from a config when it saves a model without one."""
-    return {"_from_model_config": True, **{name: config[name] for name in _TOKENS if config.get(name) is not None}}
 
 
 def _index(files: ExportFiles) -> dict[str, Any]:

@@ -44,16 +44,15 @@ class Uploads:
     def __init__(self, place: BucketPath, layouts: Mapping[str, Layout], coordinator: Coordinator) -> None:
         """Send nothing yet. `connect` and then `begin` come next."""
         self._coordinator = coordinator
-        self._names = list(layouts)
-        self._numbers = {name: number for number, name in enumerate(self._names)}
-        self._layouts = layouts
+        self._numbers = {name: number for number, name in enumerate(layouts)}
+        self._layouts = list(layouts.values())
         self._own = {
             number: ObjectWriter(place / name, layouts[name].num_bytes)
-            for number, name in enumerate(self._names)
+            for name, number in self._numbers.items()
             if number % coordinator.world_size == coordinator.rank
         }
         self._courier: Courier | None = None
-        sizes = [layout.num_bytes for layout in layouts.values()]
+        sizes = [layout.num_bytes for layout in self._layouts]
         world = coordinator.world_size
         self._starts = [0, *accumulate(max(sizes[first : first + world]) for first in range(0, len(sizes), world))]
         """For each set of files that are written side by side, how many bytes lie before it."""
@@ -72,7 +71,7 @@ class Uploads:
     def begin(self) -> None:
         """Write the headers of this rank's files; a long one is sent at once, in parts. Raises: StoreError."""
         for number, writer in self._own.items():
-            writer.write(memoryview(self._layouts[self._names[number]].header), 0)
+            writer.write(memoryview(self._layouts[number].header), 0)
 
     def position(self, name: str, offset: int) -> int:
         """Return a number by which all bytes are ordered; as many files as there are ranks are written side by side."""
@@ -112,7 +111,7 @@ class Uploads:
         if self._courier is not None:
             self._courier.finish()
         for number, writer in self._own.items():
-            writer.finish(self._layouts[self._names[number]].num_bytes)
+            writer.finish(self._layouts[number].num_bytes)
 
     def close(self) -> None:
         """End what is under way; idempotent. Collective after an error, because the ranks end their rounds together."""

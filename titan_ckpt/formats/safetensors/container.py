@@ -88,7 +88,10 @@ def read_header(path: Source) -> SafetensorsHeader:
     Raises: CorruptCheckpointError naming the file and the cause; OSError.
     """
     num_bytes, raw = _read_object(path) if isinstance(path, ListedPath) else _read_file(path)
-    header = _parse(raw, path)
+    if raw[:1] != b"{":
+        raise _corrupt(path, "the header does not start with '{': this is no safetensors file")
+    header = strict_json.parse(raw, MAX_HEADER_BYTES, f"{path}: header")
+    assert isinstance(header, dict)  # it starts with a brace
     metadata = _metadata(header.pop("__metadata__", {}), path)
     start = 8 + len(raw)
     entries = sorted((_entry(key, value, start, path) for key, value in header.items()), key=lambda e: (e[1], e[2]))
@@ -164,14 +167,6 @@ def lay_out(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> Lay
     base = 8 + len(text)
     entries = {key: Entry(infos[key], base + start) for key, start in starts.items()}
     return Layout(struct.pack("<Q", len(text)) + text, entries, base + position)
-
-
-def _parse(raw: bytes, path: Source) -> dict[str, strict_json.Json]:
-    if raw[:1] != b"{":
-        raise _corrupt(path, "the header does not start with '{': this is no safetensors file")
-    header = strict_json.parse(raw, MAX_HEADER_BYTES, f"{path}: header")
-    assert isinstance(header, dict)  # it starts with a brace
-    return header
 
 
 def _metadata(value: strict_json.Json, path: Source) -> dict[str, str]:

@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -25,9 +25,6 @@ from titan_ckpt.errors import ConverterError
 from titan_ckpt.geometry.chunks import local_tensor, sharded_as
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.names import clean_fqn
-
-if TYPE_CHECKING:
-    from torchao.float8 import Float8LinearConfig
 
 logger = logging.getLogger(__name__)
 _MULTIPLE = 16
@@ -73,15 +70,18 @@ class Float8Converter(ModelConverter):
         require_torchao("float8")
         if not self.config.emulate:
             require_gpu("float8", (8, 9), "Set emulate = true to compute with the same rounding in high precision")
-        from torchao.float8 import convert_to_float8_training
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         modules = replaceable_linears(model, self.config.exclude_modules)
         chosen = {fqn for fqn, m in modules.items() if not any(n % _MULTIPLE for n in m.weight.shape)}
         if not chosen:
             raise ConverterError(f"float8: {_MULTIPLE} divides the dims of none of the {len(modules)} linear modules")
-        convert_to_float8_training(
-            model, config=_torchao_config(self.config), module_filter_fn=lambda m, name: clean_fqn(name) in chosen
+        config = dataclasses.replace(
+            Float8LinearConfig.from_recipe_name(self.config.recipe),
+            emulate=self.config.emulate,
+            enable_fsdp_float8_all_gather=self.config.fsdp_all_gather,
         )
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda m, name: clean_fqn(name) in chosen)
         self._exchanged |= chosen
         if self.config.fsdp_all_gather:
             from converters.float8.gather import use_byte_gather
@@ -114,17 +114,6 @@ class Float8Converter(ModelConverter):
 
         for part in model_parts:
             precompute_float8_dynamic_scale_for_fsdp(part)
-
-
-def _torchao_config(config: Float8Config) -> Float8LinearConfig:
-    """Return torchao's settings for the recipe, with our switches for emulation and float8 all-gather."""
-    from torchao.float8 import Float8LinearConfig
-
-    return dataclasses.replace(
-        Float8LinearConfig.from_recipe_name(config.recipe),
-        emulate=config.emulate,
-        enable_fsdp_float8_all_gather=config.fsdp_all_gather,
-    )
 
 
 def _is_wrapped(value: torch.Tensor) -> bool:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from converters import Float8Config, ModelConverters, from_tables
-from converters.float8.converter import _torchao_config
+from converters import ModelConverters, from_tables
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
 from titan_ckpt.types import StateDictMode
@@ -47,7 +46,8 @@ def test_recipes_survive_emulation() -> None:
         for other in outputs[i + 1 :]:
             assert not torch.equal(one, other)
             torch.testing.assert_close(one, other, rtol=0, atol=0.3)
-    config = _torchao_config(Float8Config(recipe="rowwise", emulate=True))
+    convert(model := llama(), recipe="rowwise", emulate=True)
+    config: Any = next(module.config for module in model.modules() if type(module).__name__ == "Float8Linear")
     assert config.emulate and config.cast_config_weight.scaling_granularity.value == "axiswise"
 
 

@@ -33,7 +33,7 @@ from titan_ckpt.formats.publish import bucket_record, upload
 from titan_ckpt.formats.publish.bucket_record import BucketExports
 from titan_ckpt.formats.publish.plan import ExportFiles
 from titan_ckpt.formats.publish.record import RECORDS
-from titan_ckpt.formats.publish.run import FolderFormat, export_folder
+from titan_ckpt.formats.publish.run import FolderExport, FolderFormat
 from titan_ckpt.formats.publish.upload import Uploads
 from titan_ckpt.formats.safetensors.container import Layout
 from titan_ckpt.geometry.chunks import TensorInfo
@@ -162,7 +162,7 @@ def test_a_long_header_that_cannot_be_uploaded_stops_all_ranks_at_once(s3: Serve
 
     def run(rank: int) -> None:
         with pytest.raises(ExportError) as caught:
-            export_folder(broken / "e", groups, LongHeader(), Coordinator(rank, 2, store, "header", 60.0))
+            FolderExport(groups, LongHeader()).write(broken / "e", Coordinator(rank, 2, store, "header", 60.0))
         errors[rank] = str(caught.value)
 
     with behind(s3, DENIED, "PUT", "b.safetensors", times=10_000) as proxy:

@@ -196,15 +196,7 @@ class BuildSteps:
 
     def build_dataset(self) -> IterableDataset[Batch] | None:
         """Return this rank's share of the data. Raises: ConfigError for a length that does not fit, and bad data."""
-        model = self.model
-        return make_data(
-            self.config,
-            self.ranks,
-            self.tokenizer,
-            self.encode,
-            vocab_size=model.vocab_size,
-            longest=model.max_seq_len,
-        )
+        return make_data(self.config, self.ranks, self.tokenizer, self.encode, self.model)
 
     def build_collate(self) -> Callable[[Sequence[Batch]], Batch]:
         """Return the function that turns sequences into a batch: each is padded to the longest.

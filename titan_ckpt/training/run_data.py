@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.data.batch import Batch
 from titan_ckpt.training.data.chat import ChatTemplate
@@ -64,15 +65,13 @@ def make_data(
     ranks: Ranks,
     tokenizer: TextTokenizer | None,
     encode: Encoder | None,
-    *,
-    vocab_size: int,
-    longest: int | None,
+    model: LanguageModel,
 ) -> IterableDataset[Batch]:
-    """Return this rank's share of the run's data. `longest`: the model's longest input.
+    """Return this rank's share of the data that the model is trained on.
 
     Raises: ConfigError for a length that does not fit, and for data that cannot be used, as far as it is read here.
     """
-    data, seed = config.data, config.seed
+    data, seed, longest = config.data, config.seed, model.max_seq_len
     share = {"rank": ranks.data_rank, "num_ranks": ranks.data_size}
     if longest is not None and data.sequence_length > longest:
         raise ConfigError(
@@ -81,7 +80,7 @@ def make_data(
     if data.dataset is not None:
         return make_dataset(config, **share, tokenizer=tokenizer)
     if data.corpus == DUMMY:
-        return DummyDataset(vocab_size, data.sequence_length, seed, **share)
+        return DummyDataset(model.vocab_size, data.sequence_length, seed, **share)
     if not data.streaming:
         return _indexed(config, data.corpus, "data.corpus", tokenizer, encode, part="trained", **share)
     tokenizer, encode, corpus = _needed(config, data.corpus, "data.corpus", tokenizer, encode)

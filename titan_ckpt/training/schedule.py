@@ -1,21 +1,86 @@
-"""The learning rate of each step as a factor of its peak; torch's LambdaLR applies it to the optimizer."""
+"""The learning rate of each step as a factor of its peak; torch's LambdaLR applies it to the optimizer.
+
+Owns [schedule], too.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from titan_ckpt.encoding.named import is_import_name
+from titan_ckpt.config import NonNegative, PositiveInt
+from titan_ckpt.encoding.named import ImportName, is_import_name
+from titan_ckpt.encoding.toml import Check, Checked, foreign
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.training.config import RunConfig, ScheduleConfig
 from titan_ckpt.training.train_state import TrainState
+
+if TYPE_CHECKING:
+    from titan_ckpt.training.config import RunConfig
+
+Ratio = Annotated[float, Check("a number from 0 to 1", lambda x: 0 <= x <= 1)]
 
 DECAY_LENGTH = "schedule.decay_tokens in steps"
 """Key of `TrainState.schedule`: the length of a decay of `decay_tokens`, which depends on the size of a step."""
 DECAY_BEGAN = "schedule.decay_began"
 """Key of `TrainState.schedule`: the step that a decay with start_decay = "now" began at."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleConfig(Checked):
+    """The learning-rate schedule; ratios are shares of all steps."""
+
+    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = foreign(
+        "another library's key",
+        {
+            "warmup_steps": "schedule.warmup_ratio, a share of training.steps",
+            "decay_type": "schedule.kind",
+            "lr_scheduler_type": "schedule.kind",
+            "min_lr_factor": "schedule.min_ratio",
+            "total_steps": "training.steps",
+        },
+    )
+
+    kind: Literal["constant", "linear", "cosine", "wsd"] | ImportName = "cosine"
+    """Course of the rate after warm-up; "wsd": warm-up, stable, decay. Your own as "package.module:Name" is called with
+    the optimizer and `settings` and returns an LRScheduler; parameters `steps` and `total_steps` get the last step."""
+    warmup_ratio: Ratio = 0.05
+    """Share of the steps with linear warm-up, rounded up to whole steps."""
+    decay_ratio: Ratio = 0.2
+    """Share of the steps, at the end, with linear decay; only for "wsd"."""
+    decay_steps: PositiveInt | None = None
+    """Length of that decay in steps, instead of decay_ratio."""
+    decay_tokens: PositiveInt | None = None
+    """Length of that decay in tokens, counted as full batches and rounded up to whole steps, instead of decay_ratio."""
+    start_decay: Literal["now"] | NonNegative | None = None
+    """The step after which "wsd" decays: a number, or "now", the step that the run resumes, for annealing. It needs
+    decay_steps or decay_tokens. Absent: so that the decay ends with the last step."""
+    min_ratio: Ratio = 0.1
+    """Learning rate at the end, as a share of the peak; "constant" stays at the peak."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of your own schedule."""
+
+    def problems(self) -> Iterator[str]:
+        if is_import_name(self.kind):
+            for key, default in (("warmup_ratio", 0.05), ("decay_ratio", 0.2), ("min_ratio", 0.1)):
+                if getattr(self, key) != default:
+                    yield f"{key}: your own schedule has no ratios; leave it out"
+        elif self.settings:
+            yield f"settings: they are the keyword arguments of your own schedule; {self.kind} has ratios"
+        lengths = [key for key in ("decay_steps", "decay_tokens") if getattr(self, key) is not None]
+        if self.kind != "wsd":
+            set_anyway = lengths + ["start_decay"] * (self.start_decay is not None)
+            yield from (f'{key}: a setting of kind = "wsd"; leave it out' for key in set_anyway)
+            return
+        if len(lengths) == 2:
+            yield "decay_tokens: decay_steps gives the length of the decay, too; leave one of them out"
+        if lengths and self.decay_ratio != 0.2:
+            yield f"decay_ratio: {lengths[0]} gives the length of the decay; leave decay_ratio out"
+        if self.start_decay is not None and not lengths:
+            yield "start_decay: the length of the decay is missing; set decay_steps or decay_tokens"
+        if not lengths and self.warmup_ratio + self.decay_ratio > 1:
+            yield f"decay_ratio: {self.decay_ratio} of the steps and warmup_ratio {self.warmup_ratio} exceed 1"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,13 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.models import llama3
 from titan_ckpt.models.registry import Architecture
 from titan_ckpt.training.callbacks import Callback, StepMetrics
-from titan_ckpt.training.config import RunConfig, ScheduleConfig
+from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.data.batch import IGNORED, Batch, collate
 from titan_ckpt.training.data.sequences import PackedDataset
 from titan_ckpt.training.parallel.apply import parallelise
 from titan_ckpt.training.parallel.data_parallel import clip_gradients
 from titan_ckpt.training.parallel.ranks import Ranks, find_backends
+from titan_ckpt.training.schedule import ScheduleConfig
 from titan_ckpt.training.trainer import Trainer
 
 SEQUENCES, LENGTH = 10, 8

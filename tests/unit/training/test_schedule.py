@@ -9,8 +9,16 @@ import pytest
 
 from titan_ckpt.config import from_dict
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.training.config import RunConfig, ScheduleConfig
-from titan_ckpt.training.schedule import Decay, changes, find_decay, rate_factor, rescaled, schedule_record
+from titan_ckpt.training.config import RunConfig
+from titan_ckpt.training.schedule import (
+    Decay,
+    ScheduleConfig,
+    changes,
+    find_decay,
+    rate_factor,
+    rescaled,
+    schedule_record,
+)
 from titan_ckpt.training.train_state import TrainState
 
 

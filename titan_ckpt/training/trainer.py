@@ -13,12 +13,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from titan_ckpt.encoding.named import is_import_name
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.run_guard import RunGuard
+from titan_ckpt.models.layers import local_tensor
 from titan_ckpt.models.registry import find_architecture
 from titan_ckpt.policy import due_exports
 from titan_ckpt.training.build_steps import BuildSteps
@@ -304,8 +304,7 @@ class Trainer(BuildSteps):
         """Return why this rank's weights must not be saved; a step between two logs is not measured. Not collective."""
         for part in self.model_parts:
             for fqn, parameter in part.named_parameters():
-                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                if parameter.requires_grad and not local.detach().isfinite().all():
+                if parameter.requires_grad and not local_tensor(parameter).detach().isfinite().all():
                     return f"{fqn} is not finite after step {self.state.step}; resume from an earlier checkpoint"
         return None
 

@@ -110,15 +110,13 @@ def _sessions(events: Sequence[Mapping[str, Any]]) -> Iterator[Session]:
     starts = [i for i, event in enumerate(events) if event.get("event") == "start"]
     for first, after in pairwise([*starts, len(events)]):
         own = events[first:after]
-        saved = [e.get("step") for e in own if e.get("event") == "save" and e.get("error") is None]
-        loaded = [e.get("step") for e in own if e.get("event") == "load" and e.get("error") is None]
-        ended = [e.get("unix_seconds") for e in own if e.get("event") == "end"]
+        newest = {event.get("event"): event for event in own if event.get("error") is None}
         yield Session(
             own[0].get("unix_seconds", 0.0),
             str(own[0].get("host", "")),
             int(own[0].get("world_size", 1)),
-            loaded[-1] if loaded else None,
-            saved[-1] if saved else None,
-            ended[-1] if ended else None,
+            newest.get("load", {}).get("step"),
+            newest.get("save", {}).get("step"),
+            newest.get("end", {}).get("unix_seconds"),
             sum(event.get("error") is not None for event in own if event.get("event") != "end"),
         )

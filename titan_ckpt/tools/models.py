@@ -16,7 +16,6 @@ from torch import nn
 from titan_ckpt.encoding.named import find_names_here, is_import_name
 from titan_ckpt.errors import ConfigError, NotACheckpointError
 from titan_ckpt.formats.huggingface.peft import PeftReader
-from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.geometry.chunks import TensorInfo, info_of
 from titan_ckpt.geometry.keymap import KeyMap
@@ -102,17 +101,13 @@ def find_config(reader: TensorReader, given: Path | None) -> Path | None:
         if not (folder / CONFIG).is_file():
             raise NotACheckpointError(f"--config {given}: holds no {CONFIG}; name the folder of the model's {CONFIG}")
         return folder
-    path = reader.path.absolute()
-    places = [path] if path.is_dir() else [path.parent]
+    path, base = reader.path.absolute(), None
     if isinstance(reader, NativeReader) and reader.manifest is not None:
         base = (reader.manifest.base or {}).get("path")
-        run = path.parent.parent
-        places += [Path(base)] if isinstance(base, str) else []
-        places += sorted((run / "exports").glob("step-*"), reverse=True)
     elif isinstance(reader, PeftReader):
         base = reader.metadata().get("base_model_name_or_path")
-        places += [Path(base)] if base else []
-    elif not isinstance(reader, HuggingFaceReader):
+    places = [path if path.is_dir() else path.parent, *([Path(base)] if isinstance(base, str) and base else [])]
+    if reader.format in ("native", "dcp"):
         places += sorted((path.parent.parent / "exports").glob("step-*"), reverse=True)
     return next((place for place in places if (place / CONFIG).is_file()), None)
 

@@ -133,12 +133,7 @@ class Llama3(Decoder[Llama3Config]):
 
     def torchtitan_key_map(self) -> KeyMap:
         """Return the table between torchtitan 0.3's names and Hugging Face's names."""
-        return torchtitan_key_map(self.config)
-
-
-def torchtitan_key_map(config: Llama3Config) -> KeyMap:
-    """Return the table between the names of torchtitan 0.3's Llama 3 of this shape and Hugging Face's names."""
-    return _key_map(config, **TORCHTITAN)
+        return _key_map(self.config, **TORCHTITAN)
 
 
 def _key_map(config: Llama3Config, output: str, qkv: str) -> KeyMap:

@@ -110,10 +110,5 @@ class Qwen3(Decoder[Qwen3Config]):
 
     def torchtitan_key_map(self) -> KeyMap:
         """Return the table between torchtitan 0.3's names and Hugging Face's names."""
-        return torchtitan_key_map(self.config)
-
-
-def torchtitan_key_map(config: Qwen3Config) -> KeyMap:
-    """Return the table between the names of torchtitan 0.3's dense Qwen3 of this shape and Hugging Face's names."""
-    embeddings = embedding_rules(config.tie_embeddings, TORCHTITAN["output"])
-    return KeyMap((*embeddings, *block_rules(qkv=TORCHTITAN["qkv"]), *_NORM_RULES))
+        embeddings = embedding_rules(self.config.tie_embeddings, TORCHTITAN["output"])
+        return KeyMap((*embeddings, *block_rules(qkv=TORCHTITAN["qkv"]), *_NORM_RULES))

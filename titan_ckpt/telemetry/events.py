@@ -163,26 +163,17 @@ def append_line(path: Path, values: Mapping[str, Any]) -> None:
     Raises: OSError, also for a pipe of that name, for whose reader nothing waits.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = os.open(path, flags, 0o644)
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        line = json.dumps(values, default=str) + "\n"
-        if _is_cut(path):
-            line = "\n" + line
-        os.write(fd, line.encode())
+        is_cut = status.st_size > 0 and os.pread(fd, 1, status.st_size - 1) != b"\n"
+        before = "\n" if is_cut else ""
+        os.write(fd, f"{before}{json.dumps(values, default=str)}\n".encode())
     finally:
         os.close(fd)
-
-
-def _is_cut(path: Path) -> bool:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        if not size:
-            return False
-        file.seek(size - 1)
-        return file.read(1) != b"\n"
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:

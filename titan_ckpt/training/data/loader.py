@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -97,14 +98,13 @@ class OrderedLoader:
         if not isinstance(self.dataset, IndexedDataset):
             kind = type(self.dataset).__name__
             raise ConfigError([f"training.epochs: the length of {kind} is not known; set training.steps"])
-        self._samples.end = epochs * self.dataset.num_sequences
-        return max(self._samples.end - self._next_index, 0)
+        self._samples.end = end = epochs * self.dataset.num_sequences
+        return max(end - self._next_index, 0)
 
     @property
     def _taken(self) -> int:
         """Return how many sequences all ranks have taken, without those that only fill the last batches."""
-        end = self._samples.end
-        return self._next_index if end is None else min(self._next_index, end)
+        return int(min(self._next_index, self._samples.end))
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches from the current position, without end. Raises: DataError for data that cannot be used."""
@@ -156,7 +156,7 @@ class _Unusable:
 class _Samples(IterableDataset[Any]):
     """The samples of a dataset; if the data cannot be used, ends with why."""
 
-    end: int | None = None
+    end: float = inf
     """Sequences from this number on have no labels: they fill the last batches of a run that ends with an epoch."""
 
     def __init__(self, dataset: OrderedDataset) -> None:
@@ -164,9 +164,6 @@ class _Samples(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         try:
-            if self.end is None:
-                yield from self.dataset.samples()
-                return
             for index, (sample, bookmark) in zip(self.dataset.indices(), self.dataset.samples(), strict=False):
                 yield (sample if index < self.end else without_labels(sample)), bookmark
         except ConfigError as error:

@@ -66,7 +66,7 @@ def test_an_error_of_the_disk_is_a_save_error_with_its_cause_and_path(
     assert content(RunFolder(tmp_path)) == [1]
 
 
-@pytest.mark.parametrize("mode", ["disabled", "thread", "process"])
+@pytest.mark.parametrize("mode", ["disabled", "thread"])
 def test_with_warn_the_run_goes_on_and_the_next_interval_saves(
     run_folder: RunFolder, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -84,6 +84,11 @@ def test_with_warn_the_run_goes_on_and_the_next_interval_saves(
         f"step {n} is not saved ({n - 1} in a row, 3 are accepted)" for n in (2, 3)
     ]
     assert all("No space left on device" in line for line in lines)
+
+
+def test_with_warn_a_run_that_saves_in_a_process_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It does not take `run_folder`, because a process takes seconds to start: one test of those on buckets has one."""
+    test_with_warn_the_run_goes_on_and_the_next_interval_saves(RunFolder(tmp_path), "process", caplog)
 
 
 def test_warn_ends_the_run_at_one_failure_too_many_in_a_row(run_folder: RunFolder) -> None:

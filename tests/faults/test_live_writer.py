@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import pickle
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
+import torch
 from torch import nn
 
+from tests.forked import Program
 from tests.run_folder import RunFolder
-from titan_ckpt import CheckpointConfig, CheckpointManager, ResumeConfig, SaveConfig
+from titan_ckpt import CheckpointConfig, CheckpointManager, KeepConfig, ResumeConfig, SaveConfig
 from titan_ckpt.directory import names
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.disk import posix
@@ -22,37 +21,35 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointNotFoundError
 from titan_ckpt.testing import distributed
 
-WRITER = """
-import pickle
-import sys
-import torch
-from torch import nn
-from titan_ckpt import CheckpointConfig, CheckpointManager, KeepConfig, SaveConfig
 
-model, folder = nn.Linear(64, 64), pickle.loads(bytes.fromhex(sys.argv[1]))
-save = SaveConfig(interval=1, async_mode="disabled", keep=KeepConfig(latest=1))
-config = CheckpointConfig(**folder.settings, save=save)
-with CheckpointManager(config, model_parts=[model], base_folder=folder.base) as manager:
-    for step in range(1, 1_000_000):
-        for parameter in model.parameters():
-            nn.init.constant_(parameter, step)
-        manager.save(step)
-        if step == 2:
-            print("ready", flush=True)
-"""
+def save_without_a_pause(folder: RunFolder) -> None:
+    """Save step after step, keep the newest, and say so when there are two."""
+    torch.set_num_threads(1)
+    model = nn.Linear(64, 64)
+    save = SaveConfig(interval=1, async_mode="disabled", keep=KeepConfig(latest=1))
+    config = CheckpointConfig(**folder.settings, save=save)
+    with CheckpointManager(config, model_parts=[model], base_folder=folder.base) as manager:
+        for step in range(1, 1_000_000):
+            for parameter in model.parameters():
+                nn.init.constant_(parameter, step)
+            manager.save(step)
+            if step == 2:
+                print("ready", flush=True)
 
 
 @contextmanager
-def writing(folder: RunFolder) -> Iterator[subprocess.Popen[str]]:
+def writing(folder: RunFolder) -> Iterator[Program]:
     """Run a process that saves without a pause, for the time of the block."""
-    command = [sys.executable, "-c", WRITER, pickle.dumps(folder).hex()]
-    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    folder.base.mkdir(exist_ok=True)
+    writer = Program(save_without_a_pause, folder, output=folder.base / "writer.txt")
     try:
-        assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+        while "ready" not in writer.text():
+            assert writer.poll() is None, writer.text()
+            time.sleep(0.01)
         yield writer
     finally:
         writer.kill()
-        writer.communicate()
+        writer.wait()
 
 
 def load(folder: RunFolder | Path, step: int | None = None) -> int:
@@ -77,16 +74,18 @@ def test_loads_beside_a_writer_that_keeps_one_step(run_folder: RunFolder) -> Non
     assert 0 < steps[0] < steps[-1]
 
 
-@distributed(nproc=2)
 def test_two_ranks_load_the_same_step_beside_a_writer(tmp_path: Path) -> None:
     """All ranks agree to go on to the newer step, also if the older one vanishes between their looks at it."""
+    with writing(RunFolder(tmp_path)):
+        _load_on_two_ranks(tmp_path)
+
+
+@distributed(nproc=2)
+def _load_on_two_ranks(folder: Path) -> None:
     line = Coordinator.current(60)
-    with writing(RunFolder(tmp_path)) if dist.get_rank() == 0 else nullcontext():
-        line.barrier("writing")
-        for _ in range(15):
-            steps = line.gather("loaded", load(tmp_path))
-            assert steps[0] == steps[1] != 0
-        line.barrier("done")
+    for _ in range(15):
+        steps = line.gather("loaded", load(folder))
+        assert steps[0] == steps[1] != 0
 
 
 def save(folder: Path, step: int) -> None:

@@ -38,6 +38,7 @@ _ON_BOTH = {
 }
 """These ask for deletions, versions, or errors that the two providers answer each in its own way."""
 _IN_A_PROCESS = "test_a_resumed_run_equals_an_uninterrupted_one"
+"""The only test with saves in a process, which takes seconds to start; others of that mode take no `run_folder`."""
 
 for _suite in _SUITES:
     for _name, _test in vars(_suite).items():
@@ -54,9 +55,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def run_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunFolder]:
-    name = request.function.__name__
-    if request.node.callspec.params.get("mode") == "process" and name != _IN_A_PROCESS:
-        pytest.skip(f"a process takes seconds to start: {_IN_A_PROCESS} is enough")
     server = request.getfixturevalue(request.param)
     assert isinstance(server, Server)
     store = StoreConfig(endpoint=server.endpoint, retry_seconds=5.0)

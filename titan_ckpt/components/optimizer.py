@@ -197,22 +197,21 @@ class OptimizerState:
     def replaced_settings(self, groups: Groups, scheduled: frozenset[str]) -> list[str]:
         """Return a line for each argument of an optimizer's constructor that `apply` will replace by another value.
 
-        `scheduled`: settings that change at every step. The learning rate of a scheduler is compared at its start.
+        `scheduled`: settings that change at every step.
         """
         lines: dict[str, None] = {}
         for optimizer, matched in zip(self.optimizers, self.match(groups), strict=True):
             arguments = inspect.signature(type(optimizer)).parameters.keys() - _RUN_CHOICES - scheduled
             for live, of_group in zip(optimizer.param_groups, matched, strict=True):
-                names = [n for n in live if n in arguments or (n == "initial_lr" and "lr" in scheduled)]
                 stored = of_group[0]["hyperparameters"] if of_group else {}
-                for name in names:
-                    if name in stored and repr(_number(stored[name])) != repr(_number(live[name])):
-                        shown = "lr" if name == "initial_lr" else name
-                        lines[f"{shown} = {_number(stored[name])} and not {_number(live[name])}"] = None
+                for name in (name for name in live if name in arguments and name in stored):
+                    before, now = _number(stored[name]), _number(live[name])
+                    if repr(before) != repr(now):
+                        lines[f"{name} = {before} and not {now}"] = None
         return list(lines)
 
-    def apply(self, tensors: StateDict, groups: Groups) -> None:
-        """Attach filled tensors, shared scalars and hyperparameters to the optimizers.
+    def apply(self, tensors: StateDict, groups: Groups, kept: frozenset[str] = frozenset()) -> None:
+        """Attach filled tensors, shared scalars and hyperparameters to the optimizers, but those that are `kept`.
 
         Raises: LoadMismatchError, as `match`; nothing is changed then.
         """
@@ -225,11 +224,12 @@ class OptimizerState:
                 by_fqn.setdefault(fqn, {})[name] = value
         for wrapper, optimizer, matched in zip(self._wrappers, self.optimizers, matches, strict=True):
             settings = [
-                {name: live[name] for name in live.keys() & _RUN_CHOICES}
+                {name: live[name] for name in live.keys() & (_RUN_CHOICES | kept)}
                 | {
                     name: _like(name, value, live.get(name), self._device())
                     for stored in of_group
                     for name, value in stored["hyperparameters"].items()
+                    if name not in kept
                 }
                 for live, of_group in zip(optimizer.param_groups, matched, strict=True)
             ]

@@ -216,19 +216,36 @@ class RunState:
         """Give all state that was read to its owners, after `check`; random generators last."""
         if "model" not in exclude:
             self.model.load_extra_state(run.get("model", {}))
-        if "optimizer" not in exclude and self.rank == 0:
-            self._log_replaced_settings(run)
+        if self.rank == 0:
+            self._log_replaced_settings(run, exclude)
         for name, restore in self._restorers(self.optimizer, run, rank, tensors, exclude).items():
             if name not in exclude:
                 assert restore is not None, "check() comes first"
                 restore()
 
-    def _log_replaced_settings(self, run: dict[str, Any]) -> None:
-        """Say which settings of this run's optimizers those of the checkpoint replace."""
-        scheduled = _scheduled(run.get("lr_scheduler", []))
-        replaced = [] if self.optimizer is None else self.optimizer.replaced_settings(run["optimizer"], scheduled)
-        if replaced:
-            logger.warning("the optimizer goes on with the checkpoint's %s", listed(replaced))
+    def _log_replaced_settings(self, run: dict[str, Any], exclude: frozenset[str]) -> None:
+        """Say which settings of this run's optimizers those of the checkpoint replace, and how to keep this run's."""
+        scheduled = self._scheduled()
+        if self.optimizer is not None and "optimizer" not in exclude:
+            self._log_replaced("optimizer", self.optimizer.replaced_settings(run["optimizer"], scheduled))
+        if scheduled and "lr_scheduler" not in exclude:
+            live = [scheduler.state_dict() for scheduler in self.lr_schedulers]
+            stored = _one_for_each(run.get("lr_scheduler", []), len(live))
+            pairs = {(_peaks(before), _peaks(now)) for before, now in zip(stored, live, strict=False)}
+            lines = [f"lr = {before} and not {now}" for before, now in pairs if before and now and before != now]
+            self._log_replaced("lr_scheduler", lines)
+
+    def _log_replaced(self, name: str, lines: list[str]) -> None:
+        if lines:
+            title = name.replace("_", " ")
+            logger.warning(
+                "the %s goes on with the checkpoint's %s; with checkpoint.resume.exclude = [%s] it starts afresh with "
+                "this run's", title, listed(lines), json.dumps(name)
+            )  # fmt: skip
+
+    def _scheduled(self) -> frozenset[str]:
+        """Return the settings of the optimizers that this run's schedulers change."""
+        return _scheduled([scheduler.state_dict() for scheduler in self.lr_schedulers])
 
     def _restorers(
         self,
@@ -242,7 +259,10 @@ class RunState:
         out: dict[str, Callable[[], None] | None] = {}
         if optimizer is not None:
             own = {k: v for k, v in tensors.items() if k.startswith(OPTIMIZER)}
-            out["optimizer"] = (lambda: optimizer.apply(own, run["optimizer"])) if "optimizer" in run else None
+            # a schedule of torch that starts afresh does so from this run's rate
+            afresh = "lr_scheduler" in exclude and any(_peaks(s.state_dict()) for s in self.lr_schedulers)
+            kept = self._scheduled() | {"initial_lr"} if afresh else frozenset()
+            out["optimizer"] = (lambda: optimizer.apply(own, run["optimizer"], kept)) if "optimizer" in run else None
         if self.lr_schedulers:
             schedules = _one_for_each(run.get("lr_scheduler", []), len(self.lr_schedulers))
             out["lr_scheduler"] = partial(self._load_schedulers, schedules) if schedules else None
@@ -305,6 +325,14 @@ def _scheduled(states: Sequence[Any]) -> frozenset[str]:
     inner = [_scheduled(state["_schedulers"]) for state in states if type(state) is dict and "_schedulers" in state]
     cycle = any(type(state) is dict and state.get("cycle_momentum") for state in states)
     return frozenset({"lr"} if states else ()).union(_MOMENTA if cycle else (), *inner)
+
+
+def _peaks(state: Any) -> str:
+    """Return the rates from which a scheduler of torch starts, by its state; inner schedulers start from the same."""
+    if type(state) is not dict:
+        return ""
+    own = ", ".join(dict.fromkeys(map(str, state.get("base_lrs", []))))
+    return own or next(filter(None, map(_peaks, state.get("_schedulers", []))), "")
 
 
 def _room_for(info: TensorInfo, live: torch.Tensor | None) -> torch.Tensor:

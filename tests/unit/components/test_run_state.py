@@ -178,23 +178,68 @@ def test_every_scheduler_goes_on_where_it_was(tmp_path: Path, name: str, caplog:
 def test_settings_of_the_optimizer_that_a_resume_replaces_are_one_log_line(
     tmp_path: Path, scheduled: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The checkpoint's learning rate and betas go on, and the log says instead of which."""
-
-    def objects(model: nn.Module, **settings: Any) -> dict[str, Any]:
-        optimizer = torch.optim.AdamW(model.parameters(), **settings)
-        schedulers = [schedules.LambdaLR(optimizer, lambda step: 1 / (1 + step))] if scheduled else []
-        return {"optimizers": [optimizer], "lr_schedulers": schedulers}
-
+    """The checkpoint's learning rate and betas go on, and the log says instead of which, and how not to."""
     model = nn.Linear(2, 2)
-    with manager(tmp_path, model, **objects(model, lr=0.1, betas=(0.8, 0.9))) as m:
+    with manager(tmp_path, model, **objects(model, scheduled, lr=0.1, betas=(0.8, 0.9))) as m:
         m.save(1)
     model = nn.Linear(2, 2)
-    with manager(tmp_path, model, **(resumed := objects(model, lr=0.3, weight_decay=0.5, foreach=False))) as m:
+    with manager(
+        tmp_path, model, **(resumed := objects(model, scheduled, lr=0.3, weight_decay=0.5, foreach=False))
+    ) as m:
         m.load()
     assert resumed["optimizers"][0].param_groups[0]["lr"] == 0.1
-    (line,) = (record.getMessage() for record in caplog.records if "goes on" in record.getMessage())
-    replaced = {"lr = 0.1 and not 0.3", "betas = (0.8, 0.9) and not (0.9, 0.999)", "weight_decay = 0.01 and not 0.5"}
-    assert set(line.removeprefix("the optimizer goes on with the checkpoint's ").split("; ")) == replaced
+    lines = [record.getMessage() for record in caplog.records if "goes on" in record.getMessage()]
+    rate, others = "lr = 0.1 and not 0.3", "betas = (0.8, 0.9) and not (0.9, 0.999); weight_decay = 0.01 and not 0.5"
+    said = 'the {} goes on with the checkpoint\'s {}; with checkpoint.resume.exclude = ["{}"] it starts afresh with'
+    said += " this run's"
+    if scheduled:
+        assert lines == [
+            said.format("optimizer", others, "optimizer"), said.format("lr scheduler", rate, "lr_scheduler")
+        ]  # fmt: skip
+    else:
+        assert lines == [said.format("optimizer", f"{rate}; {others}", "optimizer")]
+
+
+def objects(model: nn.Module, scheduled: bool, **settings: Any) -> dict[str, Any]:
+    """Return an optimizer, and a schedule that falls with each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    return {
+        "optimizers": [optimizer],
+        "lr_schedulers": [schedules.ExponentialLR(optimizer, 0.5)] if scheduled else [],
+    }
+
+
+def steps(objects: dict[str, Any]) -> list[float]:
+    """Return the rates of two steps."""
+    found = []
+    for _ in range(2):
+        found.append(objects["optimizers"][0].param_groups[0]["lr"])
+        objects["optimizers"][0].step()
+        objects["lr_schedulers"][0].step()
+    return found
+
+
+@pytest.mark.parametrize("left_out", ["optimizer", "lr_scheduler"])
+def test_a_schedule_that_starts_afresh_does_so_from_this_runs_rate(
+    tmp_path: Path, left_out: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also one that computes each rate from the one before. A schedule that goes on says so without the optimizer."""
+    model = nn.Linear(2, 2)
+    with manager(tmp_path, model, **(saved := objects(model, True, lr=0.1))) as m:
+        steps(saved)
+        m.save(2)
+    model = nn.Linear(2, 2)
+    resume = ResumeConfig(exclude=(left_out,))
+    with manager(tmp_path, model, resume=resume, **(resumed := objects(model, True, lr=0.3))) as m:
+        m.load()
+    lines = [record.getMessage() for record in caplog.records if "goes on" in record.getMessage()]
+    if left_out == "lr_scheduler":
+        assert steps(resumed) == [0.3, 0.15]
+        assert lines == []
+    else:
+        assert [line.partition(";")[0] for line in lines] == [
+            "the lr scheduler goes on with the checkpoint's lr = 0.1 and not 0.3"
+        ]
 
 
 def test_schedulers_of_more_stages_take_the_state_they_all_had(tmp_path: Path) -> None:

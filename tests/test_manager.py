@@ -31,6 +31,7 @@ from titan_ckpt.errors import (
     LoadMismatchError,
     NotACheckpointError,
 )
+from titan_ckpt.formats.native import transfers
 from titan_ckpt.manager import CheckpointManager
 
 
@@ -192,6 +193,27 @@ def test_a5_a_step_can_be_asked_for_and_rolled_back_to(run_folder: RunFolder) ->
         manager.save(4, last_step=True)
     assert same(again.model.state_dict(), run.model.state_dict())
     assert run_folder.steps() == [2, 4]
+
+
+def test_a_resume_fills_weights_and_optimizer_in_one_round(
+    run_folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No read of the one waits for the last of the other, and a file is looked at once."""
+    rounds: list[int] = []
+
+    def noted(readers: Sequence[transfers.BlockReader]) -> None:
+        rounds.append(len(readers))
+        transfers.execute(readers)
+
+    run = Run()
+    with run.manager(run_folder, save=SaveConfig(interval=1, async_mode="disabled")) as manager:
+        run.step()
+        manager.save(1)
+        weights = run.state()["model"]
+        run.step()
+        monkeypatch.setattr("titan_ckpt.formats.native.reader.execute", noted)
+        assert manager.load(1).step == 1
+    assert rounds == [1] and same(run.state()["model"], weights)
 
 
 def test_a_missing_step_is_named_with_those_that_are_there(run_folder: RunFolder) -> None:

@@ -78,7 +78,8 @@ class PreparedLoad:
     def read_grown(self) -> None:
         """Fill the rows of grown tables again, after all of their rows were initialised."""
         for opened in self._opened:
-            opened.reader.read(opened.partial.requests)
+            if opened.partial.requests:
+                opened.reader.read(opened.partial.requests)
 
     def give_back(self, values: Mapping[str, Any]) -> list[str]:
         """Hand tensors that are no live memory, and `values`, to the model's own code; return what it filled.

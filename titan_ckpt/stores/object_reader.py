@@ -29,7 +29,8 @@ class ObjectReader:
         self.request_bytes = min(_REQUEST_BYTES, path.bucket.settings.part_mib << 20)
         """Bytes to ask for at a time where many are wanted."""
         self._head, self.num_bytes = path.read_head(HEAD_BYTES)
-        self._fetched: tuple[int, memoryview] = 0, memoryview(b"")
+        self._fetched = 0, memoryview(self._head)
+        """Offset and content of what is in memory."""
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Return `num_bytes` from `offset` on; fewer if the object ends. Raises: EOFError; StoreError."""

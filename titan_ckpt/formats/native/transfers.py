@@ -125,7 +125,7 @@ def execute(readers: Sequence[BlockReader], check: progress.Count | None = None)
     cause: CorruptCheckpointError | None = None
     try:
         with nullcontext(check) if check else progress.shown("loading", total) as count:
-            run_workers(todo, read, num_workers)
+            run_workers(todo, read, min(num_workers, len(todo)))
             finish_uploads()
     except CorruptCheckpointError as error:
         cause = error

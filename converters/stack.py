@@ -119,8 +119,7 @@ def _common_base(adapters: Sequence[_Folder]) -> dict[str, Any]:
         record, other_record = (a.config.get(BASE_RECORD) or {} for a in (first, other))
         names = [a.config.get("base_model_name_or_path") for a in (first, other)]
         digests = [r.get("digest") for r in (record, other_record)]
-        known = all(digests)
-        if (digests[0] != digests[1]) if known else (all(names) and names[0] != names[1]):
+        if (digests[0] != digests[1]) if all(digests) else (all(names) and names[0] != names[1]):
             raise BaseMismatchError(
                 f"{first.folder} and {other.folder} were trained on different bases: "
                 f"{names[0]} ({digests[0]}) and {names[1]} ({digests[1]})",

@@ -155,8 +155,8 @@ def check_adapters(adapters: Mapping[str, AdaptedWeight], tensors: StateDict, co
             continue
         broken += [name for name in adapted.owned if not _finite(tensors[name])]
         # a shard of A may be on this rank and the matching shard of B on a different one: judge all ranks together
-        for name in (adapted.lora_a, adapted.lora_b):
-            effective += [name] if any(bool(block.data.any()) for block in blocks_of(tensors[name])) else []
+        pair = (adapted.lora_a, adapted.lora_b)
+        effective += [name for name in pair if any(bool(block.data.any()) for block in blocks_of(tensors[name]))]
     everywhere: Any = Coordinator.current().gather("adapter-check", {"broken": broken, "effective": effective})
     broken = sorted({name for rank in everywhere for name in rank["broken"]})
     union = {name for rank in everywhere for name in rank["effective"]}

@@ -91,7 +91,8 @@ class PeftAdapter:
         in_memory = {m: t.adapters[0].fqn for m, t in modules.items() if _is_renamed(t.group, base)}
         names = {module: [module, *([in_memory[module]] if module in in_memory else [])] for module in modules}
         by_weight = self._beside_experts(base, [*chain(*names.values())])
-        every = _with_parents({*chain(*names.values()), *self._other_modules(base)})
+        known = {*chain(*names.values()), *self._other_modules(base)}
+        every = {parent for module in known for parent in accumulate(module.split("."), lambda a, b: f"{a}.{b}")}
         keys = {m: [_pattern(key, every) for n in names[m] for key in (n, by_weight.get(n)) if key] for m in modules}
         alphas = {module: json_number(t.alpha(config.use_rslora)) for module, t in modules.items()}
         parts = {module: t.ranks for module, t in modules.items() if t.is_fused}
@@ -259,11 +260,6 @@ def _known(fqn: str, base: KeyMap) -> tuple[str, ...]:
         return base.group_of_fqn(fqn).keys
     except KeyMapError:
         return ()
-
-
-def _with_parents(modules: Collection[str]) -> set[str]:
-    """Return the modules and all modules that contain them."""
-    return {part for module in modules for part in accumulate(module.split("."), lambda a, b: f"{a}.{b}")}
 
 
 def _targets(adapted: Collection[str], every: Collection[str]) -> list[str] | str:

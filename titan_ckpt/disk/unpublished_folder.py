@@ -82,8 +82,7 @@ class StagedFolder:
     def abandon(self) -> None:
         """Remove the folder and everything in it. Raises: OSError; a later export then removes the rest."""
         try:
-            if self.path.exists():
-                _remove(self.path)
+            _remove(self.path)
         finally:
             self.release()
 
@@ -138,6 +137,7 @@ def _remove_if_dead(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
+    """Remove a folder and everything in it, if it is there."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
             posix.unlink(Path(parent) / name)

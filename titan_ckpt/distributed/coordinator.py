@@ -97,18 +97,14 @@ class Coordinator:
         assert self._store is not None, "one rank alone is no group"
         seconds = min(most_seconds, self.timeout_seconds / 2)
         store = dist.PrefixStore(name, self._store.clone())
-        made: list[Any] = []
 
-        def connect() -> _Verdict:
+        def connect() -> Any:
             try:
-                group = dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timedelta(seconds=seconds))
+                return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timedelta(seconds=seconds))
             except (AttributeError, dist.DistStoreError) as error:  # torch without gloo; a rank that does not come
                 raise RuntimeError(str(error)) from error
-            made.append(group)
-            return _Verdict([], [])
 
-        self._run(connect, name, seconds)
-        return made[0]
+        return self._run(connect, name, seconds)
 
     def close(self) -> None:
         """Keep rank 0, which may serve the store, until all have read its last verdict. Collective; never raises."""
@@ -202,17 +198,14 @@ class Coordinator:
         if self._stuck is not None:
             raise error or self._stuck
         bound = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        post: dict[str, Json] = {"tag": tag, "value": value}
-        if error is not None:
-            post = {"tag": tag, "error": f"{type(error).__name__}: {error}"}
+        post: dict[str, Json] = {"value": value} if error is None else {"error": f"{type(error).__name__}: {error}"}
         try:
             exchange = _Exchange(self._store, f"{self._prefix}/{next(self._sequence)}", self.rank, self.world_size)
-            text = json.dumps(post)
+            text = json.dumps({"tag": tag} | post)
             verdict = self._run(lambda: exchange.run(text, bound, self._stale), tag, bound)
         except PeerError:
-            if error is not None:
-                raise error from None
-            raise
+            if error is None:
+                raise
         if error is not None:
             raise error
         if verdict.failures:
@@ -237,18 +230,19 @@ class Coordinator:
             return posted.decode()
         return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def _run(self, conversation: Callable[[], _Verdict], tag: str, bound: float) -> _Verdict:
+    def _run(self, conversation: Callable[[], _Value], tag: str, bound: float) -> _Value:
         """Run the exchange in a thread of its own, because some store calls have no timeout if the store's host stops.
 
         If no thread can be started, as while Python 3.12 and later wait for a save at exit, it runs in this thread.
         """
-        done: list[_Verdict | BaseException] = []
+        done: list[_Value] = []
+        failed: list[BaseException] = []
 
         def target() -> None:
             try:
                 done.append(conversation())
             except BaseException as error:
-                done.append(error)
+                failed.append(error)
 
         thread = threading.Thread(target=target, name=f"titan_ckpt exchange {tag}", daemon=True)
         try:
@@ -257,20 +251,20 @@ class Coordinator:
             target()
         else:
             thread.join(bound + 4 * _grace(bound))
-        outcome = done[0] if done else None
-        if isinstance(outcome, _Verdict):
-            return outcome
-        if outcome is None:
+        if done:
+            return done[0]
+        error = failed[0] if failed else None
+        if error is None:
             fault = (
                 f"the store of the process group has not answered for {bound:g} s. It is served by rank 0 or its "
                 "launcher, which hangs or cannot be reached"
             )
-        elif isinstance(outcome, dist.DistError):
-            fault = f"lost the store of the process group, which rank 0 or its launcher serves: {outcome}"
+        elif isinstance(error, dist.DistError):
+            fault = f"lost the store of the process group, which rank 0 or its launcher serves: {error}"
         else:
-            raise outcome
+            raise error
         self._stuck = PeerError(f"{tag}: {fault}", [0])
-        raise self._stuck from outcome
+        raise self._stuck from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,12 +293,11 @@ class _Exchange:
         self._forget(complete, stale)
         return verdict
 
-    def part(self, bound: float, stale: list[str]) -> _Verdict:
+    def part(self, bound: float, stale: list[str]) -> None:
         """End the conversation: every rank posts, and rank 0 waits for all posts."""
         self._store.set(self._posts[self._rank], "")
         if self._rank == 0:
             self._forget(self._wait(self._posts, bound), stale)
-        return _Verdict([], [])
 
     def _collect(self, bound: float) -> tuple[_Verdict, bool]:
         """On rank 0, wait for every post; return the verdict and whether all ranks have posted."""

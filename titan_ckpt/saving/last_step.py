@@ -60,4 +60,4 @@ class LastStep:
         """Estimate the seconds from copy to commit: the longest of the last saves, or 5 s plus 100 MB/s before any."""
         if self.saver is None:
             return 0.0
-        return self.saver.longest_seconds or 5.0 + self.expected_bytes() / 1e8
+        return max(self.saver.seconds, default=0.0) or 5.0 + self.expected_bytes() / 1e8

@@ -91,12 +91,8 @@ class Saver:
         self._staging: StagingHandle | None = None
         self._staged: tuple[int, StateDict] | None = None
         """The step whose copy is in the arena, and the live tensors it was copied from."""
-        self._seconds: deque[float] = deque(maxlen=8)
-
-    @property
-    def longest_seconds(self) -> float | None:
-        """Return the longest duration of the last saves, from copy to commit; None before the first one."""
-        return max(self._seconds, default=None)
+        self.seconds: deque[float] = deque(maxlen=8)
+        """Durations of the last saves, from copy to commit."""
 
     @property
     def busy(self) -> bool:
@@ -301,8 +297,8 @@ class Saver:
         if request.expire:
             with event.phase("expire"):
                 event.note(expired=self._directory.expire(self._config.keep))
-        self._seconds.append(time.perf_counter() - started)
-        logger.info("step %d saved in %.2f s", request.step, self._seconds[-1])
+        self.seconds.append(time.perf_counter() - started)
+        logger.info("step %d saved in %.2f s", request.step, self.seconds[-1])
 
 
 def _make_all(exports: Sequence[Callable[[Coordinator], None]], coordinator: Coordinator) -> None:

@@ -200,15 +200,13 @@ def _indexed(folder: Source) -> list[SafetensorsHeader]:
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptCheckpointError(f"{path}: no weight_map that names a file for each tensor", str(path))
-    names: list[str] = []
     for key, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise CorruptCheckpointError(
                 f"{path}: tensor {key!r} is said to be in {name!r}, which is not the name of a .safetensors file here",
                 str(path),
             )
-        names.append(name)
-    names = sorted(set(names))
+    names = sorted({str(name) for name in weight_map.values()})
     _require(folder, names, f"named by {INDEX}")
     if WEIGHTS not in names and (folder / WEIGHTS).exists():
         raise CorruptCheckpointError(

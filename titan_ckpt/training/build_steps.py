@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import IterableDataset
 
 from titan_ckpt.encoding.named import is_import_name
-from titan_ckpt.errors import CheckpointError, ConfigError, listed, says_setting_is_wrong
+from titan_ckpt.errors import CheckpointError, ConfigError, says_setting_is_wrong
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.loading.external import ExternalLoad, ExternalWeights, check_handler
 from titan_ckpt.manager import CheckpointManager
@@ -50,7 +50,7 @@ from titan_ckpt.training.loss import BalanceLoss, balance_coefficient, summed_cr
 from titan_ckpt.training.model_folder import checkpoint_settings
 from titan_ckpt.training.own_code import check_names, make_optimizer, make_patterns, make_scheduler
 from titan_ckpt.training.parallel.apply import parallelise
-from titan_ckpt.training.parallel.data_parallel import find_mixed, is_sharded, on_unknown_axes, sum_gradients
+from titan_ckpt.training.parallel.data_parallel import check_axes, find_mixed, is_sharded, sum_gradients
 from titan_ckpt.training.parallel.degrees import Degrees, find_degrees, micro_batches
 from titan_ckpt.training.parallel.pipeline import Pipeline
 from titan_ckpt.training.parallel.ranks import Ranks, process_group, world_size
@@ -225,7 +225,7 @@ class BuildSteps:
         distribute = parallelise if own is None else own
         parts = distribute(self.model, self.ranks, self.config.parallel, self._compute_dtype, length, fit)
         if architecture is None or architecture.clip_gradients is None:
-            self._check_axes(parts)
+            check_axes(parts, self.config.model.name)
         for part in parts:
             sum_gradients(part)
             materialise(part, self.ranks.device)
@@ -305,13 +305,6 @@ class BuildSteps:
         return tuple(import_callbacks(self.config.callbacks))
 
     # Shared by the build steps
-
-    def _check_axes(self, parts: Sequence[nn.Module]) -> None:
-        """Raises: ConfigError for parameters whose gradients have no norm that `clip_gradients` could find."""
-        if strange := [fqn for part in parts for fqn in on_unknown_axes(part)]:
-            found = f"its parallelise puts {listed(strange, ', ', ' ')} on a mesh of its own, so no norm can be found"
-            use = 'use the meshes of ranks, such as ranks.mesh("fsdp"), or give the Architecture a clip_gradients'
-            raise ConfigError([f"model.name: {self.config.model.name!r}: {found}; {use}"])
 
     def _weight_handlers(self) -> list[str]:
         """Return the names of everything that would fill the model at a load; known before anything is built."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from titan_ckpt.errors import ConfigError, listed
 from titan_ckpt.training.parallel.degrees import AXES, FLAT
 from titan_ckpt.training.parallel.ranks import Ranks
 
@@ -49,17 +50,19 @@ def shard(
     sum_gradients(model)
 
 
-def on_unknown_axes(model: nn.Module) -> list[str]:
-    """Return the parameters on meshes whose axes have other names than those of `Ranks.mesh`.
+def check_axes(model_parts: Sequence[nn.Module], name: str) -> None:
+    """Check that `name`, a model that distributes itself, uses the axes of `Ranks.mesh`.
 
-    `sum_and_clip` cannot tell which ranks hold the same elements of them.
+    Raises: ConfigError for parameters on others: `sum_and_clip` cannot tell which ranks hold the same elements of them.
     """
     known = {*AXES, *FLAT}
-    return [
-        fqn
-        for fqn, value in model.named_parameters()
-        if isinstance(value, DTensor) and not known.issuperset(value.device_mesh.mesh_dim_names or ("",))
+    named = [
+        (fqn, value) for part in model_parts for fqn, value in part.named_parameters() if isinstance(value, DTensor)
     ]
+    if strange := [fqn for fqn, v in named if not known.issuperset(v.device_mesh.mesh_dim_names or ("",))]:
+        found = f"its parallelise puts {listed(strange, ', ', ' ')} on a mesh of its own, so no norm can be found"
+        use = 'use the meshes of ranks, such as ranks.mesh("fsdp"), or give the Architecture a clip_gradients'
+        raise ConfigError([f"model.name: {name!r}: {found}; {use}"])
 
 
 def find_mixed(model_parts: Sequence[nn.Module]) -> tuple[str, str] | None:

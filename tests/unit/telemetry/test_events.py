@@ -123,7 +123,7 @@ def test_the_git_revision_is_what_git_says(tmp_path: Path) -> None:
 
 def test_a_failed_save_is_a_line_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is in the event, and is raised as before."""
-    monkeypatch.setattr("titan_ckpt.saving.saver._write_file", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr("titan_ckpt.saving.saver._write_all", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(SaveError):
         run(tmp_path, steps=1)
     saves = [event for event in read_events(tmp_path / TELEMETRY) if event["event"] == "save"]

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from titan_ckpt.training.data.sequences import DummyDataset, IndexedDataset
@@ -33,7 +32,7 @@ def header(trainer: Trainer) -> Iterator[str]:
     yield f"data    {_data(trainer)}"
     degrees = [f"{f.name} {d}" for f in fields(ranks.degrees) if (d := getattr(ranks.degrees, f.name)) > 1]
     many = "1 rank" if ranks.size == 1 else f"{ranks.size} ranks ({', '.join(degrees)})"
-    yield f"device  {_device(ranks.device)}, {many}, {config.training.compute_dtype}"
+    yield f"device  {trainer.state.numerics['device']}, {many}, {config.training.compute_dtype}"
 
 
 def position(trainer: Trainer) -> str:
@@ -50,10 +49,6 @@ def short(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return str(number)
-
-
-def _device(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _data(trainer: Trainer) -> str:

@@ -213,7 +213,7 @@ def _same_info(
     equal = True
     for one, other in zip(a.blocks(), b.blocks(), strict=True):
         first = digest.partial_digest(a.info, one.chunk, one.data)
-        same = _equal_bits(one.data, other.data)
+        same = torch.equal(_bytes(one.data), _bytes(other.data))
         equal &= same
         second = first if same else digest.partial_digest(b.info, other.chunk, other.data)
         sums = [digest.add(sums[0], first), digest.add(sums[1], second)]
@@ -237,10 +237,6 @@ def _joined(digests: Mapping[str, str]) -> str | None:
     """Return one digest for all tensors of a side; None if it has none."""
     lines = "\n".join(f"{name} {value}" for name, value in sorted(digests.items()))
     return xxhash.xxh3_128_hexdigest(lines.encode()) if digests else None
-
-
-def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(_bytes(a), _bytes(b))
 
 
 def _bytes(value: torch.Tensor) -> torch.Tensor:

@@ -105,6 +105,8 @@ def settings(
 ) -> RunConfig:
     world = dist.get_world_size() if dist.is_initialized() else 1
     share = world // prod(table.get(f"{axis}_parallel", 1) for axis in ("tensor", "pipeline", "context"))
+    # Fused AdamW is one operation, where FSDP2 takes long for one of each parameter; it needs parameters of one mesh.
+    is_mixed = bool({"tensor_parallel", "expert_parallel"} & table.keys())
     return from_dict(
         RunConfig,
         {
@@ -112,7 +114,7 @@ def settings(
             "model": {"name": model, "folder": str(root / model)},
             "data": {"sequence_length": LENGTH, "cache_folder": str(root / "cache"), "tokenizer": {"vocab_size": 300}},
             "training": {"steps": STEPS, "batch_size": SEQUENCES // share, "device": "cpu", "max_grad_norm": 1.0},
-            "optimizer": {"lr": 3e-3},
+            "optimizer": {"lr": 3e-3, **({} if is_mixed else {"implementation": "fused"})},
             "schedule": {"warmup_ratio": 0.0},
             "parallel": dict(table),
             "checkpoint": dict(checkpoint),
@@ -227,9 +229,12 @@ def on_2(act: str, model: str, root: Path) -> None:
     everywhere(globals()[act], model, root)
 
 
-@distributed(nproc=4, timeout_seconds=240)
-def on_4(act: str, model: str, root: Path) -> None:
-    everywhere(globals()[act], model, root)
+@distributed(nproc=4, timeout_seconds=480)
+def on_4(model: str, root: Path) -> None:
+    """Save and load in one world, because the first operation of each kind on a DTensor takes long."""
+    everywhere(save_in, model, root)
+    dist.barrier()  # rank 0 has written what the next loss would be
+    everywhere(load_in, model, root)
 
 
 def assert_every_layout_loads_what_every_other_one_saves(model: str, root: Path) -> None:
@@ -238,10 +243,11 @@ def assert_every_layout_loads_what_every_other_one_saves(model: str, root: Path)
     The next loss after a load is within 1e-6 of what its writer would have had.
     """
     write_shapes(root)
-    for act in (save_in, load_in):
-        everywhere(act, model, root)
-        on_2(act.__name__, model, root)
-        on_4(act.__name__, model, root)
+    everywhere(save_in, model, root)
+    on_2(save_in.__name__, model, root)
+    on_4(model, root)
+    on_2(load_in.__name__, model, root)
+    everywhere(load_in, model, root)
     losses = [json.loads(file.read_text()) for file in (root / model).glob("*/next.json")]
     assert len(losses) == sum(len(layouts_of(model, n)) for n in (1, 2, 4))
     assert all(one == pytest.approx(losses[0], rel=1e-4) for one in losses), losses

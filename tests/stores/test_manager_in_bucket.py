@@ -84,7 +84,7 @@ def test_the_files_of_a_rank_are_sent_and_asked_for_at_the_same_time(
         assert sorted(asked) == [*(f"create {name}" for name in small), f"upload {tensors}"]
         del asked[:]
         assert saves.load(1).step == 1
-    assert sorted(asked) == [*(f"read {name}" for name in small), f"read_head {tensors}"]
+    assert sorted(asked) == sorted(f"read_head {name}" for name in (*small, tensors))
 
 
 def test_a_damaged_step_is_named_and_the_one_before_is_loaded(server: Server, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from titan_ckpt.directory.bucket_commits import Commit, Commits, Look
@@ -139,8 +140,11 @@ class BucketSteps(Steps):
         commit = self._commits.place(manifest.step, manifest.attempt)
         wanted = [files / record.name for record in manifest.files if record.name in names]
         place = fetched(files, [commit, *wanted])
-        content = place.heads.get(commit.key, (None, 0))[0]
-        return SAME if content == expected else "nothing" if content is None else "another save", place
+        try:
+            content = replace(commit, heads=place.heads).read()
+        except FileNotFoundError:
+            return "nothing", place
+        return SAME if content == expected else "another save", place
 
     def open(self) -> BucketLease:
         if self._lease is None:

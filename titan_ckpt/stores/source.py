@@ -76,19 +76,15 @@ def listed(place: BucketPath) -> ListedPath:
 
 
 def fetched(place: BucketPath, files: Iterable[BucketPath]) -> BucketPath:
-    """Return the place as one that knows files below or beside it: all of a JSON file, the head of any other.
+    """Return the place as one that knows the heads of these files, which are asked for at the same time.
 
-    All are asked for at the same time. A file that is not there is left to whoever reads it. Raises: StoreError.
+    A small file is all head. One that is not there is left to whoever reads it. Raises: StoreError.
     """
     heads: dict[str, tuple[bytes, int]] = {}
 
     def fetch(file: BucketPath) -> None:
         with contextlib.suppress(FileNotFoundError):
-            if file.name.endswith(".json"):
-                data = file.read()
-                heads[file.key] = data, len(data)
-            else:
-                heads[file.key] = file.read_head(HEAD_BYTES)
+            heads[file.key] = file.read_head(HEAD_BYTES)
 
     todo = list(dict.fromkeys(files))
     run_workers(todo, fetch, min(len(todo), place.bucket.settings.concurrency))

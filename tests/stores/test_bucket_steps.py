@@ -77,6 +77,29 @@ def test_a_foreign_object_beside_the_files_damages_no_step(s3: Server) -> None:
     assert steps.inspect(1).step == 1
 
 
+def test_a_pin_whose_step_is_gone_is_deleted_after_a_week(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever pinned it was killed before it saw that the step was being deleted. Other pins stay."""
+    place = place_in(s3)
+    steps = BucketSteps(place)
+    save(steps, 1)
+    save(steps, 2)
+    steps.pin(1)
+    steps.pin(2)
+    steps.close()
+    (commit,) = [key for key in keys(place) if key.startswith("commits/step-1.") and key.endswith(".json")]
+    widow = commit.removesuffix("json") + "pinned"
+    place.bucket.delete([(place / commit).key])
+    place.bucket.create((place / commit.replace("json", "abandoned")).key, b"")
+    for seconds, left in ((bucket_steps._FENCE_SECONDS, True), (-60.0, False)):
+        monkeypatch.setattr(bucket_steps, "_FENCE_SECONDS", seconds)
+        steps.open()
+        steps.close()
+        assert (widow in keys(place)) == left
+    marks = [key.partition(".")[0] for key in keys(place) if key.endswith((".pinned", ".abandoned"))]
+    assert marks == ["commits/step-2"]
+    assert [(step.step, step.foreign) for step in steps.survey().steps] == [(2, ("PINNED",))]
+
+
 def test_a_step_that_was_pinned_after_it_was_listed_is_not_removed(s3: Server) -> None:
     """Another process has pinned it while this one decided what expires."""
     place = place_in(s3)

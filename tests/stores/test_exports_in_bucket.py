@@ -329,6 +329,28 @@ def test_what_an_export_left_that_was_cut_short_a_day_ago_is_removed(
         BucketExports(place).publish("step-1", attempt, ".metadata", b"names")
 
 
+def test_the_record_of_an_export_that_somebody_has_deleted_is_removed_after_a_day(
+    s3: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So is what a check left that was killed. A record of today, or of another kind of export, or of objects stays."""
+    place = place_in(s3)
+    config = ExportConfig("hf", interval=1, keep=5, folder=str(place))
+    for name in ("step-1", "step-2", "step-3-peft"):
+        BucketExports(place).begin(name)
+    place.bucket.create((place / "step-2" / "a.safetensors").key, b"weights")
+    place.bucket.create((place / RECORDS / f"probe-{'0' * 32}").key, b"")
+    BucketExports(place).expire(config, 3)
+    there = names(place)
+    assert len(there) == 5
+    monkeypatch.setattr(BucketExports, "_is_leftover", lambda *_: False)
+    monkeypatch.setattr(bucket_record, "_CUT_SHORT_SECONDS", -60.0)
+    BucketExports(place).expire(config, 3)
+    assert sorted({*there} - {*names(place)}) == [
+        f"{RECORDS}/probe-{'0' * 32}",
+        f"{RECORDS}/step-1.json",
+    ]
+
+
 def test_what_cannot_be_an_export_is_said_before_the_first_step(s3: Server, tmp_path: Path) -> None:
     """A bucket that is not there; a place inside the checkpoint folder; an unknown scheme."""
     settings = StoreConfig(endpoint=s3.endpoint, retry_seconds=5.0)

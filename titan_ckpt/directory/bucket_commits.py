@@ -71,6 +71,8 @@ class Look:
     """Names of other objects."""
     removals: list[tuple[int, str]]
     """(step, attempt) of the removals that are under way, or were cut short; of some the commit is deleted already."""
+    widowed: list[ObjectFacts]
+    """Pins, and marks of what was set aside, in whose place is no commit. They never come before it."""
 
 
 class Commits:
@@ -116,7 +118,10 @@ class Commits:
                     Commit(step, attempt, path, *self._seen[key], pinned, set_aside, removed, facts.unix_seconds)
                 )
         removals = sorted((step, attempt) for mark, step, attempt in marks if mark == "removal")
-        return Look(sorted(commits, key=lambda commit: (commit.step, commit.attempt)), strangers, removals)
+        held = {(n, a) for mark, n, a in marks if mark == "json"} - {(c.step, c.attempt) for c in commits if c.is_fence}
+        pins_and_marks = [(m, facts) for m, facts in matches.values() if m and m[3] in ("pinned", "abandoned")]
+        widowed = [facts for match, facts in pins_and_marks if (int(match[1]), match[2]) not in held]
+        return Look(sorted(commits, key=lambda commit: (commit.step, commit.attempt)), strangers, removals, widowed)
 
     def _all(self) -> list[ObjectFacts]:
         return self._bucket.list_objects((self._root / COMMITS).key)

@@ -41,7 +41,8 @@ _Sizes = dict[tuple[int, str], dict[str, int]]
 """(Step, attempt) -> size of each of its files."""
 _WAS_LEFT = "set aside when its run went back to an earlier step"
 _FENCE_SECONDS = 7 * 86400.0
-"""A fence stays so long: no request to commit what it fences arrives later, but from a process that was suspended."""
+"""A fence, or a pin whose commit is gone, stays so long: no request to commit what a fence fences arrives later, but
+from a process that was suspended."""
 _AWAY_SECONDS = 3600.0
 """A commit that took longer than this may have been fenced so long ago that the fence is gone."""
 
@@ -314,6 +315,7 @@ class BucketSteps(Steps):
     def _recover(self, lease: BucketLease) -> None:
         """Fence the attempts that are not committed, delete their files, and finish removals that were cut short.
 
+        Old fences, and marks of steps that are gone, are deleted, too.
         Raises: CommitConflictError if another process has taken the lease meanwhile, whose attempts these may be.
         """
         prefix = (self.root / DATA).key
@@ -335,8 +337,8 @@ class BucketSteps(Steps):
             self._finish_removal(step, attempt, places.get((step, attempt)))
         old = time.time() - _FENCE_SECONDS
         fences = [commit for commit in look.commits if commit.is_fence and commit.unix_seconds < old]
-        if gone := [fence.path.key for fence in fences if (fence.step, fence.attempt) not in with_files]:
-            self._bucket.delete(gone)
+        gone = [fence.path.key for fence in fences if (fence.step, fence.attempt) not in with_files]
+        self._bucket.delete([*gone, *(mark.key for mark in look.widowed if mark.unix_seconds < old)])
         self._in_doubt.clear()
 
     def _finish_removal(self, step: int, attempt: str, commit: Commit | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ LOADABLE = ("config.json", "adapter_config.json", ".metadata")
 _MAX_BYTES = 1 << 24
 _CUT_SHORT_SECONDS = 86400.0
 """An export that has written nothing for so long, and is not published, is not under way any more."""
+_PROBE = re.compile(r"probe-[0-9a-f]{32}")
 logger = logging.getLogger(__name__)
 
 
@@ -111,7 +113,8 @@ class BucketExports:
         """Remove interval exports that are no longer kept, each with the file first that makes it loadable.
 
         The record says so before anything is deleted, and goes last: a removal that is cut short is taken up again.
-        The leftovers of exports that were cut short a day ago are deleted, too. Raises: StoreError.
+        The leftovers of exports that were cut short a day ago are deleted, too, and the records of exports that
+        somebody has deleted. Raises: StoreError.
         """
         if config.keep is None:
             return
@@ -125,6 +128,21 @@ class BucketExports:
                 logger.info("export of step %d removed: the newest %d are kept", expired, config.keep)
             else:
                 logger.info("export of step %d removed: only a part of it was there", expired)
+        self._forget_deleted(config)
+
+    def _forget_deleted(self, config: ExportConfig) -> None:
+        """Delete records, and what `check` has left, that are a day old and of nothing that is there.
+
+        An export that is under way has a newer record, or objects.
+        """
+        old = time.time() - _CUT_SHORT_SECONDS
+        records = self.root.bucket.list_objects((self.root / RECORDS).key)
+        names = [facts.key.rpartition("/")[2] for facts in records if facts.unix_seconds < old]
+        gone = [name for name in names if _PROBE.fullmatch(name)]
+        if steps := steps_among((name.removesuffix(".json") for name in names if name.endswith(".json")), config):
+            there = self.steps_there(config)
+            gone += [f"{_name(config, step)}.json" for step in steps if step not in there]
+        self.root.bucket.delete([(self.root / RECORDS / name).key for name in gone])
 
     def steps_there(self, config: ExportConfig) -> list[int]:
         """Return the steps whose exports have objects, whoever made them. Raises: StoreError."""

@@ -15,7 +15,8 @@ from titan_ckpt.encoding.toml import Check
 from titan_ckpt.errors import ConfigError, without_credentials
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")
-_SHELL = re.compile(r"~[^/]*(/|$)|.*\$(\{|[A-Z_])", re.DOTALL)
+_SHELL = re.compile(r"~[^/]*(/|$)|.*(\$[{(A-Z_]|`)", re.DOTALL)
+_TORN = re.compile(r"\s|.*(\s$|[\x00-\x1f\x7f])", re.DOTALL)
 _EXPECTED = "a path on a mounted file system (no URI such as s3:// is supported)"
 
 
@@ -49,10 +50,15 @@ def require(
 
 
 WRITTEN_OUT = "a path without ~ and $NAME, which only a shell replaces: write it out"
+Whole = Check(
+    "a path without spaces around it, control characters such as line breaks, and names of more than 255 bytes",
+    lambda path: not (_TORN.match(path) or any(len(name.encode(errors="replace")) > 255 for name in path.split("/"))),
+)
 Written = Check(WRITTEN_OUT, lambda path: not needs_shell(path))
 LocalPath = Annotated[
     str,
     Check("a string that is not empty", str.strip),
+    Whole,
     Check(_EXPECTED, lambda path: not is_uri(path)),
     Written,
 ]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from titan_ckpt.encoding.local_path import Written, is_uri, require
+from titan_ckpt.encoding.local_path import Whole, Written, is_uri, require
 from titan_ckpt.encoding.toml import Check, Checked
 
 SCHEMES = ("s3", "gs", "az")
@@ -60,6 +60,7 @@ _EXPECTED = "a path on a mounted file system, or s3://bucket/key, gs://bucket/ke
 FolderOrBucket = Annotated[
     str,
     Check("a string that is not empty", str.strip),
+    Whole,
     Check(_EXPECTED, lambda text: not _is_unknown(text)),
     Written,
 ]

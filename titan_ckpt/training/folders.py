@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def _folders(config: RunConfig) -> Iterator[tuple[str, Path]]:
     yield "data.cache_folder", Path(config.data.cache_folder)
     output = Path(config.output_folder)
     yield "output_folder", output
-    if output.is_dir():  # otherwise a problem is reported for the output folder
+    if os.path.isdir(output):  # otherwise a problem is reported for the output folder
         if isinstance(folder := open_location(config.checkpoint.folder, output, config.checkpoint.store), Path):
             yield "checkpoint.folder", folder
         for i, export in enumerate(config.checkpoint.export):

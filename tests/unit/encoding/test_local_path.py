@@ -72,7 +72,9 @@ def test_every_setting_that_names_a_folder_refuses_a_uri() -> None:
         assert (known if line.startswith(in_buckets) else '(no URI such as s3:// is supported), found "') in line
 
 
-@pytest.mark.parametrize("path", ["~/x", "~", "~me/x", "$HOME/x", "runs/${RUN}", "run-$SLURM_JOB_ID"])
+@pytest.mark.parametrize(
+    "path", ["~/x", "~", "~me/x", "$HOME/x", "runs/${RUN}", "run-$SLURM_JOB_ID", "$(pwd)/x", "`pwd`/x"]
+)
 def test_every_setting_that_names_a_folder_refuses_what_only_a_shell_replaces(path: str) -> None:
     """It would be a folder of that name in the current one."""
     raw = settings_with(path)
@@ -83,9 +85,19 @@ def test_every_setting_that_names_a_folder_refuses_what_only_a_shell_replaces(pa
     assert all(f'{said}"{path}' in line for line in raised.value.problems)
 
 
+@pytest.mark.parametrize("path", ["a ", " a", "a\n", "a\nb", "a\x00b", "\ta", "a\x7f", "ü" * 128])
+def test_every_setting_that_names_a_folder_refuses_what_was_pasted_with_too_much(path: str) -> None:
+    """A space at an end is not seen in a message or a listing; no path has a null byte or a name of 256 bytes."""
+    with pytest.raises(ConfigError) as raised:
+        from_dict(RunConfig, settings_with(path))
+    problems = [line for line in raised.value.problems if not line.startswith("checkpoint.initial_load.2")]
+    assert {line.partition(":")[0] for line in problems} == PATHS - {"checkpoint.initial_load.2.path"}
+    assert all("expected a path without spaces around it, control" in line for line in problems)
+
+
 def test_a_name_that_a_shell_leaves_alone_is_a_path() -> None:
     """Also where it has the same characters at another place."""
-    names = ("./~x", "a~", "a/~/b", "b$", "a$1", "price$usd", "/data/x")
+    names = ("./~x", "a~", "a/~/b", "b$", "a$1", "price$usd", "/data/x", "a b", "数据/x")
     assert [CheckpointConfig(folder=name).folder for name in names] == [*names]
 
 

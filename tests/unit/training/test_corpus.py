@@ -145,7 +145,7 @@ def test_d8_a_pattern_asks_for_no_right_that_it_does_not_need(tmp_path: Path, mo
     for pattern in ("sealed/*.jsonl", "s*/a.jsonl"):
         with pytest.raises(ConfigError, match=r"data\.corpus: \S+/sealed cannot be read: Permission denied"):
             open_corpus(str(tmp_path / pattern))
-    with pytest.raises(ConfigError, match="matches 0 files"):
+    with pytest.raises(ConfigError, match="matches no file"):
         open_corpus(str(tmp_path / f"{'x' * 300}*.jsonl"))
 
 
@@ -237,7 +237,9 @@ def bad(folder: Path) -> None:
     ("name", "settings", "expected"),
     [
         ("absent.txt", {}, [r"absent\.txt is not there; expected a file, a folder, a pattern"]),
-        ("*.nope", {}, [r"\*\.nope matches 0 files and none is a \.txt"]),
+        ("**.jsonl", {}, [r'data\.corpus: .* in \'\*\*\.jsonl\' only for one name; make it a part of its own, such']),
+        ("*.{txt,jsonl}", {}, [r"\*\.\{txt,jsonl\} matches no file; a pattern has no braces"]),
+        ("*.nope", {}, [r"\*\.nope matches no file"]),
         ("empty", {}, [r"the folder empty holds nothing; expected a \.txt, \.md, \.jsonl or \.parquet file"]),
         ("pictures", {}, [r"the folder pictures holds 1 other files, such as x.png; expected"]),
         ("x.csv", {}, [r"x\.csv: expected a \.txt.*, found the suffix '\.csv'"]),

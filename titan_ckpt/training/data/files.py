@@ -44,6 +44,9 @@ def find_files(name: str, setting: str) -> list[Path]:
     Raises: ConfigError listing all that is not there, cannot be read, or is no file that training can read.
     """
     path = Path(name)
+    if split := [part for part in path.parts if "**" in part and part != "**" and not os.path.exists(name)]:
+        what = f'"**" stands for folders at any depth, and in {split[0]!r} only for one name'
+        raise ConfigError([f'{setting}: {what}; make it a part of its own, such as "data/**/*.jsonl"'])
     if glob.has_magic(name) and not os.path.exists(name):
         found, folder = _matched(name, setting), None
     elif _is_folder(path, setting):
@@ -60,7 +63,9 @@ def find_files(name: str, setting: str) -> list[Path]:
         what = f"{len(others)} other files, such as {others[0]}" if others else "nothing"
         raise ConfigError([f"{setting}: the folder {path} holds {what}; expected {_EXPECTED}"])
     if not files:
-        raise ConfigError([f"{setting}: {name} matches {len(found)} files and none is {_EXPECTED}"])
+        what = f"matches {len(found)} files and none is {_EXPECTED}" if found else "matches no file"
+        hint = "; a pattern has no braces: name a folder, or a pattern of all" if "{" in name else ""
+        raise ConfigError([f"{setting}: {name} {what}{hint}"])
     if textual := [other for other in others if Path(other).suffix.lower() in _NOT_READ]:
         logger.info("%s: not read: %s; expected %s", setting, listed(textual, ", ", " "), _EXPECTED)
     return files

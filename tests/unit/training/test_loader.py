@@ -9,12 +9,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 from titan_ckpt.errors import ConfigError, DataError, LoadMismatchError
 from titan_ckpt.training.data.batch import IGNORED, Batch, checked, collate, to_device
@@ -102,6 +104,49 @@ def test_a_loader_draws_no_random_numbers_of_the_run() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize(
+    ("num_workers", "state"),
+    [
+        (0, {"next_index": 8, "fingerprint": "x"}),
+        (0, {"_snapshot": {}}),
+        (2, {"_num_yielded": 3}),
+        (2, {"_snapshot": {"_main_snapshot": {"_num_workers": 3}}}),
+    ],
+)
+def test_d4_a_position_that_data_of_ones_own_cannot_take_is_refused(num_workers: int, state: Any) -> None:
+    """That of built-in data, or of batches that were made by other processes; torchdata says so at the first batch."""
+    own = build_dataloader(Own(), 4, collate, 0, Workers(num_workers))
+    with pytest.raises(
+        LoadMismatchError,
+        match=rf"not one in data of your own with data\.num_workers = {num_workers}\. .* checkpoint\.resume\.exclude",
+    ):
+        own.load_state_dict(state)
+    own = build_dataloader(Own(), 4, collate, 0, Workers())
+    next(iter(own))
+    state = own.state_dict()
+    again = build_dataloader(Own(), 4, collate, 0, Workers())
+    again.load_state_dict(state)
+    assert torch.equal(next(iter(again))["tokens"], torch.full((4, 3), 1))
+
+
+class Own(IterableDataset[Batch]):
+    """Data of one's own, which counts its batches."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            yield {name: torch.full((3,), self.number // 4) for name in ("tokens", "labels")}
+            self.number += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number + 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.number = state_dict["number"]
+
+
 def test_d4_a_position_in_other_data_is_refused() -> None:
     """Another corpus, another length or another seed: the position means nothing there."""
     state = loader(PackedDataset(TOKENS, 10, seed=5), 4).state_dict()
@@ -109,6 +154,12 @@ def test_d4_a_position_in_other_data_is_refused() -> None:
     for other in (*others, PackedDataset(TOKENS, 10, 5, shuffle=False)):
         with pytest.raises(LoadMismatchError, match=r"checkpoint\.resume\.exclude"):
             loader(other, 4).load_state_dict(state)
+    foreign: Any
+    for foreign in ({}, {"at": 4}, None, [], 3, {"next_index": 4, "_snapshot": {}}):
+        own = loader(PackedDataset(TOKENS, 10, seed=5), 4)
+        for load in (partial(own.load_state_dict, foreign), partial(own.load_state_dicts, [foreign] * 2)):
+            with pytest.raises(LoadMismatchError, match=r"checkpoint\.resume\.exclude"):
+                load()
 
 
 def test_a_corpus_shorter_than_one_sequence_is_a_config_error() -> None:

@@ -22,6 +22,7 @@ from titan_ckpt.training.data.batch import collate as join
 from titan_ckpt.training.data.sequences import Bookmark, IndexedDataset, OrderedDataset
 
 Collate = Callable[[Sequence[Batch]], Batch]
+_AFRESH = 'start the data afresh with checkpoint.resume.exclude = ["dataloader"]'
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,28 @@ def build_dataloader(
     generator = torch.Generator().manual_seed(seed)
     with warnings.catch_warnings():  # torchdata 0.11 calls torch.set_vital, which torch 2.13 has deprecated
         warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
-        return StatefulDataLoader(dataset, batch_size, collate_fn=collate, generator=generator, **workers.settings())
+        return OwnDataLoader(dataset, batch_size, collate_fn=collate, generator=generator, **workers.settings())
+
+
+class OwnDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no types
+    """Batches of data of your own."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a position. Raises: LoadMismatchError for one at whose first batch torchdata would raise."""
+        if state_dict and _num_workers_of(state_dict) != self.num_workers:
+            raise LoadMismatchError(
+                "dataloader: the checkpoint's position is not one in data of your own with data.num_workers = "
+                f"{self.num_workers}. Restore data.dataset and data.num_workers, or {_AFRESH}"
+            )
+        super().load_state_dict(state_dict)
+
+
+def _num_workers_of(state_dict: dict[str, Any]) -> int | None:
+    """Return how many processes made the batches before a position of torchdata's; None for a different position."""
+    if "_num_yielded" in state_dict:
+        return 0
+    found = state_dict.get("_snapshot", {}).get("_main_snapshot", {}).get("_num_workers")
+    return found if isinstance(found, int) else None
 
 
 class OrderedLoader:
@@ -122,20 +144,23 @@ class OrderedLoader:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a position. Raises: LoadMismatchError if it is a position in different data."""
-        if state_dict["fingerprint"] != self.dataset.fingerprint:
+        if not self._knows(state_dict):
             raise LoadMismatchError(
                 "dataloader: the checkpoint's position is in other data than this run's (corpus, tokenizer, "
-                "sequence_length, order or seed differ). Restore them, or start the data afresh with "
-                'checkpoint.resume.exclude = ["dataloader"]'
+                f"sequence_length, order or seed differ). Restore them, or {_AFRESH}"
             )
         self._next_index, self._bookmark = state_dict["next_index"], state_dict.get("bookmark")
+
+    def _knows(self, state_dict: Any) -> bool:
+        """Return whether this is a position in the same data; a loader of one's own may have left any other state."""
+        return isinstance(state_dict, dict) and state_dict.get("fingerprint") == self.dataset.fingerprint
 
     def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
         """Go on where a different number of data-parallel ranks stopped.
 
         Raises: LoadMismatchError for a position in different data, or if the ranks had different positions.
         """
-        taken = sorted({state["next_index"] for state in state_dicts})
+        taken = sorted({state["next_index"] for state in state_dicts if self._knows(state)})
         if len(taken) > 1:
             raise LoadMismatchError(
                 f"dataloader: the checkpoint's {len(state_dicts)} data-parallel ranks had taken {taken} sequences: "

@@ -260,7 +260,8 @@ class RunState:
         if optimizer is not None:
             own = {k: v for k, v in tensors.items() if k.startswith(OPTIMIZER)}
             # a schedule of torch that starts afresh does so from this run's rate
-            afresh = "lr_scheduler" in exclude and any(_peaks(s.state_dict()) for s in self.lr_schedulers)
+            states = [scheduler.state_dict() for scheduler in self.lr_schedulers]
+            afresh = "lr_scheduler" in exclude and any(type(state) is dict and "_last_lr" in state for state in states)
             kept = self._scheduled() | {"initial_lr"} if afresh else frozenset()
             out["optimizer"] = (lambda: optimizer.apply(own, run["optimizer"], kept)) if "optimizer" in run else None
         if self.lr_schedulers:

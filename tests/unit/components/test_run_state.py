@@ -242,6 +242,25 @@ def test_a_schedule_that_starts_afresh_does_so_from_this_runs_rate(
         ]
 
 
+def test_a_plateau_that_starts_afresh_does_so_from_this_runs_rate(tmp_path: Path) -> None:
+    """It has no rates that it starts from, and lowers the optimizer's own."""
+
+    def run(rate: float) -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        made = {"model": model, **objects(model, False, lr=rate)}
+        plateau = schedules.ReduceLROnPlateau(made["optimizers"][0], factor=0.1, patience=0)
+        for loss in (1.0, 2.0):
+            plateau.step(loss)
+        return {**made, "lr_schedulers": [plateau]}
+
+    with manager(tmp_path, **run(0.5)) as m:
+        m.save(1)
+    resumed = run(3.0)
+    with manager(tmp_path, resume=ResumeConfig(exclude=("lr_scheduler",)), **resumed) as m:
+        m.load()
+    assert resumed["optimizers"][0].param_groups[0]["lr"] == pytest.approx(0.3)
+
+
 def test_schedulers_of_more_stages_take_the_state_they_all_had(tmp_path: Path) -> None:
     """Two equal schedulers resume as one and as three; two that differ do not."""
     with manager(tmp_path / "same", lr_schedulers=[Holder({"n": 1}), Holder({"n": 1})]) as m:

@@ -154,7 +154,7 @@ class Endless(torch.utils.data.IterableDataset[Batch]):
     [
         (
             {"training": {"epochs": 1}, "data": {"dataset": f"{__name__}:Endless", "tokenizer": {"vocab_size": None}}},
-            r"training\.epochs: StatefulDataLoader does not say how long the data is; set training\.steps",
+            r"training\.epochs: OwnDataLoader does not say how long the data is; set training\.steps",
         ),
         ({"parallel": {"backend": "nccl"}}, r"parallel\.backend: 'nccl' is no backend of this torch for cpu; .* gloo"),
         ({"parallel": {"backend": "fake"}}, r"parallel\.backend: 'fake' is no backend"),

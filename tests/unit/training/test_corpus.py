@@ -102,6 +102,7 @@ def test_d8_a_pattern_goes_into_no_folder_twice(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     jsonl(Path("data/a/b/x.jsonl"), {"text": "1"})
     jsonl(Path("data/c/y.jsonl"), {"text": "2"})
+    jsonl(Path("y.jsonl"), {"text": "3"})
     for name in (".hidden.jsonl", ".h/z.jsonl", "a/b/c.jsonl/w.jsonl"):
         jsonl(Path("data") / name, {"text": name})
     patterns = (
@@ -127,6 +128,7 @@ def test_d8_a_pattern_asks_for_no_right_that_it_does_not_need(tmp_path: Path, mo
     """A folder above the data may let nobody list it, as that of all homes; one that nobody may enter is an error."""
     jsonl(tmp_path / "homes" / "me" / "a.jsonl", {"text": "1"})
     jsonl(tmp_path / "sealed" / "a.jsonl", {"text": "2"})
+    jsonl(tmp_path / "outer" / "sealed" / "a.jsonl", {"text": "3"})
     scandir, stat = os.scandir, os.stat
 
     def refusing(path: Any) -> Any:
@@ -142,7 +144,7 @@ def test_d8_a_pattern_asks_for_no_right_that_it_does_not_need(tmp_path: Path, mo
     monkeypatch.setattr(os, "scandir", refusing)
     assert texts(tmp_path / "homes" / "me" / "*.jsonl") == ["1"]
     monkeypatch.setattr(os, "stat", sealed)
-    for pattern in ("sealed/*.jsonl", "s*/a.jsonl"):
+    for pattern in ("sealed/*.jsonl", "s*/a.jsonl", "outer/**"):
         with pytest.raises(ConfigError, match=r"data\.corpus: \S+/sealed cannot be read: Permission denied"):
             open_corpus(str(tmp_path / pattern))
     with pytest.raises(ConfigError, match="matches no file"):
@@ -161,6 +163,7 @@ def test_d8_what_cannot_be_read_is_not_left_out_of_a_folder_or_a_pattern(
         assert texts("data") == ["1"]
         assert "not read: x.jsonl.gz, y.JSONL, z.json; expected a .txt" in caplog.text
     Path("data/lost").symlink_to("nowhere")
+    Path("data/long").symlink_to("x" * 300)
     colons = jsonl(tmp_path / "data/a::b.jsonl", {"text": "1"})
     os.mkfifo("data/p.jsonl")
     for name in ("data", "data/*"):
@@ -168,6 +171,7 @@ def test_d8_what_cannot_be_read_is_not_left_out_of_a_folder_or_a_pattern(
             texts(name)
         assert [problem.removeprefix("data.corpus: ") for problem in caught.value.problems] == [
             f'{colons}: "::" in a path separates URLs for datasets, which would not find it; rename it',
+            "data/long cannot be read: File name too long",
             "data/lost is a link that leads nowhere; remove it, or put back what it leads to",
             "data/p.jsonl is no regular file; remove it, or give it another suffix",
         ]

@@ -122,7 +122,7 @@ def _matched(pattern: str, setting: str) -> list[Path]:
     except OSError as error:
         folder = os.path.normpath(error.filename)
         raise ConfigError([f"{setting}: {folder} cannot be read: {error.strerror}"]) from None
-    folders = {path for path in matched if path.is_dir()}
+    folders = {path for path in matched if os.path.isdir(path)}  # a link may lead to where nothing may be looked at
     inside = _inside((folder for folder in folders if folder.suffix in KINDS), setting)
     files = sorted({*matched, *inside} - folders, reverse=True)
     return sorted({(os.path.realpath(file.parent), file.name): file for file in files}.values())
@@ -133,15 +133,17 @@ def _matches(pattern: str) -> Iterable[Path]:
 
     Raises: OSError for a folder that cannot be read; glob leaves it out.
     """
-    *above, last = Path(pattern).parts
-    folders = [""]
-    for part in above:
-        folders = [path for path in _step(folders, part) if os.path.isdir(path)]
+    parts = Path(pattern).parts
+    is_deep = parts[-1] == "**"
+    folders = [""]  # the current one
+    for part in parts if is_deep else parts[:-1]:
+        folders = [path for path in _step(folders, part) if os.path.isdir(path or os.curdir)]
         for folder in folders:
             os.stat(os.path.join(folder, "."))  # asks for the right to go into it
-    found = _step(folders, last)
-    if last == "**":
-        found += [entry for folder in found for entry in _named(folder, "*") if not os.path.isdir(entry)]
+    if is_deep:
+        found = folders + [entry for folder in folders for entry in _named(folder, "*") if not os.path.isdir(entry)]
+    else:
+        found = _step(folders, parts[-1])
     return map(Path, filter(os.path.isdir if pattern.endswith(os.sep) else None, found))
 
 

@@ -173,11 +173,11 @@ class CheckpointManager:
         with event.phase("restore"):
             restored = self._restorer.restore(step if step >= 0 else self.config.resume.step)
         event.note(resumed_from=restored.resumed_from, num_tensors=len(restored.result.report.loaded))
+        self.last_step.saved = restored.result.step if restored.resumed_from else None
         self._base.loaded(restored.base)
         self._refuse_adapter_of_changed_base(self.config.export)
         self._resumed_from = restored.resumed_from
         self._knows_state = False
-        self.last_step.saved = restored.result.step if restored.resumed_from else None
         if self._saver is not None:  # before step 1: lease, permissions and space for the saves to come
             with event.phase("preflight"):
                 self._directory.preflight(self._expected_bytes())
@@ -368,7 +368,8 @@ class CheckpointManager:
         with self.telemetry.failing(event), event.phase("blocking"), gc_paused():
             snapshot = self._coordinator.together("snapshot", lambda: self._snapshot(step, mark, model_only))
             self._saver.save(request, snapshot, event)
-        self.last_step.saved, self._is_last_save = step, due.last
+        self.last_step.saved_before, self.last_step.saved = self.last_step.saved, step
+        self._is_last_save = due.last
         if self.config.save.async_mode == "disabled":
             self.wait()
         elif not self._step_hooks:  # no hook will say when the weights are about to change
@@ -497,7 +498,7 @@ class CheckpointManager:
         except ExportError as error:  # the step itself is committed
             of_exports = error
         except BaseException as error:
-            self.last_step.saved = None  # the step may be saved again
+            self.last_step.saved = self.last_step.saved_before  # the step may be saved again
             if not isinstance(error, Exception):
                 raise
             of_save = error

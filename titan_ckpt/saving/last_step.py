@@ -28,6 +28,8 @@ class LastStep:
     """Whether the optimizers say when they are about to step."""
     saved: int | None = None
     """The step that was saved or resumed last, or is being saved."""
+    saved_before: int | None = None
+    """What `saved` was before the newest save, and is again if that fails."""
     mark: Mark | None = None
     is_changing: bool = False
     """Whether an optimizer may have changed the marked step."""

@@ -27,7 +27,10 @@ from converters import ModelConverter
 from tests.test_bad_input import write_config
 from tests.tiny_run import losses, rows
 from titan_ckpt import KeyMap
+from titan_ckpt.errors import LoadMismatchError
+from titan_ckpt.loading.training_state import ResumeState
 from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.saving import saver
 from titan_ckpt.saving.last_step import LastStep
 from titan_ckpt.stores.bucket import StoreError
 from titan_ckpt.training.callbacks import Callback
@@ -208,8 +211,38 @@ def test_data_that_cannot_be_used_ends_a_run_with_2_and_the_log_says_what_is_los
     data = {"dataset": f"{HERE}:Ending", "settings": {"modulus": 11}}
     changes = {"data": data, "checkpoint": {"save": {"interval": 100}, **why}}
     assert main([str(write_config(tmp_path, changes)), "--training.batch_size", "2"]) == 2
-    said = [f"the last {lost} steps, up to step 2, are not saved"] if lost else []
-    assert [record.getMessage() for record in caplog.records if "are not saved" in record.getMessage()] == said
+    assert lost_steps(caplog) == ([f"the last {lost} steps, up to step 2, are not saved"] if lost else [])
+
+
+def lost_steps(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "are not saved" in record.getMessage()]
+
+
+def test_steps_before_a_save_or_a_load_that_fails_are_not_called_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those up to the save before are there; a load that fails has made none."""
+    path = write_config(tmp_path, {"checkpoint": {"save": {"interval": 1, "async_mode": "disabled"}}})
+    write, apply = saver._write_all, ResumeState.apply
+
+    def write_no_third(folder: Any, *arguments: Any) -> Any:
+        if "step-3" in str(folder):
+            raise OSError(errno.ENOSPC, "full")
+        return write(folder, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saver, "_write_all", write_no_third)
+        assert main([str(path)]) == 1
+    assert lost_steps(caplog) == ["the last 1 steps, up to step 3, are not saved"]
+    caplog.clear()
+
+    def fail(*arguments: Any) -> None:
+        apply(*arguments)
+        raise LoadMismatchError("what comes after it does not fit")
+
+    monkeypatch.setattr(ResumeState, "apply", fail)
+    assert main([str(path)]) == 2
+    assert lost_steps(caplog) == []
 
 
 def falling(optimizer: Any, steps: int, power: float) -> LambdaLR:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from math import prod
 
 import pytest
@@ -169,6 +170,22 @@ def test_tables_of_codes_are_what_the_formats_say() -> None:
     assert tables.offset_integers(8)[[0, 128, 255]].view(-1).tolist() == [-128, 0, 127]
     assert tables.E2M1_PAIRS[0xF7].tolist() == [6, -6]
     assert tables.nibbles(torch.arange(16), high_first=True)[0x2A].tolist() == [2, 10]
+
+
+def test_tables_are_the_same_where_a_model_is_built() -> None:
+    """A builder may import them, under another device and another dtype than torch's own."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            made = runpy.run_path(tables.__file__)
+            made["FLOAT8"], made["OFFSET"] = made["floats"](torch.float8_e4m3fn), made["offset_integers"](8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    expected = {name: getattr(tables, name) for name in ("EXPONENTS", "E2M1_PAIRS", "INT4_PAIRS")}
+    expected |= {"FLOAT8": tables.floats(torch.float8_e4m3fn), "OFFSET": tables.offset_integers(8)}
+    for name, table in expected.items():
+        assert made[name].dtype == torch.float32
+        assert torch.equal(made[name].view(torch.int32), table.view(torch.int32)), name
 
 
 def test_leaves_are_the_stored_tensors() -> None:

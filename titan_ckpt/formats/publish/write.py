@@ -15,6 +15,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import add, itemgetter
 from pathlib import Path
 
@@ -47,6 +48,7 @@ _FEW_BYTES = 1 << 20
 
 
 _Output = SharedFile | UploadedFile
+_Blocks = Iterator[tuple[int, Block]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,26 +112,26 @@ class ExportWriter:
         A group that takes part in collectives is resolved even after an error, so that other ranks do not wait in
         vain. Raises: the first error of this rank; Lost.
         """
-        todo = iter(groups)
+        blocks = [group.blocks() for group in groups]  # nothing is computed yet
         try:
-            self._write_groups(todo, groups, columns)
+            self._write_groups(groups, blocks, columns)
         except Exception:
-            for group in todo:
+            for group, left in zip(groups, blocks, strict=True):
                 if group.collective:
-                    run_through(group.blocks)
+                    run_through(partial(iter, left))
             raise
         for file in self._files.values():
             file.flush()
 
     def _write_groups(
-        self, todo: Iterable[FileGroup], groups: Sequence[FileGroup], columns: ColumnExchange | None
+        self, groups: Sequence[FileGroup], blocks: Sequence[_Blocks], columns: ColumnExchange | None
     ) -> None:
-        """Write the groups, which `todo` yields. However that ends, no other rank waits for this one afterwards."""
+        """Write the groups by their blocks. However that ends, no other rank waits for this one afterwards."""
         try:
             if columns is not None:
                 columns.run(self._write_rows)
             ready = self._in_order(groups) if self._uploads is not None else None
-            for group in todo:
+            for group, of_group in zip(groups, blocks, strict=True):
                 for key in group.infos:
                     self._sources.setdefault(key, []).append(", ".join(group.fqns))
                 if ready is not None:
@@ -137,7 +139,7 @@ class ExportWriter:
                         continue
                     self._write_ready(ready, min(self._position(key) for key in group.infos))
                 if group.collective or self._plan.writes(group):
-                    for index, block in group.blocks():
+                    for index, block in of_group:
                         self._add(group, index, block)
             if ready is not None:
                 self._write_ready(ready, None)

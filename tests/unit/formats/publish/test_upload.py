@@ -18,7 +18,7 @@ from titan_ckpt.formats.publish.plan import pack_model_files, plan_export
 from titan_ckpt.formats.publish.upload import Courier, Uploads
 from titan_ckpt.formats.publish.write import ExportWriter
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
-from titan_ckpt.geometry.keymap import KeyMap, KeyRule, Split, Unstack
+from titan_ckpt.geometry.keymap import Concat, KeyMap, KeyRule, Split, Unstack
 from titan_ckpt.stores.bucket import Bucket, BucketPath
 from titan_ckpt.stores.settings import StoreConfig
 from titan_ckpt.weights.transforms import StateDictTransforms
@@ -77,6 +77,36 @@ def test_a_rank_whose_last_write_fails_holds_up_no_other(error: BaseException) -
     with pytest.raises(type(error)):
         ExportWriter(Path(), plan, progress.uncounted, uploads).write(groups)
     assert told == ["end"]
+
+
+def test_a_rank_whose_write_fails_still_takes_part_in_all_collectives() -> None:
+    """Also in those of the group that comes next in the file, and of what is left of the one that it is in."""
+    rules = KeyRule.of("a", "a"), KeyRule.of(["q", "k"], "qk", Concat((4, 4))), KeyRule.of("z", "z")
+    resolved: list[str] = []
+
+    def computed(name: str) -> LazyTensor:
+        def blocks() -> list[Block]:
+            resolved.append(name)
+            return [Block(Chunk.whole((4,)), torch.ones(4))]
+
+        return LazyTensor(TensorInfo((4,), torch.float32), blocks, collective=True, like=torch.empty(4))
+
+    groups = StateDictTransforms(KeyMap(rules), {}).to_file(
+        {"a": torch.ones(4), **{name: computed(name) for name in "qkz"}}, None, None
+    )
+    alone = Coordinator(0, 1, None, "", 1.0)
+    plan = plan_export(groups, lambda infos: pack_model_files(infos, 1 << 20), lambda *_: {}, alone)
+
+    def fail(*_: object) -> None:
+        raise OSError("full")
+
+    for is_ahead in (True, False):  # what lies before the first one is written before it, or with it
+        uploads: Any = Uploads(BucketPath(Bucket("s3", "box", StoreConfig()), "e"), plan.files.layouts, alone)
+        uploads.is_ahead, uploads.wait_for_others, uploads.write = lambda _, ahead=is_ahead: ahead, fail, fail
+        with pytest.raises(OSError, match="full"):
+            ExportWriter(Path(), plan, progress.uncounted, uploads).write(groups)
+        assert resolved == ["q", "k", "z"]
+        del resolved[:]
 
 
 def test_tensors_in_memory_are_written_in_the_order_of_the_files() -> None:

@@ -72,7 +72,7 @@ class TorchtitanLoRA(LoRAConverter):
             for fqn, (rank, scaling, tied, _) in adapted.items()
         }
         super().__init__(_settings(weights, next(iter(adapted.values()))[3]))
-        self._adapted = weights
+        self.adapted = weights
         self._owned = {name for weight in weights.values() for name in weight.owned}
         hidden = {weight.weight for weight in weights.values()} | self._owned
         self._others = [name for name in names if name not in hidden]

@@ -386,6 +386,9 @@ class KeyMap:
     verified: bool = False
     """Names come from the library that opens the folder, so an export need not guess whether config.json fits them."""
 
+    def __post_init__(self) -> None:
+        _ = self._native, self._file  # a malformed pattern is an error where the table is built
+
     @cached_property
     def _native(self) -> _Rows:
         return tuple((p, _compile(p), r) for r in self.rules for p in r.native)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.sharing import divide
@@ -85,7 +86,7 @@ def plan_export(
             layout = _layout_of(value)
             if layout is None or isinstance(layout, tuple):
                 shares[fqn] = layout
-            elif coordinator.world_size == 1:  # a quarter of the plan's time would go to dividing it
+            elif coordinator.world_size == 1 and not isinstance(layout, DTensor):  # dividing is slow
                 shares[fqn] = (Chunk.whole(tuple(layout.shape)),)
             else:
                 known[fqn] = layout

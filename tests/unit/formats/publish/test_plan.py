@@ -1,0 +1,27 @@
+"""The plan of an export: which rank writes which part of a tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import StateEncodingError
+from titan_ckpt.formats.publish.plan import pack_model_files, plan_export
+from titan_ckpt.weights.transforms import StateDictTransforms
+
+
+def test_a_shard_that_one_rank_exports_alone_is_refused() -> None:
+    """The rows of the other ranks would be zeros in the file, which no digest of what was written can see."""
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        half = DTensor.from_local(torch.ones(2, 3), init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
+        alone = Coordinator(0, 1, None, "", 1.0)
+        groups = StateDictTransforms().to_file({"w": half}, None, None)
+        with pytest.raises(StateEncodingError, match="shards of all ranks hold 24 bytes, their tensors 48"):
+            plan_export(groups, lambda infos: pack_model_files(infos, 256), lambda *_: {}, alone)
+    finally:
+        dist.destroy_process_group()

@@ -64,8 +64,11 @@ def application(environ, start_response):
     request = Request(environ)
     of_object = "/" in request.path.strip("/")
     respond = S3Response.key_dispatch if of_object else S3Response.ambiguous_dispatch
-    status, headers, body = respond(request, request.raw_url, dict(request.headers))
-    return Response(body, status, headers)(environ, start_response)
+    status, headers, body = respond(request, request.raw_url, request.headers)
+    response = Response(body, status, headers)
+    if request.method == "HEAD" and "content-length" in headers:  # a body that is not sent has a length, too
+        response.headers["Content-Length"] = headers["content-length"]
+    return response(environ, start_response)
 
 def serve(environ, start_response):
     if environ["REQUEST_METHOD"] in ("GET", "HEAD"):

@@ -307,7 +307,7 @@ class ColumnExchange:
             parts = []
             for box, start in of_rows[id(rows)]:
                 values = self._values((rows, box), exchange.memory, start)
-                whole[box.within(rows.chunk)].copy_(values)
+                _part_of(whole, box, rows.chunk).copy_(values)
                 stop = start + self._room((rows, box))
                 parts.append((box, bytes(exchange.memory.view[stop - _DIGEST_BYTES : stop])))
             yield Assembled(rows, buffer.view[first : first + num_bytes], offset, tuple(parts), lease)
@@ -320,6 +320,10 @@ class ColumnExchange:
 
     def _room(self, part: _Part) -> int:
         return _room(part[1], self._dtypes[part[0].key].itemsize)
+
+
+def _part_of(whole: torch.Tensor, box: Chunk, rows: Chunk) -> torch.Tensor:
+    return whole[box.within(rows)]
 
 
 def agree(

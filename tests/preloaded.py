@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import suppress
 from importlib import import_module
 
@@ -29,3 +30,5 @@ _MODULES = (
 for _name in _MODULES:
     with suppress(ImportError, ConfigError):  # the tests of the core run without the extras
         import_module(_name)
+
+gc.freeze()  # a collection in a forked process would walk, and so copy, all of this before a test's code runs

@@ -332,7 +332,8 @@ def _peaks(state: Any) -> str:
     """Return the rates from which a scheduler of torch starts, by its state; inner schedulers start from the same."""
     if type(state) is not dict:
         return ""
-    own = ", ".join(dict.fromkeys(map(str, state.get("base_lrs", []))))
+    rates = state.get("base_lrs")  # one of another library may have something else there
+    own = ", ".join(dict.fromkeys(map(str, rates if isinstance(rates, list | tuple) else [])))
     return own or next(filter(None, map(_peaks, state.get("_schedulers", []))), "")
 
 

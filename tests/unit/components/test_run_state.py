@@ -261,6 +261,17 @@ def test_a_plateau_that_starts_afresh_does_so_from_this_runs_rate(tmp_path: Path
     assert resumed["optimizers"][0].param_groups[0]["lr"] == pytest.approx(0.3)
 
 
+@pytest.mark.parametrize("rates", [0.1, None], ids=str)
+def test_a_scheduler_of_another_library_may_name_its_state_as_torch_does(tmp_path: Path, rates: float | None) -> None:
+    """The log line on rates is for those of torch, and no load fails for it."""
+    saved, resumed = Holder({"base_lrs": rates, "step": 3}), Holder({"base_lrs": rates, "step": 0})
+    with manager(tmp_path, lr_schedulers=[saved]) as m:
+        m.save(1)
+    with manager(tmp_path, lr_schedulers=[resumed]) as m:
+        m.load()
+    assert resumed.value["step"] == 3
+
+
 def test_schedulers_of_more_stages_take_the_state_they_all_had(tmp_path: Path) -> None:
     """Two equal schedulers resume as one and as three; two that differ do not."""
     with manager(tmp_path / "same", lr_schedulers=[Holder({"n": 1}), Holder({"n": 1})]) as m:

@@ -17,7 +17,7 @@ COMPILED = ("interleaved", "context", "experts", *(["1f1b"] if SOAK else []))
 IN_BFLOAT16 = ("fsdp", "tensor", "gpipe", "experts")
 """FSDP2 computes in bfloat16 by itself; without it autocast does, over weights in float32."""
 LAYERS = {"interleaved": 4}
-"""Of others two, one of which has experts: they are compiled in half the time."""
+"""The other layouts have two layers, one of them with experts, which compile in half the time."""
 
 
 def step_in(

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 SAME = "the save that rank 0 sees"
 PROBE = bytes(range(256)) * 16
-"""What each rank writes in a test save."""
+"""Each rank writes these bytes in a test save."""
 
 
 @dataclass(frozen=True, slots=True)

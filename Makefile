@@ -20,7 +20,7 @@ demo: $(READY)
 
 # torchtitan's environment and tests are made and run beside all the rest, because most of that keeps one core busy; what
 # they print comes last.
-test check: $(READY)
+test check: $(READY) $(SERVERS)/.ready
 	@log=$$(mktemp); $(MAKE) --no-print-directory test-torchtitan > $$log 2>&1 & titan=$$!; \
 	$(MAKE) --no-print-directory $(if $(filter check,$@),lint site dry-gpu) test-here; here=$$?; \
 	wait $$titan; titan=$$?; cat $$log; rm $$log; exit $$((here | titan))
@@ -32,7 +32,7 @@ test-here: $(READY) $(SERVERS)/.ready
 
 # torchtitan needs other versions of some packages than the extras do, so it has an environment of its own.
 # FULL=1 runs every flavour in every layout.
-test-torchtitan: $(TITAN)/.ready
+test-torchtitan: $(TITAN)/.ready $(SERVERS)/.ready
 	$(TITAN)/bin/python -m pytest -c tests/torchtitan/pytest.ini $(if $(FULL),-m "") tests/torchtitan
 
 # docs/gpu.md; without a CUDA device it fails.
@@ -81,7 +81,7 @@ $(TITAN)/.ready: tests/torchtitan/constraints.txt
 	$(PYTHON) -m venv $(TITAN)
 	$(TITAN)/bin/python -m pip install --quiet -c $< "$$(grep '^torch==' $<)"
 	$(TITAN)/bin/python -m pip install --quiet -c $< torchtitan triton torchao transformers peft xxhash tomli rich \
-		pytest pytest-timeout
+		obstore pytest pytest-timeout
 	touch $@
 
 # Servers of buckets, which the tests of tests/stores start. They need other versions of some packages, too.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from titan_ckpt.guard.run_guard import RunGuard, StopRun
     from titan_ckpt.loading.restore import LoadResult
     from titan_ckpt.manager import CheckpointManager
+    from titan_ckpt.stores.settings import StoreConfig
     from titan_ckpt.weights.transforms import StateDictTransforms
     from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -46,10 +47,12 @@ __all__ = [
     "StateDictTransforms",
     "StopConfig",
     "StopRun",
+    "StoreConfig",
 ]
 
 _MODULES = {
     "config": "CheckpointConfig ExportConfig InitialLoadConfig KeepConfig ResumeConfig SaveConfig StopConfig",
+    "stores.settings": "StoreConfig",
     "errors": "CheckpointError",
     "geometry.keymap": "KeyMap KeyRule",
     "guard.run_guard": "RunGuard StopRun",

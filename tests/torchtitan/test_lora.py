@@ -192,7 +192,7 @@ def _refused(assets: Path, folder: Path) -> None:
 
     plain: dict[str, Any] = {
         "include_base": True,
-        "additional_load_path": "s3://a",
+        "additional_load_path": "hdfs://a",
         "last_save_adapter": "peft",
         **LAST,
     }

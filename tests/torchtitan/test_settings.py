@@ -13,7 +13,7 @@ import torch
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
 
 from tests.torchtitan.runs import config, distributed, same_tensors, steps_in, train
-from titan_ckpt import CheckpointError
+from titan_ckpt import CheckpointError, StoreConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.torchtitan import TitanCheckpointer
 from titan_ckpt.integrations.torchtitan.settings import OWN_SETTINGS, SETTINGS, translated
@@ -33,10 +33,12 @@ def test_settings_change_what_the_manager_is_told(tmp_path: Path) -> None:
         "exclude_from_loading": ["optimizer"], "enable_first_step_checkpoint": True, "last_save_model_only": False,
         "last_save_in_hf": True, "last_save_in_dcp": True, "export_dtype": "bfloat16",
         "initial_load_path": str(tmp_path), "additional_load_path": str(tmp_path), "include_base": True,
+        "store": StoreConfig(region="eu-central-1"),
     }  # fmt: skip
-    plain = translated(TitanCheckpointer.Config(), None)
+    in_bucket: dict[str, Any] = {"folder": "s3://bucket/run/checkpoint"}  # where settings of a store make sense
+    plain = translated(TitanCheckpointer.Config(**in_bucket), None)
     for name, value in changes.items():
-        assert translated(TitanCheckpointer.Config(**{name: value}), None) != plain, name
+        assert translated(TitanCheckpointer.Config(**in_bucket | {name: value}), None) != plain, name
     hf: dict[str, Any] = {"last_save_in_hf": True}
     from_hf = translated(TitanCheckpointer.Config(initial_load_in_hf=True), str(tmp_path))
     assert [(source.path, source.format) for source in from_hf.initial_load] == [(str(tmp_path), "hf")]
@@ -47,6 +49,10 @@ def test_settings_change_what_the_manager_is_told(tmp_path: Path) -> None:
         for form in ("merged", "peft", "both")
     }
     assert formats == {"merged": ["hf"], "peft": ["peft"], "both": ["hf", "peft"]}
+    last = translated(TitanCheckpointer.Config(last_save_in_dcp=True, **hf), None).export
+    assert [export.folder for export in last] == ["exports", "dcp"]
+    last = translated(TitanCheckpointer.Config(last_save_in_dcp=True, **hf, **in_bucket), None).export
+    assert [export.folder for export in last] == ["s3://bucket/run/exports", "s3://bucket/run/dcp"]
     by_calls = {"enable", "load_step", "create_seed_checkpoint", "initial_load_in_hf", "initial_load_model_only"}
     by_content = {"initial_load_in_hf_quantized"}
     assert {*changes, *by_calls, *by_content, "last_save_adapter"} == set(SETTINGS)
@@ -65,8 +71,14 @@ class _Fault:
 @pytest.mark.parametrize(
     ("settings", "more", "complaint"),
     [
-        ({"folder": "s3://bucket/run"}, {}, "checkpoint.folder: s3://bucket/run is remote"),
-        ({"initial_load_path": "gs://bucket/run"}, {}, "checkpoint.initial_load_path: gs://bucket/run is remote"),
+        ({"folder": "hdfs://host/run"}, {}, "checkpoint.folder: hdfs://host/run: expected a path on a mounted file"),
+        ({}, {"folder": "s3://bucket/run"}, "checkpoint.folder: the run's dump_folder, s3://bucket/run, is remote"),
+        (
+            {"folder": "s3://b/run", "last_save_in_dcp": True},
+            {},
+            "checkpoint.folder: s3://b/run: the last step's folder",
+        ),
+        ({"initial_load_path": "hf://a/b"}, {}, "checkpoint.initial_load_path: hf://a/b: expected a path on a mounted"),
         ({"initial_load_path": "/nowhere/at/all"}, {}, "checkpoint.initial_load_path: /nowhere/at/all is no folder"),
         ({"exclude_from_loading": ["optimiser"]}, {}, "exclude_from_loading: the run has no 'optimiser'; it has"),
         ({"initial_load_in_hf": True}, {}, "initial_load_in_hf: no initial_load_path and no hf_assets_path"),
@@ -91,7 +103,7 @@ def test_faults_are_listed_together_and_unknown_settings_too(tmp_path: Path) -> 
         enable_ft_dataloader_checkpoints: bool = True
 
     with pytest.raises(ConfigError) as error:
-        _built(More(enable=True, folder="s3://a/b"))
+        _built(More(enable=True, folder="hdfs://a/b"))
     assert "enable_ft_dataloader_checkpoints" in str(error.value)
     assert len(error.value.problems) == 2
 
@@ -187,6 +199,10 @@ def test_a_run_whose_steps_would_be_older_than_what_it_resumed_is_refused(tmp_pa
     assert elsewhere.checkpointer.load()
     elsewhere.train(2)
     assert steps_in(tmp_path / "elsewhere") == [1, 2]
+    relative = _Small(Path(os.path.relpath(tmp_path / "run")), interval=2, **left_out).checkpointer
+    with pytest.raises(ConfigError, match="its save of step 2 would be older than step 3, which is in its folder"):
+        relative.load()
+    relative.close()
     newer = _Small(tmp_path / "run", interval=4, **left_out)
     assert newer.checkpointer.load()
     newer.train(4)

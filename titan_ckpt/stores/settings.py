@@ -55,13 +55,13 @@ class StoreConfig(Checked):
             yield "region: expected a name, such as eu-central-1, or nothing at all"
 
 
-_EXPECTED = "a path on a mounted file system, or s3://bucket/key, gs://bucket/key or az://container/key"
+EXPECTED_PLACE = "a path on a mounted file system, or s3://bucket/key, gs://bucket/key or az://container/key"
 
 FolderOrBucket = Annotated[
     str,
     Check("a string that is not empty", str.strip),
     Whole,
-    Check(_EXPECTED, lambda text: not _is_unknown(text)),
+    Check(EXPECTED_PLACE, lambda text: not _is_unknown(text)),
     Written,
 ]
 """The type of a setting that names a folder, or a place in a bucket."""
@@ -69,7 +69,7 @@ FolderOrBucket = Annotated[
 
 def require_places(paths: Mapping[str, str | os.PathLike[str]]) -> None:
     """Check arguments that may name a bucket by their names. Raises: ConfigError listing all that are refused."""
-    require(paths, _EXPECTED, _is_unknown)
+    require(paths, EXPECTED_PLACE, _is_unknown)
 
 
 def _is_unknown(text: str | os.PathLike[str]) -> bool:

@@ -6,8 +6,9 @@ Face folders. Source of the interface: torchtitan 0.3, components/checkpointer/b
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.checkpointer import CheckpointManager as TorchtitanManager
 
 from converters.container import ModelConverters
+from titan_ckpt.encoding.local_path import is_uri
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.torchtitan import settings
 from titan_ckpt.integrations.torchtitan.adapter import find_key_map, with_stored_forms
 from titan_ckpt.integrations.torchtitan.hooks import adapted_modules, find_hooks, trained_beside_adapters
 from titan_ckpt.integrations.torchtitan.model_config import config_json
 from titan_ckpt.manager import CheckpointManager
+from titan_ckpt.stores.settings import StoreConfig
 from titan_ckpt.types import Stateful
 from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelWrapper
@@ -83,6 +86,18 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         last_save_in_dcp: bool = False
         """Whether the last step is also written, with all training state, as torchtitan's own manager writes it: in
         the folder dcp beside the checkpoint folder."""
+        store: StoreConfig = field(default_factory=StoreConfig)
+        """How buckets are reached, if a folder or a source is in one."""
+
+        def __post_init__(self) -> None:
+            """Check as torchtitan does, which has no Hugging Face folders in buckets and refuses them there."""
+            paths = {name: getattr(self, name) for name in ("folder", "initial_load_path")}
+            remote = {name: path.strip() for name, path in paths.items() if path and is_uri(path.strip())}
+            for name in remote:
+                setattr(self, name, "/")
+            TorchtitanManager.Config.__post_init__(self)
+            for name, path in remote.items():
+                setattr(self, name, path)
 
     def __init__(
         self,
@@ -109,7 +124,7 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         hooks = find_hooks(model_parts)
         trained = trained_beside_adapters(model_parts, hooks)
         settings.check(config, base_folder, states, assets, adapted_modules(hooks), trained)
-        self._config, self._folder = config, Path(base_folder, config.folder)
+        self._config = config
         excluded = set(config.exclude_from_loading)
         self.manager = CheckpointManager(
             settings.translated(config, assets),
@@ -135,7 +150,9 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         """
         result = self.manager.load(step)
         resumed = result.plan.resume
-        if resumed is not None and resumed.path.parent == self._folder:
+        folder = self.manager.folder
+        own = os.path.abspath(folder) if isinstance(folder, Path) else folder
+        if resumed is not None and str(resumed.path).startswith(f"{own}/"):
             settings.check_restart(self._config, resumed.step)
         return bool(result.report.loaded)
 

@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from titan_ckpt.config import CheckpointConfig, ExportConfig, InitialLoadConfig, KeepConfig, ResumeConfig, SaveConfig
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.encoding.local_path import is_uri
+from titan_ckpt.errors import ConfigError, without_credentials
 from titan_ckpt.formats.huggingface.peft import CONFIG as PEFT_CONFIG
+from titan_ckpt.stores.bucket import BucketPath, open_location
+from titan_ckpt.stores.settings import EXPECTED_PLACE, split_url
+from titan_ckpt.stores.source import listed
 
 ASYNC_MODES: Mapping[str, Literal["disabled", "thread", "process"]] = {
     "disabled": "disabled", "async": "thread", "async_with_pinned_mem": "process",
@@ -25,7 +30,7 @@ COMPONENTS: Mapping[str, Literal["optimizer", "lr_scheduler", "dataloader"]] = {
 
 SETTINGS: Mapping[str, str] = {
     "enable": "False: nothing is loaded or saved",
-    "folder": "checkpoint.folder, in the run's dump folder",
+    "folder": "checkpoint.folder, in the run's dump folder or in a bucket",
     "interval": "checkpoint.save.interval",
     "async_mode": "checkpoint.save.async_mode: async is thread, async_with_pinned_mem is process",
     "keep_latest_k": "checkpoint.save.keep.latest; 0 keeps all",
@@ -37,6 +42,7 @@ SETTINGS: Mapping[str, str] = {
     "last_save_model_only": "checkpoint.save.model_only_last",
     "last_save_in_dcp": "the last step is also a DCP folder with training state, dcp/step-N",
     "last_save_in_hf": "the last step is an export in exports/step-N, and no checkpoint",
+    "store": "checkpoint.store: how buckets are reached",
     "export_dtype": "the dtype of the last step, if it holds the model alone",
     "initial_load_path": "checkpoint.initial_load.path: a DCP folder, or a step of this package",
     "initial_load_model_only": "False: the training state is loaded too",
@@ -47,7 +53,7 @@ SETTINGS: Mapping[str, str] = {
     "last_save_adapter": "with last_save_in_hf: merged weights, a PEFT folder in exports/step-N-peft, or both",
 }
 """Every setting of TitanCheckpointer.Config, and its meaning here."""
-OWN_SETTINGS = frozenset({"additional_load_path", "include_base", "last_save_adapter", "last_save_in_dcp"})
+OWN_SETTINGS = frozenset({"additional_load_path", "include_base", "last_save_adapter", "last_save_in_dcp", "store"})
 """The settings that torchtitan's manager does not have."""
 LastSave = Literal["merged", "peft", "both"]
 
@@ -94,10 +100,7 @@ def _faults_of_adapters(config: Any, adapted: Mapping[str, bool]) -> Iterator[st
     path = config.additional_load_path
     if path is None:
         return
-    if "://" in path:
-        yield f"additional_load_path: {path} is remote; TitanCheckpointer reads mounted folders: name one"
-    elif not Path(path).is_dir():
-        yield f"additional_load_path: {path} is no folder"
+    yield from _faults_of_source("additional_load_path", path)
     if not adapted:
         yield f"additional_load_path: {path} is for adapters, and the model has none; add a LoRA converter"
     if not config.initial_load_path and not config.initial_load_in_hf:
@@ -125,13 +128,19 @@ def _faults(config: Any, base_folder: str, states: Mapping[str, Any], hf_assets_
     for field in dataclasses.fields(config):
         if field.name not in SETTINGS:
             yield f"{field.name}: TitanCheckpointer has no such setting; leave it out, or use torchtitan's checkpointer"
-    for name, path in (
-        ("folder", base_folder),
-        ("folder", config.folder),
-        ("initial_load_path", config.initial_load_path),
-    ):
-        if path and "://" in path:
-            yield f"{name}: {path} is remote; TitanCheckpointer reads and writes mounted folders: name one"
+    if is_uri(base_folder):
+        yield (
+            f"folder: the run's dump_folder, {without_credentials(base_folder)}, is remote, and logs are written "
+            "there: name a mounted folder, and the bucket in checkpoint.folder"
+        )
+    place = split_url(config.folder)
+    if place is None and is_uri(config.folder):
+        yield f"folder: {without_credentials(config.folder)}: expected {EXPECTED_PLACE}"
+    elif place is not None and (config.last_save_in_hf or config.last_save_in_dcp) and "/" not in place[2]:
+        yield (
+            f"folder: {config.folder}: the last step's folders would lie beside it, where other runs are: name a place "
+            "of its own in the run's, such as s3://bucket/run/checkpoint"
+        )
     known = [*COMPONENTS, *states]
     for name in config.exclude_from_loading:
         if name not in known:
@@ -147,8 +156,18 @@ def _faults(config: Any, base_folder: str, states: Mapping[str, Any], hf_assets_
     path = initial_path(config, hf_assets_path)
     if config.initial_load_in_hf and path is None:
         yield "initial_load_in_hf: no initial_load_path and no hf_assets_path names the folder"
-    elif path is not None and "://" not in path and not Path(path).is_dir():
-        yield f"initial_load_path: {path} is no folder"
+    elif path is not None:
+        yield from _faults_of_source("initial_load_path", path)
+
+
+def _faults_of_source(name: str, path: str) -> Iterator[str]:
+    """Yield the fault of a path that cannot be a source. A bucket is asked only when the source is loaded."""
+    if split_url(path) is not None:
+        return
+    if is_uri(path):
+        yield f"{name}: {without_credentials(path)}: expected {EXPECTED_PLACE}"
+    elif not Path(path).is_dir():
+        yield f"{name}: {path} is no folder"
 
 
 def check_restart(config: Any, resumed: int) -> None:
@@ -187,11 +206,13 @@ def translated(config: Any, hf_assets_path: str | None = None) -> CheckpointConf
     initial = [] if path is None else [InitialLoadConfig(path, kind, cast=True, training_state=whole)]
     if config.additional_load_path:
         initial.append(InitialLoadConfig(config.additional_load_path, cast=True))
-    last_exports = [ExportConfig(f, dtype=config.export_dtype) for f in exports(config)]
+    beside = f"{config.folder.rstrip('/').rpartition('/')[0]}/" if split_url(config.folder) else ""
+    last_exports = [ExportConfig(f, dtype=config.export_dtype, folder=f"{beside}exports") for f in exports(config)]
     if config.last_save_in_dcp:  # torchtitan resumes the newest step of a folder, so it has one of its own
-        last_exports.append(ExportConfig("dcp", training_state=True, folder="dcp"))
+        last_exports.append(ExportConfig("dcp", training_state=True, folder=f"{beside}dcp"))
     return CheckpointConfig(
         folder=config.folder,
+        store=config.store,
         save=None if config.load_only else save,
         resume=ResumeConfig(exclude=tuple(excluded)),
         initial_load=tuple(initial),
@@ -200,8 +221,18 @@ def translated(config: Any, hf_assets_path: str | None = None) -> CheckpointConf
 
 
 def reads_peft(config: Any) -> bool:
-    """Return whether the additional path is a PEFT folder, whose names are those of Hugging Face."""
-    return config.additional_load_path is not None and Path(config.additional_load_path, PEFT_CONFIG).is_file()
+    """Return whether the additional path is a PEFT folder, whose names are those of Hugging Face.
+
+    Collective if the path is given. Raises: StoreError, PeerError on the other ranks.
+    """
+    if config.additional_load_path is None:
+        return False
+
+    def look() -> bool:
+        place = open_location(config.additional_load_path, settings=config.store)
+        return ((listed(place) if isinstance(place, BucketPath) else place) / PEFT_CONFIG).is_file()
+
+    return Coordinator.current().on_rank_0("additional-load-format", look)
 
 
 def exports(config: Any) -> list[Literal["hf", "peft"]]:

@@ -194,17 +194,21 @@ class OptimizerState:
             )
         return matches
 
-    def replaced_settings(self, groups: Groups, scheduled: frozenset[str]) -> list[str]:
+    def replaced_arguments(self, groups: Groups, scheduled: frozenset[str]) -> list[str]:
         """Return a line for each argument of an optimizer's constructor that `apply` will replace by another value.
 
         `scheduled`: settings that change at every step.
         """
+        arguments = [inspect.signature(type(optimizer)).parameters.keys() for optimizer in self.optimizers]
+        return self.replaced_settings(groups, frozenset().union(*arguments) - _RUN_CHOICES - scheduled)
+
+    def replaced_settings(self, groups: Groups, names: frozenset[str]) -> list[str]:
+        """Return a line for each of these settings of the groups that `apply` will replace by another value."""
         lines: dict[str, None] = {}
         for optimizer, matched in zip(self.optimizers, self.match(groups), strict=True):
-            arguments = inspect.signature(type(optimizer)).parameters.keys() - _RUN_CHOICES - scheduled
             for live, of_group in zip(optimizer.param_groups, matched, strict=True):
                 stored = of_group[0]["hyperparameters"] if of_group else {}
-                for name in (name for name in live if name in arguments and name in stored):
+                for name in (name for name in live if name in names and name in stored):
                     before, now = _number(stored[name]), _number(live[name])
                     if repr(before) != repr(now):
                         lines[f"{name} = {before} and not {now}"] = None

@@ -21,6 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from titan_ckpt.components import schedules
 from titan_ckpt.components.data_position import DataRank, restorer
 from titan_ckpt.components.files import STATES
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
@@ -40,7 +41,6 @@ from titan_ckpt.weights.wrapper import ModelWrapper
 logger = logging.getLogger(__name__)
 
 COMPONENTS: tuple[str, ...] = get_args(Component)
-_MOMENTA = frozenset({"momentum", "betas"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,16 +224,18 @@ class RunState:
                 restore()
 
     def _log_replaced_settings(self, run: dict[str, Any], exclude: frozenset[str]) -> None:
-        """Say which settings of this run's optimizers those of the checkpoint replace, and how to keep this run's."""
-        scheduled = self._scheduled()
-        if self.optimizer is not None and "optimizer" not in exclude:
-            self._log_replaced("optimizer", self.optimizer.replaced_settings(run["optimizer"], scheduled))
-        if scheduled and "lr_scheduler" not in exclude:
-            live = [scheduler.state_dict() for scheduler in self.lr_schedulers]
-            stored = _one_for_each(run.get("lr_scheduler", []), len(live))
-            pairs = {(_peaks(before), _peaks(now)) for before, now in zip(stored, live, strict=False)}
-            lines = [f"lr = {before} and not {now}" for before, now in pairs if before and now and before != now]
-            self._log_replaced("lr_scheduler", lines)
+        """Say which settings of this run's objects those of the checkpoint replace, and how to keep this run's."""
+        states = [scheduler.state_dict() for scheduler in self.lr_schedulers]
+        lines = []
+        if self.lr_schedulers and "lr_scheduler" not in exclude:
+            stored = _one_for_each(run.get("lr_scheduler", []), len(states))
+            lines = schedules.replaced_settings(self.lr_schedulers, stored)
+        if (optimizer := self.optimizer) is not None and "optimizer" not in exclude:
+            of_groups = optimizer.replaced_arguments(run["optimizer"], schedules.changed_settings(states))
+            self._log_replaced("optimizer", of_groups)
+            if self.lr_schedulers and "lr_scheduler" not in exclude:
+                lines += optimizer.replaced_settings(run["optimizer"], schedules.kept_in_groups(states))
+        self._log_replaced("lr_scheduler", list(dict.fromkeys(lines)))
 
     def _log_replaced(self, name: str, lines: list[str]) -> None:
         if lines:
@@ -242,10 +244,6 @@ class RunState:
                 "the %s goes on with the checkpoint's %s; with checkpoint.resume.exclude = [%s] it starts afresh with "
                 "this run's", title, listed(lines), json.dumps(name)
             )  # fmt: skip
-
-    def _scheduled(self) -> frozenset[str]:
-        """Return the settings of the optimizers that this run's schedulers change."""
-        return _scheduled([scheduler.state_dict() for scheduler in self.lr_schedulers])
 
     def _restorers(
         self,
@@ -262,11 +260,12 @@ class RunState:
             # a schedule of torch that starts afresh does so from this run's rate
             states = [scheduler.state_dict() for scheduler in self.lr_schedulers]
             afresh = "lr_scheduler" in exclude and any(type(state) is dict and "_last_lr" in state for state in states)
-            kept = self._scheduled() | {"initial_lr"} if afresh else frozenset()
+            kept = schedules.changed_settings(states) | schedules.kept_in_groups(states) | {"initial_lr"}
+            kept = kept if afresh else frozenset()
             out["optimizer"] = (lambda: optimizer.apply(own, run["optimizer"], kept)) if "optimizer" in run else None
         if self.lr_schedulers:
-            schedules = _one_for_each(run.get("lr_scheduler", []), len(self.lr_schedulers))
-            out["lr_scheduler"] = partial(self._load_schedulers, schedules) if schedules else None
+            of_schedulers = _one_for_each(run.get("lr_scheduler", []), len(self.lr_schedulers))
+            out["lr_scheduler"] = partial(self._load_schedulers, of_schedulers) if of_schedulers else None
         if self.states:
             stored = run.get("states", {})
             complete = set(self.states) <= set(stored)
@@ -316,25 +315,6 @@ def _one_for_each(stored: list[dict[str, Any]], count: int) -> list[dict[str, An
         return stored
     alike = len({typed_json.dumps(state) for state in stored}) == 1
     return [copy.deepcopy(stored[0]) for _ in range(count)] if alike else []
-
-
-def _scheduled(states: Sequence[Any]) -> frozenset[str]:
-    """Return the settings of an optimizer that schedulers change, by their states; some of torch change momentum, too.
-
-    Source: torch/optim/lr_scheduler.py, `cycle_momentum` of CyclicLR and OneCycleLR.
-    """
-    inner = [_scheduled(state["_schedulers"]) for state in states if type(state) is dict and "_schedulers" in state]
-    cycle = any(type(state) is dict and state.get("cycle_momentum") for state in states)
-    return frozenset({"lr"} if states else ()).union(_MOMENTA if cycle else (), *inner)
-
-
-def _peaks(state: Any) -> str:
-    """Return the rates from which a scheduler of torch starts, by its state; inner schedulers start from the same."""
-    if type(state) is not dict:
-        return ""
-    rates = state.get("base_lrs")  # one of another library may have something else there
-    own = ", ".join(dict.fromkeys(map(str, rates if isinstance(rates, list | tuple) else [])))
-    return own or next(filter(None, map(_peaks, state.get("_schedulers", []))), "")
 
 
 def _room_for(info: TensorInfo, live: torch.Tensor | None) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -209,14 +210,115 @@ def objects(model: nn.Module, scheduled: bool, **settings: Any) -> dict[str, Any
     }
 
 
-def steps(objects: dict[str, Any]) -> list[float]:
+def steps(objects: dict[str, Any], *metrics: float) -> list[float]:
     """Return the rates of two steps."""
     found = []
     for _ in range(2):
         found.append(objects["optimizers"][0].param_groups[0]["lr"])
         objects["optimizers"][0].step()
-        objects["lr_schedulers"][0].step()
+        objects["lr_schedulers"][0].step(*metrics)
     return found
+
+
+class Warmup(schedules.LRScheduler):
+    """A schedule of the user's own, with one setting."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, warmup: int) -> None:
+        self.warmup = warmup
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        return [rate * min(1.0, (self.last_epoch + 1) / self.warmup) for rate in self.base_lrs]
+
+
+class Falling:
+    """A factor that is an object, so that torch stores its attributes."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, step: int) -> float:
+        return self.factor**step
+
+
+CHANGED_SCHEDULES: dict[str, tuple[Callable[[Any, Any], Any], Any, Any, str]] = {
+    "lambda": (lambda o, v: schedules.LambdaLR(o, Falling(v)), 0.5, 0.9,
+               "lr_lambda = [{'factor': 0.5}] and not [{'factor': 0.9}]"),
+    "step": (schedules.StepLR, 2, 3, "step_size = 2 and not 3"),
+    "milestones": (schedules.MultiStepLR, [3, 5], [3, 9], "milestones = [3, 5] and not [3, 9]"),
+    "cosine": (schedules.CosineAnnealingLR, 5, 9, "T_max = 5 and not 9"),
+    "restarts": (schedules.CosineAnnealingWarmRestarts, 3, 4, "T_0 = 3 and not 4"),
+    "polynomial": (lambda o, v: schedules.PolynomialLR(o, power=v), 1.0, 2.0, "power = 1.0 and not 2.0"),
+    "plateau": (lambda o, v: schedules.ReduceLROnPlateau(o, patience=v), 0, 7, "patience = 0 and not 7"),
+    "plateau_floor": (lambda o, v: schedules.ReduceLROnPlateau(o, min_lr=[v]), 0.01, 0.02,
+                      "min_lr = 0.01 and not 0.02"),
+    "cyclic": (lambda o, v: schedules.CyclicLR(o, 0.1, v), 0.2, 0.4, "max_lr = 0.2 and not 0.4"),
+    "cyclic_length": (lambda o, v: schedules.CyclicLR(o, 0.1, 0.2, step_size_up=v), 2, 4,
+                      "steps of a cycle = 4.0 and not 8.0"),
+    "one_cycle": (lambda o, v: schedules.OneCycleLR(o, v, total_steps=20, div_factor=10), 0.1, 0.5,
+                  "initial_lr = 0.01 and not 0.05; max_lr = 0.1 and not 0.5; min_lr = 1e-06 and not 5e-06"),
+    "one_cycle_rise": (lambda o, v: schedules.OneCycleLR(o, 0.1, total_steps=20, pct_start=v), 0.3, 0.5,
+                       "last steps of its phases = [5.0, 19] and not [9.0, 19]"),
+    "one_cycle_length": (lambda o, v: schedules.OneCycleLR(o, 0.1, total_steps=v, pct_start=2 / v), 20, 40,
+                         "total_steps = 20 and not 40; last steps of its phases = [1.0, 19] and not [1.0, 39]"),
+    "chained": (lambda o, v: schedules.ChainedScheduler([schedules.ConstantLR(o), schedules.ExponentialLR(o, v)]),
+                0.9, 0.8, "gamma = 0.9 and not 0.8"),
+    "sequential": (lambda o, v: schedules.SequentialLR(o, [schedules.LinearLR(o), schedules.StepLR(o, 2)], [v]), 2, 3,
+                   "milestones = [2] and not [3]"),
+    "swa": (SWALR, 0.05, 0.01, "swa_lr = 0.05 and not 0.01"),
+    "own": (Warmup, 4, 6, "warmup = 4 and not 6"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # a SequentialLR warns about its own calls
+@pytest.mark.parametrize("afresh", [False, True])
+@pytest.mark.parametrize("name", CHANGED_SCHEDULES)
+def test_settings_of_a_schedule_that_a_resume_replaces_are_one_log_line(
+    tmp_path: Path, name: str, afresh: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint's win, and the line says so; a schedule that is left out starts as in a new run of this one's."""
+    build, before, now, line = CHANGED_SCHEDULES[name]
+
+    def run(value: Any) -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return {"model": model, "optimizers": [optimizer], "lr_schedulers": [build(optimizer, value)]}
+
+    def rates(objects: dict[str, Any]) -> list[float]:
+        return [*steps(objects, *([2.0] if "plateau" in name else [])), objects["optimizers"][0].param_groups[0]["lr"]]
+
+    with manager(tmp_path, **(saved := run(before))) as m:
+        rates(saved)
+        m.save(1)
+    resumed = run(now)
+    with manager(tmp_path, resume=ResumeConfig(exclude=("lr_scheduler",) if afresh else ()), **resumed) as m:
+        m.load()
+    lines = [record.getMessage() for record in caplog.records if "goes on" in record.getMessage()]
+    assert [text.partition("; with checkpoint.resume")[0] for text in lines] == (
+        [] if afresh else [f"the lr scheduler goes on with the checkpoint's {line}"]
+    )
+    assert rates(resumed) == rates(run(now) if afresh else saved)
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.01, 3.0])
+def test_a_plateau_says_a_rate_to_which_it_cannot_have_lowered_this_runs(
+    tmp_path: Path, rate: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stores no rate that it started from: 0.01 may be 1 after two reductions, and is not 3 after any."""
+
+    def run(rate: float) -> dict[str, Any]:
+        made = objects(model := nn.Linear(2, 2), False, lr=rate)
+        plateau = schedules.ReduceLROnPlateau(made["optimizers"][0], patience=0)
+        return {"model": model, **made, "lr_schedulers": [plateau]}
+
+    with manager(tmp_path, **(saved := run(1.0))) as m:
+        for loss in (1.0, 2.0, 3.0):
+            saved["lr_schedulers"][0].step(loss)
+        m.save(1)
+    with manager(tmp_path, **run(rate)) as m:
+        m.load()
+    said = "the lr scheduler goes on with the checkpoint's lr = 0.010000000000000002 and not 3.0"
+    assert (said in caplog.text) == (rate == 3.0) and ("goes on" in caplog.text) == (rate == 3.0)
 
 
 @pytest.mark.parametrize("left_out", ["optimizer", "lr_scheduler"])

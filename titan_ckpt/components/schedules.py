@@ -1,0 +1,130 @@
+"""The settings of learning-rate schedules, as their states and the optimizer's groups hold them.
+
+A schedule that is resumed goes on with the settings of its checkpoint. This module finds those that replace other ones.
+Owns the names that torch's schedulers give to their settings. Restores nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+_MOMENTA = frozenset({"momentum", "betas"})
+_IN_GROUPS = frozenset({"max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
+"""Settings of schedules that torch keeps in an optimizer's groups."""
+_OF_GROUPS = frozenset({"base_lrs", "max_lrs", "min_lrs", "base_momentums", "max_momentums"})
+"""Names under which a state has a value for each group."""
+_STATE_LABELS = {
+    "base_lrs": "lr",
+    "max_lrs": "max_lr",
+    "min_lrs": "min_lr",
+    "base_momentums": "base_momentum",
+    "max_momentums": "max_momentum",
+    "lr_lambdas": "lr_lambda",
+    "total_size": "steps of a cycle",
+    "step_ratio": "share of a cycle that rises",
+    "_milestones": "milestones",
+    "_anneal_func_type": "anneal_strategy",
+    "_schedule_phases": "last steps of its phases",
+}
+"""Settings that a state of torch holds under another name than the constructor's argument, and how a log line calls
+them. Source: torch/optim/lr_scheduler.py and torch/optim/swa_utils.py."""
+
+
+def changed_settings(states: Sequence[Any]) -> frozenset[str]:
+    """Return the settings of an optimizer that schedulers change, by their states; some of torch change momentum, too.
+
+    Source: torch/optim/lr_scheduler.py, `cycle_momentum` of CyclicLR and OneCycleLR.
+    """
+    inner = [changed_settings(state["_schedulers"]) for state in states if _is_of_several(state)]
+    cycle = any(type(state) is dict and state.get("cycle_momentum") for state in states)
+    return frozenset({"lr"} if states else ()).union(_MOMENTA if cycle else (), *inner)
+
+
+def kept_in_groups(states: Sequence[Any]) -> frozenset[str]:
+    """Return the names under which schedulers keep settings of their own in an optimizer's groups."""
+    return _IN_GROUPS | ({"initial_lr"} if any(map(_has_phases, states)) else frozenset())
+
+
+def replaced_settings(schedulers: Sequence[Any], stored: Sequence[Any]) -> list[str]:
+    """Return a line for each setting of a schedule that the stored state of the schedule replaces by another value.
+
+    Settings are what torch calls so, and arguments of the constructor; only an LRScheduler of torch is looked at.
+    """
+    lines: dict[str, None] = {}
+    for scheduler, before in zip(schedulers, stored, strict=False):
+        scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate wraps it
+        if not isinstance(scheduler, LRScheduler) or type(before) is not dict:
+            continue
+        now = scheduler.state_dict()
+        if _is_of_several(before) and _is_of_several(now):
+            inner = getattr(scheduler, "_schedulers", [])
+            lines |= dict.fromkeys(replaced_settings(inner, before["_schedulers"]))
+        for name in _setting_names(scheduler, now):
+            of_both = [_shown(name, state[name]) for state in (before, now) if name in state]
+            if len(of_both) == 2 and all(of_both) and of_both[0] != of_both[1]:
+                lines[f"{_STATE_LABELS.get(name, name)} = {of_both[0]} and not {of_both[1]}"] = None
+        if isinstance(scheduler, ReduceLROnPlateau):
+            lines |= dict.fromkeys(_rates_of_plateau(before, now))
+    return list(lines)
+
+
+def _is_of_several(state: Any) -> bool:
+    return type(state) is dict and isinstance(state.get("_schedulers"), list | tuple)
+
+
+def _has_phases(state: Any) -> bool:
+    """Return whether a scheduler is a OneCycleLR, which computes every rate from those in the groups."""
+    if _is_of_several(state):
+        return any(map(_has_phases, state["_schedulers"]))
+    return type(state) is dict and "_schedule_phases" in state
+
+
+def _setting_names(scheduler: LRScheduler, state: Mapping[str, Any]) -> list[str]:
+    names = _STATE_LABELS.keys() | inspect.signature(type(scheduler)).parameters.keys()
+    names -= {"last_epoch", *(["base_lrs"] if _has_phases(state) else [])}
+    return [name for name in state if name in names]
+
+
+def _shown(name: str, value: Any) -> str:
+    """Return a setting as a log line shows it; "" for a value that torch would not have there."""
+    if name == "_schedule_phases":
+        value = [phase.get("end_step") for phase in value if type(phase) is dict]
+    if isinstance(value, Counter):
+        value = sorted(value.elements())
+    if name in _OF_GROUPS:
+        return ", ".join(dict.fromkeys(map(_shown_number, value))) if isinstance(value, list | tuple) else ""
+    return _shown_number(value)
+
+
+def _shown_number(value: Any) -> str:
+    return str(value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value)
+
+
+def _rates_of_plateau(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a line for each stored rate to which a ReduceLROnPlateau cannot have lowered the rate of a new one.
+
+    It stores no rate that it started from.
+    """
+    if now["last_epoch"] or not before.keys() >= {"_last_lr", "min_lrs", "factor"}:
+        return []
+    rates = zip(before["_last_lr"], now["_last_lr"], before["min_lrs"], strict=False)
+    return [
+        f"lr = {float(old)} and not {float(new)}"
+        for old, new, least in rates
+        if not _is_lowered(float(new), float(old), before["factor"], least)
+    ]
+
+
+def _is_lowered(rate: float, to: float, factor: float, least: float) -> bool:
+    while rate > to and not math.isclose(rate, to, rel_tol=1e-6):
+        rate, last = max(rate * factor, least), rate
+        if rate >= last:
+            return False
+    return math.isclose(rate, to, rel_tol=1e-6)

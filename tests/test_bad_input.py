@@ -258,6 +258,20 @@ def test_folders_that_are_files_are_all_named_before_anything_is_built(
     assert re.search(r"output_folder: .*/out is a file, and .*/out/run is to be a folder", capsys.readouterr().err)
 
 
+def test_folders_outside_of_an_output_folder_that_is_not_there_are_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps and exports that would lie below a file are bad input, exit code 2, before the run's own folder is made."""
+    (tmp_path / "file").write_text("")
+    steps, export = str(tmp_path / "file" / "steps"), {"format": "hf", "folder": str(tmp_path / "file")}
+    tables = {"checkpoint": {"folder": steps, "export": export}}
+    assert main([str(write_config(tmp_path, tables))]) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"checkpoint\.folder: .*/file is a file, and .*/file/steps is to be a folder", said)
+    assert re.search(r"checkpoint\.export\.0\.folder: .* is a file", said)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_gradient_that_is_not_finite_ends_the_process_with_one_message(tmp_path: Path) -> None:
     """A real process, and a callback that its TOML names: exit code 1, no traceback, the steps before are there."""
     path = write_config(tmp_path, {"callbacks": [f"{HERE}:Poison"]})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,7 @@ def _folders(config: RunConfig) -> Iterator[tuple[str, Path]]:
     yield "data.cache_folder", Path(config.data.cache_folder)
     output = Path(config.output_folder)
     yield "output_folder", output
-    if os.path.isdir(output):  # otherwise a problem is reported for the output folder
+    if posix.why_no_folder(output) is None:  # otherwise folders below it have the same fault
         if isinstance(folder := open_location(config.checkpoint.folder, output, config.checkpoint.store), Path):
             yield "checkpoint.folder", folder
         for i, export in enumerate(config.checkpoint.export):

@@ -19,6 +19,7 @@ from tests.run_folder import Disk, RunFolder
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, RunGuard, SaveConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.errors import CommitConflictError, ConfigError, ExportError, PeerError, SaveError
+from titan_ckpt.exporting.exporter import ExportJob
 from titan_ckpt.failures import DISK_ERRORS, is_disk_failure
 from titan_ckpt.formats.publish.record import MadeExports
 from titan_ckpt.guard import outside_request
@@ -240,6 +241,28 @@ def test_an_interval_export_that_the_disk_refuses_does_not_end_the_run(
     assert [n for n in range(1, 5) if f"step {n} is not exported" in caplog.text] == [2, 3]
     with pytest.raises(ExportError, match="No space left"):
         export_through(tmp_path / "b", mode, last_step=3)
+
+
+def test_an_error_of_any_kind_in_an_export_is_no_error_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step stays the last one saved, the next one is saved before the error is raised, and the run can go on."""
+    config = CheckpointConfig(save=SaveConfig(interval=1), export=(ExportConfig("dcp", interval=1),))
+
+    def broken(job: object, coordinator: object) -> None:
+        raise ValueError("a fault in an export")
+
+    with CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=tmp_path) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(ExportJob, "run", broken)
+            manager.save(1)
+            assert (handle := manager.in_flight) is not None and handle.succeeded()
+            with pytest.raises(ValueError, match="a fault in an export"):
+                manager.save(2)
+            assert manager.last_step.saved == 2
+        save(manager, 3)
+    assert content(RunFolder(tmp_path)) == [1, 2, 3]
+    assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["step-3"]
 
 
 def test_a_resumed_run_goes_on_if_it_cannot_see_whether_an_export_is_there(

@@ -33,7 +33,7 @@ from titan_ckpt.directory.manifest import Kind
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.encoding.strict_json import Json
-from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, ExportError, ExportSettingError, listed
+from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, ExportSettingError, listed
 from titan_ckpt.exporting.checks import check_exports, check_folders
 from titan_ckpt.exporting.exporter import Exporter, ExportJob
 from titan_ckpt.failures import Failures
@@ -345,13 +345,9 @@ class CheckpointManager:
             return False
         if busy and due.skippable:
             logger.warning("step %d is due and training waits: the save before it is still being written", step)
-        failed: ExportError | None = None
         event = Event("save", step=step, kind=self._kind(model_only), async_mode=self.config.save.async_mode)
-        try:
-            with event.phase("queued"):
-                self.wait()
-        except ExportError as error:  # raised below: this step is saved all the same
-            failed = error
+        with event.phase("queued"):
+            failed_export = self._settle(is_last=self._is_last_save)  # raised below: this step is saved all the same
         self._look_before_saving(step)
         if not self._adapter_only:
             self._base.forget_if_changed()  # a resume would find another digest than the record's
@@ -374,8 +370,8 @@ class CheckpointManager:
             self.wait()
         elif not self._step_hooks:  # no hook will say when the weights are about to change
             self._saver.wait_staged()
-        if failed is not None:
-            raise failed
+        if failed_export is not None:
+            raise failed_export
         return self.last_step.saved == step
 
     def _snapshot(self, step: int, mark: Mark | None, model_only: str | None) -> Snapshot:
@@ -485,27 +481,36 @@ class CheckpointManager:
         With checkpoint.save.on_failure = "warn", a failure of the disk is logged instead, unless the save is the last
         one of the run, or it is one failure too many.
         """
-        self._wait(is_last=self._is_last_save)
+        if (failed_export := self._settle(is_last=self._is_last_save)) is not None:
+            raise failed_export
 
-    def _wait(self, *, is_last: bool) -> None:
+    def _settle(self, *, is_last: bool) -> Exception | None:
+        """Wait for the save in flight and its exports. Return the exports' error, unless the run goes on without them.
+
+        Raises: the save's error, unless the run goes on without the save.
+        """
         if self._saver is None:
-            return
+            return None
         save, exports = self._saver.in_flight, self._saver.exports_in_flight
         of_save: Exception | None = None
-        of_exports: ExportError | None = None
+        of_exports: Exception | None = None
         try:
             self._saver.wait()
-        except ExportError as error:  # the step itself is committed
-            of_exports = error
         except BaseException as error:
-            self.last_step.saved = self.last_step.saved_before  # the step may be saved again
+            is_saved = save is None or (save.done and save.succeeded())
+            if not is_saved:
+                self.last_step.saved = self.last_step.saved_before  # the step may be saved again
             if not isinstance(error, Exception):
                 raise
-            of_save = error
+            of_save, of_exports = (None, error) if is_saved else (error, None)
         if save is not None:
             self._failures.settle("saved", save.step, of_save, is_last=is_last)
         if exports is not None:
-            self._failures.settle("exported", exports.step, of_exports, is_last=is_last)
+            try:
+                self._failures.settle("exported", exports.step, of_exports, is_last=is_last)
+            except Exception as error:
+                return error
+        return None
 
     def close(self) -> None:
         """Finish the save in flight and release the folder; idempotent. Raises: the error of that save, once."""
@@ -513,7 +518,8 @@ class CheckpointManager:
             return
         self._closed = True
         try:
-            self._wait(is_last=True)
+            if (failed_export := self._settle(is_last=True)) is not None:
+                raise failed_export
         finally:
             for hook in self._step_hooks:
                 hook.remove()

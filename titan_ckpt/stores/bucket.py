@@ -11,6 +11,7 @@ import errno
 import os
 import random
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from configparser import ConfigParser
 from configparser import Error as ConfigParserError
@@ -190,19 +191,19 @@ class Bucket:
     def list_objects(self, prefix: str) -> list[ObjectFacts]:
         """Return the objects below `prefix`, which ends where a name does, by key. Raises: StoreError."""
         with self._asking("list", prefix):
-            return _facts(self._api.list(self._store, prefix or None).collect())
+            return _facts(self._api.list(self._store, prefix or None).collect(), prefix)
 
     def list_files(self, prefix: str) -> list[ObjectFacts]:
         """Return the objects directly below `prefix`, by key. Raises: StoreError."""
         with self._asking("list", prefix):
-            return _facts(self._api.list_with_delimiter(self._store, prefix or None)["objects"])
+            return _facts(self._api.list_with_delimiter(self._store, prefix or None)["objects"], prefix)
 
     def list_names(self, prefix: str) -> list[str]:
         """Return the names directly below `prefix`, also of what only has objects below it. Raises: StoreError."""
         with self._asking("list", prefix):
             found = self._api.list_with_delimiter(self._store, prefix or None)
-        paths = [*found["common_prefixes"], *(meta["path"] for meta in found["objects"])]
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
+        paths = {path.rstrip("/") for path in found["common_prefixes"]}
+        return sorted(path.rpartition("/")[2] for path in paths | {f.key for f in _facts(found["objects"], prefix)})
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; one that is not there is no error. Raises: StoreError."""
@@ -297,9 +298,20 @@ def open_location(
     return BucketPath(Bucket(parts[0], parts[1], settings or StoreConfig()), parts[2])
 
 
-def _facts(listing: Iterable[Mapping[str, Any]]) -> list[ObjectFacts]:
-    facts = (ObjectFacts(m["path"], int(m["size"]), _version(m), m["last_modified"].timestamp()) for m in listing)
-    return sorted(facts, key=lambda f: f.key)
+def _facts(listing: Iterable[Mapping[str, Any]], prefix: str) -> list[ObjectFacts]:
+    """Return the objects of a listing by key, without those that stand for folders.
+
+    A provider's console makes an empty object "run/" for a folder; the client's listings call it "run".
+    """
+    facts = [ObjectFacts(m["path"], int(m["size"]), _version(m), m["last_modified"].timestamp()) for m in listing]
+    facts.sort(key=lambda f: f.key)
+    keys = [f.key for f in facts]
+
+    def is_folder(key: str) -> bool:
+        below = bisect_left(keys, f"{key}/")
+        return key == prefix or (below < len(keys) and keys[below].startswith(f"{key}/"))
+
+    return [f for f in facts if f.num_bytes or not is_folder(f.key)]
 
 
 def _version(meta: Mapping[str, Any]) -> Version:

@@ -17,7 +17,7 @@ from titan_ckpt.encoding.toml import Check, Checked
 SCHEMES = ("s3", "gs", "az")
 """Amazon S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage."""
 
-_BUCKET_URL = re.compile(rf"({'|'.join(SCHEMES)}):/{{1,2}}([^/?#@:\s]+)((?:/[^/?#\s]+)*)/?")
+_BUCKET_URL = re.compile(rf"({'|'.join(SCHEMES)}):/{{1,2}}([^/?#@:\s]+)((?:/[^/?#\x00-\x1f\x7f]+)*)/?")
 _ENDPOINT = re.compile(r"https?://[^/?#@\s]+(/[^?#@\s]*)?")
 
 _MOST_PARTS = 9_000

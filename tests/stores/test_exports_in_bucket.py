@@ -21,10 +21,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from converters import from_tables
 from tests.interop.test_lora_run import IDS, LoraRun, reload, write_base
-from tests.stores.conftest import behind, get_folder, place_in, put_folder, through
+from tests.stores.conftest import SECONDS, behind, get_folder, place_in, put_folder, through
 from tests.stores.export_runs import CONFIG, export_from_two_ranks, manager_of, of_two_ranks, quantising_model
 from tests.stores.servers import Server, refusal
 from tests.test_manager import Run
+from tests.tiny_run import settings
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.config import SaveConfig, StoreConfig
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -43,6 +44,7 @@ from titan_ckpt.models.llama3 import Llama3
 from titan_ckpt.stores.bucket import BucketPath, StoreError
 from titan_ckpt.stores.object_writer import ObjectWriter
 from titan_ckpt.stores.source import Source
+from titan_ckpt.training.run_data import find_tokenizer
 from titan_ckpt.weights.transforms import file_group
 
 DENIED = refusal("403 Forbidden", "AccessDenied", "Access Denied")
@@ -201,6 +203,11 @@ def test_transformers_opens_an_export_and_a_run_loads_it(server: Server, tmp_pat
     with CheckpointManager(source, model_parts=[again], sd_transforms=transforms, base_folder=tmp_path) as manager:
         manager.load()
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+
+    store = {"endpoint": place.bucket.settings.endpoint, "retry_seconds": SECONDS}
+    tables: dict[str, Any] = {"checkpoint": {"store": store, "initial_load": [{"path": str(made), "cast": True}]}}
+    with pytest.raises(ConfigError, match=rf"data.tokenizer: {made} holds weights, and tokenizers .*\(vocab_size\)"):
+        find_tokenizer(settings(tmp_path, data={"tokenizer": {}}, **tables), 2048)
 
 
 def test_a_cut_in_the_middle_leaves_nothing_that_opens(server: Server, tmp_path: Path) -> None:

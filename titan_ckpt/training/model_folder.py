@@ -12,7 +12,9 @@ from pathlib import Path
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.formats.huggingface.reader import is_huggingface
+from titan_ckpt.stores.bucket import BucketPath, open_location
 from titan_ckpt.stores.settings import split_url
+from titan_ckpt.stores.source import listed
 from titan_ckpt.training.config import RunConfig
 
 TOKENIZER = "tokenizer.json"
@@ -41,7 +43,8 @@ def tokenizer_folder(config: RunConfig) -> Path | None:
     """Return the folder of the run's tokenizer, or None if it is trained on the corpus.
 
     Without data.tokenizer.folder and data.tokenizer.vocab_size, it is the tokenizer of the pretrained model.
-    Raises: ConfigError if the pretrained model has none, because its weights mean nothing under another tokenizer.
+    Raises: ConfigError if the pretrained model has none on a mounted file system, because its weights mean nothing
+    under another tokenizer; StoreError.
     """
     chosen = config.data.tokenizer
     if chosen.folder is not None:
@@ -50,9 +53,14 @@ def tokenizer_folder(config: RunConfig) -> Path | None:
         return None
     if (own := _own_tokenizer(config)) is not None:
         return own
+    choices = "name the folder of their tokenizer (folder), or the size of a new one (vocab_size)"
     if pretrained := [folder for folder in _folders(config) if _gives_weights(folder, config)]:
-        choices = "name the folder of their tokenizer (folder), or the size of a new one (vocab_size)"
         raise ConfigError([f"data.tokenizer: {pretrained[0]} holds weights and no {TOKENIZER}; {choices}"])
+    for source in config.checkpoint.initial_load:
+        place = open_location(source.path, settings=config.checkpoint.store)
+        if isinstance(place, BucketPath) and is_huggingface(listed(place)):
+            why = "holds weights, and tokenizers are read from mounted file systems alone"
+            raise ConfigError([f"data.tokenizer: {place} {why}; {choices}"])
     return None
 
 

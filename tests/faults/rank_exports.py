@@ -40,7 +40,7 @@ def prepare(root: Path) -> None:
     (root / "base" / "tokenizer.json").write_text("{}")
 
 
-def _group(line: Coordinator) -> None:
+def join(line: Coordinator) -> None:
     """Join the ranks in a process group, which goes with its process."""
     if line.world_size > 1:
         store: Any = line._store
@@ -111,7 +111,7 @@ class Kind:
     make: Callable[[Path, Coordinator], Callable[[], None]]
 
     def on_rank(self, root: Path, line: Coordinator) -> Callable[[], None]:
-        _group(line)
+        join(line)
         return self.make(root, line)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-import os
+import itertools
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,14 @@ from torch.distributed.fsdp import fully_shard
 from tests.unit.formats.native.test_native import drop_from_page_cache
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, RunGuard, SaveConfig
 from titan_ckpt.components.run_state import RunState
-from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, HalfLoadedError, LoadMismatchError, PeerError
-from titan_ckpt.formats.native.transfers import BlockReader
+from titan_ckpt.disk.direct import FileReader
+from titan_ckpt.errors import CorruptCheckpointError, HalfLoadedError, LoadMismatchError
 from titan_ckpt.geometry.chunks import local_tensor
-from titan_ckpt.testing import distributed
 
 Values = dict[str, torch.Tensor]
+THROUGH_CACHE, AROUND_CACHE = "read_into", "read_aligned"
+WARM_OR_COLD = pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
+ROLLED_BACK_OR_RESUMED = pytest.mark.parametrize("fresh", [False, True], ids=["rolled back", "resumed"])
 
 
 class Run:
@@ -119,23 +121,60 @@ def after_a_step(guard: RunGuard) -> None:
 
 
 @contextmanager
-def failing_after(blocks: int, error: BaseException) -> Iterator[None]:
-    """Let reads of the newest step's values fail from some number of blocks on."""
-    real, count = BlockReader._read_verified, [0]
+def failing_after(reads: int, fault: Callable[[], None], step: int = 2) -> Iterator[set[str]]:
+    """Let reads of a step's values meet a fault from some number on; yield the ways in which it was read."""
+    ways: set[str] = set()
+    numbers = itertools.count()
 
-    def read_verified(self: BlockReader, views: list[memoryview], block: tuple[int, int]) -> bool:
-        count[0] += "step-2" in self.path
-        if count[0] > blocks and "step-2" in self.path:
-            raise error
-        return real(self, views, block)
+    def watched(way: str) -> Callable[..., None]:
+        real = getattr(FileReader, way)
+
+        def read(self: FileReader, *arguments: Any) -> None:
+            if f"step-{step}" in str(self.path):
+                ways.add(way)
+                if next(numbers) >= reads:
+                    fault()
+            real(self, *arguments)
+
+        return read
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BlockReader, "_read_verified", read_verified)
-        yield
+        for way in (THROUGH_CACHE, AROUND_CACHE):
+            patch.setattr(FileReader, way, watched(way))
+        yield ways
 
 
-@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
-@pytest.mark.parametrize("fresh", [False, True], ids=["rolled back", "resumed"])
+def io_error() -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def once(fault: Callable[[], object]) -> Callable[[], None]:
+    """Return a fault that only the first thread meets."""
+    numbers = itertools.count()
+
+    def first_time() -> None:
+        if next(numbers) == 0:
+            fault()
+
+    return first_time
+
+
+def interrupt() -> None:
+    """Press Ctrl-C."""
+    signal.raise_signal(signal.SIGINT)
+
+
+def settle(folder: Path, *, cold: bool) -> None:
+    """Put the files of both steps into the page cache, or out of it."""
+    for step in (1, 2):
+        for path in file_of(folder, step).parent.iterdir():
+            path.read_bytes()
+        if cold:
+            drop_from_page_cache(file_of(folder, step).parent)
+
+
+@WARM_OR_COLD
+@ROLLED_BACK_OR_RESUMED
 @pytest.mark.parametrize("share", [0.4, 0.9], ids=["weights", "moments"])
 def test_f5_after_a_flipped_bit_the_ladder_ends_on_a_step_with_every_tensor_right(
     tmp_path: Path, cold: bool, fresh: bool, share: float
@@ -151,7 +190,7 @@ def test_f5_after_a_flipped_bit_the_ladder_ends_on_a_step_with_every_tensor_righ
         assert keeps(manager, 3)
 
 
-@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
+@WARM_OR_COLD
 def test_a_wrong_block_names_what_was_overwritten_and_nothing_is_kept(tmp_path: Path, cold: bool) -> None:
     """Weights and moments are read one after the other; until another load succeeds, save and export refuse."""
     run = Run(tmp_path)
@@ -189,31 +228,40 @@ def test_what_no_tensor_has_to_be_read_for_is_checked_before_the_first_byte_chan
         assert keeps(manager, 3)
 
 
-@pytest.mark.parametrize("blocks", [1, 4], ids=["weights", "moments"])
-def test_after_an_io_error_the_ladder_ends_on_a_step_with_every_tensor_right(tmp_path: Path, blocks: int) -> None:
+@pytest.mark.parametrize(("cold", "reads"), [(False, 2), (False, 9), (True, 1)], ids=["warm", "late", "cold"])
+@ROLLED_BACK_OR_RESUMED
+def test_after_an_io_error_the_ladder_ends_on_a_step_with_every_tensor_right(
+    tmp_path: Path, cold: bool, reads: int, fresh: bool
+) -> None:
     """The disk fails in the middle of the newest step, and not for the one before."""
     run = Run(tmp_path)
     history = run.save(2)
-    for step in (1, 2):
-        file_of(tmp_path, step).read_bytes()
-    with run.manager() as manager, failing_after(blocks, OSError(errno.EIO, "Input/output error")):
+    settle(tmp_path, cold=cold)
+    run = Run(tmp_path) if fresh else run
+    before = run.values()
+    with run.manager() as manager, failing_after(reads, io_error) as ways:
         with pytest.raises(CorruptCheckpointError, match="Input/output error"):
             manager.load(2)
-        assert not same(run.values(), history[-1])
+        assert not same(run.values(), before)
+        assert ways == {AROUND_CACHE if cold else THROUGH_CACHE}
         assert refused(manager)
         assert manager.load().step == 1
         assert same(run.values(), history[0])
         assert keeps(manager, 3)
 
 
-def test_an_interrupt_leaves_no_thread_that_writes_and_nothing_is_kept(tmp_path: Path) -> None:
+@WARM_OR_COLD
+@ROLLED_BACK_OR_RESUMED
+def test_an_interrupt_leaves_no_thread_that_writes_and_nothing_is_kept(tmp_path: Path, cold: bool, fresh: bool) -> None:
     """Ctrl-C while tensors are filled: it is raised once all threads have stopped; the guard saves nothing either."""
     run = Run(tmp_path)
     history = run.save(2)
-    file_of(tmp_path, 2).read_bytes()
+    settle(tmp_path, cold=cold)
+    run = Run(tmp_path) if fresh else run
     with run.manager() as manager:
-        with pytest.raises(KeyboardInterrupt), RunGuard(manager), failing_after(3, KeyboardInterrupt()):
+        with pytest.raises(KeyboardInterrupt), RunGuard(manager), failing_after(1, once(interrupt)) as ways:
             manager.load()
+        assert ways == {AROUND_CACHE if cold else THROUGH_CACHE}
         assert not [thread for thread in threading.enumerate() if "titan_ckpt-io" in thread.name]
         assert refused(manager)
         with pytest.raises(RuntimeError, match="of the loop"), RunGuard(manager) as guard:
@@ -258,87 +306,30 @@ def test_a_step_that_leaves_overwritten_moments_as_they_are_is_refused(tmp_path:
         assert keeps(manager, 3)
 
 
-@distributed(nproc=2)
-def two_ranks(root: Path) -> None:
-    rank = dist.get_rank()
-    run = Run(root)
-    history = run.save(2)
+def test_moments_that_were_attached_before_another_owner_failed_are_not_kept_by_a_step_without_any(
+    tmp_path: Path,
+) -> None:
+    """A new run has no moments before a load: those of step 1 would stay beside the weights of the seed."""
+    run = Run(tmp_path)
     with run.manager() as manager:
-        for cold in (False, True):
-            for damaged in (0, 1):
-                path = file_of(root, 2, damaged)
-                dist.barrier()
-                if rank == 0:
-                    flip(path, 0.5, cold=cold)
-                dist.barrier()
-                with pytest.raises((CorruptCheckpointError, PeerError), match=path.name) as caught:
-                    manager.load(2)
-                assert isinstance(caught.value, CorruptCheckpointError) == (rank == damaged)
-                assert refused(manager)
-                assert manager.load().step == 1
-                assert same(run.values(), history[0])
-                fresh = Run(root)
-                with fresh.manager(saves=False) as other:
-                    assert other.load().step == 1
-                    assert same(fresh.values(), history[0])
-                dist.barrier()
-                if rank == 0:
-                    flip(path, 0.5, cold=False)
-                dist.barrier()
-                assert manager.load().step == 2
-                assert same(run.values(), history[1])
-        with pytest.MonkeyPatch.context() as patch:  # an interrupt of one rank ends the load of both
-            if rank == 1:
-                patch.setattr(BlockReader, "fill_window", interrupted)
-            with pytest.raises(KeyboardInterrupt if rank == 1 else PeerError):
-                manager.load()
+        manager.save_seed()
+        run.step()
+        manager.save(1)
+    run = Run(tmp_path)
+    with run.manager() as manager, pytest.MonkeyPatch.context() as patch:
+        real = RunState.apply
+
+        def fails(*arguments: Any) -> None:
+            real(*arguments)
+            raise RuntimeError("the scheduler is gone")
+
+        patch.setattr(RunState, "apply", fails)
+        with pytest.raises(RuntimeError, match="scheduler is gone"):
+            manager.load()
+        assert run.optimizer.state
+        patch.undo()
+        with pytest.raises(LoadMismatchError, match=r"load of step 0 replaced all but 6 of .*exp_avg"):
+            manager.load(0)
         assert refused(manager)
-        assert manager.load().step == 2
-        assert same(run.values(), history[1])
+        assert manager.load().step == 1
         assert keeps(manager, 3)
-
-
-def interrupted(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
-@distributed(nproc=2, timeout_seconds=90)
-def a_peer_that_stops(root: Path) -> None:
-    rank = dist.get_rank()
-    run = Run(root)
-    history = run.save(1)
-    pids: list[Any] = [None, None]
-    dist.all_gather_object(pids, os.getpid())
-    with run.manager() as manager:
-        manager.load()
-        line = manager._coordinator
-        line.timeout_seconds = 3.0
-        with pytest.MonkeyPatch.context() as patch:
-            real = BlockReader.fill_window
-
-            def stops(self: BlockReader, window: Any) -> None:
-                patch.undo()
-                os.kill(os.getpid(), signal.SIGSTOP)
-                real(self, window)
-
-            if rank == 1:
-                patch.setattr(BlockReader, "fill_window", stops)
-            with pytest.raises(CheckpointError, match="rank 1"):
-                manager.load(1)
-        assert refused(manager)
-        if rank == 0:
-            os.kill(pids[1], signal.SIGCONT)
-        line.timeout_seconds = 20.0
-        assert manager.load(1).step == 1
-        assert same(run.values(), history[0])
-        assert keeps(manager, 3)
-
-
-def test_damage_in_either_ranks_file_and_an_interrupt_of_one_rank_stop_both(tmp_path: Path) -> None:
-    """Warm and cold: one names the file, both refuse to keep what is in memory, and both go on from the step before."""
-    two_ranks(tmp_path)
-
-
-def test_a_rank_that_dies_in_the_middle_leaves_the_mark_on_the_others(tmp_path: Path) -> None:
-    """They do not wait longer than the timeout, and keep nothing."""
-    a_peer_that_stops(tmp_path)

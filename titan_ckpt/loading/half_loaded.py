@@ -26,7 +26,12 @@ class HalfLoaded:
 
         Every rank calls it before any rank overwrites anything.
         """
-        self._source, self._filled = source, set(names)
+        self._source, self._filled = source, set()
+        self.overwrite(names)
+
+    def overwrite(self, names: Iterable[str]) -> None:
+        """Note more tensors that are about to be overwritten by the load that began last."""
+        self._filled.update(names)
         self._overwritten |= self._filled
 
     def check_replaced(self) -> None:

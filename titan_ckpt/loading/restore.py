@@ -311,6 +311,7 @@ class Restorer:
         """Give the state to its owners, when every tensor is right. Collective."""
 
         def act() -> None:
+            self._half_loaded.overwrite(state.tensors)  # its owners get them now, and any of them may fail
             self._half_loaded.check_replaced()
             state.apply(self._run, exclude)
 

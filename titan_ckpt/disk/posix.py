@@ -13,7 +13,9 @@ import fcntl
 import mmap
 import os
 import stat
+import uuid
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -183,6 +185,23 @@ def rename_noreplace(source: str | os.PathLike[str], target: str | os.PathLike[s
     if os.path.lexists(target):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(source), None, os.fspath(target))
     os.rename(source, target)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a small file in the place of an earlier one; a reader finds either of them whole, or for a moment neither.
+
+    Raises: OSError; then nothing of the new file is left, and the earlier one may be gone.
+    """
+    draft = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    try:
+        write_file(draft, data)
+        with suppress(FileNotFoundError):
+            unlink(path)
+        rename_noreplace(draft, path)
+    except OSError:
+        with suppress(OSError):
+            unlink(draft)
+        raise
 
 
 def read_whole(path: str | os.PathLike[str], max_bytes: int) -> bytes:

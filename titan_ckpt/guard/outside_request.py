@@ -76,16 +76,7 @@ def withdraw(run: Path) -> None:
 
 def answer(run: Path, value: Answer) -> None:
     """Write the answer and replace an earlier one. Raises: OSError."""
-    draft = run / f".{ANSWER}-{uuid.uuid4().hex}"
-    try:
-        posix.write_file(draft, json.dumps(asdict(value)).encode())
-        with suppress(FileNotFoundError):
-            posix.unlink(run / ANSWER)
-        posix.rename_noreplace(draft, run / ANSWER)
-    except OSError:
-        with suppress(OSError):
-            posix.unlink(draft)
-        raise
+    posix.replace_file(run / ANSWER, json.dumps(asdict(value)).encode())
 
 
 def await_answer(run: Path, name: str, timeout_seconds: float) -> Answer:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,7 +34,7 @@ class Outcome:
         """Return how many completed steps no checkpoint holds."""
         return self.step - (self.saved_step or 0)
 
-    def exit_code(self, if_stopped: int, environment: Mapping[str, str] = os.environ) -> int:
+    def exit_code(self, if_stopped: int) -> int:
         """Return 0 for a run that is done, `if_stopped` for one that can go on from where it was, else 1.
 
         Under torchrun, a run that was stopped and saved also returns 0.
@@ -45,7 +43,14 @@ class Outcome:
             return 0
         if self.lost:
             return 1
-        return 0 if "TORCHELASTIC_RUN_ID" in environment else if_stopped
+        return 0 if "TORCHELASTIC_RUN_ID" in os.environ else if_stopped
+
+
+def unsaved(lost: int, step: int) -> str:
+    """Return a sentence that says which of the steps up to `step` no checkpoint holds."""
+    if lost == 1:
+        return f"step {step}, the last one, is not saved"
+    return f"the last {lost} steps, up to step {step}, are not saved"
 
 
 def forget_stop(run: Path) -> None:
@@ -56,7 +61,4 @@ def forget_stop(run: Path) -> None:
 
 def record_stop(run: Path, outcome: Outcome) -> None:
     """Write the file that asks for another start. Raises: OSError."""
-    draft = run / f".{STOPPED}-{uuid.uuid4().hex}"
-    posix.write_file(draft, json.dumps(asdict(outcome)).encode() + b"\n")
-    forget_stop(run)
-    posix.rename_noreplace(draft, run / STOPPED)
+    posix.replace_file(run / STOPPED, json.dumps(asdict(outcome)).encode() + b"\n")

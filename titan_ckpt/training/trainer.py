@@ -28,7 +28,7 @@ from titan_ckpt.training.data.batch import Batch, checked, to_device
 from titan_ckpt.training.header import count_parameters, header, position
 from titan_ckpt.training.loss import Predicted, summed_cross_entropy
 from titan_ckpt.training.model_folder import other_choices
-from titan_ckpt.training.outcome import STOPPED, Outcome, forget_stop, record_stop
+from titan_ckpt.training.outcome import STOPPED, Outcome, forget_stop, record_stop, unsaved
 from titan_ckpt.training.parallel.context_parallel import share_of
 from titan_ckpt.training.parallel.data_parallel import complete_gradients, prepare_backward, sum_and_clip
 from titan_ckpt.training.precision import numerics
@@ -93,7 +93,7 @@ class Trainer(BuildSteps):
         if self.ranks.rank or not self.state.step or self.manager.last_step.is_half_loaded():
             return
         if (lost := self.state.step - (self.manager.last_step.saved or 0)) > 0:
-            logger.error("the last %d steps, up to step %d, are not saved", lost, self.state.step)
+            logger.error("%s", unsaved(lost, self.state.step))
 
     def _find_outcome(self) -> Outcome:
         """Return how the run ended; rank 0 logs it, and writes stopped.json if the run is to be started again."""
@@ -103,7 +103,7 @@ class Trainer(BuildSteps):
         if stopped is None or self.ranks.rank:
             return outcome
         if outcome.lost:
-            logger.error("stopped at step %d of %d; the last %d steps are not saved", step, steps, outcome.lost)
+            logger.error("stopped at step %d of %d; %s", step, steps, unsaved(outcome.lost, step))
         else:
             logger.warning("stopped at step %d of %d, all saved: the same command goes on from there", step, steps)
         try:

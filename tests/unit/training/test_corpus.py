@@ -78,6 +78,22 @@ def test_d8_files_of_other_tools_hold_what_they_say(tmp_path: Path) -> None:
     assert texts(corpus) == ["1", "2", "3", "4"]
 
 
+@pytest.mark.parametrize("name", ["corpus", "corpus/*", "corpus/**/*.jsonl"])
+def test_d8_a_linked_file_beside_its_target_is_read_once(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same text is not trained on twice without a word: one line of the log names the link."""
+    monkeypatch.chdir(tmp_path)
+    for file in ("a", "b"):
+        jsonl(Path(f"corpus/{file}.jsonl"), {"text": file})
+    Path("corpus/newest.jsonl").symlink_to("b.jsonl")
+    assert texts(Path(name)) == ["a", "b"]
+    said = (
+        "data.corpus: left out, because the same files are read by other paths: corpus/newest.jsonl is corpus/b.jsonl"
+    )
+    assert [record.getMessage() for record in caplog.records] == [said]
+
+
 def test_d8_a_folder_that_cannot_be_read_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that trained on the rest would not be told."""
     jsonl(tmp_path / "a.jsonl", {"text": "1"})

@@ -39,7 +39,7 @@ class Source:
 
 
 def find_files(name: str, setting: str) -> list[Path]:
-    """Return the file, all files in a folder, or those that a pattern matches, in the order of their paths.
+    """Return the file, all files in a folder, or those that a pattern matches, in the order of their paths, each once.
 
     Raises: ConfigError listing all that is not there, cannot be read, or is no file that training can read.
     """
@@ -68,7 +68,16 @@ def find_files(name: str, setting: str) -> list[Path]:
         raise ConfigError([f"{setting}: {name} {what}{hint}"])
     if textual := [other for other in others if Path(other).suffix.lower() in _NOT_READ]:
         logger.info("%s: not read: %s; expected %s", setting, listed(textual, ", ", " "), _EXPECTED)
-    return files
+    return _each_once(files, setting)
+
+
+def _each_once(files: Iterable[Path], setting: str) -> list[Path]:
+    """Return files without links to those that come before them, and log the links."""
+    first: dict[str, Path] = {}
+    again = [f"{file} is {one}" for file in files if (one := first.setdefault(os.path.realpath(file), file)) != file]
+    if again:
+        logger.warning("%s: left out, because the same files are read by other paths: %s", setting, listed(again))
+    return list(first.values())
 
 
 def sources_of(files: Iterable[Path]) -> Iterator[Source]:
@@ -115,7 +124,7 @@ def _inside(folders: Iterable[Path], setting: str) -> list[Path]:
 def _matched(pattern: str, setting: str) -> list[Path]:
     """Return the files that a pattern matches. A folder with a suffix of files, as of Spark, stands for those in it.
 
-    Files of linked folders come once. Raises: ConfigError for a folder that cannot be read.
+    Raises: ConfigError for a folder that cannot be read.
     """
     try:
         matched = [*_matches(pattern)]
@@ -124,8 +133,7 @@ def _matched(pattern: str, setting: str) -> list[Path]:
         raise ConfigError([f"{setting}: {folder} cannot be read: {error.strerror}"]) from None
     folders = {path for path in matched if os.path.isdir(path)}  # a link may lead to where nothing may be looked at
     inside = _inside((folder for folder in folders if folder.suffix in KINDS), setting)
-    files = sorted({*matched, *inside} - folders, reverse=True)
-    return sorted({(os.path.realpath(file.parent), file.name): file for file in files}.values())
+    return sorted({*matched, *inside} - folders)
 
 
 def _matches(pattern: str) -> Iterable[Path]:

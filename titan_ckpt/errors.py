@@ -69,13 +69,13 @@ def _restored(kind: type[CheckpointError], message: str, carried: Mapping[str, o
 
 
 class ConfigError(CheckpointError, ValueError):
-    """Settings are invalid. Carries `problems`, one line each: `path.to.key: cause`."""
+    """Settings are invalid. Carries `problems`, one line each: `path.to.key: cause`, without credentials of URLs."""
 
     def __init__(self, problems: Sequence[str], source: str = "config") -> None:
-        self.problems = tuple(problems)
+        self.problems = tuple(map(without_credentials, problems))
         self.source = source
         lines = "\n".join(f"  {line}" for line in self.problems)
-        super().__init__(f"{source}: {len(self.problems)} problem(s)\n{lines}")
+        super().__init__(f"{without_credentials(source)}: {len(self.problems)} problem(s)\n{lines}")
 
 
 class DataError(ConfigError):

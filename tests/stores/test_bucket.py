@@ -15,11 +15,15 @@ from tests.stores.conftest import behind, place_in, through
 from tests.stores.servers import Answer, Server, refusal
 from titan_ckpt.config import InitialLoadConfig
 from titan_ckpt.encoding.local_path import require_local
+from titan_ckpt.encoding.toml import read_toml
 from titan_ckpt.errors import ConfigError, PreflightError
 from titan_ckpt.stores.answers import store_error
 from titan_ckpt.stores.bucket import BucketPath, StoreError, open_location
 from titan_ckpt.stores.probe import probe
 from titan_ckpt.stores.settings import StoreConfig, require_places, split_url
+from titan_ckpt.stores.source import listed
+
+KEY_ID = "AKIAIOSFODNN7EXAMPLE"
 
 
 def test_objects_are_created_once_and_replaced_by_version(place: BucketPath) -> None:
@@ -168,11 +172,12 @@ def test_a_give_up_names_rank_object_seconds_and_the_last_answer(s3: Server, mon
 def test_no_error_holds_a_credential(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the key nor the secret is in the text of any error, whatever the server puts into its answer."""
     place = place_in(s3)
-    leak = f"<Error><Code>SignatureDoesNotMatch</Code><Message>{servers.CREDENTIALS['AWS_SECRET_ACCESS_KEY']}</Message>"
+    secret = servers.CREDENTIALS["AWS_SECRET_ACCESS_KEY"]
+    leak = f"<Error><Code>SignatureDoesNotMatch</Code><Message>{secret} {KEY_ID}</Message>"
     text = f"Error performing GET https://user:pw@h/b?sig=abc - status code: 403 Forbidden: {leak}S3RVER"
     error = store_error(RuntimeError(text), "read", str(place), 1.0)
     assert "SignatureDoesNotMatch" in str(error) and error.is_final
-    assert not any(secret in str(error) for secret in (*servers.CREDENTIALS.values(), "sig=", "user:pw"))
+    assert not any(secret in str(error) for secret in (*servers.CREDENTIALS.values(), "sig=", "user:pw", KEY_ID))
 
 
 def test_credentials_that_have_expired_are_named_as_the_cause() -> None:
@@ -200,9 +205,49 @@ def test_a_bucket_that_is_not_there_is_said_at_once(server: Server) -> None:
 
 
 def test_the_probe_accepts_what_keeps_conditions(place: BucketPath) -> None:
-    """And leaves nothing."""
-    probe(place)
+    """And leaves nothing, also below a key with characters that a URL or a signature quotes."""
+    probe(place / "my run" / "a+b&c=d;~" / "100% \u00fc %20")
     assert place.bucket.list_objects(place.key) == []
+
+
+def test_a_folder_that_was_made_in_a_console_is_no_object(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an empty object "run/": no listing has it. An object that no path can name is said to be another's."""
+    place = place_in(s3)
+    for name in ("/", "/base/", "/base/model.bin", "//x"):
+        with urllib.request.urlopen(urllib.request.Request(f"{s3.endpoint}/box/{place.key}{name}", method="PUT")):
+            pass
+        if name == "/base/model.bin":
+            assert [f.key for f in place.bucket.list_objects(place.key)] == [f"{place.key}/base/model.bin"]
+            assert place.bucket.list_names(place.key) == ["base"] and place.bucket.list_files(place.key) == []
+            assert [path.name for path in listed(place / "base").iterdir()] == ["model.bin"]
+            assert not listed(place / "base").is_file()
+    with pytest.raises(StoreError, match=r"//x.*Such an object is not one of titan_ckpt: move it away"):
+        place.bucket.list_objects(place.key)
+
+
+def test_the_environment_names_an_endpoint_and_keys_that_a_request_can_carry(
+    s3: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without TLS, too. A mounted secret often ends in a line break, at which the client panics."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
+    place = open_location(f"{s3.url}/none", settings=StoreConfig(retry_seconds=2.0))
+    assert isinstance(place, BucketPath) and place.bucket.list_objects("none") == []
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "my secret\n")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "token ")
+    both = r"(?s)AWS_SECRET_ACCESS_KEY: has a line break.*AWS_SESSION_TOKEN: "
+    with pytest.raises(ConfigError, match=both) as caught:
+        open_location(s3.url)
+    assert "my secret" not in str(caught.value)
+    with pytest.raises(ConfigError, match="region: expected a name"):
+        StoreConfig(region="eu-central-1\n")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    monkeypatch.delenv("AWS_SESSION_TOKEN")
+    monkeypatch.setenv("AWS_TOKEN", "token\n")  # a name that only the client knows
+    place = open_location(f"{s3.url}/none", settings=StoreConfig(retry_seconds=2.0))
+    assert isinstance(place, BucketPath)
+    for act in (lambda: place.bucket.create("none", b"x"), lambda: place.bucket.read("none")):
+        with pytest.raises(StoreError, match="InvalidHeaderValue"):
+            act()
 
 
 def test_the_probe_refuses_stores_by_name_of_what_they_lack(tmp_path: Path) -> None:
@@ -227,6 +272,7 @@ def test_urls_name_a_bucket_and_a_key() -> None:
     assert split_url("s3://b/run/ckpt/") == ("s3", "b", "run/ckpt")
     assert split_url(Path("gs://b/run")) == ("gs", "b", "run")
     assert split_url("az://c") == ("az", "c", "")
+    assert split_url("s3://b.with.dots/my run/a+b%20/") == ("s3", "b.with.dots", "my run/a+b%20")
     for text in (
         "/data/run",
         "s3://",
@@ -237,12 +283,15 @@ def test_urls_name_a_bucket_and_a_key() -> None:
         "s3://user@b/x",
         "s3:b",
         "s3://a:b/x",
+        "s3://b/x\ny",
     ):
         assert split_url(text) is None, text
 
 
-def test_an_endpoint_with_a_password_is_refused() -> None:
-    """Settings are written to manifests and logs; the error is, too, and says nothing of them either."""
+def test_an_endpoint_with_a_password_is_refused(tmp_path: Path) -> None:
+    """Settings are written to manifests and logs; the error is, too, and says nothing of them either. Nor does one of
+    a line that is no TOML.
+    """
     with pytest.raises(ConfigError, match=r'without user, password or query, found "https://\*\*\*@host"'):
         StoreConfig(endpoint="https://user:pw@host")
     for url in ("s3://AKIA:pw/of@box/x", "s3:/pw@box", "az://c/x?sv=1&sig=pw", "https://a.example/c/x?sig=pw"):
@@ -254,3 +303,6 @@ def test_an_endpoint_with_a_password_is_refused() -> None:
             with pytest.raises(ConfigError, match=r"found \"(s3|az|https):.*\*\*\*") as caught:
                 refuse(url)
             assert "pw" not in str(caught.value) and "AKIA" not in str(caught.value)
+    (tmp_path / "run.toml").write_text('folder = "s3://AKIA:pw@box/x\n')
+    with pytest.raises(ConfigError, match=r"s3://\*\*\*@box/x"):
+        read_toml(tmp_path / "run.toml")

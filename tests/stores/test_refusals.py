@@ -57,11 +57,20 @@ LATE = refusal(
     "<AuthenticationErrorDetail>Request date header too old: 'Mon, 23 Nov 2026'</AuthenticationErrorDetail>",
 )  # fmt: skip
 NO_STORE = Answer("404 Not Found", "<html><h1>404 Not Found</h1></html>", ("Content-Type: text/html",))
+PAGE = Answer("403 Forbidden", "<!DOCTYPE html><html><h1>Blocked</h1></html>", ("Content-Type: text/html",))
+PROXYS = Answer("407 Proxy Authentication Required", "")
+FULL = refusal("403 Forbidden", "QuotaExceeded", "Bucket quota exceeded")
 
 
 @pytest.mark.parametrize(
     ("scheme", "verb", "answer", "advice"),
     [
+        ("s3", "list", Answer("403 Forbidden", ""), "The credentials need s3:ListBucket"),
+        ("s3", "create", Answer("301 Moved Permanently", ""), "Set checkpoint.store.region to the bucket's region"),
+        ("s3", "list", PAGE, "a web server or a proxy has answered"),
+        ("az", "create", PAGE, "a web server or a proxy has answered"),
+        ("s3", "read", PROXYS, "a web server or a proxy has answered (see HTTPS_PROXY and NO_PROXY)"),
+        ("s3", "upload", FULL, "The store, or its quota, is full"),
         ("s3", "create", DENIED, "The credentials need s3:PutObject"),
         ("s3", "upload", WITH_NAMES, "The credentials need s3:PutObject"),
         ("s3", "read", DENIED, "The credentials need s3:GetObject, and s3:ListBucket"),

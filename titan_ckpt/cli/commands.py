@@ -40,16 +40,11 @@ from titan_ckpt.errors import (
     SaveError,
 )
 from titan_ckpt.stores.bucket import Location, open_location
-from titan_ckpt.stores.settings import StoreConfig, require_places, split_url
+from titan_ckpt.stores.settings import StoreConfig, require_places
 
 if TYPE_CHECKING:
     from titan_ckpt.tools.conversion import Options
 
-_ENDPOINTS = {
-    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
-}
-"""Variables that name another server than the provider's own, as the providers' tools know them."""
 _RETRY_SECONDS = 30.0
 
 _OF_PLACES = Ls | Inspect | Verify | Prune | Pin | Unpin
@@ -91,16 +86,9 @@ def _paths(command: Command) -> Iterator[tuple[str, Path]]:
 def _place(path: Path) -> Location:
     """Return what an argument names; how a bucket is reached comes from the environment, as its credentials do.
 
-    Raises: ConfigError naming the variable of an endpoint that is none, without its value, which may hold a password.
+    Raises: ConfigError.
     """
-    scheme, *_ = split_url(path) or ("",)
-    name = next(filter(os.environ.get, _ENDPOINTS.get(scheme, ())), None)
-    try:
-        store = StoreConfig(endpoint=name and os.environ[name], retry_seconds=_RETRY_SECONDS)
-    except ConfigError:
-        problem = f"{name}: expected an http(s) URL without user, password or query; set it so, or unset it"
-        raise ConfigError([problem], "environment") from None
-    return open_location(path, settings=store)
+    return open_location(path, settings=StoreConfig(retry_seconds=_RETRY_SECONDS))
 
 
 def _fail(text: str, code: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated
 
 from titan_ckpt.encoding.toml import Check
-from titan_ckpt.errors import ConfigError, without_credentials
+from titan_ckpt.errors import ConfigError
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")
 _SHELL = re.compile(r"~[^/]*(/|$)|.*(\$[{(A-Z_]|`)", re.DOTALL)
@@ -40,7 +40,7 @@ def require(
 ) -> None:
     """Raises: ConfigError listing every path that is wrong, which is not `expected`, and those that need a shell."""
     problems = [
-        f'{name}: expected {said}, found "{without_credentials(os.fspath(path))}"'
+        f'{name}: expected {said}, found "{os.fspath(path)}"'
         for name, path in paths.items()
         for said, refused in ((expected, is_wrong), (WRITTEN_OUT, needs_shell))
         if refused(path)

@@ -29,6 +29,8 @@ _WRONG_CREDENTIALS = re.compile(
     r"InvalidAuthenticationInfo|non-empty Access Key"
 )
 """S3 answers 400 to a token that was right once, and to an empty key as to another region's."""
+_FULL = re.compile(r"QuotaExceeded|StorageFull")
+_PAGE = re.compile(r"(?i)<html|<!doctype html")
 _RIGHTS = {
     "s3": {
         "read": "s3:GetObject, and s3:ListBucket, without which an object that is not there is answered so, too",
@@ -45,6 +47,9 @@ _RIGHTS = {
     "az": {verb: f'"{verb}", as the role Storage Blob Data Contributor has it' for verb in ("read", "write", "delete")}
     | {"list": '"list" and "read", as the role Storage Blob Data Contributor has them'},
 }
+_IS_PATH = re.compile(r"_CREDENTIALS$|_FILE$")
+"""Variables that name a file of credentials. Errors quote its path."""
+_KEY_ID = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b")
 _LEAST_SECRET = 6
 _MACHINES_ROLE = re.compile(r"//169\.254\.|/latest/(?:api/token|meta-data/)|/computeMetadata/|/metadata/identity/")
 """URLs at which the client asks a machine of the provider for its role, if the environment has no credentials."""
@@ -66,7 +71,7 @@ class StoreError(OSError):
         return str(self.strerror)
 
 
-def store_error(error: Exception, verb: str, url: str, seconds: float) -> StoreError:
+def store_error(error: BaseException, verb: str, url: str, seconds: float) -> StoreError:
     """Return the error of a request that was given up: `verb` names what was asked ("read")."""
     code, is_final, advice = _meaning(error, verb, url)
     answer = _answer(str(error))
@@ -76,7 +81,7 @@ def store_error(error: Exception, verb: str, url: str, seconds: float) -> StoreE
     )  # fmt: skip
 
 
-def _meaning(error: Exception, verb: str, url: str) -> tuple[int, bool, str]:
+def _meaning(error: BaseException, verb: str, url: str) -> tuple[int, bool, str]:
     """Return an answer's errno, whether asking again gives the same answer, and the next step for the user.
 
     Source: the error codes of S3's and Azure Blob Storage's references.
@@ -104,25 +109,33 @@ def _meaning(error: Exception, verb: str, url: str) -> tuple[int, bool, str]:
         return errno.EINVAL, True, f"Set {value}, or correct checkpoint.store.endpoint"
     if _LOCKED.search(said):
         return errno.EACCES, True, "The bucket locks objects or their versions; take one without a retention policy"
+    if status == 507 or _FULL.search(said):
+        return errno.ENOSPC, True, "The store, or its quota, is full"
+    if status == 407 or (is_refusal and _PAGE.search(text)):
+        page = "a web server or a proxy has answered (see HTTPS_PROXY and NO_PROXY)"
+        return errno.EINVAL, True, f"Check the endpoint and the region of the bucket: {page}"
     if status == 403 or kind == "PermissionDeniedError" or "AccessDenied" in said:
         right = _RIGHTS.get(url.partition(":")[0], {}).get(verb, f"the right to {verb}")
         return errno.EACCES, True, f"The credentials need {right}"
     if is_refusal or status == 501:
         return errno.EINVAL, True, "Check the endpoint and the region of the bucket"
+    if "with invalid path" in text:
+        return errno.EINVAL, True, "Such an object is not one of titan_ckpt: move it away, or choose another folder"
     if status:
         return errno.EIO, False, "Lower checkpoint.store.concurrency, or raise checkpoint.store.retry_seconds"
     return errno.EIO, False, "Is the endpoint right, and can this machine reach it?"
 
 
-def lacks_bucket(error: Exception) -> bool:
+def lacks_bucket(error: BaseException) -> bool:
     """Return whether the answer says that the bucket itself is not there."""
     return any(sign in str(error) for sign in _NO_BUCKET)
 
 
 def without_secrets(text: str) -> str:
-    """Return the text without users and queries of URLs, and without values of this process's secrets."""
-    text = without_credentials(text)
-    secrets = {v for name, v in os.environ.items() if _SECRET_NAME.search(name) and len(v) >= _LEAST_SECRET}
+    """Return the text without users and queries of URLs, keys of Amazon, and values of this process's secrets."""
+    text = _KEY_ID.sub("***", without_credentials(text))
+    names = [name for name in os.environ if _SECRET_NAME.search(name) and not _IS_PATH.search(name)]
+    secrets = {os.environ[name] for name in names if len(os.environ[name]) >= _LEAST_SECRET}
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
     return text

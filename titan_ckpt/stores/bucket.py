@@ -13,8 +13,6 @@ import random
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from configparser import ConfigParser
-from configparser import Error as ConfigParserError
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any, Self
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.stores.answers import StoreError, lacks_bucket, store_error
+from titan_ckpt.stores.environment import endpoint_of, require_usable_keys, shared_credentials
 from titan_ckpt.stores.settings import SCHEMES, StoreConfig, split_url
 
 _REQUEST_SECONDS = 60.0
@@ -65,6 +64,8 @@ class Bucket:
         self._api = obstore
         try:
             self._store = _client(scheme, name, settings)
+        except ConfigError:
+            raise
         except (obstore.exceptions.BaseError, ValueError) as error:
             raise ConfigError([str(store_error(error, "open", self.url(""), 0.0))], "checkpoint.store") from None
 
@@ -108,7 +109,9 @@ class Bucket:
                 if isinstance(mode, dict) and not lacks_bucket(error):
                     raise FileExistsError(errno.EEXIST, "was deleted by another writer", self.url(key)) from None
                 raise store_error(error, "write", self.url(key), time.monotonic() - started) from None
-            except self._api.exceptions.BaseError as error:
+            except BaseException as error:
+                if not self._is_of_client(error):
+                    raise
                 failure = store_error(error, "write", self.url(key), time.monotonic() - started)
                 if not failure.is_final and self.content(key) == data:
                     return
@@ -237,8 +240,14 @@ class Bucket:
             if verb != "write" and not lacks_bucket(error):
                 raise FileNotFoundError(errno.ENOENT, "no such object", self.url(key)) from None
             raise store_error(error, verb, self.url(key), time.monotonic() - started) from None
-        except self._api.exceptions.BaseError as error:
+        except BaseException as error:
+            if not self._is_of_client(error):
+                raise
             raise store_error(error, verb, self.url(key), time.monotonic() - started) from None
+
+    def _is_of_client(self, error: BaseException) -> bool:
+        """Return whether the client has failed: by an error of its own, or by a panic, which is no Exception."""
+        return isinstance(error, self._api.exceptions.BaseError) or type(error).__name__ == "PanicException"
 
     def __repr__(self) -> str:
         return f"Bucket({self.url('')!r})"
@@ -321,7 +330,7 @@ def _version(meta: Mapping[str, Any]) -> Version:
 def _client(scheme: str, name: str, settings: StoreConfig) -> Any:
     from obstore.store import AzureStore, GCSStore, S3Store
 
-    endpoint = settings.endpoint
+    endpoint = settings.endpoint or endpoint_of(scheme)
     common: dict[str, Any] = {
         "client_options": {
             "timeout": timedelta(seconds=min(_REQUEST_SECONDS, settings.retry_seconds)),
@@ -335,30 +344,14 @@ def _client(scheme: str, name: str, settings: StoreConfig) -> Any:
         },
     }
     if scheme == "s3":
+        require_usable_keys()
         own = {"endpoint": endpoint, "region": settings.region}
         common |= {key: value for key, value in own.items() if value is not None}
-        return S3Store(name, **common, **_shared_credentials())
+        return S3Store(name, **common, **shared_credentials())
     if scheme == "gs":
         return GCSStore(name, **common | ({"base_url": endpoint} if endpoint else {}))
     assert scheme == "az", SCHEMES
     return AzureStore(name, **common | ({"endpoint": endpoint} if endpoint else {}))
-
-
-def _shared_credentials() -> dict[str, Any]:
-    """Return the keys of AWS's shared credentials file, which the client does not read; {} if others come first."""
-    others = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
-    if any(os.environ.get(name) for name in (*others, "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE")):
-        return {}
-    path = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or Path.home() / ".aws" / "credentials")
-    profile = os.environ.get("AWS_PROFILE", "default")
-    parser = ConfigParser(interpolation=None)
-    with contextlib.suppress(OSError, ConfigParserError, UnicodeDecodeError):
-        parser.read(path)
-    if not parser.has_section(profile):
-        return {}
-    names = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key",
-             "aws_session_token": "session_token"}  # fmt: skip
-    return {ours: parser[profile][theirs] for theirs, ours in names.items() if theirs in parser[profile]}
 
 
 __all__ = ["Bucket", "BucketPath", "Location", "ObjectFacts", "StoreError", "Version", "open_location"]

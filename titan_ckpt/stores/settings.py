@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -22,7 +22,14 @@ _ENDPOINT = re.compile(r"https?://[^/?#@\s]+(/[^?#@\s]*)?")
 
 _MOST_PARTS = 9_000
 
-_Endpoint = Annotated[str, Check("an http(s) URL without user, password or query", _ENDPOINT.fullmatch)]
+
+def is_endpoint(text: str) -> bool:
+    """Return whether this is the URL of a server, without anything secret."""
+    return _ENDPOINT.fullmatch(text) is not None
+
+
+_Endpoint = Annotated[str, Check("an http(s) URL without user, password or query", is_endpoint)]
+_Region = Annotated[str, Check("a name, such as eu-central-1, or nothing at all", re.compile(r"[!-~]+").fullmatch)]
 _Concurrency = Annotated[int, Check("1 to 256 (requests)", lambda n: 1 <= n <= 256)]
 _PartMib = Annotated[int, Check("5 to 512 (MiB)", lambda n: 5 <= n <= 512)]
 _Seconds = Annotated[float, Check("above 0, at most 600 (seconds)", lambda s: 0 < s <= 600)]
@@ -33,8 +40,9 @@ class StoreConfig(Checked):
     """[checkpoint.store]: how the buckets of checkpoints, sources and exports are reached."""
 
     endpoint: _Endpoint | None = None
-    """URL of a server other than the provider's own, such as MinIO's; absent: the provider's."""
-    region: str | None = None
+    """URL of a server other than the provider's own, such as MinIO's; absent: AWS_ENDPOINT_URL or
+    AZURE_STORAGE_ENDPOINT, or the provider's."""
+    region: _Region | None = None
     """Region of an S3 bucket; absent: AWS_REGION, or us-east-1."""
     concurrency: _Concurrency = 16
     """Requests that one rank has in flight."""
@@ -49,10 +57,6 @@ class StoreConfig(Checked):
     def part_bytes(self, num_bytes: int) -> int:
         """Return the size of the parts of a file of `num_bytes`: as set, or larger, because a store takes 10,000."""
         return max(self.part_mib << 20, -(-num_bytes // _MOST_PARTS >> 20) + 1 << 20)
-
-    def problems(self) -> Iterator[str]:
-        if self.region is not None and not self.region.strip():
-            yield "region: expected a name, such as eu-central-1, or nothing at all"
 
 
 EXPECTED_PLACE = "a path on a mounted file system, or s3://bucket/key, gs://bucket/key or az://container/key"

@@ -13,6 +13,8 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from titan_ckpt.errors import without_credentials
+
 _PACKAGES = ("titan-ckpt", "torch", "transformers", "peft", "torchao", "torchtitan", "safetensors", "numpy")
 
 
@@ -22,7 +24,7 @@ def describe_start(world_size: int, config: object) -> dict[str, Any]:
     return {
         "event": "start",
         "unix_seconds": round(time.time(), 6),
-        "command": [sys.executable, *sys.argv],
+        "command": [sys.executable, *map(without_credentials, sys.argv)],
         "folder": os.getcwd(),
         "host": socket.gethostname(),
         "world_size": world_size,

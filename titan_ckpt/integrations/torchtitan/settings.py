@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from titan_ckpt.config import CheckpointConfig, ExportConfig, InitialLoadConfig, KeepConfig, ResumeConfig, SaveConfig
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import is_uri
-from titan_ckpt.errors import ConfigError, without_credentials
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.formats.huggingface.peft import CONFIG as PEFT_CONFIG
 from titan_ckpt.stores.bucket import BucketPath, open_location
 from titan_ckpt.stores.settings import EXPECTED_PLACE, split_url
@@ -130,12 +130,12 @@ def _faults(config: Any, base_folder: str, states: Mapping[str, Any], hf_assets_
             yield f"{field.name}: TitanCheckpointer has no such setting; leave it out, or use torchtitan's checkpointer"
     if is_uri(base_folder):
         yield (
-            f"folder: the run's dump_folder, {without_credentials(base_folder)}, is remote, and logs are written "
-            "there: name a mounted folder, and the bucket in checkpoint.folder"
+            f"folder: the run's dump_folder, {base_folder}, is remote, and logs are written there: "
+            "name a mounted folder, and the bucket in checkpoint.folder"
         )
     place = split_url(config.folder)
     if place is None and is_uri(config.folder):
-        yield f"folder: {without_credentials(config.folder)}: expected {EXPECTED_PLACE}"
+        yield f"folder: {config.folder}: expected {EXPECTED_PLACE}"
     elif place is not None and (config.last_save_in_hf or config.last_save_in_dcp) and "/" not in place[2]:
         yield (
             f"folder: {config.folder}: the last step's folders would lie beside it, where other runs are: name a place "
@@ -165,7 +165,7 @@ def _faults_of_source(name: str, path: str) -> Iterator[str]:
     if split_url(path) is not None:
         return
     if is_uri(path):
-        yield f"{name}: {without_credentials(path)}: expected {EXPECTED_PLACE}"
+        yield f"{name}: {path}: expected {EXPECTED_PLACE}"
     elif not Path(path).is_dir():
         yield f"{name}: {path} is no folder"
 

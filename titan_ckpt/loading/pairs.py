@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from titan_ckpt.errors import KeyMapError, LoadMismatchError
-from titan_ckpt.formats.huggingface.peft import MAGNITUDE, PAIRS, PREFIX, ModuleNumbers
+from titan_ckpt.formats.huggingface.peft import MAGNITUDE, PAIRS, PREFIX, ModuleNumbers, stored_weights
 from titan_ckpt.formats.huggingface.peft_fields import targets_parameter
 from titan_ckpt.geometry.chunks import Shape, info_of
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, Split, Transpose
@@ -73,12 +73,7 @@ def find_pairs(reader: TensorReader, base: StateDict, key_map: KeyMap, modules: 
 def _of_peft(reader: TensorReader, base: StateDict, key_map: KeyMap, modules: Mapping[str, nn.Module]) -> Contents:
     contents, config = Contents(), reader.metadata()
     numbers = ModuleNumbers(config)
-    for key in reader.tensors:
-        suffix = next((s for s in PAIRS if key.endswith(s)), None)
-        if suffix is None and key.endswith((*PAIRS.values(), MAGNITUDE)):
-            continue
-        module = key.removeprefix(PREFIX).removesuffix(suffix or "")
-        weight = f"{module}.weight" if suffix else module
+    for key, weight, module, suffix in stored_weights(reader.tensors):
         place = _place(weight, key_map, base)
         if place is None:
             contents.unexpected.append(key)

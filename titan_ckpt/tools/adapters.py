@@ -25,7 +25,7 @@ from titan_ckpt.errors import (
     NotACheckpointError,
     listed,
 )
-from titan_ckpt.formats.huggingface.peft import CONFIG, MAGNITUDE, PAIRS, PREFIX, ModuleNumbers, PeftReader, unselected
+from titan_ckpt.formats.huggingface.peft import CONFIG, ModuleNumbers, PeftReader, stored_weights, unselected
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import LazyTensor, info_of
@@ -171,12 +171,8 @@ def lora_settings(reader: PeftReader, table: ModelTable) -> dict[str, Any]:
     """
     config, sites, copied, unknown = reader.metadata(), dict[str, _Site](), dict[str, None](), list[str]()
     numbers = ModuleNumbers(config)
-    for key in reader.tensors:
-        suffix = next((s for s in PAIRS if key.endswith(s)), None)
-        if suffix is None and key.endswith((*PAIRS.values(), MAGNITUDE)):
-            continue
-        module = key.removeprefix(PREFIX).removesuffix(suffix or "")
-        fqns = _native_names(f"{module}.weight" if suffix else module, table)
+    for key, weight, module, suffix in stored_weights(reader.tensors):
+        fqns = _native_names(weight, table)
         if not fqns:
             unknown.append(key)
         elif suffix is None:

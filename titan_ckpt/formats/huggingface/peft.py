@@ -8,10 +8,10 @@ Source: peft, utils/save_and_load.py, tuners/lora/config.py; vLLM, vllm/lora/pef
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,6 +69,28 @@ _AGAIN = "Save the adapter again, or take another"
 _BATCH_BYTES = 32 << 20
 _BATCH_TENSORS = 256
 """Tensors that are read at once, because a bucket gives neighbours by one request."""
+
+
+class StoredWeight(NamedTuple):
+    """A weight of the base that an adapter folder changes, or stores itself."""
+
+    key: str
+    """The key of its A matrix, or of the weight itself."""
+    name: str
+    """The name of the weight in the base's own files."""
+    module: str
+    suffix: str | None
+    """The end of the A matrix's name in PAIRS; None if the folder stores the weight itself (modules_to_save)."""
+
+
+def stored_weights(keys: Iterable[str]) -> Iterator[StoredWeight]:
+    """Yield the weights of the base to which the keys of an adapter folder belong, a pair of factors once."""
+    for key in keys:
+        suffix = next((s for s in PAIRS if key.endswith(s)), None)
+        if suffix is None and key.endswith((*PAIRS.values(), MAGNITUDE)):
+            continue
+        module = key.removeprefix(PREFIX).removesuffix(suffix or "")
+        yield StoredWeight(key, f"{module}.weight" if suffix else module, module, suffix)
 
 
 class PeftReader(TensorReader):

@@ -82,9 +82,8 @@ class Segments:
             alone.append(range(position, first))
             position = last
         for i in chain.from_iterable(alone):
-            tensor = tensors[i]  # as is_plain_memory, without a call for each of 10^5 tensors in every save
-            if on_host[i] and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-                self._addresses[i] = tensor.data_ptr()
+            if is_plain_memory(tensors[i]):
+                self._addresses[i] = tensors[i].data_ptr()
 
     def fill(self, start: int, stop: int, target: Buffer, at: int = 0) -> None:
         """Copy bytes [start, stop) of the run to byte `at` of the target. Several threads may fill different parts."""

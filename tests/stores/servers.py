@@ -231,8 +231,8 @@ _REFUSALS = {
     "SlowDown": refusal("503 Slow Down", "SlowDown", _BUSY),
 }
 
-Fault = Literal["503", "SlowDown", "cut", "stall"] | Answer | None
-"""cut: the server has processed the request, and its answer is lost. stall: nothing is answered."""
+Fault = Literal["503", "SlowDown", "cut", "torn", "stall"] | Answer | None
+"""cut: the server has processed the request, and its answer is lost; torn: half of it. stall: nothing is answered."""
 
 
 class Proxy:
@@ -310,7 +310,7 @@ class Proxy:
         try:
             fault = self._fault(method, path)
             answer = fault if isinstance(fault, Answer) else _REFUSALS.get(fault or "")
-            data = await self._forward(head, body) if fault in (None, "cut") else b""
+            data = await self._forward(head, body) if fault in (None, "cut", "torn") else b""
         finally:
             self.forwarding -= 1
         if fault == "stall":
@@ -321,7 +321,7 @@ class Proxy:
             return True
         if fault == "cut":
             return False
-        writer.write(data)
+        writer.write(data[: data.index(b"\r\n\r\n") + 30] if fault == "torn" else data)
         await writer.drain()
         return False
 

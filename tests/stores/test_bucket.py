@@ -154,6 +154,34 @@ def test_a_lost_answer_is_read_back(server: Server) -> None:
     assert (place / "a").read() == b"y"
 
 
+def test_an_answer_that_ends_in_the_middle_is_asked_for_again(server: Server) -> None:
+    """What is read, listed and deleted; until the retry time is over."""
+    place = place_in(server)
+    key = (place / "a").key
+    place.bucket.create(key, bytes(1000))
+    left = 0
+
+    def tear(method: str, path: str) -> servers.Fault:
+        nonlocal left
+        left -= 1
+        return "torn" if left >= 0 else None
+
+    with servers.Proxy(server.endpoint, tear) as proxy:
+        torn = through(place, proxy).bucket
+        for ask, expected in (
+            (lambda: torn.read(key)[0], bytes(1000)),
+            (lambda: [f.key for f in torn.list_objects(place.key)], [key]),
+            (lambda: torn.list_names(place.key), ["a"]),
+            (lambda: torn.delete([key, f"{key}2"]), None),
+        ):
+            left = 1
+            assert ask() == expected and left < 0
+        left = 99
+        with pytest.raises(StoreError, match=r"could not list it in .* body error"):
+            through(place, proxy, retry_seconds=0.2).bucket.list_objects(place.key)
+    assert place.bucket.list_objects(place.key) == []
+
+
 def test_a_give_up_names_rank_object_seconds_and_the_last_answer(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """And comes within the retry time, for refusals and for stalls."""
     monkeypatch.setenv("RANK", "3")

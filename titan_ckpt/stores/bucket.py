@@ -12,11 +12,11 @@ import os
 import random
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.stores.answers import StoreError, lacks_bucket, store_error
@@ -29,9 +29,12 @@ _ENDLESS = 10_000
 """More retries than fit into any retry time: the time alone bounds them."""
 _NAMELESS = "invalid DeleteObjects response: missing field `Key`"
 """Error of the client where a gateway, such as that of JuiceFS, deletes objects and does not say which ones."""
+_CUT = "request or response body error"
+"""Error of the client where a connection ends, or stalls, in the middle of an answer."""
 _NO_SUCH_RANGE = "status code: 416"
 """Answer to a range of an object that has no bytes."""
 
+_Value = TypeVar("_Value")
 Version = Mapping[str, str]
 """The ETag, and on GCS the generation, which differ between two contents of one object."""
 
@@ -193,32 +196,37 @@ class Bucket:
 
     def list_objects(self, prefix: str) -> list[ObjectFacts]:
         """Return the objects below `prefix`, which ends where a name does, by key. Raises: StoreError."""
-        with self._asking("list", prefix):
-            return _facts(self._api.list(self._store, prefix or None).collect(), prefix)
+        return self._whole(
+            "list", prefix, lambda: _facts(self._api.list(self._store, prefix or None).collect(), prefix)
+        )
 
     def list_files(self, prefix: str) -> list[ObjectFacts]:
         """Return the objects directly below `prefix`, by key. Raises: StoreError."""
-        with self._asking("list", prefix):
-            return _facts(self._api.list_with_delimiter(self._store, prefix or None)["objects"], prefix)
+        return _facts(self._level(prefix)["objects"], prefix)
 
     def list_names(self, prefix: str) -> list[str]:
         """Return the names directly below `prefix`, also of what only has objects below it. Raises: StoreError."""
-        with self._asking("list", prefix):
-            found = self._api.list_with_delimiter(self._store, prefix or None)
+        found = self._level(prefix)
         paths = {path.rstrip("/") for path in found["common_prefixes"]}
         return sorted(path.rpartition("/")[2] for path in paths | {f.key for f in _facts(found["objects"], prefix)})
 
+    def _level(self, prefix: str) -> Mapping[str, Any]:
+        return self._whole("list", prefix, lambda: self._api.list_with_delimiter(self._store, prefix or None))
+
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; one that is not there is no error. Raises: StoreError."""
+
+        def delete_all() -> None:
+            try:
+                self._api.delete(self._store, list(keys))
+            except self._api.exceptions.GenericError as error:
+                if _NAMELESS not in str(error) or any(map(self._is_there, keys)):
+                    raise
+
         if not keys:
             return
         try:
-            with self._asking("delete", keys[0]):
-                try:
-                    self._api.delete(self._store, list(keys))
-                except self._api.exceptions.GenericError as error:
-                    if _NAMELESS not in str(error) or any(map(self._is_there, keys)):
-                        raise
+            self._whole("delete", keys[0], delete_all)
         except FileNotFoundError:
             for key in keys:
                 with contextlib.suppress(FileNotFoundError), self._asking("delete", key):
@@ -229,6 +237,18 @@ class Bucket:
             self._api.head(self._store, key)
             return True
         return False
+
+    def _whole(self, verb: str, key: str, ask: Callable[[], _Value]) -> _Value:
+        """Ask until the answer is whole. The client asks again by itself, but not if a list is cut in the middle."""
+        started = time.monotonic()
+        while True:
+            try:
+                with self._asking(verb, key):
+                    return ask()
+            except StoreError as error:
+                if _CUT not in str(error) or time.monotonic() - started > self.settings.retry_seconds:
+                    raise
+            time.sleep(random.uniform(0.05, 0.5))
 
     @contextlib.contextmanager
     def _asking(self, verb: str, key: str) -> Iterator[None]:

@@ -160,7 +160,8 @@ def undisturbed(kind: Kind, root: Path) -> tuple[list[list[str]], dict[str, byte
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_stopped_rank_ends_the_exchange_of_columns_in_time(victim: int) -> None:
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_stopped_or_dead_rank_ends_the_exchange_of_columns_in_time(victim: int, how: signal.Signals) -> None:
     """The other names it, publishes nothing and keeps no connection; the next export is made on one rank."""
     (kind,) = [kind for kind in KINDS if kind.name == "columns"]
     bound = 3.0
@@ -175,7 +176,7 @@ def test_a_stopped_rank_ends_the_exchange_of_columns_in_time(victim: int) -> Non
 
             def stopped(*arguments: Any) -> Any:
                 if line.rank == victim and next(number) == 2:  # after two for the tables
-                    os.kill(os.getpid(), signal.SIGSTOP)
+                    os.kill(os.getpid(), how)
                 return exchange(*arguments)
 
             line.peers.exchange = stopped  # type: ignore[assignment, method-assign]

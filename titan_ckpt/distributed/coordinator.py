@@ -136,6 +136,10 @@ class Coordinator:
             error = caught
         return cast("list[_Value]", self.gather(tag, value, error))
 
+    def anywhere(self, tag: str, act: Callable[[], object]) -> bool:
+        """Call `act` on every rank, and return whether its value is true on any. Collective. Raises: as `gather`."""
+        return any(self.gather_results(tag, lambda: bool(act())))
+
     def on_rank_0(self, tag: str, act: Callable[[], _Value]) -> _Value:
         """Call `act` on rank 0, and return its value as JSON on every rank. Collective. Raises: as `gather`."""
         values: list[Any] = self.gather_results(tag, lambda: act() if self.rank == 0 else None)

@@ -31,7 +31,7 @@ def check_exports(exporter: Exporter, configs: Sequence[ExportConfig]) -> None:
     if not configs:
         return
     # a pipeline stage may have no converter-owned keys
-    owned = any(exporter.coordinator.gather("export-owned", bool(exporter.model.owned_state_dict())))
+    owned = exporter.coordinator.anywhere("export-owned", exporter.model.owned_state_dict)
     exporter.coordinator.together("export-check", lambda: _check(exporter, configs, owned))
     if any(config.format == "peft" for config in configs):
         _check_placement(exporter)

@@ -171,7 +171,7 @@ class RunGuard:
         """Return why the guard must not save, the same on all ranks, or None; rank 0 logs it. Collective."""
         if self._fault is None:
             return None
-        found: list[Any] = self._line.gather("fault", self._fault())
+        found: list[Any] = self._line.gather_results("fault", self._fault)
         fault = next(filter(None, found), None)
         if fault is not None and self._line.rank == 0:
             logger.error("nothing is saved: %s", fault)

@@ -50,6 +50,7 @@ from titan_ckpt.types import Format, LoadReport
 from titan_ckpt.weights.identity import BASE_RECORD, check_base, check_converters, identify_base
 from titan_ckpt.weights.initialize import empty_tensors, initialise, mark_filled
 from titan_ckpt.weights.transforms import StateDictTransforms
+from titan_ckpt.weights.wrapper import ModelState
 
 logger = logging.getLogger(__name__)
 
@@ -392,16 +393,17 @@ class Restorer:
         """Let the handler fill the model. Raises: LoadMismatchError unless it filled all of it; the handler's error."""
         assert self._external_weights is not None, "the constructor refuses"
         handler = self._external_weights
-        state = self._run.model.state("full", room=True)
-        event = ExternalLoad(load_plan.resume.step if load_plan.resume else 0, state.tensors)
-        # in a new run converters may initialise their own tensors, as after any initial load
-        may_lack = frozenset() if load_plan.resume else frozenset(filter(self._run.model.owns, event.tensors))
 
-        def fill() -> None:
+        def fill() -> tuple[ModelState, ExternalLoad, frozenset[str]]:
+            state = self._run.model.state("full", room=True)
+            event = ExternalLoad(load_plan.resume.step if load_plan.resume else 0, state.tensors)
+            # in a new run converters may initialise their own tensors, as after any initial load
+            may_lack = frozenset() if load_plan.resume else frozenset(filter(self._run.model.owns, event.tensors))
             handler(event)
             event.verify(may_lack)
+            return state, event, may_lack
 
-        self._coordinator.together("load-external", fill)
+        state, event, may_lack = self._coordinator.together("load-external", fill)
         self._coordinator.together("load-own", lambda: mark_filled(self._run.model, state.give_back(event.filled, {})))
         return LoadReport(tuple(event.filled), initialised=tuple(may_lack - event.filled))
 
@@ -414,14 +416,16 @@ class Restorer:
         the base then, so that a resume needs no such step; so they do if parts of the base were initialised, which no
         source has, or are trained beside the adapter. Return None for a base that is trained, or was.
         """
-        if not any(self._coordinator.gather("owned", bool(self._run.model.owned_state_dict()))):
+        if not self._coordinator.anywhere("owned", self._run.model.owned_state_dict):
             return None
         origin = manifest.base if manifest is not None and manifest.kind == "full" else None
         is_seed = manifest is not None and manifest.kind == "model"  # retention may delete it: saves hold the base
         was_trained = manifest is not None and manifest.kind == "full" and manifest.base is None
-        fresh = {*prepared.report.initialised, *prepared.report.grown} - set(self._run.model.owned_state_dict())
+        fresh = {*prepared.report.initialised, *prepared.report.grown}
         # a pipeline stage may have initialised nothing, and its saves are of the same kind as the others'
-        is_partly_new = bool(load_plan.sources) and any(self._coordinator.gather("fresh base", bool(fresh)))
+        is_partly_new = bool(load_plan.sources) and self._coordinator.anywhere(
+            "fresh base", lambda: fresh - self._run.model.owned_state_dict().keys()
+        )
         named = [] if is_seed or in_place or is_partly_new else [s for s in load_plan.sources if not s.adapter]
         if origin is None and named:
             origin = {"path": str(named[0].path), "revision": named[0].revision, "format": named[0].format}
@@ -431,7 +435,7 @@ class Restorer:
         for path, recorded in prepared.adapter_bases():
             check_base(base, recorded, str(path))
         # a pipeline stage may train nothing of its base
-        is_trained = any(self._coordinator.gather("trained base", bool(self._run.model.trained_base())))
+        is_trained = self._coordinator.anywhere("trained base", self._run.model.trained_base)
         return None if is_trained or was_trained else base
 
     def _describe(self, source: InitialLoadConfig) -> tuple[Location, Format, bool]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import xxhash
@@ -42,15 +41,17 @@ def logical_digests(tensors: Mapping[str, torch.Tensor], coordinator: Coordinato
     Each value is read once, by one of the ranks that hold it; replicas are taken to be equal.
     """
     division = divide(tensors, coordinator)
-    partial: dict[str, Any] = {}
-    for share in division.shares:
-        local = local_tensor(tensors[share.fqn]).detach()
-        block = local if share.index is None else local[share.index]
-        summand = partial_digest(share.info, share.chunk, block)
-        partial[share.fqn] = [*add(partial.get(share.fqn, (0, 0)), summand)]
+
+    def partial_sums() -> dict[str, Partial]:
+        sums: dict[str, Partial] = {}
+        for share in division.shares:
+            local = local_tensor(tensors[share.fqn]).detach()
+            block = local if share.index is None else local[share.index]
+            sums[share.fqn] = add(sums.get(share.fqn, (0, 0)), partial_digest(share.info, share.chunk, block))
+        return sums
+
     sums: dict[str, Partial] = dict.fromkeys(division.tensors, (0, 0))
-    gathered: list[Any] = coordinator.gather("logical digests", partial)
-    for table in gathered:
+    for table in coordinator.gather_results("logical digests", partial_sums):
         for fqn, (first, second) in table.items():
             sums[fqn] = add(sums[fqn], (first, second))
     return {fqn: finish(division.tensors[fqn], total) for fqn, total in sums.items()}

@@ -94,8 +94,8 @@ class TrackedBase:
 
     def take_as_it_is(self) -> None:
         """Identify the base of a run that loads nothing. Collective."""
-        if any(self._coordinator.gather("owned", bool(self._model.owned_state_dict()))):
-            trained = any(self._coordinator.gather("trained base", bool(self._model.trained_base())))
+        if self._coordinator.anywhere("owned", self._model.owned_state_dict):
+            trained = self._coordinator.anywhere("trained base", self._model.trained_base)
             self.loaded(None if trained else identify_base(self._model, None, self._coordinator))
 
     def changes(self) -> list[str]:

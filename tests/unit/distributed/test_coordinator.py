@@ -53,6 +53,17 @@ def test_ranks_act_together_or_none_has_a_value() -> None:
         assert rank == 1 or "rank 1 failed: KeyboardInterrupt" in failed[2]
 
 
+def test_a_question_is_answered_by_all_ranks_or_by_none() -> None:
+    """True anywhere is true everywhere; an error of one rank is that of all."""
+
+    def body(line: Coordinator) -> Any:
+        answers = [line.anywhere("one", lambda: line.rank == 1), line.anywhere("none", lambda: False)]
+        return [answers, outcome(lambda: line.anywhere("failing", lambda: [1 // (2 - line.rank)]))[:2]]
+
+    peer, failed = [[True, False], ["PeerError", [2]]], ["ZeroDivisionError", "integer division or modulo by zero"]
+    assert run(3, body) == [peer, peer, [[True, False], failed]]
+
+
 def test_equal_values_are_posted_once() -> None:
     """Two of three ranks have one list: the lower of them posts it; a value that all its holders share, nobody."""
 

@@ -78,9 +78,12 @@ class DcpExport:
         metadata first, and opens the folder as any reader would.
         """
         alone = coordinator.world_size == 1  # then the layout of lazy tensors is not needed before they are written
-        held: Json = {} if alone else {name: _offsets(value) for name, value in self.tensors.items()}
-        digests: Json = {name: value.digest for name, value in self.values.items()}
-        of_ranks: list[Any] = coordinator.gather("dcp-chunks", {"held": held, "values": digests})
+
+        def own_parts() -> dict[str, Any]:
+            held = {} if alone else {name: _offsets(value) for name, value in self.tensors.items()}
+            return {"held": held, "values": {name: value.digest for name, value in self.values.items()}}
+
+        of_ranks = coordinator.gather_results("dcp-chunks", own_parts)
         writers = _writers([of_rank["held"] for of_rank in of_ranks])
         own = {name: {c for c, rank in chunks.items() if rank == coordinator.rank} for name, chunks in writers.items()}
         first = _first_holders([of_rank["values"] for of_rank in of_ranks])

@@ -53,7 +53,7 @@ class WritePlan:
 
         Raises: StateEncodingError naming every tensor that cannot be stored; PeerError if another rank has one.
         """
-        stale = any(coordinator.gather("plan/stale", last is None or not last.fits(tensors)))
+        stale = coordinator.anywhere("plan/stale", lambda: last is None or not last.fits(tensors))
         return cls._made(tensors, coordinator) if stale or last is None else last
 
     @classmethod

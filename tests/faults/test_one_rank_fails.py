@@ -1,0 +1,56 @@
+"""What every rank computes for all of them, and one fails at, is an error of all at once: none waits for another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.faults.forked_ranks import outcome, run
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.formats.dcp.writer import DcpExport
+from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
+from titan_ckpt.weights import digest
+from titan_ckpt.weights.identity import TrackedBase
+
+INFO = TensorInfo((4,), torch.float32)
+
+
+def of_rank_1(line: Coordinator, value: Any) -> Any:
+    """Return the value, which rank 1 has no memory for."""
+    if line.rank == 1:
+        raise MemoryError("no room")
+    return value
+
+
+def digests(line: Coordinator, folder: Path) -> None:
+    """Take the digests of several tensors, of which every rank reads some."""
+    real = digest.partial_digest
+    digest.partial_digest = lambda *given: of_rank_1(line, real(*given))
+    digest.logical_digests({str(number): torch.ones(4) for number in range(4)}, line)
+
+
+def chunks_of_an_export(line: Coordinator, folder: Path) -> None:
+    """Export a tensor whose layout is known when it is computed."""
+    value = LazyTensor(INFO, lambda: of_rank_1(line, [Block(Chunk.whole(INFO.shape), torch.ones(4))]))
+    DcpExport({"weight": value}, {}).write(folder / "out", line)
+
+
+def a_converters_keys(line: Coordinator, folder: Path) -> None:
+    """Ask the model which of its tensors a converter owns."""
+    model: Any = SimpleNamespace(owned_state_dict=lambda: of_rank_1(line, {}))
+    TrackedBase(model, line).take_as_it_is()
+
+
+@pytest.mark.parametrize("act", [digests, chunks_of_an_export, a_converters_keys], ids=lambda act: act.__name__)
+def test_the_error_of_one_rank_is_that_of_all(tmp_path: Path, act: Callable[[Coordinator, Path], None]) -> None:
+    """The other rank names it and its error, and has not waited for the timeout."""
+    first, second = run(2, lambda line: outcome(lambda: act(line, tmp_path)), timeout=3.0)
+    assert second == ["MemoryError", "no room"]
+    assert first[0] == "PeerError"
+    assert "rank 1 failed: MemoryError: no room" in first[-1]
+    assert list(tmp_path.iterdir()) == []

@@ -270,7 +270,7 @@ class CheckpointManager:
         if is_repeated or policy.may_be_there(step, last_step, resumed_from):
             try:
                 todo = [export for export in due if not self._exporter.is_there(export, step)]
-            except Exception as error:  # of a bucket that does not answer
+            except Exception as error:  # a bucket does not answer
                 todo = []
                 self._failures.settle("exported", step, error, is_last=last_step)
         if todo:

@@ -23,7 +23,7 @@ class RandomState:
         }
         if torch.cuda.is_available():
             state["cuda"] = torch.cuda.get_rng_state()
-            if others := _other_devices():  # of a process that trains on several; by number, as its code names them
+            if others := _other_devices():  # this process trains on several; their numbers are their names
                 state["cuda_others"] = {str(i): torch.cuda.get_rng_state(i) for i in others}
         return state
 

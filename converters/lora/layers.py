@@ -36,7 +36,7 @@ class Adapter:
 
 
 class Factor(nn.Module):
-    """A or B. Not an nn.Linear, so that a model's own initialisation does not take it for one of its modules."""
+    """Matrix A or B. It is no nn.Linear, so that a model's own initialisation leaves it as it is."""
 
     def __init__(self, num_out: int, num_in: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Factor(nn.Module):
 
 
 class LoRAUp(Factor):
-    """B. It starts at zero, so a new adapter changes nothing. Shape: weight (out_features, rank)."""
+    """Matrix B. It starts at zero, so a new adapter changes nothing. Shape: weight (out_features, rank)."""
 
     def reset_parameters(self) -> None:
         """Fill with zeros."""

@@ -177,7 +177,7 @@ class PeftAdapter:
                 if not fits or not math.isclose(scaling, target.scaling):
                     cause = f"rank {rank} scaled by {scaling:g}, expected {target.expected}"
                     modules.setdefault(cause, []).append(key)
-        except ValueError as error:  # of an expression that takes too long
+        except ValueError as error:  # an expression takes too long
             problems.append(f"rank_pattern and alpha_pattern: {error}")
         for cause, keys in modules.items():
             others = f" (and {len(keys) - 1} other modules)" if len(keys) > 1 else ""

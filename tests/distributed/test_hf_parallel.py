@@ -8,7 +8,7 @@ import json
 import mmap
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -393,34 +393,49 @@ def test_columns_are_put_together_or_written_through_mappings(tmp_path: Path) ->
         assert contents(tmp_path / "together") == contents(tmp_path / "mapped") == contents(tmp_path / "one")
 
 
-class DamagedOnItsWay:
-    """An exchange in which one bit of what this rank receives changes."""
+class Tampered:
+    """An exchange after which something happens to what this rank has received."""
 
-    def __init__(self, work: Any, received: torch.Tensor) -> None:
-        self.work, self.received = work, received
+    def __init__(self, work: Any, then: Callable[[], object]) -> None:
+        self.work, self.then = work, then
 
     def wait(self) -> None:
         self.work.wait()
-        self.received[1000] ^= 4
+        self.then()
+
+
+@contextlib.contextmanager
+def tampered(then: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """Let exchanges of rows, not those of tables, be tampered with on this rank."""
+    real = PeerGroups.exchange
+
+    def exchange(self: PeerGroups, ranks: Ranks, send: Any, sizes: Any, receive: torch.Tensor, *rest: Any) -> Any:
+        work = real(self, ranks, send, sizes, receive, *rest)
+        return Tampered(work, lambda: then(receive)) if receive.numel() > 1 << 20 else work
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PeerGroups, "exchange", exchange)
+        yield
+
+
+def breaks_off(received: torch.Tensor) -> None:
+    raise RuntimeError("Connection reset by peer")
 
 
 @distributed(nproc=2)
 def test_columns_that_are_not_those_of_their_owner_are_found(tmp_path: Path) -> None:
     """A bit that changes on the way, columns in the wrong place of whole rows, tied copies that differ: none is right.
 
-    The digest of a part is its owner's, so what was received and written as it came is found as well.
+    The digest of a part is its owner's, so what was received and written as it came is found as well. So is what was
+    not received, although all ranks are alive.
     """
-    real = PeerGroups.exchange
-
-    def damaged(self: PeerGroups, ranks: Ranks, send: Any, sizes: Any, receive: torch.Tensor, *rest: Any) -> Any:
-        work = real(self, ranks, send, sizes, receive, *rest)
-        return DamagedOnItsWay(work, receive) if receive.numel() > 1 << 20 else work
-
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr(PeerGroups, "exchange", damaged)
-        with pytest.raises(ExportError, match="read back differ from what was written"):
+    for then, message in (
+        (lambda received: received[1000].add_(4), "read back differ from what was written"),
+        (breaks_off, "the exchange of columns between ranks 0, 1 broke off: Connection reset by peer"),
+    ):
+        with tampered(then), pytest.raises(ExportError, match=message):
             export_columns(lasting_columns(), tmp_path / "out", Coordinator.current(60.0))
+        dist.barrier()
 
     def mirrored(whole: torch.Tensor, box: Chunk, rows: Chunk) -> torch.Tensor:
         columns = box.offsets[1]

@@ -50,7 +50,7 @@ def in_use() -> bool:
 def as_here() -> Callable[[], None]:
     """Return the first call for a new thread, which gives it the current device and stream of this one.
 
-    What such a thread copies follows the work that this thread has enqueued, also on a stream of the user's own.
+    The copies of such a thread follow the work that this thread has enqueued, also on a stream of the user's own.
     """
     return partial(torch.cuda.set_stream, torch.cuda.current_stream()) if in_use() else lambda: None
 

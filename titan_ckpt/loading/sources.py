@@ -127,9 +127,9 @@ def prepare_load(
         def plan() -> list[list[list[str]]]:
             opened.extend(_open(source, stack, state.tensors, wrapper, transforms, owned=owned) for source in sources)
             base = next((source for source in sources if not (source.adapter or source.merge)), None)
-            for o in opened:
-                if o.source.format == "peft":
-                    check_named_base(o.source.path, o.reader.metadata(), base)
+            for folder in opened:
+                if folder.source.format == "peft":
+                    check_named_base(folder.source.path, folder.reader.metadata(), base)
             return [[[*o.partial.unmatched], [*o.plan.report.unexpected]] for o in opened]
 
         unknown = []
@@ -143,10 +143,10 @@ def prepare_load(
             return report, [(o.plan.report.loaded, o.reader.plan(o.plan.requests)) for o in opened]
 
         report, fills = coordinator.together("load-verdict", verdict)
-        for o in opened:
-            logger.info("load: %s: %d tensors", o.source, len(o.plan.report.loaded))
-            for line in o.partial.lines():
-                logger.info("load: %s: %s", o.source.path, line)
+        for folder in opened:
+            logger.info("load: %s: %d tensors", folder.source, len(folder.plan.report.loaded))
+            for line in folder.partial.lines():
+                logger.info("load: %s: %s", folder.source.path, line)
         return PreparedLoad(report, state, made, gives_back, fills, opened, stack.pop_all())
 
 
@@ -295,12 +295,14 @@ def _verdict(
     problems: list[str] = []
     strangers = [*map(sorted, unknown)]
     prefix = _prefix(strangers[0], opened[0].plan.absent_keys) if len(opened) == 1 else ""
-    for o, keys in zip(opened, strangers, strict=True):
-        for fqn in o.plan.report.loaded:
+    for folder, keys in zip(opened, strangers, strict=True):
+        for fqn in folder.plan.report.loaded:
             if fqn in loaded:
-                twice.append(f"{fqn} (in {loaded[fqn].path} and {o.source.path})")
-            loaded[fqn] = o.source
-        problems += [f"{o.source.path}: {line}" for line in _problems_of(o, keys, prefix, resuming=require_owned)]
+                twice.append(f"{fqn} (in {loaded[fqn].path} and {folder.source.path})")
+            loaded[fqn] = folder.source
+        problems += [
+            f"{folder.source.path}: {line}" for line in _problems_of(folder, keys, prefix, resuming=require_owned)
+        ]
     reports = [o.plan.report for o in opened]
     unexpected = [key for keys in strangers for key in keys]
     mismatched = [mismatch for report in reports for mismatch in report.mismatched]

@@ -29,7 +29,7 @@ class LastStep:
     saved: int | None = None
     """The step that was saved or resumed last, or is being saved."""
     saved_before: int | None = None
-    """What `saved` was before the newest save, and is again if that fails."""
+    """The value of `saved` before the newest save; `saved` returns to it if that fails."""
     mark: Mark | None = None
     is_changing: bool = False
     """Whether an optimizer may have changed the marked step."""

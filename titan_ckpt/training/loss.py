@@ -31,9 +31,9 @@ class Predicted:
     """The predicted tokens of a step. Ranks that read the same data count as one."""
 
     here: int
-    """Of this rank's data."""
+    """Number of them in this rank's data."""
     everywhere: torch.Tensor
-    """Of all ranks, int64 on the run's device, so that nothing waits for it."""
+    """Number of them on all ranks; int64 on the run's device, so that nothing waits for it."""
     num_ranks: torch.Tensor
     """Number of ranks that have any."""
     num_tokens: int | None

@@ -319,7 +319,7 @@ def _reset_modules(part: nn.Module) -> None:
             if buffers and hasattr(module, "original_inv_freq") and hasattr(module, "config"):
                 from transformers import PreTrainedModel
 
-                fill_buffers: Any = PreTrainedModel._init_weights  # of a rotary module: its frequencies
+                fill_buffers: Any = PreTrainedModel._init_weights  # fills a rotary module's frequencies
                 fill_buffers(SimpleNamespace(config=module.config), module)
 
 

@@ -52,7 +52,7 @@ def is_live(value: object, live: torch.Tensor | None) -> bool:
         return False
     if value.layout is not torch.strided:  # it has no pointer
         return True
-    if getattr(value, "placements", None) != getattr(live, "placements", None):  # of DTensors
+    if getattr(value, "placements", None) != getattr(live, "placements", None):  # DTensors have them
         return False
     places, live_places = ([(p.data_ptr(), p.stride(), p.shape) for p in _parts(t)] for t in (value, live))
     return places == live_places

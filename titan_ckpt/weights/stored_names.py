@@ -65,7 +65,7 @@ class StoredNames:
                 "them, take a checkpoint of a tied model, or name the one that is not used in "
                 "checkpoint.initial_load.ignore"
             )
-        once |= {alias: available[alias] for alias, _ in differing}  # of another model: listed with all that differs
+        once |= {alias: available[alias] for alias, _ in differing}  # another model's is listed with all that differs
         return found
 
     def there(self, requests: Sequence[ReadRequest]) -> list[ReadRequest]:

@@ -57,8 +57,8 @@ class DcpReader(TensorReader):
         for name, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
                 self._tensors[name] = TensorInfo(tuple(entry.size), entry.properties.dtype)
-                for c in entry.chunks:
-                    self._sizes[name, tuple(c.offsets)] = tuple(c.sizes)
+                for chunk in entry.chunks:
+                    self._sizes[name, tuple(chunk.offsets)] = tuple(chunk.sizes)
         self.paths = saved_paths(metadata)
         for file in {info.relative_path for info in storage_table(metadata).values()}:
             self._require_contained(file)

@@ -200,7 +200,7 @@ def check_adapter(infos: Mapping[str, TensorInfo], config: Mapping[str, Any]) ->
     """Return one line for each tensor that PEFT would ignore, or that contradicts its partner or the config."""
     try:
         return list(_adapter_faults(infos, config, ModuleNumbers(config)))
-    except ValueError as error:  # of an expression that takes too long
+    except ValueError as error:  # an expression takes too long
         return [f"{' and '.join(name for name in _NUMBERS if config.get(name))}: {error}"]
 
 

@@ -143,7 +143,7 @@ class Arena:
 
     def stage(self, places: Places, tensors: Sequence[torch.Tensor]) -> StagingHandle:
         """Start to copy the tensors. They must not change before `wait` of the handle returns."""
-        if self._copying is not None:  # of a save that failed before it needed the copy
+        if self._copying is not None:  # a save has failed before it needed the copy
             self._copying.join()
         self._copying = StagingHandle(Segments(places, tensors), self)
         return self._copying

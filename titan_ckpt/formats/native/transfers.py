@@ -165,17 +165,18 @@ class BlockReader:
         block = self._header.block_bytes
         wanted: set[int] = set()
         begin = end = 0
-        for t in self._transfers:
-            if begin <= t.first and t.stop <= end:  # a block may hold thousands of small tensors
+        for transfer in self._transfers:
+            if begin <= transfer.first and transfer.stop <= end:  # a block may hold thousands of small tensors
                 continue
-            itemsize = t.dtype.itemsize
-            if t.stop - t.first <= 2 * block or t.address:
-                first, last = t.first // block, -(-t.stop // block)
+            itemsize = transfer.dtype.itemsize
+            if transfer.stop - transfer.first <= 2 * block or transfer.address:
+                first, last = transfer.first // block, -(-transfer.stop // block)
                 begin, end = first * block, last * block
                 wanted.update(range(first, last))
                 continue
-            for low, high in spans(t.sizes, t.box or Chunk.whole(t.sizes), block // itemsize):
-                wanted.update(range((t.start + low * itemsize) // block, -(-(t.start + high * itemsize) // block)))
+            for low, high in spans(transfer.sizes, transfer.box or Chunk.whole(transfer.sizes), block // itemsize):
+                first, stop = transfer.start + low * itemsize, transfer.start + high * itemsize
+                wanted.update(range(first // block, -(-stop // block)))
         return sorted(wanted)
 
     def _windows(self, blocks: Iterable[int]) -> Iterator[Window]:
@@ -308,11 +309,11 @@ class BlockReader:
             return None
         views = []
         position = start
-        for t in transfers:
-            if not t.address or max(t.first, start) != position:
+        for transfer in transfers:
+            if not transfer.address or max(transfer.first, start) != position:
                 return None
-            views.append(t.memory(position, min(t.stop, stop)))
-            position = min(t.stop, stop)
+            views.append(transfer.memory(position, min(transfer.stop, stop)))
+            position = min(transfer.stop, stop)
         return views if position == stop else None
 
     def damage(self) -> str:
@@ -340,18 +341,19 @@ def scatter(transfers: Sequence[Transfer], window: Window, bounce: Buffer) -> No
     start, stop = window
     base = bounce.address - start
     copies = {torch.device("cpu"): bounce.tensor}
-    for t in transfers:
-        if t.rows is not None:
-            _scatter_rows(t.first, t.stop, t.rows, window, bounce)
-        elif not t.address:
-            if (device := t.into.device) not in copies:  # all of the window at once; casts and strides are made there
+    for transfer in transfers:
+        if transfer.rows is not None:
+            _scatter_rows(transfer.first, transfer.stop, transfer.rows, window, bounce)
+        elif not transfer.address:
+            device = transfer.into.device
+            if device not in copies:  # all of the window at once; casts and strides are made there
                 copies[device] = upload(bounce.tensor[: stop - start], device)
-            _scatter_box(t, window, copies[device])
-        elif t.first >= start and t.stop <= stop:
-            move_bytes(t.address, base + t.first, t.stop - t.first)
+            _scatter_box(transfer, window, copies[device])
+        elif transfer.first >= start and transfer.stop <= stop:
+            move_bytes(transfer.address, base + transfer.first, transfer.stop - transfer.first)
         else:
-            begin, end = max(start, t.first), min(stop, t.stop)
-            move_bytes(t.address + begin - t.first, base + begin, end - begin)
+            begin, end = max(start, transfer.first), min(stop, transfer.stop)
+            move_bytes(transfer.address + begin - transfer.first, base + begin, end - begin)
 
 
 def _scatter_rows(first: int, last: int, rows: Rows, window: Window, bounce: Buffer) -> None:
@@ -374,20 +376,20 @@ def _scatter_rows(first: int, last: int, rows: Rows, window: Window, bounce: Buf
 
 
 @torch.no_grad()
-def _scatter_box(t: Transfer, window: Window, values: torch.Tensor) -> None:
+def _scatter_box(transfer: Transfer, window: Window, values: torch.Tensor) -> None:
     """Copy the window's part of a box, with strides and casts, from the window's bytes on the target's device.
 
     An element is never cut by a window.
     """
     start, stop = window
-    itemsize = t.dtype.itemsize
-    low = (max(start, t.first) - t.start) // itemsize
-    high = (min(stop, t.stop) - t.start) // itemsize
-    wanted = t.box or Chunk.whole(t.sizes)
-    for box in boxes_of_range(t.sizes, low, high):
+    itemsize = transfer.dtype.itemsize
+    low = (max(start, transfer.first) - transfer.start) // itemsize
+    high = (min(stop, transfer.stop) - transfer.start) // itemsize
+    wanted = transfer.box or Chunk.whole(transfer.sizes)
+    for box in boxes_of_range(transfer.sizes, low, high):
         part = box.intersect(wanted)
         if part is None:
             continue
-        at = t.start + element_span(t.sizes, box)[0] * itemsize - start
-        source = values[at : at + box.numel * itemsize].view(t.dtype).view(box.sizes)
-        t.into[part.within(wanted)].copy_(source[part.within(box)])
+        at = transfer.start + element_span(transfer.sizes, box)[0] * itemsize - start
+        source = values[at : at + box.numel * itemsize].view(transfer.dtype).view(box.sizes)
+        transfer.into[part.within(wanted)].copy_(source[part.within(box)])

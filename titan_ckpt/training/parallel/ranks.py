@@ -61,7 +61,7 @@ class Ranks:
     def sum(self, values: torch.Tensor, *, over_data: bool = False) -> torch.Tensor:
         """Return the sum over all ranks; with `over_data` over one rank of each group with equal data. Collective."""
         if self.size > 1:
-            place = self.place  # of the ranks that read the same data, only the first counts
+            place = self.place  # only the first of the ranks that read the same data counts
             repeated = over_data and not place.tp == place.pp == place.cp == 0
             values = torch.zeros_like(values) if repeated else values.clone()
             dist.all_reduce(values)

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from titan_ckpt import progress
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import ExportError
+from titan_ckpt.errors import ExportError, PeerError
 from titan_ckpt.formats.publish.plan import pack_model_files, plan_export
 from titan_ckpt.formats.publish.upload import Courier, Uploads
 from titan_ckpt.formats.publish.write import ExportWriter
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
 from titan_ckpt.geometry.keymap import Concat, KeyMap, KeyRule, Split, Unstack
-from titan_ckpt.stores.bucket import Bucket, BucketPath
+from titan_ckpt.stores.bucket import Bucket, BucketPath, StoreError
+from titan_ckpt.stores.object_writer import ObjectWriter
 from titan_ckpt.stores.settings import StoreConfig
 from titan_ckpt.weights.transforms import StateDictTransforms
 
@@ -35,10 +38,63 @@ def test_a_rank_whose_writing_is_stuck_holds_up_no_other_for_longer_than_the_tim
 
     coordinator: Any = SimpleNamespace(timeout_seconds=0.1, peers=SimpleNamespace(exchange=exchange))
     courier = Courier(coordinator, (0, 1), lambda number, offset, view: None)
+    courier.start()
+    courier.begin()
     closing = threading.Thread(target=courier.close, daemon=True)
     closing.start()
     closing.join(30)
     assert not closing.is_alive()
+
+
+def test_a_rank_that_can_start_no_thread_stops_the_export_on_all_ranks_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 has no thread for the exchange; rank 0 hears of it, and its own thread has sent nothing and ends."""
+    store, errors = HashStore(), dict[int, BaseException]()
+    start, couriers = threading.Thread.start, list[threading.Thread]()
+
+    def start_but_not_of_rank_1(thread: threading.Thread) -> None:
+        if thread.name == "titan_ckpt-courier":
+            if threading.current_thread().name == "rank 1":
+                raise RuntimeError("can't start new thread")
+            couriers.append(thread)
+        start(thread)
+
+    def connect(rank: int) -> None:
+        coordinator = Coordinator(rank, 2, store, "upload", 20.0)
+        coordinator.peers = cast("Any", SimpleNamespace(connect=lambda *_: [(0, 1)], discard=lambda: None))
+        uploads = Uploads(BucketPath(Bucket("s3", "box", StoreConfig()), "e"), {}, coordinator)
+        try:
+            uploads.connect()
+        except BaseException as error:
+            errors[rank] = error
+
+    monkeypatch.setattr(threading.Thread, "start", start_but_not_of_rank_1)
+    ranks = [threading.Thread(target=connect, args=(rank,), name=f"rank {rank}") for rank in range(2)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    assert isinstance(errors[1], ExportError) and isinstance(errors[0], PeerError)
+    assert "can't start new thread. Raise the limit of processes" in str(errors[0]), errors
+    (courier,) = couriers
+    courier.join(10.0)
+    assert not courier.is_alive()
+
+
+def test_an_object_for_which_no_thread_can_be_started_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its bytes would have to stay in memory until it is whole."""
+    writer = ObjectWriter(BucketPath(Bucket("s3", "box", StoreConfig()), "e/a"), 10)
+
+    def cannot_start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", cannot_start)
+    acts: list[Callable[[], None]] = [lambda: writer.write(memoryview(b"x"), 0), lambda: writer.finish(1)]
+    for act in acts:
+        with pytest.raises(StoreError, match=r"s3://box/e/a: .* can't start new thread\. Raise the limit of processes"):
+            act()
+    writer.abort()
 
 
 def test_a_rank_that_does_not_go_on_is_named_after_the_timeout() -> None:
@@ -52,6 +108,8 @@ def test_a_rank_that_does_not_go_on_is_named_after_the_timeout() -> None:
 
     coordinator: Any = SimpleNamespace(timeout_seconds=0.1, peers=SimpleNamespace(exchange=exchange))
     courier = Courier(coordinator, (0, 3), lambda number, offset, view: None)
+    courier.start()
+    courier.begin()
     assert courier.is_ahead(1 << 30)
     while courier._slowest_rank != 3:
         time.sleep(0.001)

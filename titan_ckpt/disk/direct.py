@@ -110,8 +110,12 @@ def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_w
 
 
 @contextmanager
-def meanwhile(action: Callable[[], None]) -> Iterator[None]:
-    """Run the action in a second thread while the block runs; leaving waits for it and raises its error."""
+def meanwhile(action: Callable[[], None], *, may_outlive: bool = False) -> Iterator[None]:
+    """Run the action in a second thread while the block runs; leaving waits for it and raises its error.
+
+    `may_outlive`: an error of the block is raised at once, and the thread is left to end by itself. If no thread can
+    be started, the action comes first, in this thread.
+    """
     errors: list[BaseException] = []
     as_here = cuda.as_here()
 
@@ -123,11 +127,19 @@ def meanwhile(action: Callable[[], None]) -> Iterator[None]:
             errors.append(error)
 
     thread = threading.Thread(target=run, name="titan_ckpt-meanwhile", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:
+        action()
+        yield
+        return
     try:
         yield
-    finally:
-        thread.join()
+    except BaseException:
+        if not may_outlive:
+            thread.join()
+        raise
+    thread.join()
     if errors:
         raise errors[0]
 

@@ -40,14 +40,17 @@ class SaveHandle:
         self._done.set()
 
     def start(self, act: Callable[[], None], name: str) -> None:
-        """Do the same in a thread, whose device is this thread's."""
+        """Do the same in a thread, whose device is this thread's; here, if there can be no more threads."""
         as_here = cuda.as_here()
 
         def run() -> None:
             as_here()
             act()
 
-        threading.Thread(target=self.run, args=(run,), name=name).start()
+        try:
+            threading.Thread(target=self.run, args=(run,), name=name).start()
+        except RuntimeError:  # the other ranks save, and wait for this one
+            self.run(act)
 
     def succeeded(self) -> bool:
         """Block until the save has ended and return whether it is committed; `wait` still raises its error."""

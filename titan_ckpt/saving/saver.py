@@ -156,7 +156,7 @@ class Saver:
         """
         if self._config.async_mode != "disabled" and self._plan is None:
             self._plan = WritePlan.of(tensors, self._coordinator)
-            with suppress(OSError, MemoryError):  # the save will meet it again, and raise on all ranks
+            with suppress(OSError, MemoryError, RuntimeError):  # the save will meet it again, and raise on all ranks
                 self._file_for(self._plan, tensors)
 
     def _file_for(self, plan: WritePlan, tensors: StateDict) -> StagedFile:
@@ -317,11 +317,17 @@ def _make_all(exports: Sequence[Callable[[Coordinator], None]], coordinator: Coo
 def _write_all(
     folder: Location, write_tensors: Callable[[Location], FileRecord], state: Mapping[str, bytes]
 ) -> list[FileRecord]:
-    """Write this rank's files, to a bucket at the same time."""
+    """Write this rank's files, to a bucket at the same time.
+
+    If the tensors cannot be written there, requests for the small files may still be under way when this raises.
+    """
     if isinstance(folder, BucketPath):
         files = [(folder / name, data) for name, data in state.items()]
-        create_all = partial(run_workers, files, lambda f: f[0].bucket.create(f[0].key, f[1]), len(files))
-        with meanwhile(create_all):
+
+        def create(file: tuple[BucketPath, bytes]) -> None:
+            file[0].bucket.create(file[0].key, file[1])
+
+        with meanwhile(lambda: run_workers(files, create, len(files)), may_outlive=True):
             records = [write_tensors(folder)]
     else:
         records = [write_tensors(folder)]

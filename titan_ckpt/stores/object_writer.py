@@ -5,6 +5,7 @@ Owns the memory between the writers and the requests: parts that are not whole y
 
 from __future__ import annotations
 
+import errno
 import threading
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-from titan_ckpt.stores.bucket import BucketPath
+from titan_ckpt.stores.bucket import BucketPath, StoreError
 
 _WAITING_PARTS = 2
 """Whole parts that wait to be sent; a writer that would make more waits, too."""
@@ -59,6 +60,7 @@ class ObjectWriter:
             part.num_written += sum(stop - start for start, stop in new)
             self._start()
             self._changed.notify_all()
+            self._check()
 
     def finish(self, num_bytes: int) -> None:
         """Wait until the object of `num_bytes`, which are all written, is there. Raises: StoreError; EOFError."""
@@ -86,9 +88,16 @@ class ObjectWriter:
             raise self._error
 
     def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._upload, name="titan_ckpt-upload", daemon=True)
-            self._thread.start()
+        if self._thread is not None or self._error is not None:
+            return
+        thread = threading.Thread(target=self._upload, name="titan_ckpt-upload", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # without one, all of the object would have to be in memory
+            message = f"{self.path}: the object cannot be uploaded: {no_thread(error)}"
+            self._error = StoreError(errno.EAGAIN, message, is_final=True)
+        else:
+            self._thread = thread
 
     def _upload(self) -> None:
         try:
@@ -124,6 +133,11 @@ class ObjectWriter:
     def _num_waiting(self) -> int:
         """Return how many parts from the next one on are whole."""
         return next(n for n in count() if not self._is_whole(self._taken + n))
+
+
+def no_thread(error: RuntimeError) -> str:
+    """Return why a thread cannot be started, and the next step for the user."""
+    return f"{error}. Raise the limit of processes and threads of this user or container (`ulimit -u`, pids.max)"
 
 
 class _Part:

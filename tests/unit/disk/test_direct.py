@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from titan_ckpt.disk.direct import run_workers
+from titan_ckpt.disk.direct import meanwhile, run_workers
+from titan_ckpt.saving.handle import SaveHandle
 
 
 def test_an_interrupt_waits_for_all_threads() -> None:
@@ -45,3 +46,26 @@ def test_an_interrupt_waits_for_all_threads() -> None:
     after = list(written)
     time.sleep(0.3)
     assert written == after and after[-1] == -after[0] and len(after) <= 4
+
+
+def test_a_save_for_which_no_thread_can_be_started_is_made_before_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks save in threads, and wait for this one; what is done beside something else comes before it."""
+
+    def cannot_start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", cannot_start)
+    done: list[str] = []
+    handle = SaveHandle(1)
+    handle.start(lambda: done.append("save"), "titan_ckpt save 1")
+    handle.wait()
+    with meanwhile(lambda: done.append("beside")):
+        done.append("block")
+    assert done == ["save", "beside", "block"]
+
+    def fail() -> None:
+        raise OSError("full")
+
+    with pytest.raises(OSError, match="full"), meanwhile(fail):
+        done.append("after an error")
+    assert done[-1] == "block"

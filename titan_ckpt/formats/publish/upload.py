@@ -24,7 +24,7 @@ from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.safetensors.container import Layout
 from titan_ckpt.stores.bucket import BucketPath
-from titan_ckpt.stores.object_writer import ObjectWriter
+from titan_ckpt.stores.object_writer import ObjectWriter, no_thread
 
 _HEAD = struct.Struct("<qqq")
 """A frame begins with the number of the file, the offset in it, and the number of bytes that follow."""
@@ -66,7 +66,14 @@ class Uploads:
                     "the ranks cannot connect to each other by gloo, and an export in a bucket needs it: open the "
                     "network between the hosts, or export to a folder on a file system that they share"
                 )
-            self._courier = Courier(self._coordinator, ranks, self._deliver)
+            courier = Courier(self._coordinator, ranks, self._deliver)
+            try:
+                self._coordinator.together("export/courier", courier.start)
+            except BaseException:
+                courier.give_up()
+                raise
+            courier.begin()
+            self._courier = courier
 
     def begin(self) -> None:
         """Write the headers of this rank's files; a long one is sent at once, in parts. Raises: StoreError."""
@@ -142,7 +149,10 @@ class Courier:
     """Carries bytes to other ranks, in rounds that all ranks make, until all have finished."""
 
     def __init__(self, coordinator: Coordinator, ranks: Ranks, deliver: Callable[[int, int, memoryview], None]) -> None:
-        """Start the thread. `deliver` gets (number of a file, offset, bytes) of what arrives here, in that thread."""
+        """Send nothing yet. `deliver` gets (number of a file, offset, bytes) of what arrives here, in its thread.
+
+        `start` comes next, and `begin` or `give_up` when it is known whether all ranks have started.
+        """
         self._coordinator = coordinator
         self._ranks = ranks
         self._deliver = deliver
@@ -157,8 +167,24 @@ class Courier:
         self._is_given_up = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
+        self._may_begin = threading.Event()
         self._thread = threading.Thread(target=self._run, name="titan_ckpt-courier", daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Start the thread, which waits for `begin`. Raises: ExportError if there can be no more threads."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise ExportError(f"the files cannot be uploaded: {no_thread(error)}") from error
+
+    def begin(self) -> None:
+        """Begin the rounds: all ranks have started."""
+        self._may_begin.set()
+
+    def give_up(self) -> None:
+        """End the thread, because another rank has none."""
+        self._is_given_up = True
+        self._may_begin.set()
 
     def send(self, to: int, number: int, offset: int, view: memoryview) -> None:
         """Queue a copy of the bytes. Raises: the error of a delivery or of the exchange."""
@@ -220,8 +246,9 @@ class Courier:
             raise ExportError(f"the files of other ranks cannot be written: {self._error}") from self._error
 
     def _run(self) -> None:
+        self._may_begin.wait()
         try:
-            while not (self._round() or self._is_given_up):
+            while not (self._is_given_up or self._round()):
                 pass
         except BaseException as error:
             with self._changed:

@@ -20,7 +20,7 @@ from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, PeerError, PreflightError, SaveError
-from titan_ckpt.stores.bucket import Bucket, BucketPath, StoreError
+from titan_ckpt.stores.bucket import Bucket, BucketPath, StoreError, Version
 from titan_ckpt.stores.settings import StoreConfig
 
 
@@ -153,10 +153,13 @@ def test_a_store_that_one_rank_cannot_reach_stops_all_ranks_and_damages_no_step(
 
 
 def test_a_commit_is_read_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A listing names its version, in buckets that keep versions, too, where it leaves out their ids."""
-    steps = BucketSteps(place_in(server))
+    """A listing names its version, in buckets that keep versions, too, where it leaves out their ids. What this
+    process has committed is not read at all.
+    """
+    place = place_in(server)
+    steps = BucketSteps(place)
     save(steps, 1)
-    first = steps.survey()
+    first = BucketSteps(place).survey()
     steps.close()
     seen = steps._commits._seen
     steps._commits._seen = {key: (content, {**version, "version": "7"}) for key, (content, version) in seen.items()}
@@ -265,10 +268,11 @@ def _pin_during_removal(steps: BucketSteps, step: int, put: int, look: int, end:
     is_put, may_look = threading.Event(), threading.Event()
     told: list[BaseException | None] = []
 
-    def put_then_wait(key: str, data: bytes, create: Any = pinner._bucket.create) -> None:
-        create(key, data)
+    def put_then_wait(key: str, data: bytes, create: Any = pinner._bucket.create) -> Version:
+        version: Version = create(key, data)
         is_put.set()
         assert may_look.wait(30)
+        return version
 
     def pin() -> None:
         try:
@@ -403,4 +407,4 @@ def test_a_run_that_loads_again_does_not_ask_again_what_the_store_keeps(
     steps.write_probe(name, 0)
     steps.end_probe(name, 1)
     assert not steps.begin_probe(1)
-    assert asked == [steps.root] * 2
+    assert asked == [steps.root / "data"] * 2

@@ -11,9 +11,8 @@ import contextlib
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from titan_ckpt.directory.manifest import Manifest
@@ -82,7 +81,7 @@ class Commits:
         self._root = root
         self._bucket = root.bucket
         self._seen: dict[str, tuple[bytes, Version]] = {}
-        """Key -> what was read there last; an object of the same version is not read again."""
+        """Key -> what was read or put there last; an object of the same version is not read again."""
 
     def files(self, step: int, attempt: str) -> BucketPath:
         """Return where an attempt's files are."""
@@ -98,16 +97,13 @@ class Commits:
         """Return the name of the object that pins a step, sets it aside, or says that it is being removed."""
         return self._root / COMMITS / f"{step_name(step)}.{attempt}.{kind}"
 
-    def look(self, beside: Callable[[], None] | None = None) -> Look:
-        """List `commits/` by one request, and read what is new; fences, too. Raises: OSError.
-
-        `beside`: what is done after the listing, while commits are read, if there are any.
-        """
+    def look(self) -> Look:
+        """List `commits/` by one request, and read what is new; fences, too. Raises: OSError."""
         matches = {f.key: (_NAME.fullmatch(f.key.rpartition("/")[2]), f) for f in self._all()}
         strangers = [key.rpartition("/")[2] for key, (match, _) in matches.items() if match is None]
         marks = {(m[3], int(m[1]), m[2]) for m, _ in matches.values() if m}
         wanted = {key: (m, facts) for key, (m, facts) in matches.items() if m and m[3] == "json"}
-        self._read((facts for _, facts in wanted.values()), beside)
+        self._read(facts for _, facts in wanted.values())
         commits = []
         for key, (match, facts) in wanted.items():
             if key in self._seen:
@@ -126,7 +122,7 @@ class Commits:
     def _all(self) -> list[ObjectFacts]:
         return self._bucket.list_objects((self._root / COMMITS).key)
 
-    def _read(self, facts: Iterable[ObjectFacts], beside: Callable[[], None] | None) -> None:
+    def _read(self, facts: Iterable[ObjectFacts]) -> None:
         """Read the objects whose versions have not been read; forget those that are not asked for."""
         listed = {f.key: f.version for f in facts}
         self._seen = {k: seen for k, seen in self._seen.items() if k in listed and _is_of(seen[1], listed[k])}
@@ -135,10 +131,13 @@ class Commits:
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                 self._seen[key] = self._bucket.read(key)
 
-        todo: list[Callable[[], None]] = [partial(read, key) for key in listed if key not in self._seen]
-        if beside is not None and listed:
-            todo.insert(0, beside)
-        run_workers(todo, lambda act: act(), min(len(todo), self._bucket.settings.concurrency))
+        new = [key for key in listed if key not in self._seen]
+        run_workers(new, read, min(len(new), self._bucket.settings.concurrency))
+
+    def commit(self, step: int, attempt: str, content: bytes) -> None:
+        """Put a manifest into an attempt's place. Raises: FileExistsError for a fence; StoreError, as `create`."""
+        key = self.place(step, attempt).key
+        self._seen[key] = content, self._bucket.create(key, content)
 
     def content(self, step: int, attempt: str) -> bytes | None:
         """Return what is in an attempt's place: a manifest; None for nothing or a fence. Raises: StoreError."""

@@ -12,15 +12,16 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from titan_ckpt.directory.bucket_commits import Commit, Commits, Look
-from titan_ckpt.directory.bucket_lease import BucketLease, bucket_holder
+from titan_ckpt.directory.bucket_commits import Commit, Commits
+from titan_ckpt.directory.bucket_lease import LEASE_OBJECT, BucketLease
+from titan_ckpt.directory.bucket_survey import ATTEMPT, listed_sizes, survey
 from titan_ckpt.directory.lease import Holder
 from titan_ckpt.directory.manifest import Manifest
-from titan_ckpt.directory.names import DATA, PIN_NAME, CommittedStep, Survey, looks_like_a_step, step_name, step_of
+from titan_ckpt.directory.names import DATA, CommittedStep, Survey, step_name, step_of
 from titan_ckpt.directory.steps import PROBE, SAME, Attempt, Steps, faults_of
 from titan_ckpt.disk.direct import run_workers
 from titan_ckpt.errors import (
@@ -28,21 +29,19 @@ from titan_ckpt.errors import (
     CommitConflictError,
     CorruptCheckpointError,
     SaveError,
-    listed,
 )
-from titan_ckpt.stores.bucket import BucketPath, StoreError
+from titan_ckpt.stores.bucket import BucketPath, ObjectFacts, StoreError
 from titan_ckpt.stores.probe import probe
 from titan_ckpt.stores.source import fetched
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPT = re.compile(r"[0-9a-f]{32}")
-_Sizes = dict[tuple[int, str], dict[str, int]]
-"""(Step, attempt) -> size of each of its files."""
-_WAS_LEFT = "set aside when its run went back to an earlier step"
+_PROBE = re.compile(r"probe-[0-9a-f]{32}")
 _FENCE_SECONDS = 7 * 86400.0
 """A fence, or a pin whose commit is gone, stays so long: no request to commit what a fence fences arrives later, but
 from a process that was suspended."""
+_PROBE_SECONDS = 86400.0
+"""A test save that is so old is not under way any more."""
 _AWAY_SECONDS = 3600.0
 """A commit that took longer than this may have been fenced so long ago that the fence is gone."""
 
@@ -64,62 +63,11 @@ class BucketSteps(Steps):
         return Attempt(step, attempt_id, self._commits.files(step, attempt_id))
 
     def survey(self) -> Survey:
-        """List the commits and the files, and read the commits that are new. Raises: OSError.
-
-        If a step is deleted meanwhile, both are listed again, as `names.survey` does.
-        """
-        sizes: _Sizes = {}
-        while True:
-            look = self._commits.look(lambda: sizes.update(self._sizes()))
-            seen = self._survey_of(look, sizes)
-            if not seen.rejected or self._commits.look() == look:
-                return seen
-            sizes.clear()
-
-    def _survey_of(self, look: Look, sizes: _Sizes) -> Survey:
-        steps: dict[int, CommittedStep] = {}
-        rejected = [(f"{step_name(c.step)}.{c.attempt}", _WAS_LEFT) for c in look.commits if c.is_set_aside]
-        for commit in look.commits:
-            if not commit.is_current:
-                continue
-            try:
-                committed = _committed(commit, sizes.get((commit.step, commit.attempt), {}))
-            except CorruptCheckpointError as error:
-                rejected.append((step_name(commit.step), str(error)))
-                continue
-            other = steps.setdefault(commit.step, committed)
-            if other is not committed:  # only a store without conditional puts lets it happen
-                older, steps[commit.step] = sorted((other, committed), key=lambda c: c.manifest.created_unix_seconds)
-                rejected.append((f"{step_name(commit.step)}.{older.manifest.attempt}", "an older save of this step"))
-        if not look.commits:
-            rejected += self._strangers(look.strangers)
-        return Survey(tuple(steps[step] for step in sorted(steps)), (), tuple(rejected))
-
-    def _sizes(self) -> _Sizes:
-        """Return the sizes of the files of every attempt, by one listing."""
-        sizes: _Sizes = {}
-        prefix = (self.root / DATA).key
-        for facts in self._bucket.list_objects(prefix):
-            step, _, rest = facts.key.removeprefix(f"{prefix}/").partition("/")
-            attempt, _, name = rest.partition("/")
-            number = step_of(step)
-            if number is not None and name and _ATTEMPT.fullmatch(attempt):
-                sizes.setdefault((number, attempt), {})[name] = facts.num_bytes
-        return sizes
+        return survey(self.root, self._commits)
 
     def dcp_steps(self) -> list[int]:
         """Return none, without a request: torchtitan's steps in a bucket can only be sources."""
         return []
-
-    def _strangers(self, strangers: list[str]) -> list[tuple[str, str]]:
-        """Return what looks like checkpoints of another program, where there are none of ours.
-
-        Raises: PreflightError if the lease is not one of ours, because a web server may list nothing, too; OSError.
-        """
-        bucket_holder(self.root)
-        names = [*self._bucket.list_names(self.root.key), *strangers]
-        reason = "not a checkpoint of titan_ckpt in a bucket, which has another layout than a folder on a disk"
-        return [(name, reason) for name in names if looks_like_a_step(name)]
 
     def inspect(self, step: int) -> CommittedStep:
         """Read a step's commit and compare its files' sizes with a listing; what else is there does no harm."""
@@ -192,15 +140,14 @@ class BucketSteps(Steps):
         if faults := faults_of(manifest, actual, exactly=True):
             raise SaveError(f"{attempt.path}: {'; '.join(faults)}")
         self._in_doubt.add(attempt.id)
-        place = self._commits.place(attempt.step, attempt.id)
         try:
-            self._bucket.create(place.key, manifest.to_bytes())
+            self._commits.commit(attempt.step, attempt.id, manifest.to_bytes())
         except FileExistsError:
             raise self._was_fenced(attempt, self._commits.fenced_by(attempt.step, attempt.id)) from None
         seconds = max(now - then for now, then in zip(_clocks(), started, strict=True))
         # whoever fences an attempt deletes its files before the fence goes
         if seconds > _AWAY_SECONDS and faults_of(manifest, self._sizes_of(attempt)):
-            self._bucket.delete([place.key])
+            self._bucket.delete([self._commits.place(attempt.step, attempt.id).key])
             raise self._was_fenced(attempt, "another process")
         self._in_doubt.discard(attempt.id)
 
@@ -216,6 +163,7 @@ class BucketSteps(Steps):
         return {f.key.rpartition("/")[2]: f.num_bytes for f in self._bucket.list_objects(files.key)}
 
     def abandon(self, attempt: Attempt) -> None:
+        self._has_leftovers = True  # a request of any rank may still be on its way
         try:
             if attempt.id in self._in_doubt:  # the request may still be on its way
                 committed = self._fence(attempt.step, attempt.id)
@@ -245,7 +193,7 @@ class BucketSteps(Steps):
 
     def set_aside(self) -> dict[str, int]:
         found = self._set_aside()
-        sizes = self._sizes() if found else {}
+        sizes = listed_sizes(self.root) if found else {}
         return {name: sum(sizes.get((c.step, c.attempt), {}).values()) for name, c in found.items()}
 
     def remove_set_aside(self, name: str, *, dry_run: bool = False) -> None:
@@ -283,23 +231,31 @@ class BucketSteps(Steps):
     def begin_probe(self, num_bytes: int) -> str:
         if self._is_probed:  # what a store keeps does not change during a run
             return ""
-        probe(self.root)
+        probe(self.root / DATA)
         return f"probe-{uuid.uuid4().hex}"
 
     def write_probe(self, name: str, rank: int) -> None:
-        self._bucket.create((self.root / name / f"{rank:05d}").key, PROBE)
+        self._bucket.create(self._probe_key(name, rank), PROBE)
+
+    def _probe_key(self, name: str, rank: int) -> str:
+        return (self.root / DATA / name / f"{rank:05d}").key
 
     def end_probe(self, name: str, world_size: int) -> None:
-        keys = [f.key for f in self._bucket.list_objects((self.root / name).key)]
+        keys = [self._probe_key(name, rank) for rank in range(world_size)]
         contents: list[bytes] = []
-        run_workers(keys, lambda key: contents.append(self._bucket.read(key)[0]), self._bucket.settings.concurrency)
+
+        def read(key: str) -> None:
+            if (content := self._bucket.content(key)) is not None:
+                contents.append(content)
+
+        run_workers(keys, read, min(len(keys), self._bucket.settings.concurrency))
         self._bucket.delete(keys)
         self._check_probe(contents, world_size)
         self._is_probed = True
 
     def abandon_probe(self, name: str) -> None:
         with contextlib.suppress(OSError):
-            self._bucket.delete([f.key for f in self._bucket.list_objects((self.root / name).key)])
+            self._bucket.delete([f.key for f in self._bucket.list_objects((self.root / DATA / name).key)])
 
     def _leave_abandoned_branch(self) -> None:
         """Set aside the commits after the step that this run went back to, newest first; damaged ones, too."""
@@ -315,7 +271,7 @@ class BucketSteps(Steps):
     def _recover(self, lease: BucketLease) -> None:
         """Fence the attempts that are not committed, delete their files, and finish removals that were cut short.
 
-        Old fences, and marks of steps that are gone, are deleted, too.
+        Old fences, marks of steps that are gone, and test saves that were cut short are deleted, too.
         Raises: CommitConflictError if another process has taken the lease meanwhile, whose attempts these may be.
         """
         prefix = (self.root / DATA).key
@@ -325,7 +281,7 @@ class BucketSteps(Steps):
         places = {(commit.step, commit.attempt): commit for commit in look.commits}
         names = (f.key.removeprefix(f"{prefix}/").rpartition("/")[0].partition("/") for f in facts)
         with_files = {(step_of(folder), attempt) for (folder, _, attempt), _ in groupby(names)}
-        for step, attempt in sorted((n, a) for n, a in with_files if n is not None and _ATTEMPT.fullmatch(a)):
+        for step, attempt in sorted((n, a) for n, a in with_files if n is not None and ATTEMPT.fullmatch(a)):
             commit = places.get((step, attempt))
             if commit is None or commit.is_fence:
                 lease.check()
@@ -338,8 +294,23 @@ class BucketSteps(Steps):
         old = time.time() - _FENCE_SECONDS
         fences = [commit for commit in look.commits if commit.is_fence and commit.unix_seconds < old]
         gone = [fence.path.key for fence in fences if (fence.step, fence.attempt) not in with_files]
-        self._bucket.delete([*gone, *(mark.key for mark in look.widowed if mark.unix_seconds < old)])
+        widowed = [mark.key for mark in look.widowed if mark.unix_seconds < old]
+        self._bucket.delete([*gone, *widowed, *self._old_probes(facts)])
         self._in_doubt.clear()
+
+    def _old_probes(self, facts: Sequence[ObjectFacts]) -> list[str]:
+        """Return the objects of test saves that were cut short. `facts`: what is below `data/`.
+
+        A process that lost the lease a moment ago may be at its test save, so they are a day older, by the store's
+        clock, than this process's lease.
+        """
+        prefix = f"{(self.root / DATA).key}/"
+        probes = [f for f in facts if _PROBE.fullmatch(f.key.removeprefix(prefix).partition("/")[0])]
+        if not probes:
+            return []
+        lease = (self.root / LEASE_OBJECT).key
+        taken = min((f.unix_seconds for f in self._bucket.list_files(self.root.key) if f.key == lease), default=0.0)
+        return [f.key for f in probes if f.unix_seconds < taken - _PROBE_SECONDS]
 
     def _finish_removal(self, step: int, attempt: str, commit: Commit | None) -> None:
         if commit is not None and not commit.is_fence and not commit.is_pinned:
@@ -356,15 +327,6 @@ class BucketSteps(Steps):
     def _discard(self, step: int, attempt: str) -> None:
         files = self._commits.files(step, attempt)
         self._bucket.delete([f.key for f in self._bucket.list_objects(files.key)])
-
-
-def _committed(commit: Commit, sizes: Mapping[str, int]) -> CommittedStep:
-    """Return a commit as a step. `sizes`: those of its files. Raises: CorruptCheckpointError."""
-    manifest = commit.manifest()
-    files = commit.path.parent.parent / DATA / step_name(commit.step) / commit.attempt
-    if faults := faults_of(manifest, sizes):
-        raise CorruptCheckpointError(f"{files}: {listed(faults, last=' ')}", str(files))
-    return CommittedStep(commit.step, files, manifest, commit.content, (PIN_NAME,) if commit.is_pinned else ())
 
 
 def _clocks() -> tuple[float, float]:

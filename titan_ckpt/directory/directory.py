@@ -18,7 +18,7 @@ from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory import store as step_store
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
-from titan_ckpt.directory.names import step_name, step_of
+from titan_ckpt.directory.names import CommittedStep, step_name, step_of
 from titan_ckpt.directory.steps import SAME, Attempt, Steps
 from titan_ckpt.directory.store import StepStore
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -47,6 +47,8 @@ class CheckpointDirectory:
         """Bind to a place, which need not exist; nothing is touched. Raises: ConfigError for a Path that is a URI."""
         self._coordinator = coordinator
         self._store = open_steps(root)
+        self._listed: dict[int, CommittedStep] = {}
+        """On rank 0, the steps that `steps` has found last."""
         self.root = self._store.root
 
     def steps(self) -> list[int]:
@@ -65,7 +67,8 @@ class CheckpointDirectory:
                     "another folder: a run is not started afresh beside it",
                     str(self.root),
                 )
-            return [step.step for step in survey.steps]
+            self._listed = {step.step: step for step in survey.steps}
+            return [*self._listed]
 
         return self._on_rank_0("steps", look)
 
@@ -83,15 +86,23 @@ class CheckpointDirectory:
 
         return self._on_rank_0("blocked steps", look)
 
-    def committed(self, step: int, names: Sequence[str] = ()) -> tuple[Manifest, Location]:
+    def committed(self, step: int, names: Sequence[str] = (), *, as_listed: bool = False) -> tuple[Manifest, Location]:
         """Return a committed step's manifest and where its files are, when every rank sees the same save of that step.
 
         `names`: the files that this rank will open. In a bucket they are asked for beside the manifest, so that nobody
         waits for one after the other; the place that is returned knows them, or their heads.
+        `as_listed`: `steps` was called just before, so that rank 0 need not look for the step once more. Every rank
+        reads the manifest all the same.
         Raises: CheckpointNotFoundError, also if the step is deleted meanwhile; CorruptCheckpointError, naming a rank
         that sees a different save.
         """
-        text = self._on_rank_0(f"manifest of step {step}", lambda: self._store.inspect(step).manifest_bytes.decode())
+
+        def look() -> str:
+            listed, self._listed = self._listed, {}
+            found = listed.get(step) if as_listed else None
+            return (found or self._store.inspect(step)).manifest_bytes.decode()
+
+        text = self._on_rank_0(f"manifest of step {step}", look)
         manifest = Manifest.from_bytes(text.encode(), str(self.step_path(step) / MANIFEST_NAME))
         return manifest, self._await_same_view(manifest, text.encode(), names)
 

@@ -124,27 +124,28 @@ class Restorer:
         """
         failure: BaseException | None = None
         weights_only: list[int] = []
-        candidates = self._candidates()
+        candidates, as_listed = self._candidates(), True
         while candidates:
             candidate = candidates.pop()
             if candidate == 0 and weights_only:  # a seed would train again what is trained
                 break
             try:
-                result = self._resume(candidate)
+                result = self._resume(candidate, as_listed)
             except BaseException as error:  # every rank has raised something, and all decide together
                 stop = None if isinstance(error, FAILURES) else error
                 is_corrupt = any(self._coordinator.gather("ladder", isinstance(error, CorruptCheckpointError), stop))
                 if not self._directory.has(candidate) and (steps := self._candidates()):
                     logger.info("step %d was deleted while it was loaded; going on to step %d", candidate, steps[-1])
-                    candidates, failure = steps, None
+                    candidates, as_listed, failure = steps, True, None
                     continue
                 if not is_corrupt:
                     raise
                 logger.warning("step %d cannot be resumed from; going on to the one before it: %s", candidate, error)
-                failure = error
+                as_listed, failure = False, error
                 continue
             if result is not None:
                 return result
+            as_listed = False
             weights_only.append(candidate)
             logger.warning("step %d holds the model alone; going on to the step before it", candidate)
         if failure is not None:
@@ -181,11 +182,14 @@ class Restorer:
             )
         return Restored(LoadResult(0, load_plan, report), base, None)
 
-    def _resume(self, step: int) -> Restored | None:
-        """Resume one step. Return None for a step that holds weights only, from which no run can resume but a seed."""
+    def _resume(self, step: int, as_listed: bool = False) -> Restored | None:
+        """Resume one step. Return None for a step that holds weights only, from which no run can resume but a seed.
+
+        `as_listed`: as in `CheckpointDirectory.committed`.
+        """
         if step in self._directory.dcp_steps():
             return self._resume_in_place(step)
-        restored = self._resume_committed(self._directory, step)
+        restored = self._resume_committed(self._directory, step, as_listed)
         if restored is not None:
             self._directory.resume_from(step)
         return restored
@@ -227,14 +231,14 @@ class Restorer:
                 "holds an adapter alone needs its base there"
             )
 
-    def _resume_committed(self, directory: CheckpointDirectory, step: int) -> Restored | None:
+    def _resume_committed(self, directory: CheckpointDirectory, step: int, as_listed: bool = False) -> Restored | None:
         """Resume a step of this package; None for one that holds weights only and is no seed. Collective.
 
         1 Plan. 2 Open everything and check that it fits. 3 Read. 4 Initialise. 5 Give the owners their other state.
         """
         rank = self._coordinator.rank
         files = (RUN_STATE, rank_state_name(rank), rank_file_name(rank), rank_file_name(0))
-        manifest, path = directory.committed(step, files)
+        manifest, path = directory.committed(step, files, as_listed=as_listed)
         is_seed = manifest.kind == "model" and step == 0
         if manifest.kind == "model" and not is_seed:
             return None

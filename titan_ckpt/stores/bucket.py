@@ -76,20 +76,21 @@ class Bucket:
         """Return the URL of an object."""
         return f"{self.scheme}://{self.name}/{key}" if key else f"{self.scheme}://{self.name}"
 
-    def create(self, key: str, data: bytes) -> None:
-        """Put an object that must not exist.
+    def create(self, key: str, data: bytes) -> Version:
+        """Put an object that must not exist; return its version, as far as it is known.
 
         `data` is unlike what anyone else would put, as an attempt's id makes it: where an answer was lost, the object
         is read back, and is this call's own if it holds the same bytes.
         Raises: FileExistsError; StoreError, after which the object may exist or come to exist.
         """
-        self._put_once(key, data, "create")
+        return self._put_once(key, data, "create")
 
     def replace(self, key: str, data: bytes, version: Version) -> None:
         """Put an object over the content of that version only; otherwise as `create`."""
         self._put_once(key, data, dict(version))
 
-    def _put_once(self, key: str, data: bytes, mode: Any) -> None:
+    def _put_once(self, key: str, data: bytes, mode: Any) -> Version:
+        """Return the version that the answer names; nothing if an answer was lost."""
         if self.settings.single_writer:
             if mode == "create" and self.content(key) not in (None, data):
                 raise FileExistsError(errno.EEXIST, "is there already", self.url(key))
@@ -98,12 +99,11 @@ class Bucket:
         pause = 0.1
         while True:
             try:
-                self._api.put(self._store, key, data, mode=mode, use_multipart=False)
-                return
+                return _version(self._api.put(self._store, key, data, mode=mode, use_multipart=False))
             except (self._api.exceptions.AlreadyExistsError, self._api.exceptions.PreconditionError) as error:
                 content = self.content(key)
                 if content == data:  # an answer was lost, and this is the second request
-                    return
+                    return {}
                 if content is not None or mode != "create":
                     raise FileExistsError(errno.EEXIST, "another writer's content is there", self.url(key)) from None
                 failure = store_error(error, "write", self.url(key), time.monotonic() - started)
@@ -117,7 +117,7 @@ class Bucket:
                     raise
                 failure = store_error(error, "write", self.url(key), time.monotonic() - started)
                 if not failure.is_final and self.content(key) == data:
-                    return
+                    return {}
             if failure.is_final or time.monotonic() - started > self.settings.retry_seconds:
                 raise failure
             time.sleep(pause * random.uniform(0.5, 1.5))

@@ -42,13 +42,13 @@ def _lacks(place: BucketPath) -> list[str]:
     first, second, third = (f"{name} {uuid.uuid4().hex}".encode() for name in ("first", "second", "third"))
     lacks: list[str] = []
 
-    def must_fail(act: Callable[[], None], what: str) -> None:
+    def must_fail(act: Callable[[], object], what: str) -> None:
         with contextlib.suppress(FileExistsError):
             act()
             lacks.append(what)
 
     bucket.create(key, first)
-    if key not in [facts.key for facts in bucket.list_objects(place.parent.key)]:
+    if key not in [facts.key for facts in bucket.list_files(place.parent.key)]:
         lacks.append("a listing does not show what was just written")
     content, version = bucket.read(key)
     if content != first:

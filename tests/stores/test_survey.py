@@ -1,0 +1,279 @@
+"""The steps that a reader finds in a bucket while a writer changes them, whatever its two listings show of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.stores.test_manager_in_bucket import manifest_of, save, write
+from titan_ckpt.directory.bucket_steps import BucketSteps
+from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import CheckpointNotFoundError
+from titan_ckpt.saving.saver import _write_all
+from titan_ckpt.stores.bucket import BucketPath, ObjectFacts, Version
+
+Objects = dict[str, tuple[bytes, Version]]
+
+
+class Memory:
+    """A bucket in memory that keeps what was in it after every change; a list of objects is deleted one by one."""
+
+    scheme = "s3"
+    settings = SimpleNamespace(concurrency=4, single_writer=False)
+
+    def __init__(self) -> None:
+        self.moments: list[Objects] = [{}]
+        self.seconds: dict[str, float] = {}
+        """Key -> when it was put, by the store's clock."""
+
+    def url(self, key: str) -> str:
+        return f"s3://box/{key}"
+
+    def create(self, key: str, data: bytes) -> Version:
+        if key in self.moments[-1]:
+            raise FileExistsError(key)
+        return self.replace(key, data, {})
+
+    def replace(self, key: str, data: bytes, version: Version) -> Version:
+        new = {"e_tag": str(len(self.moments))}
+        self.moments.append({**self.moments[-1], key: (data, new)})
+        return new
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.moments.append({k: content for k, content in self.moments[-1].items() if k != key})
+
+    def read(self, key: str) -> tuple[bytes, Version]:
+        return _read(self.moments[-1], key)
+
+    def content(self, key: str) -> bytes | None:
+        return self.moments[-1].get(key, (None,))[0]
+
+    def list_objects(self, prefix: str) -> list[ObjectFacts]:
+        there = _listed(self.moments[-1], prefix)
+        return [replace(facts, unix_seconds=self.seconds.get(facts.key, 0.0)) for facts in there]
+
+    def list_files(self, prefix: str) -> list[ObjectFacts]:
+        there = [facts for facts in _listed(self.moments[-1], prefix) if facts.key.count("/") == prefix.count("/") + 1]
+        return [replace(facts, unix_seconds=self.seconds.get(facts.key, 0.0)) for facts in there]
+
+    def list_names(self, prefix: str) -> list[str]:
+        return sorted({facts.key.removeprefix(prefix).split("/")[1] for facts in _listed(self.moments[-1], prefix)})
+
+
+class Reader(Memory):
+    """The same bucket for a reader whose requests come at given moments: the first listing of each kind, and later.
+
+    `reads_at`: when manifests are read that are in the first listing.
+    """
+
+    def __init__(self, moments: list[Objects], first: dict[str, int], later: Sequence[int], reads_at: int) -> None:
+        self.moments = moments
+        self._first = dict(first)
+        self._later = [*later]
+        self._reads_at = reads_at
+        self.asked = sorted(first.values())
+        """The moments at which something was listed."""
+
+    def list_objects(self, prefix: str) -> list[ObjectFacts]:
+        kind = prefix.rpartition("/")[2]
+        moment = self._first.pop(kind, -1)
+        if moment < 0:
+            moment = self._later.pop(0) if self._later else len(self.moments) - 1
+            self.asked.append(moment)
+        return _listed(self.moments[moment], prefix)
+
+    def read(self, key: str) -> tuple[bytes, Version]:
+        return _read(self.moments[self._reads_at if len(self.asked) == 2 else self.asked[-1]], key)
+
+
+def _read(objects: Objects, key: str) -> tuple[bytes, Version]:
+    if key not in objects:
+        raise FileNotFoundError(key)
+    return objects[key]
+
+
+def _listed(objects: Objects, prefix: str) -> list[ObjectFacts]:
+    there = [(key, content) for key, content in sorted(objects.items()) if key.startswith(f"{prefix}/")]
+    return [ObjectFacts(key, len(data), version, 0.0) for key, (data, version) in there]
+
+
+def steps_in(bucket: Memory) -> BucketSteps:
+    place: Any = BucketPath(bucket, "run")  # type: ignore[arg-type]
+    return BucketSteps(place)
+
+
+def _saves(steps: BucketSteps) -> None:
+    save(steps, 3)
+
+
+def _removes(steps: BucketSteps) -> None:
+    steps.remove(steps.inspect(1))
+
+
+def _removes_and_saves(steps: BucketSteps) -> None:
+    _removes(steps)
+    save(steps, 3)
+
+
+def _goes_back(steps: BucketSteps) -> None:
+    steps.resume_from(1)
+    save(steps, 2)
+
+
+def _gives_up(steps: BucketSteps) -> None:
+    attempt = steps.begin(3, 10)
+    write(attempt)
+    steps.abandon(attempt)
+
+
+@pytest.mark.parametrize("change", [_saves, _removes, _removes_and_saves, _goes_back, _gives_up])
+@pytest.mark.parametrize("is_damaged", [False, True])  # then manifests are read late, too
+def test_no_order_of_the_listings_makes_a_whole_step_a_damaged_one(
+    change: Callable[[BucketSteps], None], is_damaged: bool
+) -> None:
+    """A step that was whole all the time is found; one that was saved or deleted meanwhile is found or not, and never
+    called damaged; one that has lost a file is called so.
+    """
+    bucket = Memory()
+    steps = steps_in(bucket)
+    for step in (0, 1, 2) if is_damaged else (1, 2):
+        save(steps, step)
+    bucket.delete([key for key in bucket.moments[-1] if "data/step-0/" in key])
+    before = len(bucket.moments) - 1
+    change(steps)
+    steps.close()
+    moments = bucket.moments[before:]
+    whole = [{step.step for step in steps_in(_at([objects])).survey().steps} for objects in moments]
+    surveys = 0
+    for reader in _readers(moments, reads_late=is_damaged):
+        seen = steps_in(reader).survey()
+        surveys += 1
+        found = {step.step for step in seen.steps}
+        window = whole[reader.asked[0] : max(reader.asked) + 1]
+        assert set.intersection(*window) <= found <= set.union(*window), reader.asked
+        faulty = [(name, reason) for name, reason in seen.rejected if "set aside" not in reason]
+        assert [name for name, _ in faulty] == ["step-0"] * is_damaged, (reader.asked, faulty)
+    assert surveys > len(moments) ** 2 / 2
+
+
+def _at(moments: list[Objects]) -> Memory:
+    bucket = Memory()
+    bucket.moments = moments
+    return bucket
+
+
+def _readers(moments: list[Objects], *, reads_late: bool) -> Iterator[Reader]:
+    """Yield readers whose first two listings come in any order, and whose next ones come later."""
+    last = len(moments)
+    for commits, files in product(range(last), repeat=2):
+        for again in range(max(commits, files), last):
+            for once_more in range(again, last):
+                reads_at = max(commits, files) if reads_late else commits
+                reader = Reader(moments, {"commits": commits, "data": files}, [again, once_more], reads_at)
+                yield reader
+                if len(reader.asked) < 4:
+                    break
+            if len(reader.asked) < 3:
+                break
+
+
+def test_commits_and_files_are_listed_at_the_same_time_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each listing waits until both are asked for."""
+    bucket = Memory()
+    steps = steps_in(bucket)
+    save(steps, 1)
+    both, asked = threading.Barrier(2), list[str]()
+
+    def meet(prefix: str) -> list[ObjectFacts]:
+        asked.append(prefix)
+        both.wait(20.0)
+        return _listed(bucket.moments[-1], prefix)
+
+    monkeypatch.setattr(bucket, "list_objects", meet)
+    assert [step.step for step in steps.survey().steps] == [1]
+    assert sorted(asked) == ["run/commits", "run/data"]
+
+
+def test_a_step_as_listed_is_not_looked_for_again_and_one_that_was_deleted_is_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its manifest is read by every rank, so one that is gone is known, and the next look is a new one."""
+    bucket = Memory()
+    steps = steps_in(bucket)
+    for step in (1, 2):
+        save(steps, step)
+    directory = CheckpointDirectory(steps.root, Coordinator(0, 1, None, "", 10.0))
+    bucket.read_head = lambda key, num_bytes: (bucket.read(key)[0], len(bucket.read(key)[0]))  # type: ignore[attr-defined]
+    assert directory.steps() == [1, 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket, "list_objects", lambda prefix: pytest.fail(f"{prefix} is listed again"))
+        assert directory.committed(2, as_listed=True)[0].step == 2
+    assert directory.steps() == [1, 2]
+    steps.remove(steps.inspect(2))
+    with pytest.raises(CheckpointNotFoundError, match="was deleted while it was being opened"):
+        directory.committed(2, as_listed=True)
+    with pytest.raises(CheckpointNotFoundError, match="step 2 is not there; committed steps: 1"):
+        directory.committed(2, as_listed=True)
+
+
+def test_test_saves_that_were_cut_short_go_after_a_day_and_never_one_that_may_be_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their age is counted by the store's clock, whatever this machine's says; what has another name stays."""
+    bucket = Memory()
+    steps = steps_in(bucket)
+    bucket.create("run/data/probe-notes", b"x")
+    for age, letter in ((86500.0, "a"), (86300.0, "b")):
+        bucket.create(f"run/data/probe-{letter * 32}", b"x")
+        bucket.create(f"run/data/probe-{letter * 32}/00001", b"x")
+        bucket.seconds |= {key: 1e6 - age for key in bucket.moments[-1] if letter * 32 in key}
+    bucket.seconds["run/lease.json"] = 1e6
+    monkeypatch.setattr("time.time", lambda: 9e9)
+    save(steps, 1)
+    left = [key for key in bucket.moments[-1] if "probe-" in key]
+    assert left == ["run/data/probe-notes", f"run/data/probe-{'b' * 32}", f"run/data/probe-{'b' * 32}/00001"]
+
+
+def test_a_save_whose_tensors_fail_says_so_while_small_files_are_still_tried() -> None:
+    """The requests for these may be tried again for minutes."""
+    tried, answered = threading.Event(), threading.Event()
+
+    def create(key: str, data: bytes) -> Version:
+        tried.set()
+        assert answered.wait(20.0)
+        return {}
+
+    def fail(folder: object) -> Any:
+        assert tried.wait(20.0)
+        raise OSError("no right to write")
+
+    bucket: Any = SimpleNamespace(create=create)
+    with pytest.raises(OSError, match="no right to write"):
+        _write_all(BucketPath(bucket, "run/data/step-1"), fail, {"state.json": b"{}"})
+    try:
+        assert not answered.is_set()
+        assert any(thread.name == "titan_ckpt-meanwhile" for thread in threading.enumerate())
+    finally:
+        answered.set()
+
+
+def test_what_arrives_after_a_save_has_failed_is_deleted_by_the_next_one() -> None:
+    """A request of the failed save was still on its way when its files were deleted."""
+    bucket = Memory()
+    steps = steps_in(bucket)
+    save(steps, 1)
+    attempt = steps.begin(2, 10)
+    steps.abandon(attempt)
+    write(attempt)
+    save(steps, 3)
+    assert not [key for key in bucket.moments[-1] if "data/step-2/" in key]
+    with pytest.raises(FileExistsError):
+        bucket.create(steps._commits.place(2, attempt.id).key, manifest_of(attempt).to_bytes())

@@ -107,6 +107,11 @@ def test_a_step_is_a_source(server: Server, tmp_path: Path) -> None:
     copy.bucket.upload((copy / "rank-00000.safetensors").key, iter([memoryview(data)]), 5 << 20)
     with pytest.raises(CorruptCheckpointError, match="do not have the digest"):
         loaded(Run(seed=6).model, copy, tmp_path, copy)
+    with pytest.raises(NotACheckpointError, match=f"it holds steps; name one of them, such as {place}/step-2"):
+        loaded(Run().model, place, tmp_path, place)
+    place.bucket.create((place / "model.pt").key, b"x")
+    with pytest.raises(NotACheckpointError, match=r"a single file must be a \.safetensors file"):
+        loaded(Run().model, place / "model.pt", tmp_path, place)
 
 
 def test_a_dcp_folder_is_a_source(server: Server, tmp_path: Path) -> None:

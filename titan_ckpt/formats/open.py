@@ -127,7 +127,9 @@ def _what_is_there(path: Source) -> str:
     if not path.is_dir():
         return "it is neither a folder nor a file of bytes; name a checkpoint folder or a .safetensors file"
     names = sorted(entry.name for entry in path.iterdir())
-    if steps := [name for name in names if name.startswith("step-")]:
+    commits = path / "commits"  # those of a checkpoint folder in a bucket
+    committed = [entry.name.partition(".")[0] for entry in commits.iterdir()] if commits.is_dir() else []
+    if steps := [name for name in (*names, *committed) if name.startswith("step-")]:
         return f"it holds steps; name one of them, such as {path / steps[-1]}"
     if pickles := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
         return (

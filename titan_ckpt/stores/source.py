@@ -70,7 +70,7 @@ def listed(place: BucketPath) -> ListedPath:
     if isinstance(place, ListedPath):
         return place
     facts = place.bucket.list_objects(place.key)
-    if not facts and place.name.endswith(".safetensors"):
+    if not facts and "." in place.name:
         facts = place.bucket.list_files(place.parent.key)
     return ListedPath(place.bucket, place.key, sizes={f.key: f.num_bytes for f in facts})
 

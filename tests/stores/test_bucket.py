@@ -133,7 +133,7 @@ def test_an_upload_that_is_refused_before_all_its_parts_are_taken_says_why(s3: S
     assert place.bucket.list_objects(place.key) == []
 
 
-@pytest.mark.parametrize("fault", ["503", "SlowDown"])
+@pytest.mark.parametrize("fault", ["503", "SlowDown", Answer("429 Too Many Requests", "", ("Retry-After: 3600",))])
 def test_a_busy_store_is_asked_again(s3: Server, fault: servers.Fault) -> None:
     """Two refusals cost time and nothing else."""
     place = place_in(s3)

@@ -258,7 +258,7 @@ def a_folder_that_is_a_file(folder: Path) -> None:
 
 @says(
     "the checkpoint has 1 optimizer(s) with [1] parameter groups, this run 1 with [2]: group 1 of optimizer 0: its "
-    "parameters were in one group with others, such as 0.bias. Build the same groups, or start the optimizer afresh: "
+    "parameters were in one group with others, such as 0.bias. Build the same ones, or start the optimizer afresh: "
     'checkpoint.resume.exclude = ["optimizer"]'
 )
 def other_parameter_groups(folder: Path) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from titan_ckpt.components import optimizer_content as contents
-from titan_ckpt.components import quantised_state
+from titan_ckpt.components import quantised_state, schedules
 from titan_ckpt.components.optimizer_content import OptimizerContent
 from titan_ckpt.components.optimizer_split import NOT_STORED, Group, Splitter, frozen
 from titan_ckpt.components.quantised_state import QUANTISED
@@ -184,13 +184,15 @@ class OptimizerState:
                     problems.append(f"{where}: its parameters were in one group with others, such as {fqns[0]}")
                 if len(known) > 1 and len({typed_json.dumps(g["hyperparameters"]) for g in known}) > 1:
                     problems.append(f"{where}: its parameters were in {len(known)} groups with other hyperparameters")
+                if fault := _fault_of_kind(optimizer, group, known):
+                    problems.append(f"{where}: {fault}")
                 if new := [f for f in fqns if f not in of_fqn]:
                     logger.warning("%s: %d parameters start without state: %s", where, len(new), listed(new, ", ", " "))
         if problems:
             live, stored = [len(o.param_groups) for o in self.optimizers], [len(g) for g in groups]
             raise LoadMismatchError(
                 f"the checkpoint has {len(stored)} optimizer(s) with {stored} parameter groups, this run {len(live)} "
-                f"with {live}: {'; '.join(problems)}. Build the same groups, {_START_AFRESH}"
+                f"with {live}: {'; '.join(problems)}. Build the same ones, {_START_AFRESH}"
             )
         return matches
 
@@ -362,6 +364,20 @@ def _like(name: str, stored: Any, live: Any, device: torch.device) -> Any:
     if isinstance(stored, torch.Tensor):
         return stored.to(live.device if isinstance(live, torch.Tensor) else device)
     return stored
+
+
+def _fault_of_kind(optimizer: Optimizer, group: Group, stored: Sequence[Group]) -> str | None:
+    """Return why stored groups are those of another kind of optimizer; its state would be kept and mean nothing.
+
+    Another version of the same one has more settings or fewer, and not both.
+    """
+    arguments = inspect.signature(type(optimizer)).parameters.keys() & group.keys() - NOT_STORED
+    for settings in (known["hyperparameters"].keys() for known in stored):
+        lacking, foreign = arguments - settings, settings - group.keys() - schedules.GROUP_SETTINGS
+        if lacking and foreign:
+            mine, theirs = (listed(sorted(names), ", ", " ") for names in (lacking, foreign))
+            return f"{type(optimizer).__name__} has the settings {mine}, and the checkpoint's optimizer {theirs}"
+    return None
 
 
 def _number(value: Any) -> Any:

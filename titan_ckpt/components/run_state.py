@@ -260,8 +260,7 @@ class RunState:
             # a schedule of torch that starts afresh does so from this run's rate
             states = [scheduler.state_dict() for scheduler in self.lr_schedulers]
             afresh = "lr_scheduler" in exclude and any(type(state) is dict and "_last_lr" in state for state in states)
-            kept = schedules.changed_settings(states) | schedules.kept_in_groups(states) | {"initial_lr"}
-            kept = kept if afresh else frozenset()
+            kept = schedules.changed_settings(states) | schedules.GROUP_SETTINGS if afresh else frozenset()
             out["optimizer"] = (lambda: optimizer.apply(own, run["optimizer"], kept)) if "optimizer" in run else None
         if self.lr_schedulers:
             of_schedulers = _one_for_each(run.get("lr_scheduler", []), len(self.lr_schedulers))

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 _MOMENTA = frozenset({"momentum", "betas"})
 _IN_GROUPS = frozenset({"max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 """Settings of schedules that torch keeps in an optimizer's groups."""
+GROUP_SETTINGS = _IN_GROUPS | {"initial_lr"}
 _OF_GROUPS = frozenset({"base_lrs", "max_lrs", "min_lrs", "base_momentums", "max_momentums"})
 """Names under which a state has a value for each group."""
 _STATE_LABELS = {

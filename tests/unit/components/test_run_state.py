@@ -321,6 +321,23 @@ def test_a_plateau_says_a_rate_to_which_it_cannot_have_lowered_this_runs(
     assert (said in caplog.text) == (rate == 3.0) and ("goes on" in caplog.text) == (rate == 3.0)
 
 
+def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
+    """SGD would keep AdamW's moments beside none of its own; one error says the settings, and how to start afresh."""
+    model = nn.Linear(2, 2)
+    with manager(tmp_path, model, **objects(model, True, lr=0.1)) as m:
+        m.save(1)
+    model = nn.Linear(2, 2)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with manager(tmp_path, model, optimizers=[sgd]) as m, pytest.raises(LoadMismatchError, match="momentum") as raised:
+        m.load()
+    assert "SGD has the settings dampening, momentum, nesterov, and the checkpoint's optimizer amsgrad, betas" in str(
+        raised.value
+    )
+    assert 'checkpoint.resume.exclude = ["optimizer"]' in str(raised.value)
+    assert not sgd.state and all(map(torch.equal, before, model.parameters()))
+
+
 @pytest.mark.parametrize("left_out", ["optimizer", "lr_scheduler"])
 def test_a_schedule_that_starts_afresh_does_so_from_this_runs_rate(
     tmp_path: Path, left_out: Any, caplog: pytest.LogCaptureFixture

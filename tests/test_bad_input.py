@@ -132,7 +132,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         r"schedule\.decay_ratio: 0\.5 of the steps and warmup_ratio 0\.6 exceed 1",
     ),
     "data: not there": ({"data": {"corpus": "nowhere.txt"}}, r"data\.corpus: nowhere\.txt is not there"),
-    "data: empty": ({"data": {"corpus": "empty.txt"}}, r"data\.corpus: empty\.txt holds no text"),
+    "data: empty": ({"data": {"corpus": "empty.txt"}}, r"data\.corpus: empty\.txt holds no text; name a file"),
     "data: too short": ({"data": {"corpus": "short.txt"}}, "16 is too long for a corpus of"),
     "data: in a file": ({"data": {"corpus": "file/x"}}, r"data\.corpus: file/x cannot be read: Not a directory"),
     "data: an empty folder": ({"data": {"corpus": "empty"}}, r"data\.corpus: the folder empty holds nothing; expected"),
@@ -197,6 +197,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": {"name": "torch.optim:SGD", "settings": {"momentun": 0.9}}},
         r"optimizer\.settings: 'torch\.optim:SGD': got an unexpected keyword argument 'momentun'; its parameters",
     ),
+    "optimizer: one beta": ({"optimizer": {"betas": 0.9}}, r"betas: expected an array of 2 values, found 0\.9"),
     "own optimizer: betas": (
         {"optimizer": {"name": "torch.optim:SGD", "betas": [0.9, 0.9]}}, r"optimizer\.betas: a setting of adamw"
     ),

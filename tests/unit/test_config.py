@@ -183,7 +183,7 @@ def test_faults_in_unions_name_the_kinds() -> None:
             'save.async_mode: expected one of "disabled", "thread", "process", found "threads"; did you mean "thread"?',
         ),
         ({"resume": {"step": -1}}, "resume.step: expected a step (0 or more; left out for the newest), found -1"),
-        ({"resume": {"exclude": "rng"}}, 'resume.exclude: expected an array, found "rng"'),
+        ({"resume": {"exclude": "rng"}}, 'resume.exclude: expected an array, such as ["rng"], found "rng"'),
         ({"folder": ""}, 'folder: expected a string that is not empty, found ""'),
         ({"folder": "  "}, 'folder: expected a string that is not empty, found "  "'),
         ({"folder": ["a"]}, "folder: expected a string that is not empty, found an array of 1"),
@@ -400,7 +400,10 @@ def test_an_override_carries_any_value(value: bool | int | float | str) -> None:
     ("argv", "problem"),
     [
         (["train.toml"], "expected --table.key VALUE, found 'train.toml'"),
-        (["--checkpoint.save.first_step"], "--checkpoint.save.first_step: needs a value, such as"),
+        (
+            ["--checkpoint.save.first_step"],
+            "--checkpoint.save.first_step: needs a value: --checkpoint.save.first_step VALUE",
+        ),
         (["--checkpoint.folder", "--other", "1"], "--checkpoint.folder: needs a value"),
         (["--checkpoint..folder", "x"], "--checkpoint..folder: no such key"),
         (["--checkpoint.folder=a", "--checkpoint.folder=b"], "--checkpoint.folder: given twice"),

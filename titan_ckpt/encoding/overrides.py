@@ -35,7 +35,7 @@ def apply_overrides(raw: Mapping[str, Any], argv: Sequence[str]) -> dict[str, An
             problems.append(f"expected --table.key VALUE, found {flag!r}")
             continue
         if not equals and (not words or words[0].startswith("--")):
-            problems.append(f"{flag}: needs a value, such as {flag} true")
+            problems.append(f"{flag}: needs a value: {flag} VALUE")
             continue
         if not equals:
             text = words.pop(0)

@@ -224,7 +224,7 @@ class _Binder:
             element = self.value(args[0], value, path)
             return _BAD if element is _BAD else (element,)
         if not isinstance(value, (list, tuple)):
-            return self._expected("an array of tables" if tables_in(args[0]) else "an array", value, path)
+            return self._expected(_describe_array(args, value), value, path)
         kinds = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
         if len(kinds) != len(value):
             return self._expected(f"an array of {len(kinds)} values", value, path)
@@ -286,6 +286,15 @@ def describe(kind: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(describe(arm) for arm in args if arm is not types.NoneType)
     return _NAMES.get(kind, "a table")
+
+
+def _describe_array(args: tuple[Any, ...], value: Any) -> str:
+    """Return what a field that is an array expects instead of a value."""
+    if tables_in(args[0]):
+        return "an array of tables"
+    if args[-1] is not Ellipsis:
+        return f"an array of {len(args)} values"
+    return f"an array, such as [{_show(value)}]" if isinstance(value, str) else "an array"
 
 
 def _show(value: Any) -> str:

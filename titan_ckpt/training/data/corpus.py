@@ -108,7 +108,8 @@ class Corpus:
             else:
                 problems.append(row.problem)
         if empty:
-            raise ConfigError([f"{self.setting}: {self.name} holds no {'conversation' if self.messages else 'text'}"])
+            what = "conversation" if self.messages else "text"
+            raise ConfigError([f"{self.setting}: {self.name} holds no {what}; name a file or a folder that does"])
 
     def refuse(self, problems: Sequence[str]) -> None:
         """Raise a ConfigError for rows that cannot be used, if there are any: the first eight, and how many more."""

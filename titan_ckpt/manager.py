@@ -6,13 +6,11 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -29,11 +27,10 @@ from titan_ckpt.components.snapshot import (
 )
 from titan_ckpt.config import CheckpointConfig, ExportConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
-from titan_ckpt.directory.manifest import Kind
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.encoding.strict_json import Json
-from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, ExportSettingError, listed
+from titan_ckpt.errors import CheckpointError, CommitConflictError, listed
 from titan_ckpt.exporting.checks import check_exports, check_folders
 from titan_ckpt.exporting.exporter import Exporter, ExportJob
 from titan_ckpt.failures import Failures
@@ -43,14 +40,15 @@ from titan_ckpt.loading.half_loaded import HalfLoaded
 from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.saving.handle import SaveHandle
 from titan_ckpt.saving.last_step import LastStep
+from titan_ckpt.saving.model_content import ModelContent
 from titan_ckpt.saving.saver import DueSave, Saver, SaveRequest
 from titan_ckpt.stores.bucket import Location, open_location
 from titan_ckpt.stores.source import listed as listed_path
 from titan_ckpt.telemetry.events import Event, Telemetry, folder_bytes
 from titan_ckpt.types import ModelHooks, Stateful
 from titan_ckpt.weights.identity import TrackedBase
-from titan_ckpt.weights.transforms import CASTABLE, StateDictTransforms
-from titan_ckpt.weights.wrapper import ModelState, ModelWrapper
+from titan_ckpt.weights.transforms import StateDictTransforms
+from titan_ckpt.weights.wrapper import ModelWrapper
 
 logger = logging.getLogger(__name__)
 
@@ -135,13 +133,13 @@ class CheckpointManager:
         )
         """The last completed step; RunGuard and the Trainer use it."""
         self._base = TrackedBase(self._model, coordinator)
+        self._content = ModelContent(config, self._model, self._base)
         self._resumed_from: dict[str, Any] | None = None
         self._is_last_save = False
         """Whether no later save can make up for the one in flight."""
         self._failures = Failures(config.save, coordinator)
         self._exported_step: int | None = None
         self._knows_folder = False
-        self._knows_state = False
         self._closed = False
 
     # load
@@ -175,9 +173,9 @@ class CheckpointManager:
         event.note(resumed_from=restored.resumed_from, num_tensors=len(restored.result.report.loaded))
         self.last_step.saved = restored.result.step if restored.resumed_from else None
         self._base.loaded(restored.base)
-        self._refuse_adapter_of_changed_base(self.config.export)
+        self._content.refuse_adapter_of_changed_base(self.config.export)
         self._resumed_from = restored.resumed_from
-        self._knows_state = False
+        self._content.is_settled = False
         if self._saver is not None:  # before step 1: lease, permissions and space for the saves to come
             with event.phase("preflight"):
                 self._directory.preflight(self._expected_bytes())
@@ -211,14 +209,13 @@ class CheckpointManager:
         self._half_loaded.refuse(f"step {step} is not saved")
         saved = False
         due = force or policy.is_due(step, self.config.save, last_step)
-        if self._saver is not None and not self._knows_state:
+        if self._saver is not None and not self._content.is_settled:
             self._coordinator.together("first step", self._run.check_stepped)
             if not self._knows_folder and not self.config.external:  # load() was never called
                 self._base.take_as_it_is()
-            self._keep_a_base_that_changes()
-            self._knows_state = True
+            self._content.settle()
             if not due:  # there is time to make the memory of the first save ready
-                model = self._model_to_save
+                model = self._content.state
                 self._saver.prepare(self._coordinator.together("prepare", lambda: large_tensors(self._run, model())))
         self._note_last(step, last_step)
         if self._saver is not None and due and step != self.last_step.saved:
@@ -283,7 +280,7 @@ class CheckpointManager:
         A subclass may extend it, for steps of the interval and for the last one alike.
         """
         if any(export.format == "peft" for export in exports):
-            self._refuse_adapter_of_changed_base(exports, self._base.forget_if_changed())
+            self._content.refuse_adapter_of_changed_base(exports, self._base.forget_if_changed())
         saver = self._saver
         facts: list[Json] = [saver is not None and saver.has_staged(step), saver is not None and saver.busy]
         of_ranks: list[Any] = self._coordinator.gather("export-staged", facts)
@@ -345,15 +342,15 @@ class CheckpointManager:
             return False
         if busy and due.skippable:
             logger.warning("step %d is due and training waits: the save before it is still being written", step)
-        event = Event("save", step=step, kind=self._kind(model_only), async_mode=self.config.save.async_mode)
+        event = Event("save", step=step, kind=self._content.kind(model_only), async_mode=self.config.save.async_mode)
         with event.phase("queued"):
             failed_export = self._settle(is_last=self._is_last_save)  # raised below: this step is saved all the same
         self._look_before_saving(step)
-        if not self._adapter_only:
+        if not self._content.is_adapter_only:
             self._base.forget_if_changed()  # a resume would find another digest than the record's
         request = SaveRequest(
             step,
-            self._kind(model_only),
+            self._content.kind(model_only),
             converters=self._hooks.describe() if self._hooks else [],
             base=None if self.config.external or model_only else self._base.identity,
             resumed_from=self._resumed_from,
@@ -376,11 +373,11 @@ class CheckpointManager:
 
     def _snapshot(self, step: int, mark: Mark | None, model_only: str | None) -> Snapshot:
         if model_only is not None:
-            return take_snapshot(self._run, step, self._whole_model(model_only), model_only=True)
+            return take_snapshot(self._run, step, self._content.whole(model_only), model_only=True)
         if mark is None:
-            return take_snapshot(self._run, step, self._model_to_save())
+            return take_snapshot(self._run, step, self._content.state())
         with as_marked(self._run, mark):
-            model = self._model_to_save(room=True)
+            model = self._content.state(room=True)
         return snapshot_of_mark(self._run, mark, model)
 
     def _look_before_saving(self, step: int) -> None:
@@ -392,58 +389,6 @@ class CheckpointManager:
                 "an earlier run is there: call load() before the first step to resume, or choose another folder"
             )
         self._knows_folder = True
-
-    @property
-    def _adapter_only(self) -> bool:
-        """Whether a save leaves out the base, because it is on disk already."""
-        return self._base.is_stored and self.config.save is not None and not self.config.save.include_base
-
-    def _keep_a_base_that_changes(self) -> None:
-        """After the first step, let saves hold the base too if the step has changed it. Collective.
-
-        Raises: ExportSettingError for an export of the adapter alone, which would lose the changes.
-        """
-        was_left_out = self._adapter_only
-        changed = self._base.forget_if_changed()
-        self._refuse_adapter_of_changed_base(self.config.export, changed)
-        if changed and was_left_out:
-            logger.warning("%s: every save holds the base, not the adapter alone", _changes(changed))
-
-    def _refuse_adapter_of_changed_base(self, exports: Sequence[ExportConfig], changed: Sequence[str] = ()) -> None:
-        if self._base.is_changed and any(export.format == "peft" for export in exports):
-            raise ExportSettingError(
-                f"checkpoint.export: peft: {_changes(changed)}, which an adapter does not hold: export merged weights "
-                '(format = "hf"), or start a run whose base is frozen, its buffers included'
-            )
-
-    def _kind(self, model_only: str | None) -> Kind:
-        if self.config.external:
-            return "external"
-        return "model" if model_only else "adapter" if self._adapter_only else "full"
-
-    def _whole_model(self, dtype: str) -> ModelState:
-        """Return the model's state; its tensors of floating-point numbers in `dtype`, unless it is "own"."""
-        state = self._model.state("full")
-        if dtype == "own":
-            return state
-        wanted = getattr(torch, dtype)
-        cast = {fqn: value.detach().to(wanted) for fqn, value in state.tensors.items() if value.dtype in CASTABLE}
-        return replace(state, tensors=state.tensors | cast)
-
-    def _model_to_save(self, *, room: bool = False) -> ModelState:
-        if self.config.external:
-            return ModelState({}, {}, ())
-        state = self._model.state("full", room=room)
-        if not self._adapter_only:
-            return state
-        if self._knows_state and (changed := self._base.changes()):
-            problem = (
-                f"save.include_base: {len(changed)} tensors of the base, such as {changed[0]}, are trained or have "
-                "changed since the first step, and saves of the adapter alone lose them: set it to true, and start the "
-                "run again from its newest step"
-            )
-            raise ConfigError([problem], "checkpoint")
-        return replace(state, tensors={fqn: value for fqn, value in state.tensors.items() if self._model.owns(fqn)})
 
     def _before_optimizer_step(self) -> None:
         self.maybe_wait_for_staging()
@@ -462,8 +407,7 @@ class CheckpointManager:
         Does not call the dataloader or user states, which might advance generators: their state is small or counted
         with the model.
         """
-        model = 0 if self.config.external else self._model.num_bytes(owned=self._adapter_only)
-        return model + self._run.optimizer_bytes()
+        return self._content.num_bytes() + self._run.optimizer_bytes()
 
     @property
     def in_flight(self) -> SaveHandle | None:
@@ -545,8 +489,3 @@ class CheckpointManager:
                 raise
             # the run's own error must reach the user
             logger.exception("the last save failed while the run was stopping because of another error")
-
-
-def _changes(changed: Sequence[str]) -> str:
-    what = f"{len(changed)} tensors of the base, such as {changed[0]}" if changed else "the base"
-    return f"training changes {what}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from tests.stores.test_manager_in_bucket import manifest_of, save, write
+from tests.stores.test_manager_in_bucket import _forget_leases, manifest_of, save, write
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import CheckpointNotFoundError
+from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError
 from titan_ckpt.saving.saver import _write_all
-from titan_ckpt.stores.bucket import BucketPath, ObjectFacts, Version
+from titan_ckpt.stores.bucket import BucketPath, ObjectFacts, StoreError, Version
 
 Objects = dict[str, tuple[bytes, Version]]
 
@@ -277,3 +278,46 @@ def test_what_arrives_after_a_save_has_failed_is_deleted_by_the_next_one() -> No
     assert not [key for key in bucket.moments[-1] if "data/step-2/" in key]
     with pytest.raises(FileExistsError):
         bucket.create(steps._commits.place(2, attempt.id).key, manifest_of(attempt).to_bytes())
+
+
+def test_a_step_that_was_set_aside_is_never_there_again_by_half_a_deletion() -> None:
+    """A store deletes the objects of a list in any order, and may refuse one of them."""
+    bucket = Memory()
+    steps = steps_in(bucket)
+    for step in (1, 2, 3):
+        save(steps, step)
+    _goes_back(steps)
+    (name,) = [name for name in steps.set_aside() if name.startswith("step-3.")]
+    delete = bucket.delete
+
+    def delete_the_last(keys: Sequence[str]) -> None:
+        delete(keys[-1:])
+        raise StoreError(errno.EIO, "InternalError", is_final=False)
+
+    bucket.delete = delete_the_last  # type: ignore[method-assign]
+    with pytest.raises(StoreError):
+        steps.remove_set_aside(name)
+    assert [step.step for step in steps_in(_at([bucket.moments[-1]])).survey().steps] == [1, 2]
+
+
+def test_a_run_that_was_taken_over_while_it_went_back_sets_no_step_of_the_other_aside() -> None:
+    """It is suspended between its look at the lease and its listing of the commits."""
+    bucket = Memory()
+    slow, quick = steps_in(bucket), steps_in(bucket)
+    for step in (1, 2):
+        save(slow, step)
+    slow.resume_from(1)
+    lease = slow.open()
+    check = lease.check
+
+    def check_then_sleep() -> None:
+        check()
+        lease.check = check  # type: ignore[method-assign]
+        _forget_leases()
+        save(quick, 3)
+
+    lease.check = check_then_sleep  # type: ignore[method-assign]
+    with pytest.raises(CommitConflictError, match="taken over"):
+        slow.begin(2, 10)
+    assert [step.step for step in quick.survey().steps] == [1, 2, 3]
+    quick.close()

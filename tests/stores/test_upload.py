@@ -14,8 +14,11 @@ import torch
 from torch.distributed import HashStore
 
 from titan_ckpt import progress
+from titan_ckpt.config import ExportConfig
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError, PeerError
+from titan_ckpt.exporting.exporter import ExportJob
+from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.publish.plan import pack_model_files, plan_export
 from titan_ckpt.formats.publish.upload import Courier, Uploads
 from titan_ckpt.formats.publish.write import ExportWriter
@@ -50,31 +53,25 @@ def test_a_rank_that_can_start_no_thread_stops_the_export_on_all_ranks_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 1 has no thread for the exchange; rank 0 hears of it, and its own thread has sent nothing and ends."""
-    store, errors = HashStore(), dict[int, BaseException]()
     start, couriers = threading.Thread.start, list[threading.Thread]()
 
     def start_but_not_of_rank_1(thread: threading.Thread) -> None:
         if thread.name == "titan_ckpt-courier":
-            if threading.current_thread().name == "rank 1":
+            if refused and threading.current_thread() is refused[0]:
                 raise RuntimeError("can't start new thread")
             couriers.append(thread)
         start(thread)
 
-    def connect(rank: int) -> None:
-        coordinator = Coordinator(rank, 2, store, "upload", 20.0)
+    refused: list[threading.Thread] = []
+
+    def connect(coordinator: Coordinator) -> None:
+        if coordinator.rank == 1:
+            refused.append(threading.current_thread())
         coordinator.peers = cast("Any", SimpleNamespace(connect=lambda *_: [(0, 1)], discard=lambda: None))
-        uploads = Uploads(BucketPath(Bucket("s3", "box", StoreConfig()), "e"), {}, coordinator)
-        try:
-            uploads.connect()
-        except BaseException as error:
-            errors[rank] = error
+        Uploads(BucketPath(Bucket("s3", "box", StoreConfig()), "e"), {}, coordinator).connect()
 
     monkeypatch.setattr(threading.Thread, "start", start_but_not_of_rank_1)
-    ranks = [threading.Thread(target=connect, args=(rank,), name=f"rank {rank}") for rank in range(2)]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join()
+    errors = on_two_ranks(connect)
     assert isinstance(errors[1], ExportError) and isinstance(errors[0], PeerError)
     assert "can't start new thread. Raise the limit of processes" in str(errors[0]), errors
     (courier,) = couriers
@@ -193,3 +190,49 @@ def test_tensors_in_memory_are_written_in_the_order_of_the_files() -> None:
         *("attention.q", "attention.v", "attention.k", "attention.o"),
         *(f"e.{i}.{name}" for i in range(3) for name in ("down", "up")),
     ]
+
+
+def on_two_ranks(act: Callable[[Coordinator], None]) -> dict[int, BaseException]:
+    """Run a function as two ranks; return the errors by rank."""
+    store, errors = HashStore(), dict[int, BaseException]()
+
+    def run(rank: int) -> None:
+        try:
+            act(Coordinator(rank, 2, store, "ranks", 3.0))
+        except BaseException as error:
+            errors[rank] = error
+
+    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    return errors
+
+
+def test_a_record_that_fails_on_rank_0_is_told_to_all_ranks() -> None:
+    """Whatever the error; no rank waits for another until the timeout."""
+
+    def record(*_: object) -> None:
+        raise RuntimeError("no record")
+
+    made: Any = SimpleNamespace(record=record, expire=lambda *_: None)
+    writer: Any = SimpleNamespace(write=lambda *_: None)
+    errors = on_two_ranks(ExportJob(ExportConfig("hf"), 1, Path("e"), writer, made).run)
+    assert "no record" in str(errors[0])
+    assert "rank 0 failed: RuntimeError: no record" in str(errors[1])
+
+
+def test_a_layout_that_one_rank_cannot_compute_is_told_to_all_ranks(tmp_path: Path) -> None:
+    """A computed tensor without a layout is computed before a DCP folder is written."""
+
+    def export(coordinator: Coordinator) -> None:
+        def blocks() -> list[Block]:
+            if coordinator.rank == 1:
+                raise RuntimeError("no memory")
+            return [Block(Chunk.whole((4,)), torch.ones(4))]
+
+        DcpExport({"w": LazyTensor(TensorInfo((4,), torch.float32), blocks)}, {}).write(tmp_path / "e", coordinator)
+
+    errors = on_two_ranks(export)
+    assert "no memory" in str(errors[1]) and "rank 1 failed: RuntimeError: no memory" in str(errors[0])

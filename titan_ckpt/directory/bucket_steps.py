@@ -122,7 +122,7 @@ class BucketSteps(Steps):
                 self._report([f"leftovers: {error}"])
                 if self._in_doubt:  # a commit that arrives later could be of the step that is saved now
                     raise
-        self._leave_abandoned_branch()
+        self._leave_abandoned_branch(lease)
         self._refuse_step_beside(step, [commit.step for commit in self._commits.look().commits if commit.is_current])
         return self.attempt_at(step, uuid.uuid4().hex)
 
@@ -202,7 +202,8 @@ class BucketSteps(Steps):
             raise SaveError(f"{self.root / name}: is pinned, and was when it was set aside")
         if not dry_run:
             self.open().check()
-            self._bucket.delete([commit.path.key, self._commits.mark("abandoned", commit.step, commit.attempt).key])
+            self._bucket.delete([commit.path.key])  # first and alone: without its mark the step would be there again
+            self._bucket.delete([self._commits.mark("abandoned", commit.step, commit.attempt).key])
             self._discard(commit.step, commit.attempt)
 
     def _set_aside(self) -> dict[str, Commit]:
@@ -257,12 +258,17 @@ class BucketSteps(Steps):
         with contextlib.suppress(OSError):
             self._bucket.delete([f.key for f in self._bucket.list_objects((self.root / DATA / name).key)])
 
-    def _leave_abandoned_branch(self) -> None:
-        """Set aside the commits after the step that this run went back to, newest first; damaged ones, too."""
+    def _leave_abandoned_branch(self, lease: BucketLease) -> None:
+        """Set aside the commits after the step that this run went back to, newest first; damaged ones, too.
+
+        Raises: CommitConflictError if another process has taken the lease, whose commits these may be; OSError.
+        """
         above = self._rolled_back_to
         if above is not None:
-            commits = self._commits.look().commits
-            for commit in reversed([c for c in commits if c.is_current and c.step > above]):
+            commits = [c for c in self._commits.look().commits if c.is_current and c.step > above]
+            if commits:
+                lease.check()
+            for commit in reversed(commits):
                 mark = self._commits.mark("abandoned", commit.step, commit.attempt)
                 self._bucket.create(mark.key, b"")
                 logger.warning("%s: set aside by %s: this run went back to step %d", self.root, mark.name, above)

@@ -59,13 +59,15 @@ class ExportJob:
         try:
             self.writer.write(self.folder, coordinator)
             became = "is published, and what follows it failed"
-            if coordinator.rank == 0:
-                self.made.record(self.config, self.step)
-            coordinator.on_rank_0("export-expire", lambda: self.made.expire(self.config, self.step))
+            coordinator.on_rank_0("export-expire", self._record_and_expire)
         except ExportError:
             raise
         except Exception as error:
             raise ExportError(f"export of step {self.step} to {self.folder} {became}: {error}") from error
+
+    def _record_and_expire(self) -> None:
+        self.made.record(self.config, self.step)
+        self.made.expire(self.config, self.step)
 
 
 class Exporter:

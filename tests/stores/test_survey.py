@@ -16,7 +16,8 @@ from tests.stores.test_manager_in_bucket import _forget_leases, manifest_of, sav
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError
+from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, ExportError
+from titan_ckpt.formats.publish.bucket_record import BucketExports
 from titan_ckpt.saving.saver import _write_all
 from titan_ckpt.stores.bucket import BucketPath, ObjectFacts, StoreError, Version
 
@@ -46,6 +47,9 @@ class Memory:
         new = {"e_tag": str(len(self.moments))}
         self.moments.append({**self.moments[-1], key: (data, new)})
         return new
+
+    def put(self, key: str, data: bytes) -> None:
+        self.replace(key, data, {})
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -321,3 +325,32 @@ def test_a_run_that_was_taken_over_while_it_went_back_sets_no_step_of_the_other_
         slow.begin(2, 10)
     assert [step.step for step in quick.survey().steps] == [1, 2, 3]
     quick.close()
+
+
+@pytest.mark.parametrize("when", ["before the record", "before the last file"])
+def test_no_export_is_published_whose_files_another_run_has_deleted(when: str) -> None:
+    """The other one takes the first for one that was cut short. One of the two is told."""
+    bucket = Memory()
+    first, second = (BucketExports(BucketPath(bucket, "e")) for _ in range(2))  # type: ignore[arg-type]
+    attempt = first.begin("step-1")
+    bucket.create("e/step-1/model.safetensors", b"weights")
+    put, create = bucket.put, bucket.create
+
+    def publish_then_put(key: str, data: bytes) -> None:
+        first.publish("step-1", attempt, "config.json", b"{}")
+        put(key, data)
+
+    def begin_then_create(key: str, data: bytes) -> Version:
+        second.begin("step-1")
+        return create(key, data)
+
+    if when == "before the record":
+        bucket.put = publish_then_put  # type: ignore[method-assign]
+        with pytest.raises(FileExistsError, match="is there already"):
+            second.begin("step-1")
+    else:
+        bucket.create = begin_then_create  # type: ignore[method-assign]
+        with pytest.raises(ExportError, match="another run exports to this name"):
+            first.publish("step-1", attempt, "config.json", b"{}")
+    left = {key for key in bucket.moments[-1] if key.startswith("e/step-1/")}
+    assert left in ({"e/step-1/model.safetensors", "e/step-1/config.json"}, set())

@@ -58,37 +58,50 @@ class BucketExports:
 
         Raises: FileExistsError for an export that is published, and for objects of somebody else; StoreError.
         """
-        there = self._objects(name)
-        if any(path in LOADABLE for path in there):
-            raise FileExistsError(f"{self.root / name} is there already; remove it or choose another folder")
+        there = self._unpublished(name)
         before = self._record(name)
         if there and (before is None or before.get("content") is not None):
             raise FileExistsError(
                 f"{self.root / name} holds objects that no export has left, such as {min(there)}; remove them or "
                 "choose another folder"
             )
-        if there:
-            logger.info("%s: removing what an export that was cut short left", self.root / name)
-            self._delete(there)
         attempt = uuid.uuid4().hex
         self._write(name, {"folder": name, "attempt": attempt, "content": None})
+        # in this order, because `publish` writes the last file before it reads the record
+        if there and (there := self._unpublished(name)):
+            logger.info("%s: removing what an export that was cut short left", self.root / name)
+            self._delete(there)
         return attempt
 
+    def _unpublished(self, name: str) -> dict[str, ObjectFacts]:
+        """Return the objects of an export that is not published. Raises: FileExistsError if it is; StoreError."""
+        there = self._objects(name)
+        if any(path in LOADABLE for path in there):
+            raise FileExistsError(f"{self.root / name} is there already; remove it or choose another folder")
+        return there
+
     def publish(self, name: str, attempt: str, last: str, content: bytes) -> None:
-        """Write the last file, if the place is still this attempt's.
+        """Write the last file, if the place is this attempt's before and after that.
 
         Raises: ExportError; FileExistsError; StoreError.
         """
+        self._require_own(name, attempt)
+        place = self.root / name / last
+        place.bucket.create(place.key, content)
+        try:
+            if place.read() != content:
+                raise ExportError(f"{place} read back differs from what was written")
+            self._require_own(name, attempt)  # else the other run may have deleted files of this one
+        except ExportError:
+            place.bucket.delete([place.key])
+            raise
+
+    def _require_own(self, name: str, attempt: str) -> None:
         record = self._record(name)
         if record is None or record.get("attempt") != attempt:
             raise ExportError(
                 f"{self.root / name}: another run exports to this name. Give one of the two another folder"
             )
-        place = self.root / name / last
-        place.bucket.create(place.key, content)
-        if place.read() != content:
-            place.bucket.delete([place.key])
-            raise ExportError(f"{place} read back differs from what was written")
 
     def abandon(self, name: str, attempt: str) -> None:
         """Delete what an attempt has written; its record stays, because another rank may still be writing.

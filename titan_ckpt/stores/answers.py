@@ -14,7 +14,10 @@ from titan_ckpt.errors import listed, without_credentials
 _STATUS = re.compile(r"status code: (\d{3}[^:\n]*)")
 _CODE = re.compile(r"<Code>\s*([^<]{1,100}?)\s*</Code>")
 _MESSAGE = re.compile(r"<Message>\s*([^<\n]{1,300})")
-_CAUSE = re.compile(r'message: "([^"\n]{1,200})"|kind: (Timeout)|(TimedOut|IncompleteMessage|ConnectionReset)')
+_CAUSE = re.compile(
+    r'(?:message|error): "([^"\n]{1,200})"|kind: (Timeout)|(TimedOut|IncompleteMessage|ConnectionReset)|'
+    r"(InvalidCertificate|UnknownIssuer|NotValidForName)"
+)
 _SECRET_NAME = re.compile(r"(?i)key|secret|token|password|sas|connection_string|credential")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _SAID = re.compile(r"<(?:Code|Message|AuthenticationErrorDetail)>([^<]{1,400})|\(code: (\w+)\)|(redirect without LOC)")

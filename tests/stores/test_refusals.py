@@ -19,6 +19,7 @@ from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConfigError, CorruptCheckpointError, PreflightError
+from titan_ckpt.formats.publish.bucket_record import BucketExports
 from titan_ckpt.stores.answers import store_error
 from titan_ckpt.stores.bucket import Bucket, StoreError
 from titan_ckpt.stores.settings import StoreConfig
@@ -174,14 +175,14 @@ def broken() -> Iterator[tuple[Proxy, list[Fault]]]:
 @pytest.mark.parametrize(
     ("method", "path", "right"),
     [
-        ("GET", "lease.json", "s3:GetObject, and s3:ListBucket"),
+        ("GET", r"lease\.json|-exports/probe-", "s3:GetObject, and s3:ListBucket"),
         ("PUT", "", "s3:PutObject"),
-        ("GET", r"box\?list", "s3:ListBucket"),
+        ("GET", r"box\?.*list-type", "s3:ListBucket"),
         ("POST", r"box\?delete", "s3:DeleteObject"),
     ],
 )
 def test_a_missing_right_is_said_before_the_first_step(s3: Server, method: str, path: str, right: str) -> None:
-    """Once, and naming it; the lease is not kept."""
+    """Once, and naming it; the lease is not kept. As for steps, so for exports."""
     place = place_in(s3)
 
     def decide(asked: str, url: str) -> Fault:
@@ -192,6 +193,8 @@ def test_a_missing_right_is_said_before_the_first_step(s3: Server, method: str, 
         with pytest.raises((PreflightError, StoreError), match=re.escape(f"The credentials need {right}")):
             directory.preflight(10)
         directory.close()
+        with pytest.raises(StoreError, match=re.escape(f"The credentials need {right}")):
+            BucketExports(through(place, proxy) / "exports").check()
     assert "lease.json" not in keys(place) or b'"holder": null' in (place / "lease.json").read()
 
 

@@ -40,12 +40,13 @@ class BucketExports:
     """Names that retention leaves, because they are not as a run published them; each was logged."""
 
     def check(self) -> None:
-        """Write, list and delete an object, so that a right which is missing is known before the first step.
+        """Write, read, list and delete an object, so that a right which is missing is known before the first step.
 
         Raises: StoreError.
         """
         place = self.root / RECORDS / f"probe-{uuid.uuid4().hex}"
         place.bucket.create(place.key, place.name.encode())
+        place.read()
         place.bucket.list_names(self.root.key)
         place.bucket.delete([place.key])
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 # Before torch or transformers are imported: ranks share two cores, and a test that reaches for a hub must fail.
@@ -46,6 +48,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--dry-run", action="store_true", help="run tests marked gpu on the CPU, where that means something"
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import the tests without garbage collections, and keep later ones away from what was imported.
+
+    To walk it takes most of a second, and a forked process copies what it walks.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -30,12 +30,12 @@ def write_sources(root: Path, model: str) -> None:
     """Train and export a base, then an adapter on it; leave what a single process makes of both."""
     base, adapter = root / model / "base", root / model / "adapter"
     save = {"save": {"interval": 2}}
-    with built(settings(root, model, {}, {**save, "export": {"format": "hf", "folder": "."}}, base)) as trainer:
+    with built(settings(root, model, {}, {**save, "export": {"format": "hf", "folder": "."}}, base, 2)) as trainer:
         finish(trainer)
     initial = {"initial_load": [{"path": str(base / "step-2")}]}
     lora = from_tables([RUNS[model][0]])
     export = {"format": "peft", "folder": "."}
-    with built(settings(root, model, {}, {**save, **initial, "export": export}, adapter), lora) as trainer:
+    with built(settings(root, model, {}, {**save, **initial, "export": export}, adapter, 2), lora) as trainer:
         finish(trainer)
     with loaded(root, model, "single") as trainer:
         torch.save(trainer.model.state_dict(), root / model / "truth.pt")
@@ -77,7 +77,7 @@ def adapter_steps_on_2(root: Path) -> None:
         for adapter in (step, root / "dcp") if layout == "fsdp" else (step,):
             sources = [{"path": str(root / "llama3/base/step-2")}, {"path": str(adapter)}]
             checkpoint = {"initial_load": sources, "save": {"interval": 1}}
-            config = settings(root, "llama3", LAYOUTS[layout][1], checkpoint, root / f"{layout}-{adapter.name}")
+            config = settings(root, "llama3", LAYOUTS[layout][1], checkpoint, root / f"{layout}-{adapter.name}", 2)
             lora = from_tables([DENSE])
             with built(config, lora, load=True) as trainer:
                 assert trainer.state.step == 0

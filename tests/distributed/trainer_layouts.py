@@ -40,8 +40,8 @@ SHAPES: dict[str, Llama3Config | Qwen3MoeConfig] = {
 }
 """Rows that neither 2 nor 4 ranks share evenly: 301 tokens, 30 columns; 6 experts leave one of 4 ranks with none."""
 
-SEQUENCES, LENGTH, STEPS = 4, 16, 2
-"""Sizes of one optimizer step, over all ranks."""
+SEQUENCES, LENGTH, STEPS = 4, 16, 1
+"""Sizes of one optimizer step, over all ranks, and how many are trained before a save."""
 
 
 def pipelined(schedule: str, **more: Any) -> dict[str, Any]:
@@ -101,7 +101,12 @@ def saves_for(layout: str, model: str) -> list[str]:
 
 
 def settings(
-    root: Path, model: str, table: Mapping[str, Any], checkpoint: Mapping[str, Any], output: Path
+    root: Path,
+    model: str,
+    table: Mapping[str, Any],
+    checkpoint: Mapping[str, Any],
+    output: Path,
+    steps: int = STEPS,
 ) -> RunConfig:
     world = dist.get_world_size() if dist.is_initialized() else 1
     share = world // prod(table.get(f"{axis}_parallel", 1) for axis in ("tensor", "pipeline", "context"))
@@ -113,7 +118,7 @@ def settings(
             "output_folder": str(output),
             "model": {"name": model, "folder": str(root / model)},
             "data": {"sequence_length": LENGTH, "cache_folder": str(root / "cache"), "tokenizer": {"vocab_size": 300}},
-            "training": {"steps": STEPS, "batch_size": SEQUENCES // share, "device": "cpu", "max_grad_norm": 1.0},
+            "training": {"steps": steps, "batch_size": SEQUENCES // share, "device": "cpu", "max_grad_norm": 1.0},
             "optimizer": {"lr": 3e-3, **({} if is_mixed else {"implementation": "fused"})},
             "schedule": {"warmup_ratio": 0.0},
             "parallel": dict(table),
@@ -182,7 +187,7 @@ def assert_holds(trainer: Trainer, step: Path) -> None:
 
 
 def save_in(layout: str, model: str, root: Path) -> None:
-    """Train two steps, save, and leave what the third step's loss would be."""
+    """Train a step, save, and leave what the next step's loss would be."""
     output = root / model / layout
     config = settings(root, model, LAYOUTS[layout][1], {"save": {"interval": STEPS, "timeout_seconds": 60}}, output)
     with built(config) as trainer, managed(trainer):

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -74,13 +75,14 @@ def test_every_load_save_and_export_is_one_line(run_folder: RunFolder, async_mod
     assert exports[-1]["num_bytes"] == sum(path.stat().st_size for path in folder.iterdir())
 
 
-def test_a_run_records_what_it_was_started_with(tmp_path: Path) -> None:
-    """Command line, versions, world size and every setting as resolved."""
+def test_a_run_records_what_it_was_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Command line without the users of URLs, versions, world size and every setting as resolved."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "--mirror=https://me:secret@host/a?sig=b"])
     run(tmp_path)
     start = next(read_events(tmp_path / TELEMETRY))
     assert start["event"] == "start"
     assert start["versions"]["torch"] == torch.__version__.partition("+")[0] or start["versions"]["torch"]
-    assert start["command"][1:]
+    assert start["command"][1:] == ["train.py", "--mirror=https://***@host/a?***"]
     assert start["world_size"] == 1
     assert start["config"]["save"]["keep"] == {"latest": 1, **dict.fromkeys(("every", "every_hours", "best"))} | {
         "metric": "loss",

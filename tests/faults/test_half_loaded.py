@@ -138,10 +138,14 @@ def failing_after(reads: int, fault: Callable[[], None], step: int = 2) -> Itera
 
         return read
 
-    with pytest.MonkeyPatch.context() as patch:
-        for way in (THROUGH_CACHE, AROUND_CACHE):
-            patch.setattr(FileReader, way, watched(way))
-        yield ways
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for way in (THROUGH_CACHE, AROUND_CACHE):
+                patch.setattr(FileReader, way, watched(way))
+            yield ways
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def io_error() -> None:

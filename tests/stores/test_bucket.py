@@ -206,6 +206,10 @@ def test_no_error_holds_a_credential(s3: Server, monkeypatch: pytest.MonkeyPatch
     error = store_error(RuntimeError(text), "read", str(place), 1.0)
     assert "SignatureDoesNotMatch" in str(error) and error.is_final
     assert not any(secret in str(error) for secret in (*servers.CREDENTIALS.values(), "sig=", "user:pw", KEY_ID))
+    monkeypatch.setenv("GOOGLE_CREDENTIALS", '{"private_key": "my-key"}')
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/keys/mine.json")
+    text = 'Unable to decode service account file {"private_key": "my-key"} of /keys/mine.json'
+    assert "file *** of /keys/mine.json" in str(store_error(RuntimeError(text), "open", "gs://b", 0.0))
 
 
 def test_a_cause_that_the_client_names_in_its_debug_text_alone_is_said() -> None:

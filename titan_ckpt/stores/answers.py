@@ -50,8 +50,8 @@ _RIGHTS = {
     "az": {verb: f'"{verb}", as the role Storage Blob Data Contributor has it' for verb in ("read", "write", "delete")}
     | {"list": '"list" and "read", as the role Storage Blob Data Contributor has them'},
 }
-_IS_PATH = re.compile(r"_CREDENTIALS$|_FILE$")
-"""Variables that name a file of credentials. Errors quote its path."""
+_IS_PATH = re.compile(r"_FILE$|^GOOGLE_APPLICATION_CREDENTIALS$")
+"""Variables that name a file of credentials, and do not hold its content. Errors quote its path."""
 _KEY_ID = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b")
 _LEAST_SECRET = 6
 _MACHINES_ROLE = re.compile(r"//169\.254\.|/latest/(?:api/token|meta-data/)|/computeMetadata/|/metadata/identity/")

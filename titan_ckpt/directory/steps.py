@@ -54,7 +54,7 @@ class Steps(ABC):
         self._rolled_back_to: int | None = None
         self._reported: set[tuple[str, str]] = set()
         self._has_leftovers = False
-        """Whether something could not be deleted; the next save tries it again."""
+        """Whether something could not be deleted, or may still arrive in a bucket; the next save looks for it."""
 
     def step_path(self, step: int) -> Location:
         """Return the name of a step for users, whether or not it exists."""

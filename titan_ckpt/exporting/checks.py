@@ -63,7 +63,7 @@ def _check_placement(exporter: Exporter) -> None:
 def check_folders(exporter: Exporter, configs: Sequence[ExportConfig], *, fresh: bool) -> None:
     """Check after a load that weights, config.json and base agree, as an export itself does. Collective.
 
-    A bucket is asked whether this run may write, list and delete there.
+    A bucket is asked whether this run may write, read, list and delete there.
 
     `fresh`: the run begins at step 0, so no export that is there is its own; those are logged.
     Raises: ExportError; KeyMapError; StoreError.

@@ -43,8 +43,9 @@ class _Kept:
 def _transforms(
     config: Any, model_parts: Sequence[nn.Module], hooks: ModelConverters | None, sd_adapter: Any, assets: str | None
 ) -> StateDictTransforms | None:
-    """Return the names of the model in Hugging Face folders, if a setting needs them. Collective if a hook is.
+    """Return the names of the model in Hugging Face folders, if a setting needs them.
 
+    Collective if a hook is, or if `additional_load_path` is set.
     Raises: ConfigError without an adapter or config.json; KeyMapError for an adapter that is no table.
     """
     peft = settings.reads_peft(config)
@@ -70,12 +71,12 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
 
     config.checkpoint = TitanCheckpointer.Config(enable=True, interval=500)
 
-    `Config` has every setting of torchtitan's own manager, those of adapters, and `last_save_in_dcp`.
+    `Config` has every setting of torchtitan's own manager, those of adapters, `last_save_in_dcp` and `store`.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(TorchtitanManager.Config):  # type: ignore[misc]  # torchtitan is not there when mypy runs
-        """The settings of torchtitan's own manager, and those of adapters; SETTINGS says what each means here."""
+        """The settings of torchtitan's own manager, and OWN_SETTINGS; SETTINGS says what each means here."""
 
         additional_load_path: str | None = None
         """An adapter of the initial weights: a PEFT folder, a step of this package, or a DCP folder."""

@@ -39,9 +39,10 @@ class Memory:
         return f"s3://box/{key}"
 
     def create(self, key: str, data: bytes) -> Version:
-        if key in self.moments[-1]:
+        there = self.moments[-1].get(key)
+        if there is not None and there[0] != data:
             raise FileExistsError(key)
-        return self.replace(key, data, {})
+        return self.replace(key, data, {}) if there is None else {}  # as after an answer that was lost
 
     def replace(self, key: str, data: bytes, version: Version) -> Version:
         new = {"e_tag": str(len(self.moments))}
@@ -354,3 +355,29 @@ def test_no_export_is_published_whose_files_another_run_has_deleted(when: str) -
             first.publish("step-1", attempt, "config.json", b"{}")
     left = {key for key in bucket.moments[-1] if key.startswith("e/step-1/")}
     assert left in ({"e/step-1/model.safetensors", "e/step-1/config.json"}, set())
+
+
+def test_no_run_takes_the_last_file_of_another_ones_export_for_its_own() -> None:
+    """It has the same bytes, and the other run, which is told, deletes it."""
+    bucket = Memory()
+    first, second = (BucketExports(BucketPath(bucket, "e")) for _ in range(2))  # type: ignore[arg-type]
+    attempt = first.begin("step-1")
+    bucket.create("e/step-1/model.safetensors", b"weights")
+    create, read = bucket.create, bucket.read
+
+    def begin_then_create(key: str, data: bytes) -> Version:
+        bucket.create = create  # type: ignore[method-assign]
+        other = second.begin("step-1")
+        bucket.create("e/step-1/model.safetensors", b"weights")
+        bucket.read = lambda key: publish_then_read(key, other)  # type: ignore[method-assign]
+        return create(key, data)
+
+    def publish_then_read(key: str, other: str) -> tuple[bytes, Version]:
+        bucket.read = read  # type: ignore[method-assign]
+        with pytest.raises(FileExistsError, match="another run has written it"):
+            second.publish("step-1", other, "config.json", b"{}")
+        return read(key)
+
+    bucket.create = begin_then_create  # type: ignore[method-assign]
+    with pytest.raises(ExportError, match="another run exports to this name"):
+        first.publish("step-1", attempt, "config.json", b"{}")

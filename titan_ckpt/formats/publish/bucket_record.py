@@ -88,6 +88,9 @@ class BucketExports:
         """
         self._require_own(name, attempt)
         place = self.root / name / last
+        # `create` would take the same bytes for its own, and the other run, which is told, deletes them
+        if place.bucket.content(place.key) is not None:
+            raise FileExistsError(f"{place}: another run has written it. Give one of the two another folder")
         place.bucket.create(place.key, content)
         try:
             if place.read() != content:

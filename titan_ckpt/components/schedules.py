@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -56,24 +57,31 @@ def kept_in_groups(states: Sequence[Any]) -> frozenset[str]:
 def replaced_settings(schedulers: Sequence[Any], stored: Sequence[Any]) -> list[str]:
     """Return a line for each setting of a schedule that the stored state of the schedule replaces by another value.
 
-    Settings are what torch calls so, and arguments of the constructor; only an LRScheduler of torch is looked at.
+    Settings are what torch calls so, and arguments of the constructor; a schedule that is no LRScheduler has only the
+    rates from which it starts, if its state is that of one of torch.
     """
     lines: dict[str, None] = {}
     for scheduler, before in zip(schedulers, stored, strict=False):
-        scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate wraps it
-        if not isinstance(scheduler, LRScheduler) or type(before) is not dict:
-            continue
-        now = scheduler.state_dict()
-        if _is_of_several(before) and _is_of_several(now):
-            inner = getattr(scheduler, "_schedulers", [])
-            lines |= dict.fromkeys(replaced_settings(inner, before["_schedulers"]))
-        for name in _setting_names(scheduler, now):
-            of_both = [_shown(name, state[name]) for state in (before, now) if name in state]
-            if len(of_both) == 2 and all(of_both) and of_both[0] != of_both[1]:
-                lines[f"{_STATE_LABELS.get(name, name)} = {of_both[0]} and not {of_both[1]}"] = None
-        if isinstance(scheduler, ReduceLROnPlateau):
-            lines |= dict.fromkeys(_rates_of_plateau(before, now))
+        inner = getattr(scheduler, "scheduler", None)  # accelerate wraps it
+        live = inner if isinstance(inner, LRScheduler) else scheduler
+        lines |= dict.fromkeys(_replaced(live, before, live.state_dict()))
     return list(lines)
+
+
+def _replaced(scheduler: Any, before: Any, now: Any) -> Iterator[str]:
+    """Yield the lines of one schedule by its two states. `scheduler`: None inside an object that is no LRScheduler."""
+    if type(before) is not dict or type(now) is not dict:
+        return
+    if _is_of_several(before) and _is_of_several(now):
+        parts = getattr(scheduler, "_schedulers", None) or repeat(None)
+        for part, old, new in zip(parts, before["_schedulers"], now["_schedulers"], strict=False):
+            yield from _replaced(part, old, new)
+    for name in _setting_names(scheduler, now):
+        of_both = [_shown(name, state[name]) for state in (before, now) if name in state]
+        if len(of_both) == 2 and all(of_both) and of_both[0] != of_both[1]:
+            yield f"{_STATE_LABELS.get(name, name)} = {of_both[0]} and not {of_both[1]}"
+    if isinstance(scheduler, ReduceLROnPlateau):
+        yield from _rates_of_plateau(before, now)
 
 
 def _is_of_several(state: Any) -> bool:
@@ -87,8 +95,10 @@ def _has_phases(state: Any) -> bool:
     return type(state) is dict and "_schedule_phases" in state
 
 
-def _setting_names(scheduler: LRScheduler, state: Mapping[str, Any]) -> list[str]:
-    names = _STATE_LABELS.keys() | inspect.signature(type(scheduler)).parameters.keys()
+def _setting_names(scheduler: Any, state: Mapping[str, Any]) -> list[str]:
+    names = {"base_lrs"}
+    if isinstance(scheduler, LRScheduler):
+        names |= _STATE_LABELS.keys() | inspect.signature(type(scheduler)).parameters.keys()
     names -= {"last_epoch", *(["base_lrs"] if _has_phases(state) else [])}
     return [name for name in state if name in names]
 

@@ -241,6 +241,18 @@ class Falling:
         return self.factor**step
 
 
+class OwnSchedule:
+    """An object of the user's own that is no LRScheduler, and has the state of those that it holds."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rate: float) -> None:
+        optimizer.param_groups[0]["lr"] = rate
+        self.held = schedules.SequentialLR(
+            optimizer, [schedules.LinearLR(optimizer), schedules.StepLR(optimizer, 2)], [2]
+        )
+        self.step, self.state_dict = self.held.step, self.held.state_dict
+        self.load_state_dict = self.held.load_state_dict
+
+
 CHANGED_SCHEDULES: dict[str, tuple[Callable[[Any, Any], Any], Any, Any, str]] = {
     "lambda": (lambda o, v: schedules.LambdaLR(o, Falling(v)), 0.5, 0.9,
                "lr_lambda = [{'factor': 0.5}] and not [{'factor': 0.9}]"),
@@ -267,6 +279,7 @@ CHANGED_SCHEDULES: dict[str, tuple[Callable[[Any, Any], Any], Any, Any, str]] = 
                    "milestones = [2] and not [3]"),
     "swa": (SWALR, 0.05, 0.01, "swa_lr = 0.05 and not 0.01"),
     "own": (Warmup, 4, 6, "warmup = 4 and not 6"),
+    "no_scheduler_of_torch": (OwnSchedule, 0.1, 0.2, "lr = 0.1 and not 0.2"),
 }  # fmt: skip
 
 

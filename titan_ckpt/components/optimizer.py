@@ -36,6 +36,8 @@ _BESIDE = f"{PREFIX}beside."
 _RUN_CHOICES = NOT_STORED - {"params"}
 _START_AFRESH = 'or start the optimizer afresh: checkpoint.resume.exclude = ["optimizer"]'
 _RATES = frozenset({"lr", "initial_lr"})
+_FIXED_BY_KIND = frozenset({"decoupled_weight_decay"})
+"""Settings of groups that say which kind of optimizer it is, if its constructor has no such argument."""
 
 Groups = list[list[Group]]
 """The groups of each optimizer."""
@@ -369,14 +371,19 @@ def _like(name: str, stored: Any, live: Any, device: torch.device) -> Any:
 def _fault_of_kind(optimizer: Optimizer, group: Group, stored: Sequence[Group]) -> str | None:
     """Return why stored groups are those of another kind of optimizer; its state would be kept and mean nothing.
 
-    Another version of the same one has more settings or fewer, and not both.
+    Another version of the same one has more settings or fewer, and not both. torch's AdamW is an Adam with a setting
+    that no argument of AdamW can change.
     """
-    arguments = inspect.signature(type(optimizer)).parameters.keys() & group.keys() - NOT_STORED
-    for settings in (known["hyperparameters"].keys() for known in stored):
-        lacking, foreign = arguments - settings, settings - group.keys() - schedules.GROUP_SETTINGS
+    name, parameters = type(optimizer).__name__, inspect.signature(type(optimizer)).parameters.keys()
+    arguments = parameters & group.keys() - NOT_STORED
+    for settings in (known["hyperparameters"] for known in stored):
+        lacking, foreign = arguments - settings.keys(), settings.keys() - group.keys() - schedules.GROUP_SETTINGS
         if lacking and foreign:
             mine, theirs = (listed(sorted(names), ", ", " ") for names in (lacking, foreign))
-            return f"{type(optimizer).__name__} has the settings {mine}, and the checkpoint's optimizer {theirs}"
+            return f"{name} has the settings {mine}, and the checkpoint's optimizer {theirs}"
+        for fixed in _FIXED_BY_KIND - parameters:
+            if (before := settings.get(fixed)) is not None and before != group.get(fixed, before):
+                return f"{name} has {fixed} = {group[fixed]}, and the checkpoint's optimizer {before}"
     return None
 
 

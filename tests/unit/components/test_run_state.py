@@ -351,6 +351,18 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> No
     assert not sgd.state and all(map(torch.equal, before, model.parameters()))
 
 
+def test_adamw_does_not_go_on_as_adam(tmp_path: Path) -> None:
+    """Both have the same settings and state; Adam's would let AdamW add the decay to the gradient, in silence."""
+    model = nn.Linear(2, 2)
+    with manager(tmp_path, model, optimizers=[torch.optim.Adam(model.parameters(), weight_decay=0.1)]) as m:
+        m.save(1)
+    adamw = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    said = "AdamW has decoupled_weight_decay = True, and the checkpoint's optimizer False"
+    with manager(tmp_path, model, optimizers=[adamw]) as m, pytest.raises(LoadMismatchError, match=said):
+        m.load()
+    assert adamw.param_groups[0]["decoupled_weight_decay"]
+
+
 @pytest.mark.parametrize("left_out", ["optimizer", "lr_scheduler"])
 def test_a_schedule_that_starts_afresh_does_so_from_this_runs_rate(
     tmp_path: Path, left_out: Any, caplog: pytest.LogCaptureFixture

@@ -271,6 +271,10 @@ def test_folders_outside_of_an_output_folder_that_is_not_there_are_checked(
     assert re.search(r"checkpoint\.folder: .*/file is a file, and .*/file/steps is to be a folder", said)
     assert re.search(r"checkpoint\.export\.0\.folder: .* is a file", said)
     assert not (tmp_path / "run").exists()
+    (tmp_path / "out").write_text("")
+    assert main([str(write_config(tmp_path, {**tables, "output_folder": str(tmp_path / "out")}))]) == 2
+    said = capsys.readouterr().err
+    assert all(f"{name}: " in said for name in ("output_folder", "checkpoint.folder", "checkpoint.export.0.folder"))
 
 
 def test_a_gradient_that_is_not_finite_ends_the_process_with_one_message(tmp_path: Path) -> None:

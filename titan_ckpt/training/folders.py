@@ -13,22 +13,25 @@ from titan_ckpt.training.config import RunConfig
 
 def check_folders(config: RunConfig) -> None:
     """Raises: ConfigError listing every setting whose folder is a file, is below a file, or is not writable."""
-    found = ((setting, posix.why_no_folder(folder)) for setting, folder in _folders(config))
+    output = Path(config.output_folder)
+    why_no_output = posix.why_no_folder(output)
+    found = [("output_folder", why_no_output)] + [
+        (setting, posix.why_no_folder(folder))
+        for setting, folder in _folders(config, output)
+        if why_no_output is None or not folder.is_relative_to(output)  # below it, folders have the same fault
+    ]
     if problems := [f"{setting}: {why}" for setting, why in found if why]:
         raise ConfigError(problems)
 
 
-def _folders(config: RunConfig) -> Iterator[tuple[str, Path]]:
+def _folders(config: RunConfig, output: Path) -> Iterator[tuple[str, Path]]:
     yield "data.cache_folder", Path(config.data.cache_folder)
-    output = Path(config.output_folder)
-    yield "output_folder", output
-    if posix.why_no_folder(output) is None:  # otherwise folders below it have the same fault
-        if isinstance(folder := open_location(config.checkpoint.folder, output, config.checkpoint.store), Path):
-            yield "checkpoint.folder", folder
-        for i, export in enumerate(config.checkpoint.export):
-            if isinstance(place := open_location(export.folder, output, config.checkpoint.store), Path):
-                yield f"checkpoint.export.{i}.folder", place
-        if config.tensorboard is not None:
-            yield "tensorboard.folder", output / config.tensorboard.folder
-        if config.profiling is not None:
-            yield "profiling.folder", output / config.profiling.folder
+    if isinstance(folder := open_location(config.checkpoint.folder, output, config.checkpoint.store), Path):
+        yield "checkpoint.folder", folder
+    for i, export in enumerate(config.checkpoint.export):
+        if isinstance(place := open_location(export.folder, output, config.checkpoint.store), Path):
+            yield f"checkpoint.export.{i}.folder", place
+    if config.tensorboard is not None:
+        yield "tensorboard.folder", output / config.tensorboard.folder
+    if config.profiling is not None:
+        yield "profiling.folder", output / config.profiling.folder

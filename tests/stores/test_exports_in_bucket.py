@@ -204,10 +204,16 @@ def test_transformers_opens_an_export_and_a_run_loads_it(server: Server, tmp_pat
         manager.load()
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
 
+    saves = CheckpointConfig(str(place / "run"), store=place.bucket.settings, save=SaveConfig(interval=1))
+    with CheckpointManager(saves, model_parts=[torch.nn.Linear(2, 2)], base_folder=tmp_path) as manager:
+        manager.load()
+        manager.save_seed()
     store = {"endpoint": place.bucket.settings.endpoint, "retry_seconds": SECONDS}
-    tables: dict[str, Any] = {"checkpoint": {"store": store, "initial_load": [{"path": str(made), "cast": True}]}}
-    with pytest.raises(ConfigError, match=rf"data.tokenizer: {made} holds weights, and tokenizers .*\(vocab_size\)"):
-        find_tokenizer(settings(tmp_path, data={"tokenizer": {}}, **tables), 2048)
+    for named in (made, place / "run" / "step-0"):  # a step's files lie elsewhere in a bucket
+        tables: dict[str, Any] = {"checkpoint": {"store": store, "initial_load": [{"path": str(named), "cast": True}]}}
+        said = rf"data.tokenizer: {named}.* holds weights, and tokenizers .*\(vocab_size\)"
+        with pytest.raises(ConfigError, match=said):
+            find_tokenizer(settings(tmp_path, data={"tokenizer": {}}, **tables), 2048)
 
 
 def test_a_cut_in_the_middle_leaves_nothing_that_opens(server: Server, tmp_path: Path) -> None:

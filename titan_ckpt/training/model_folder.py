@@ -6,15 +6,16 @@ Owns these two defaults, and the warnings about other choices. Reads no weights 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import CheckpointNotFoundError, ConfigError
 from titan_ckpt.formats.huggingface.reader import is_huggingface
+from titan_ckpt.formats.open import locate
 from titan_ckpt.stores.bucket import BucketPath, open_location
 from titan_ckpt.stores.settings import split_url
-from titan_ckpt.stores.source import listed
 from titan_ckpt.training.config import RunConfig
 
 TOKENIZER = "tokenizer.json"
@@ -58,7 +59,7 @@ def tokenizer_folder(config: RunConfig) -> Path | None:
         raise ConfigError([f"data.tokenizer: {pretrained[0]} holds weights and no {TOKENIZER}; {choices}"])
     for source in config.checkpoint.initial_load:
         place = open_location(source.path, settings=config.checkpoint.store)
-        if isinstance(place, BucketPath) and is_huggingface(listed(place)):
+        if isinstance(place, BucketPath) and _holds_weights(place):
             why = "holds weights, and tokenizers are read from mounted file systems alone"
             raise ConfigError([f"data.tokenizer: {place} {why}; {choices}"])
     return None
@@ -97,6 +98,13 @@ def _folders(config: RunConfig) -> list[Path]:
 def _gives_weights(folder: Path, config: RunConfig) -> bool:
     sources = checkpoint_settings(config).initial_load
     return is_huggingface(folder) and any(Path(source.path) == folder for source in sources)
+
+
+def _holds_weights(place: BucketPath) -> bool:
+    """Return whether there is a Hugging Face folder, or a step of this package. Raises: StoreError."""
+    with suppress(CheckpointNotFoundError):  # the load says so
+        return is_huggingface(locate(place))
+    return False
 
 
 def _same_file(first: Path, second: Path) -> bool:

@@ -134,9 +134,10 @@ def _faults(config: Any, base_folder: str, states: Mapping[str, Any], hf_assets_
             "name a mounted folder, and the bucket in checkpoint.folder"
         )
     place = split_url(config.folder)
+    exporting = not config.load_only and (config.last_save_in_hf or config.last_save_in_dcp)
     if place is None and is_uri(config.folder):
         yield f"folder: {config.folder}: expected {EXPECTED_PLACE}"
-    elif place is not None and (config.last_save_in_hf or config.last_save_in_dcp) and "/" not in place[2]:
+    elif place is not None and "/" not in place[2] and exporting:
         yield (
             f"folder: {config.folder}: the last step's folders would lie beside it, where other runs are: name a place "
             "of its own in the run's, such as s3://bucket/run/checkpoint"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from titan_ckpt.exporting.exporter import ExportJob
 from titan_ckpt.failures import DISK_ERRORS, is_disk_failure
 from titan_ckpt.formats.publish.record import MadeExports
 from titan_ckpt.guard import outside_request
+from titan_ckpt.saving import saver
 from titan_ckpt.testing import distributed
 
 
@@ -350,6 +352,25 @@ def test_a_requested_save_that_fails_is_answered_and_the_run_goes_on(run_folder:
         disk.error = 0
         manager.save(step + 1)
     assert content(run_folder) == [1, step + 1]
+
+
+def test_a_save_that_failed_of_anything_does_not_keep_a_stop_from_saving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No memory for the save in flight is an error of one rank alone, which would leave the others in the last save."""
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError("no room for the copy")
+
+    with manager_in(RunFolder(tmp_path), async_mode="thread") as manager, RunGuard(manager) as guard:
+        with monkeypatch.context() as patch:
+            patch.setattr(saver, "_write_all", no_memory)
+            manager.save(1)
+            assert (handle := manager.in_flight) is not None and not handle.succeeded()
+        signal.raise_signal(signal.SIGTERM)
+        last = next(step for step in range(2, 1000) if guard.step_ended(step))
+    assert content(RunFolder(tmp_path)) == [last]
+    assert "the save in flight has failed: no room for the copy" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["folder", "link", "pipe"])

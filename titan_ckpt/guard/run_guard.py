@@ -157,8 +157,8 @@ class RunGuard:
         assert self._stop is not None
         try:
             self._manager.wait()
-        except CheckpointError as error:
-            logger.warning("the save in flight has failed: %s", error)  # the last save may still succeed
+        except Exception as error:  # of any kind: the other ranks have a PeerError, and go on to the last save
+            logger.warning("the save in flight has failed: %s", error)
         need, left = self._last.save_seconds(), self._seconds_left()
         if self._line.broadcast("last save", need <= left):
             if self._found_fault() is None:

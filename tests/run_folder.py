@@ -120,12 +120,12 @@ class Disk:
     def inserted(self) -> Iterator[None]:
         """Let every write of this process come here. A bucket's error is the one of a server that stays too busy."""
 
-        def refusing(write: Callable[..., None]) -> Callable[..., None]:
+        def refusing(write: Callable[..., object]) -> Callable[..., object]:
             @functools.wraps(write)
-            def call(bucket: Bucket, key: str, *args: Any) -> None:
+            def call(bucket: Bucket, key: str, *args: Any) -> object:
                 if self.error and self.only in bucket.url(key):
                     raise StoreError(errno.EIO, f"{bucket.url(key)}: {os.strerror(self.error)}", is_final=False)
-                write(bucket, key, *args)
+                return write(bucket, key, *args)
 
             return call
 

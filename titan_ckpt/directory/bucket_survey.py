@@ -33,7 +33,7 @@ def survey(root: BucketPath, commits: Commits) -> Survey:
     deleted meanwhile, and all is looked at again.
     """
     sizes: Sizes = {}
-    with meanwhile(lambda: sizes.update(listed_sizes(root)), may_outlive=True):
+    with meanwhile(lambda: sizes.update(listed_sizes(root)), patience=0.0):
         look = commits.look()
     while True:
         seen = _survey_of(root, look, sizes)

@@ -110,11 +110,11 @@ def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_w
 
 
 @contextmanager
-def meanwhile(action: Callable[[], None], *, may_outlive: bool = False) -> Iterator[None]:
+def meanwhile(action: Callable[[], None], *, patience: float | None = None) -> Iterator[None]:
     """Run the action in a second thread while the block runs; leaving waits for it and raises its error.
 
-    `may_outlive`: an error of the block is raised at once, and the thread is left to end by itself. If no thread can
-    be started, the action comes first, in this thread.
+    `patience`: an error of the block waits so many seconds for the thread, which then is left to end by itself. If no
+    thread can be started, the action comes first, in this thread.
     """
     errors: list[BaseException] = []
     as_here = cuda.as_here()
@@ -136,8 +136,7 @@ def meanwhile(action: Callable[[], None], *, may_outlive: bool = False) -> Itera
     try:
         yield
     except BaseException:
-        if not may_outlive:
-            thread.join()
+        thread.join(patience)
         raise
     thread.join()
     if errors:

@@ -39,6 +39,9 @@ from titan_ckpt.types import StateDict
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE_SECONDS = 2.0
+"""A save whose tensors cannot be written waits so long for its small files, so that none is left in the bucket."""
+
 
 @dataclass(frozen=True, slots=True)
 class DueSave:
@@ -319,7 +322,8 @@ def _write_all(
 ) -> list[FileRecord]:
     """Write this rank's files, to a bucket at the same time.
 
-    If the tensors cannot be written there, requests for the small files may still be under way when this raises.
+    If the tensors cannot be written there, those requests for the small files that take long, because they are
+    retried, may still be under way when this raises.
     """
     if isinstance(folder, BucketPath):
         files = [(folder / name, data) for name, data in state.items()]
@@ -327,7 +331,7 @@ def _write_all(
         def create(file: tuple[BucketPath, bytes]) -> None:
             file[0].bucket.create(file[0].key, file[1])
 
-        with meanwhile(lambda: run_workers(files, create, len(files)), may_outlive=True):
+        with meanwhile(lambda: run_workers(files, create, len(files)), patience=_PATIENCE_SECONDS):
             records = [write_tensors(folder)]
     else:
         records = [write_tensors(folder)]

@@ -18,12 +18,26 @@ from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.encoding.toml import read_toml
 from titan_ckpt.errors import ConfigError, PreflightError
 from titan_ckpt.stores.answers import store_error
-from titan_ckpt.stores.bucket import BucketPath, StoreError, open_location
+from titan_ckpt.stores.bucket import Bucket, BucketPath, StoreError, open_location
 from titan_ckpt.stores.probe import probe
 from titan_ckpt.stores.settings import StoreConfig, require_places, split_url
 from titan_ckpt.stores.source import listed
 
 KEY_ID = "AKIAIOSFODNN7EXAMPLE"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "chosen", "is_unsigned"),
+    [(None, None, True), ("https://host", None, True), ("http://host", None, False), (None, "false", False)],
+)
+def test_bodies_are_signed_where_tls_does_not_protect_them(
+    monkeypatch: pytest.MonkeyPatch, endpoint: str | None, chosen: str | None, is_unsigned: bool
+) -> None:
+    """Where the environment chooses, the client is told nothing else."""
+    if chosen is not None:
+        monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", chosen)
+    store = Bucket("s3", "box", StoreConfig(endpoint=endpoint))._store
+    assert bool(store.config.get("unsigned_payload")) == is_unsigned
 
 
 def test_objects_are_created_once_and_replaced_by_version(place: BucketPath) -> None:

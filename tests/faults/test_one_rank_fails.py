@@ -1,4 +1,4 @@
-"""What every rank computes for all of them, and one fails at, is an error of all at once: none waits for another."""
+"""Each rank computes something for all of them: where one fails, all raise its error at once, and none waits."""
 
 from __future__ import annotations
 

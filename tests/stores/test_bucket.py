@@ -33,7 +33,7 @@ KEY_ID = "AKIAIOSFODNN7EXAMPLE"
 def test_bodies_are_signed_where_tls_does_not_protect_them(
     monkeypatch: pytest.MonkeyPatch, endpoint: str | None, chosen: str | None, is_unsigned: bool
 ) -> None:
-    """Where the environment chooses, the client is told nothing else."""
+    """A choice of the environment is left to the client, which reads it itself."""
     if chosen is not None:
         monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", chosen)
     store = Bucket("s3", "box", StoreConfig(endpoint=endpoint))._store
@@ -169,7 +169,7 @@ def test_a_lost_answer_is_read_back(server: Server) -> None:
 
 
 def test_an_answer_that_ends_in_the_middle_is_asked_for_again(server: Server) -> None:
-    """What is read, listed and deleted; until the retry time is over."""
+    """Reads, lists and deletions are sent again, until the retry time is over."""
     place = place_in(server)
     key = (place / "a").key
     place.bucket.create(key, bytes(1000))

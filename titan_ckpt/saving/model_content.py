@@ -1,4 +1,4 @@
-"""What of the model a step holds: all of it, the adapter alone, the model without training state, or nothing.
+"""ModelContent: a step holds the whole model, its adapter alone, the model without training state, or nothing of it.
 
 Owns the decision, and what follows where training changes a base that was to be left out. Saves nothing.
 """

@@ -368,7 +368,7 @@ def _client(scheme: str, name: str, settings: StoreConfig) -> Any:
         own = {"endpoint": endpoint, "region": settings.region}
         common |= {key: value for key, value in own.items() if value is not None}
         if not (endpoint or "").startswith("http://") and "AWS_UNSIGNED_PAYLOAD" not in os.environ:
-            common["unsigned_payload"] = True  # TLS protects bodies, and a SHA-256 of each costs more than TLS
+            common["unsigned_payload"] = True  # TLS protects bodies, and a SHA-256 of each costs time
         return S3Store(name, **common, **shared_credentials())
     if scheme == "gs":
         return GCSStore(name, **common | ({"base_url": endpoint} if endpoint else {}))

@@ -37,7 +37,7 @@ def test_bodies_are_signed_where_tls_does_not_protect_them(
     if chosen is not None:
         monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", chosen)
     store = Bucket("s3", "box", StoreConfig(endpoint=endpoint))._store
-    assert bool(store.config.get("unsigned_payload")) == is_unsigned
+    assert (str(store.config.get("unsigned_payload")).lower() == "true") == is_unsigned
 
 
 def test_objects_are_created_once_and_replaced_by_version(place: BucketPath) -> None:

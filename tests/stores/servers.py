@@ -82,9 +82,47 @@ run_simple("127.0.0.1", int(sys.argv[1]), serve, threaded=True)
 """
 
 
+# What moto does to each byte takes the processors of the clients that are compared, which a bucket does not: it copies a
+# whole object for each range of it, copies all parts twice to join them, reads a body in pieces of 64 KiB, and computes
+# three checksums. Here it keeps what it was sent, joins parts once, and an ETag is the MD5 of the first bytes.
 _SNAILMAIL = """
-import sys, time
+import hashlib, io, sys, time
+import moto.s3.models, werkzeug.wsgi
 from snailmail import Fixed, ObjectStore
+
+class Held(io.BytesIO):
+    def __init__(self, size):
+        super().__init__()
+    def write(self, data):
+        super().__init__(data)  # kept as it is: reading all of it copies nothing
+        return len(data)
+
+class InMemory:
+    SpooledTemporaryFile = Held
+
+class Joined(list):
+    def extend(self, part):
+        self.append(part)
+    def __bytes__(self):
+        return b"".join(self)
+
+class Digest:
+    def __init__(self, data=b""):
+        self.md5 = hashlib.md5(data)
+    def update(self, data):
+        self.md5.update(data[: 1 << 16])
+    def hexdigest(self):
+        return self.md5.hexdigest()
+
+def read_all(stream):
+    return stream._stream.read(stream.limit)
+
+moto.s3.models.tempfile = InMemory
+moto.s3.models.bytearray = Joined
+moto.s3.models.md5_hash = Digest
+moto.s3.models.MultipartChecksumBuilder.addPart = lambda self, part: None
+moto.s3.models.MultipartChecksumBuilder.build = lambda self: None
+werkzeug.wsgi.LimitedStream.readall = read_all
 ObjectStore(bucket="box", latency=Fixed(int(sys.argv[2])), port=int(sys.argv[1]), max_records=0).start()
 while True:
     time.sleep(3600)

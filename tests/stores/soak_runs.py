@@ -5,11 +5,12 @@ A save is two or more small files whose bytes say which save they are of; `tests
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -163,6 +164,27 @@ class Turns:
         with self._changed:
             self._alive.discard(who)
             self._choose()
+
+    @contextlib.contextmanager
+    def in_either_order(self, action: Callable[[], None], *, patience: float | None) -> Iterator[None]:
+        """Take the place of `meanwhile`: of requests at the same time, which need two threads, any may come first."""
+        assert patience == 0.0
+        errors: list[Exception] = []
+
+        def act() -> None:
+            try:
+                action()
+            except Exception as error:
+                errors.append(error)
+
+        is_first = self._random.random() < 0.5
+        if is_first:
+            act()
+        yield
+        if not is_first:
+            act()
+        if errors:
+            raise errors[0]
 
     def _choose(self) -> None:
         if self._next is None and self._waiting == self._alive and self._waiting:

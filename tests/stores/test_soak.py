@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from typing import TypeVar
+from unittest import mock
 
 import pytest
 from torch.distributed import TCPStore
@@ -28,7 +29,7 @@ from tests.stores import killed_exports, soak_runs
 from tests.stores.conftest import place_in, through
 from tests.stores.servers import Fault, Proxy, Server
 from tests.stores.soak_runs import KEEP, Save, TakingTurns, Turns, commit_step, judge
-from titan_ckpt.directory import bucket_lease
+from titan_ckpt.directory import bucket_lease, bucket_steps
 from titan_ckpt.directory.bucket_commits import Commits
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.errors import CommitConflictError, CorruptCheckpointError, SaveError
@@ -253,10 +254,11 @@ def _race(server: Server, seed: int) -> list[str]:
             turns.end(who)
 
     threads = [threading.Thread(target=save, args=(who,)) for who in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with mock.patch.object(bucket_steps, "meanwhile", turns.in_either_order):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     was_told = len(told) == 1 and [type(error) for error in refused] == [CommitConflictError]
     faults = [] if was_told else [f"{len(told)} commits, {refused}"]
     try:

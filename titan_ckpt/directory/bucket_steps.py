@@ -23,7 +23,7 @@ from titan_ckpt.directory.lease import Holder
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import DATA, CommittedStep, Survey, step_name, step_of
 from titan_ckpt.directory.steps import PROBE, SAME, Attempt, Steps, faults_of
-from titan_ckpt.disk.direct import run_workers
+from titan_ckpt.disk.direct import meanwhile, run_workers
 from titan_ckpt.errors import (
     CheckpointNotFoundError,
     CommitConflictError,
@@ -113,7 +113,9 @@ class BucketSteps(Steps):
 
     def begin(self, step: int, num_bytes: int) -> Attempt:
         lease = self.open()
-        lease.check()
+        is_settled = not self._has_leftovers and self._rolled_back_to is None
+        with meanwhile(lease.check, patience=0.0):
+            look = self._commits.look() if is_settled else None
         if self._has_leftovers:
             self._has_leftovers = False
             try:
@@ -123,20 +125,22 @@ class BucketSteps(Steps):
                 if self._in_doubt:  # a commit that arrives later could be of the step that is saved now
                     raise
         self._leave_abandoned_branch(lease)
-        self._refuse_step_beside(step, [commit.step for commit in self._commits.look().commits if commit.is_current])
+        look = look or self._commits.look()
+        self._refuse_step_beside(step, [commit.step for commit in look.commits if commit.is_current])
         return self.attempt_at(step, uuid.uuid4().hex)
 
     def commit(self, attempt: Attempt, manifest: Manifest) -> None:
         """Compare what was written with the manifest, and create the manifest's object: that is the commit.
 
         The files are there before the lease is looked at. So a process that takes the lease after that look finds
-        them, and fences the attempt.
+        them, and fences the attempt. A lost lease counts before files that are gone: its new holder has deleted them.
         Raises: SaveError; CommitConflictError; OSError, after which the commit may have happened all the same.
         """
         assert self._lease is not None, "begin() comes first"
         started = _clocks()
-        actual = self._sizes_of(attempt)
-        self._lease.check()  # first, because another holder deletes what it has fenced
+        actual: dict[str, int] = {}
+        with meanwhile(lambda: actual.update(self._sizes_of(attempt)), patience=0.0):
+            self._lease.check()
         if faults := faults_of(manifest, actual, exactly=True):
             raise SaveError(f"{attempt.path}: {'; '.join(faults)}")
         self._in_doubt.add(attempt.id)

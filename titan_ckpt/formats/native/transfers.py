@@ -39,8 +39,8 @@ from titan_ckpt.stores.object_reader import ObjectReader
 _SAMPLED = 8
 """One in so many windows is examined first, to see whether a file is in the page cache."""
 _CACHED_BYTES = 256 << 10
-"""Bytes that are read and then hashed at a time, so that they still are in the processor's own cache. Threads that share
-the interpreter take turns after each, so they read twice as many."""
+"""Bytes that one thread reads and then hashes at a time, so that they still are in the processor's own cache. Several
+threads wait for the interpreter after each piece, so their pieces are twice as large."""
 _MOST_MISSING = 0.25
 """If at most this share of the wanted bytes is missing, reading through the page cache is still faster."""
 MIN_DIRECT_BYTES = 256 << 10

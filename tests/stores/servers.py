@@ -82,7 +82,7 @@ run_simple("127.0.0.1", int(sys.argv[1]), serve, threaded=True)
 """
 
 
-# What moto does to each byte takes the processors of the clients that are compared, which a bucket does not. It copies a
+# What moto does to each byte takes the processors of the clients that are compared; a bucket does not. It copies a
 # whole object for each range of it, copies all parts twice to join them, reads a body in pieces of 64 KiB, and makes
 # two checksums. Here it keeps what it was sent, copies parts once to join them, and hashes the first bytes for an ETag.
 _SNAILMAIL = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from contextlib import nullcontext
@@ -213,3 +214,29 @@ def resume_on_two(folder: Path) -> None:
     config = CheckpointConfig(save=SaveConfig(interval=2))
     with CheckpointManager(config, model_parts=[Run().model], dataloader=Position(), base_folder=folder) as manager:
         manager.save(2)
+
+
+@distributed(nproc=2)
+def test_rank_0_warns_of_each_class_whose_state_another_takes_over_on_any_rank(tmp_path: Path) -> None:
+    """Of two pipeline stages only the last has another class of optimizer; then both have, and one line says it."""
+    sgd, one, other = (type(name, (torch.optim.SGD,), {}) for name in ("Sgd", "One", "Other"))
+    handler, lines = logging.Handler(), list[str]()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("titan_ckpt.loading.restore").addHandler(handler)
+
+    def manager(*of_stages: type[torch.optim.SGD]) -> CheckpointManager:
+        stage = nn.ModuleDict({str(dist.get_rank()): nn.Linear(2, 2)})
+        optimizer = of_stages[dist.get_rank()](stage.parameters(), lr=0.1)
+        config = CheckpointConfig(save=SaveConfig(interval=1))
+        return CheckpointManager(config, model_parts=[stage], optimizers=[optimizer], base_folder=tmp_path)
+
+    with manager(sgd, sgd) as saved:
+        saved.save(1)
+    for now, told in ((sgd, other), ["Other"]), ((one, one), ["One"]), ((one, other), ["One", "Other"]):
+        lines.clear()
+        with manager(*now) as resumed:
+            assert resumed.load().step == 1
+        found = [line for line in lines if "goes on with that state as it is" in line]
+        expected = [f"optimizer is of class Sgd, and this run's of class {name}, " for name in told]
+        assert len(found) == len(expected) * (dist.get_rank() == 0)
+        assert all(part in line for part, line in zip(expected, found, strict=False))

@@ -132,6 +132,7 @@ def test_a_step_of_other_ranks_or_with_an_unknown_component_is_refused(
             '"optimizer": [[], [{"fqns": [], "hyperparameters": {}, "shared": {}, "stateless": []}, ',
             "own of a group is a NoneType, not a dict, an optimizer without parameter groups",
         ),
+        ("state.json", '{"hyperp', '{"classes": "AdamW", "hyperp', "classes of a group is a str, not a list"),
         ("state.json", '"step": 2,', '"step": 3,', "step is 3, and the manifest says 2"),
         ("state.json", '"step": 2,', "", "step is None, and the manifest says 2"),
         ("state.json", '"step": 2,', '"step": 2, "step": 2,', "a key is there twice: 'step'"),

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from titan_ckpt.components import optimizer_content as contents
 from titan_ckpt.components import quantised_state, schedules
 from titan_ckpt.components.optimizer_content import OptimizerContent
-from titan_ckpt.components.optimizer_split import NOT_STORED, Group, Splitter, frozen
+from titan_ckpt.components.optimizer_split import NOT_STORED, Group, Splitter, class_names, frozen
 from titan_ckpt.components.quantised_state import QUANTISED
 from titan_ckpt.components.state_layout import placements_unlike, room, room_like
 from titan_ckpt.encoding import typed_json
@@ -218,6 +218,25 @@ class OptimizerState:
                         lines[f"{name} = {before} and not {now}"] = None
         return list(lines)
 
+    def replaced_classes(self, groups: Groups) -> list[str]:
+        """Return a line for each class of optimizer whose state `apply` gives to an unrelated class.
+
+        Two classes are related if one has the other's name or is derived from a class of that name. Unrelated ones are
+        not refused, because classes are renamed and wrapped.
+        """
+        lines: dict[str, None] = {}
+        for group in (group for optimizer in groups for group in optimizer):
+            before = group.get("classes")
+            kinds = dict.fromkeys(type(self._owners[fqn][0]) for fqn in group["fqns"] if fqn in self._owners)
+            for now in map(class_names, kinds):
+                if before and now and before[0] not in now and now[0] not in before:
+                    lines[
+                        f"the checkpoint's optimizer is of class {before[0]}, and this run's of class {now[0]}, which "
+                        f"goes on with that state as it is. If {now[0]} is not the same optimizer by another name, "
+                        'start it afresh: checkpoint.resume.exclude = ["optimizer"]'
+                    ] = None
+        return list(lines)
+
     def apply(self, tensors: StateDict, groups: Groups, kept: frozenset[str] = frozenset()) -> None:
         """Attach filled tensors, shared scalars and hyperparameters to the optimizers, but those that are `kept`.
 
@@ -305,7 +324,7 @@ def _beside_of(groups: Groups, matched: Sequence[Sequence[Group]]) -> dict[str, 
 def merge_groups(of_ranks: Sequence[Groups]) -> Groups:
     """Merge the groups of all ranks: a pipeline stage's optimizer lists only its own parameters.
 
-    Groups with the same index, hyperparameters and shared state become one group.
+    Groups with the same index, classes, hyperparameters and shared state become one group.
     Raises: SaveError if ranks hold different state of a parameter, or of none, so that one rank's would be lost.
     """
     merged: Groups = []
@@ -316,7 +335,7 @@ def merge_groups(of_ranks: Sequence[Groups]) -> Groups:
         merged += [[] for _ in groups[len(merged) :]]
         for o, optimizer in enumerate(groups):
             for i, group in enumerate(optimizer):
-                key = o, i, typed_json.dumps([group["hyperparameters"], group["shared"]])
+                key = o, i, typed_json.dumps([group["classes"], group["hyperparameters"], group["shared"]])
                 if key not in by_key:
                     by_key[key] = {**group, "fqns": [], "stateless": [], "own": {}}
                     merged[o].append(by_key[key])

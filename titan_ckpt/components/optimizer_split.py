@@ -26,10 +26,10 @@ from titan_ckpt.types import StateDict
 from titan_ckpt.weights.inner_tensors import is_made_of_others
 
 Group = dict[str, Any]
-"""{"hyperparameters": ..., "shared": 0-d state that is equal for all its parameters, "fqns": [...], "stateless": fqns
-that were never stepped, "own": fqn -> name -> other state that is no tensor, that nests tensors, or whose tensor has
-another order of dims in memory than its parameter or is there twice}. The first group of an optimizer may have
-"beside": what belongs to no parameter."""
+"""{"classes": as `class_names` returns them, "hyperparameters": ..., "shared": 0-d state that is equal for all its
+parameters, "fqns": [...], "stateless": fqns that were never stepped, "own": fqn -> name -> other state that is no
+tensor, that nests tensors, or whose tensor has another order of dims in memory than its parameter or is there twice}.
+The first group of an optimizer may have "beside": what belongs to no parameter."""
 
 NOT_STORED = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 """Parameters are stored by name; foreach, fused, capturable and differentiable are choices of the current run."""
@@ -91,7 +91,14 @@ class Splitter:
                 else:
                     own.setdefault(fqn, {})[name] = value
         hyperparameters = {k: frozen(v) for k, v in settings.items() if k not in NOT_STORED}
-        return {"hyperparameters": hyperparameters, "shared": shared, "fqns": fqns, "stateless": stateless, "own": own}
+        return {
+            "classes": class_names(type(self._optimizer)),
+            "hyperparameters": hyperparameters,
+            "shared": shared,
+            "fqns": fqns,
+            "stateless": stateless,
+            "own": own,
+        }
 
     def _is_like(self, shape: torch.Size, order: tuple[int, ...] | None, name: Any, value: Any) -> bool:
         """Return whether this is a plain tensor like its plain parameter: a short way to what `_stored` would find."""
@@ -141,6 +148,11 @@ class Splitter:
 
     def _is_repeated(self, value: torch.Tensor) -> bool:
         return bool(self._repeated) and address(value) in self._repeated
+
+
+def class_names(kind: type[Optimizer]) -> list[str]:
+    """Return the names of a class and of its bases that are optimizers, nearest first, without torch's Optimizer."""
+    return [base.__name__ for base in kind.__mro__ if issubclass(base, Optimizer) and base is not Optimizer]
 
 
 def _repeated(content: OptimizerContent) -> frozenset[int]:

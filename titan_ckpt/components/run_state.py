@@ -212,16 +212,21 @@ class RunState:
         return {name for name in destinations if holds and name.startswith(OPTIMIZER)}
 
     @gc_paused()
-    def apply(self, run: dict[str, Any], rank: RankState, tensors: StateDict, exclude: frozenset[str]) -> None:
-        """Give all state that was read to its owners, after `check`; random generators last."""
+    def apply(self, run: dict[str, Any], rank: RankState, tensors: StateDict, exclude: frozenset[str]) -> list[str]:
+        """Give all state that was read to its owners, after `check`; random generators last.
+
+        Return the warnings of this rank; those of other ranks may be the same or different.
+        """
         if "model" not in exclude:
             self.model.load_extra_state(run.get("model", {}))
         if self.rank == 0:
             self._log_replaced_settings(run, exclude)
-        for name, restore in self._restorers(self.optimizer, run, rank, tensors, exclude).items():
+        optimizer = self.optimizer
+        for name, restore in self._restorers(optimizer, run, rank, tensors, exclude).items():
             if name not in exclude:
                 assert restore is not None, "check() comes first"
                 restore()
+        return optimizer.replaced_classes(run["optimizer"]) if optimizer and "optimizer" not in exclude else []
 
     def _log_replaced_settings(self, run: dict[str, Any], exclude: frozenset[str]) -> None:
         """Say which settings of this run's objects those of the checkpoint replace, and how to keep this run's."""

@@ -313,14 +313,17 @@ class Restorer:
         return Restored(LoadResult(number, load_plan, report), base, {"step": number, "path": str(path)})
 
     def _apply(self, state: ResumeState, exclude: frozenset[str]) -> None:
-        """Give the state to its owners, when every tensor is right. Collective."""
+        """Give the state to its owners, when every tensor is right, and log the ranks' warnings once. Collective."""
 
-        def act() -> None:
+        def act() -> list[str]:
             self._half_loaded.overwrite(state.tensors)  # its owners get them now, and any of them may fail
             self._half_loaded.check_replaced()
-            state.apply(self._run, exclude)
+            return state.apply(self._run, exclude)
 
-        self._coordinator.together("load-apply", act)
+        of_ranks = self._coordinator.gather_results("load-apply", act)
+        if self._coordinator.rank == 0:
+            for line in dict.fromkeys(line for lines in of_ranks for line in lines):
+                logger.warning("%s", line)
 
     def _resolve(self, step: ResumeStep | None) -> LoadPlan:
         made = self._coordinator.together("load-sources", lambda: plan.resolve(self._config, step, self._describe))

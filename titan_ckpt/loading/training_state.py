@@ -80,9 +80,9 @@ class ResumeState:
             raise misfit(nowhere)
         return made[0]
 
-    def apply(self, run_state: RunState, exclude: frozenset[str]) -> None:
-        """Give all state to its owners. Raises: what an owner raises."""
-        run_state.apply(self.run, self.rank, self.tensors, exclude)
+    def apply(self, run_state: RunState, exclude: frozenset[str]) -> list[str]:
+        """Give all state to its owners, and return this rank's warnings. Raises: what an owner raises."""
+        return run_state.apply(self.run, self.rank, self.tensors, exclude)
 
 
 def trained_nowhere(
@@ -178,6 +178,7 @@ def _misshapen(state: Any, known: frozenset[str], step: int) -> list[str]:
         parts += [("a parameter group", group, dict) for group in stored]
         dicts = [group for group in stored if isinstance(group, dict)]
         parts += [(f"{name} of a group", group.get(name), kind) for group in dicts for name, kind in _OF_GROUP.items()]
+        parts += [("classes of a group", group["classes"], list) for group in dicts if "classes" in group]
     misfits = (
         (name, type(value).__name__, kind.__name__) for name, value, kind in parts if not isinstance(value, kind)
     )

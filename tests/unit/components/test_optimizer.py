@@ -309,6 +309,28 @@ def test_stages_with_other_hyperparameters_do_not_become_one() -> None:
     assert second.param_groups[0]["lr"] == 0.2
 
 
+def test_stages_whose_optimizers_are_of_other_classes_do_not_become_one() -> None:
+    """Each stage's parameters keep the class that trained them, and a class is named once for all its groups."""
+    one, other = (type(name, (torch.optim.SGD,), {}) for name in ("One", "Other"))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    stages = [kind(model[i].parameters(), lr=0.1) for i, kind in enumerate([one, other])]
+    merged = merge_groups([state_of(model, stage).split()[1] for stage in stages])
+    assert [group["classes"] for group in merged[0]] == [["One", "SGD"], ["Other", "SGD"]]
+    assert state_of(model, torch.optim.SGD(model.parameters())).replaced_classes(merged) == []
+    [line] = state_of(model, one(model.parameters())).replaced_classes([*merged, *merged])
+    assert line.startswith("the checkpoint's optimizer is of class Other, and this run's of class One, ")
+
+
+def test_a_group_that_names_no_class_is_taken_over_in_silence() -> None:
+    """Groups of torchtitan's folders and of earlier steps name none."""
+    model = nn.Linear(2, 2)
+    _, [[group]] = state_of(model, torch.optim.Adam(model.parameters())).split()
+    state = state_of(model, torch.optim.RAdam(model.parameters()))
+    assert len(state.replaced_classes([[group]])) == 1
+    del group["classes"]
+    assert state.replaced_classes([[group]]) == []
+
+
 def test_a_group_that_was_not_trained_is_named() -> None:
     """Parameters that joined in a group of their own have no hyperparameters there."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))

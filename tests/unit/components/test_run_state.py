@@ -363,6 +363,66 @@ def test_adamw_does_not_go_on_as_adam(tmp_path: Path) -> None:
     assert adamw.param_groups[0]["decoupled_weight_decay"]
 
 
+class Sign(torch.optim.Optimizer):
+    """Has the same settings as `Mean`, so that the class alone tells the two apart."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+
+class Mean(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+
+class OwnAdamW(torch.optim.AdamW):
+    pass
+
+
+class FurtherAdamW(OwnAdamW):
+    pass
+
+
+class OtherAdamW(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "warns"),
+    [
+        (torch.optim.Adam, torch.optim.RAdam, True),
+        (Mean, Sign, True),
+        (OwnAdamW, OtherAdamW, True),
+        (torch.optim.AdamW, torch.optim.AdamW, False),
+        (torch.optim.AdamW, FurtherAdamW, False),
+        (FurtherAdamW, torch.optim.AdamW, False),
+    ],
+)
+def test_state_of_another_class_with_the_same_settings_is_one_warning(
+    tmp_path: Path, before: Any, now: Any, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The names of classes say what no setting does; a class and one derived from it are the same optimizer."""
+
+    def run(kind: Any) -> dict[str, Any]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+        parts = [[{"params": [model[0].weight]}, {"params": [model[0].bias]}], [*model[1:].parameters()]]
+        return {"model": model, "optimizers": [kind(part) for part in parts]}
+
+    with manager(tmp_path, **run(before)) as m:
+        m.save(1)
+    with manager(tmp_path, **run(now)) as m:
+        assert m.load().step == 1
+    with manager(tmp_path, resume=ResumeConfig(exclude=("optimizer",)), **run(now)) as m:
+        assert m.load().step == 1
+    said = (
+        f"the checkpoint's optimizer is of class {before.__name__}, and this run's of class {now.__name__}, which goes "
+        f"on with that state as it is. If {now.__name__} is not the same optimizer by another name, start it afresh: "
+        'checkpoint.resume.exclude = ["optimizer"]'
+    )
+    lines = [record.getMessage() for record in caplog.records if "of class" in record.getMessage()]
+    assert lines == ([said] if warns else [])
+
+
 @pytest.mark.parametrize("left_out", ["optimizer", "lr_scheduler"])
 def test_a_schedule_that_starts_afresh_does_so_from_this_runs_rate(
     tmp_path: Path, left_out: Any, caplog: pytest.LogCaptureFixture

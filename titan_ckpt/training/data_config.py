@@ -17,8 +17,8 @@ BelowOne = Annotated[float, Check("a number from 0 to below 1", lambda x: 0 <= x
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig(Checked):
-    """The tokenizer. Without any setting it is that of `model.folder` or of the Hugging Face folder in
-    [[checkpoint.initial_load]]; a run without such a folder trains one on the corpus.
+    """The tokenizer. Without any setting it is that of `model.folder` or of the first folder in
+    [[checkpoint.initial_load]] that has one; a run that starts without weights trains one on the corpus.
     """
 
     folder: LocalPath | None = None

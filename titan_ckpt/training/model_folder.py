@@ -11,12 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
-from titan_ckpt.errors import CheckpointNotFoundError, ConfigError
+from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, NotACheckpointError
 from titan_ckpt.formats.huggingface.reader import is_huggingface
-from titan_ckpt.formats.open import locate
-from titan_ckpt.stores.bucket import BucketPath, open_location
+from titan_ckpt.formats.open import detect_format, locate
+from titan_ckpt.stores.bucket import BucketPath, Location, open_location
 from titan_ckpt.stores.settings import split_url
 from titan_ckpt.training.config import RunConfig
+from titan_ckpt.types import Format
 
 TOKENIZER = "tokenizer.json"
 _OTHER_WEIGHTS = ("pytorch_model*.bin", "consolidated*.pth", "*.gguf", "tf_model.h5", "flax_model.msgpack")
@@ -41,28 +42,27 @@ def checkpoint_settings(config: RunConfig) -> CheckpointConfig:
 
 
 def tokenizer_folder(config: RunConfig) -> Path | None:
-    """Return the folder of the run's tokenizer, or None if it is trained on the corpus.
+    """Return the folder of the run's tokenizer; None if it names none and its weights bring none.
 
     Without data.tokenizer.folder and data.tokenizer.vocab_size, it is the tokenizer of the pretrained model.
-    Raises: ConfigError if the pretrained model has none on a mounted file system, because its weights mean nothing
-    under another tokenizer; StoreError.
     """
     chosen = config.data.tokenizer
     if chosen.folder is not None:
         return Path(chosen.folder)
-    if chosen.vocab_size is not None:
-        return None
-    if (own := _own_tokenizer(config)) is not None:
-        return own
-    choices = "name the folder of their tokenizer (folder), or the size of a new one (vocab_size)"
-    if pretrained := [folder for folder in _folders(config) if _gives_weights(folder, config)]:
-        raise ConfigError([f"data.tokenizer: {pretrained[0]} holds weights and no {TOKENIZER}; {choices}"])
-    for source in config.checkpoint.initial_load:
+    return _own_tokenizer(config) if chosen.vocab_size is None else None
+
+
+def refuse_new_tokenizer(config: RunConfig) -> None:
+    """Raises: ConfigError if the run starts from weights, which mean nothing under a new tokenizer; StoreError."""
+    for source in checkpoint_settings(config).initial_load:
         place = open_location(source.path, settings=config.checkpoint.store)
-        if isinstance(place, BucketPath) and _holds_weights(place):
+        if not _holds_weights(place, source.format):
+            continue
+        why = f"holds weights and no {TOKENIZER}"
+        if isinstance(place, BucketPath):
             why = "holds weights, and tokenizers are read from mounted file systems alone"
-            raise ConfigError([f"data.tokenizer: {place} {why}; {choices}"])
-    return None
+        choices = "name the folder of their tokenizer (folder), or the size of a new one (vocab_size)"
+        raise ConfigError([f"data.tokenizer: {place} {why}; {choices}"])
 
 
 def other_choices(config: RunConfig, tokenizer: Path | None, *, resumed: bool) -> Iterator[str]:
@@ -84,26 +84,17 @@ def other_choices(config: RunConfig, tokenizer: Path | None, *, resumed: bool) -
 
 
 def _own_tokenizer(config: RunConfig) -> Path | None:
-    """Return the first folder of the pretrained model that has a tokenizer."""
-    return next((folder for folder in _folders(config) if (folder / TOKENIZER).is_file()), None)
+    """Return the first folder with a tokenizer, of the model's own and of those that weights are loaded from."""
+    own = [] if config.model.folder is None else [config.model.folder]
+    sources = [source.path for source in config.checkpoint.initial_load if split_url(source.path) is None]
+    return next((folder for folder in map(Path, [*own, *sources]) if (folder / TOKENIZER).is_file()), None)
 
 
-def _folders(config: RunConfig) -> list[Path]:
-    """Return the Hugging Face folders that describe the pretrained model; the model's own comes first."""
-    sources = [Path(source.path) for source in config.checkpoint.initial_load if split_url(source.path) is None]
-    own = [] if config.model.folder is None else [Path(config.model.folder)]
-    return own + [path for path in sources if path.is_dir() and is_huggingface(path)]
-
-
-def _gives_weights(folder: Path, config: RunConfig) -> bool:
-    sources = checkpoint_settings(config).initial_load
-    return is_huggingface(folder) and any(Path(source.path) == folder for source in sources)
-
-
-def _holds_weights(place: BucketPath) -> bool:
-    """Return whether there is a Hugging Face folder, or a step of this package. Raises: StoreError."""
-    with suppress(CheckpointNotFoundError):  # the load says so
-        return is_huggingface(locate(place))
+def _holds_weights(place: Location, format_: Format | None) -> bool:
+    """Return whether there is a checkpoint; if there is none, the load says why. Raises: StoreError."""
+    with suppress(CheckpointNotFoundError, NotACheckpointError):
+        found = locate(place)
+        return bool(format_ or detect_format(found))
     return False
 
 

@@ -21,7 +21,7 @@ from titan_ckpt.training.data.sequences import ConversationDataset, DummyDataset
 from titan_ckpt.training.data.stream import Encoder, StreamDataset
 from titan_ckpt.training.data.tokenizer import VOCAB_SIZE, TextTokenizer, read_tokenizer, train_tokenizer
 from titan_ckpt.training.data.tokens import tokenise, tokenise_conversations
-from titan_ckpt.training.model_folder import tokenizer_folder
+from titan_ckpt.training.model_folder import refuse_new_tokenizer, tokenizer_folder
 from titan_ckpt.training.own_code import make_dataset
 from titan_ckpt.training.parallel.ranks import Ranks
 
@@ -45,6 +45,8 @@ def find_tokenizer(config: RunConfig, vocab_size: int) -> TextTokenizer | None:
                 else "none is trained on a stream or random tokens"
             )
             raise ConfigError([f"data.tokenizer: {why}; name a tokenizer in data.tokenizer.folder"])
+        if data.tokenizer.vocab_size is None:
+            refuse_new_tokenizer(config)
         corpus = open_corpus(data.corpus, field=data.field)
         tokenizer = train_tokenizer(corpus, data.tokenizer.vocab_size or VOCAB_SIZE, Path(data.cache_folder))
     if (need := tokenizer.num_ids) > vocab_size:

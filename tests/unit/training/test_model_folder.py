@@ -15,6 +15,8 @@ from converters import from_tables
 from tests.tiny_run import losses, settings
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.training.config import RunConfig
+from titan_ckpt.training.model_folder import refuse_new_tokenizer
+from titan_ckpt.training.run_data import find_tokenizer
 from titan_ckpt.training.trainer import Trainer
 
 LORA = [{"kind": "lora", "rank": 2, "target_modules": ["wq"]}]
@@ -107,6 +109,29 @@ def test_pretrained_weights_without_a_tokenizer_or_in_pickles_are_refused(tmp_pa
     with pytest.raises(ConfigError, match=r"such as pytorch_model\.bin; .*model\.load_weights = false"):
         Trainer(over(bare, tmp_path / "c")).run()
     assert not (tmp_path / "a").exists() and not (tmp_path / "c").exists()
+
+
+def test_weights_of_any_format_bring_their_tokenizer_or_are_refused(tmp_path: Path, base: Path) -> None:
+    """No tokenizer is trained in silence for weights. Random tokens need none, and a missing source is the load's."""
+    exports = {"save": {"interval": 1}, "export": {"format": "dcp"}}
+    Trainer(settings(tmp_path / "made", training={"steps": 1}, checkpoint=exports)).run()
+    dcp, step = (tmp_path / "made" / "run" / name / "step-1" for name in ("exports", "checkpoints"))
+    (tmp_path / "peft").mkdir()
+    (tmp_path / "peft" / "adapter_config.json").write_text("{}")
+
+    def over_source(source: Path, *, corpus: str = "builtin") -> RunConfig:
+        load = {"initial_load": [{"path": str(source)}]}
+        return settings(tmp_path, data={"tokenizer": {}, "corpus": corpus}, checkpoint=load)
+
+    for source in (dcp, step, tmp_path / "peft", base / "model.safetensors"):
+        with pytest.raises(ConfigError, match=rf"data.tokenizer: {source} holds weights and no tokenizer\.json; name"):
+            find_tokenizer(over_source(source), 2048)
+    assert find_tokenizer(over_source(dcp, corpus="dummy"), 2048) is None
+    refuse_new_tokenizer(over_source(tmp_path / "missing"))
+    for path in base.glob("tokenizer*"):
+        shutil.copy(path, dcp)
+    found = find_tokenizer(over_source(dcp), 2048)
+    assert found is not None and found.folder == dcp
 
 
 def test_a_token_beyond_the_table_is_refused_before_step_1(tmp_path: Path, base: Path) -> None:

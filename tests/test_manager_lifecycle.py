@@ -31,6 +31,7 @@ from titan_ckpt.errors import (
     StateEncodingError,
 )
 from titan_ckpt.formats.native.writer import StagedFile, WritePlan
+from titan_ckpt.saving.saver import DueSave
 
 MODES = pytest.mark.parametrize("mode", ["disabled", "thread"])
 
@@ -111,12 +112,12 @@ def test_an_interrupt_while_writing_leaves_nothing_behind(
 
 
 def test_a_closed_manager_says_so(run_folder: RunFolder) -> None:
-    """Saving or loading after close is refused; closing again is not."""
+    """Saving or loading after close is refused, because another run may hold the folder; closing again is not."""
     m = manager(run_folder)
     m.save(1)
     m.close()
     m.close()
-    for use in (lambda: m.save(2), m.load):
+    for use in (lambda: m.save(2), m.load, lambda: m.save_step(DueSave(2))):
         with pytest.raises(CheckpointError, match="is closed; make another"):
             use()
     assert run_folder.steps() == [1]

@@ -205,8 +205,7 @@ class CheckpointManager:
         returns False if it has failed by then. `last_step` says that this save is the last: it always raises.
         Raises: the error of an earlier background save, once; SaveError; ExportError; HalfLoadedError.
         """
-        self._check_open()
-        self._half_loaded.refuse(f"step {step} is not saved")
+        self._check_keepable(f"step {step} is not saved")
         saved = False
         due = force or policy.is_due(step, self.config.save, last_step)
         if self._saver is not None and not self._content.is_settled:
@@ -243,7 +242,6 @@ class CheckpointManager:
                 f"{self._directory.root}: a seed is a save of the model: give the config checkpoint.save, and leave no "
                 "model out of checkpoint.components"
             )
-        self._half_loaded.refuse("a seed is not saved")
         self.save_step(DueSave(0, last=True, model_only="own"))
         self.wait()
 
@@ -254,8 +252,7 @@ class CheckpointManager:
         step was saved asynchronously, its staged copy is exported in the background; the next `wait` raises its errors.
         Raises: ExportError; on the last step also the error of the save; HalfLoadedError.
         """
-        self._check_open()
-        self._half_loaded.refuse(f"step {step} is not exported")
+        self._check_keepable(f"step {step} is not exported")
         self._note_last(step, last_step)
         due = policy.due_exports(step, self.config.export, last_step)
         is_repeated = bool(due) and step == self._exported_step
@@ -278,7 +275,9 @@ class CheckpointManager:
         """Make, or start, the exports of a step that are due and not there. Called by `export`; collective.
 
         A subclass may extend it, for steps of the interval and for the last one alike.
+        Raises: as `export`.
         """
+        self._check_keepable(f"step {step} is not exported")
         if any(export.format == "peft" for export in exports):
             self._content.refuse_adapter_of_changed_base(exports, self._base.forget_if_changed())
         saver = self._saver
@@ -333,7 +332,9 @@ class CheckpointManager:
 
         A subclass may extend it, for steps of the interval and for the last one alike: all ranks call it, with equal
         arguments, and `wait` ends what it has started.
+        Raises: as `save`.
         """
+        self._check_keepable(f"step {due.step} is not saved")
         assert self._saver is not None and self.config.save is not None
         step, mark, model_only = due.step, due.mark, due.model_only
         busy = self._coordinator.broadcast("busy", self._saver.busy)
@@ -473,6 +474,11 @@ class CheckpointManager:
             self._directory.close()
             self._coordinator.close()
             self.telemetry.finish()
+
+    def _check_keepable(self, what: str) -> None:
+        """Raises: CheckpointError once the manager is closed; HalfLoadedError, which begins with `what`."""
+        self._check_open()
+        self._half_loaded.refuse(what)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -24,6 +24,7 @@ from titan_ckpt.components.run_state import RunState
 from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.errors import CorruptCheckpointError, HalfLoadedError, LoadMismatchError
 from titan_ckpt.geometry.chunks import local_tensor
+from titan_ckpt.saving.saver import DueSave
 
 Values = dict[str, torch.Tensor]
 THROUGH_CACHE, AROUND_CACHE = "read_into", "read_aligned"
@@ -99,6 +100,8 @@ def refused(manager: CheckpointManager) -> bool:
         lambda: manager.save(9, force=True),
         lambda: manager.save(9, last_step=True),
         lambda: manager.export(9, last_step=True),
+        lambda: manager.save_step(DueSave(9)),
+        lambda: manager.export_step(manager.config.export, 9, last_step=True),
         *([] if manager.config.external else [manager.save_seed]),
         manager.last_step.save,
     ):

@@ -19,7 +19,7 @@ from torch import nn
 from tests.run_folder import Disk, RunFolder
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, RunGuard, SaveConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
-from titan_ckpt.errors import CommitConflictError, ConfigError, ExportError, PeerError, SaveError
+from titan_ckpt.errors import CommitConflictError, ConfigError, ExportError, PeerError, SaveError, StateEncodingError
 from titan_ckpt.exporting.exporter import ExportJob
 from titan_ckpt.failures import DISK_ERRORS, is_disk_failure
 from titan_ckpt.formats.publish.record import MadeExports
@@ -265,6 +265,32 @@ def test_an_error_of_any_kind_in_an_export_is_no_error_of_the_save(
         save(manager, 3)
     assert content(RunFolder(tmp_path)) == [1, 2, 3]
     assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["step-3"]
+
+
+def test_an_export_that_failed_before_a_failed_save_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The error of the save is raised; the log has that of the export, with its traceback."""
+    config = CheckpointConfig(save=SaveConfig(interval=1), export=(ExportConfig("dcp", interval=1),))
+    state: dict[str, Any] = {}
+    owner: Any = SimpleNamespace(state_dict=state.copy, load_state_dict=state.update)
+
+    def broken(job: object, coordinator: object) -> None:
+        raise ValueError("a fault in an export")
+
+    model = nn.Linear(2, 2)
+    with CheckpointManager(config, model_parts=[model], states={"own": owner}, base_folder=tmp_path) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(ExportJob, "run", broken)
+            manager.save(1)
+            assert (handle := manager.in_flight) is not None and handle.succeeded()
+            state["it"] = object()
+            with pytest.raises(StateEncodingError):
+                manager.save(2)
+            assert manager.last_step.saved == 1
+        state.clear()
+        save(manager, 2)
+    assert "exports before step 2 have failed, too" in caplog.text and "ValueError: a fault in an export" in caplog.text
 
 
 def test_a_resumed_run_goes_on_if_it_cannot_see_whether_an_export_is_there(

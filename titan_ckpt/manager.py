@@ -336,16 +336,29 @@ class CheckpointManager:
         """
         self._check_keepable(f"step {due.step} is not saved")
         assert self._saver is not None and self.config.save is not None
-        step, mark, model_only = due.step, due.mark, due.model_only
         busy = self._coordinator.broadcast("busy", self._saver.busy)
         if busy and due.skippable and self.config.save.if_busy == "skip":
-            logger.warning("step %d is due and not saved: the save before it is still being written", step)
+            logger.warning("step %d is due and not saved: the save before it is still being written", due.step)
             return False
         if busy and due.skippable:
-            logger.warning("step %d is due and training waits: the save before it is still being written", step)
-        event = Event("save", step=step, kind=self._content.kind(model_only), async_mode=self.config.save.async_mode)
+            logger.warning("step %d is due and training waits: the save before it is still being written", due.step)
+        kind = self._content.kind(due.model_only)
+        event = Event("save", step=due.step, kind=kind, async_mode=self.config.save.async_mode)
         with event.phase("queued"):
-            failed_export = self._settle(is_last=self._is_last_save)  # raised below: this step is saved all the same
+            failed_export = self._settle()
+        try:
+            self._start_save(due, event)
+        except BaseException:
+            if failed_export is not None:
+                logger.exception("exports before step %d have failed, too", due.step, exc_info=failed_export)
+            raise
+        if failed_export is not None:  # this step is saved all the same
+            raise failed_export
+        return self.last_step.saved == due.step
+
+    def _start_save(self, due: DueSave, event: Event) -> None:
+        assert self._saver is not None and self.config.save is not None
+        step, mark, model_only = due.step, due.mark, due.model_only
         self._look_before_saving(step)
         if not self._content.is_adapter_only:
             self._base.forget_if_changed()  # a resume would find another digest than the record's
@@ -368,9 +381,6 @@ class CheckpointManager:
             self.wait()
         elif not self._step_hooks:  # no hook will say when the weights are about to change
             self._saver.wait_staged()
-        if failed_export is not None:
-            raise failed_export
-        return self.last_step.saved == step
 
     def _snapshot(self, step: int, mark: Mark | None, model_only: str | None) -> Snapshot:
         if model_only is not None:
@@ -426,17 +436,17 @@ class CheckpointManager:
         With checkpoint.save.on_failure = "warn", a failure of the disk is logged instead, unless the save is the last
         one of the run, or it is one failure too many.
         """
-        if (failed_export := self._settle(is_last=self._is_last_save)) is not None:
+        if (failed_export := self._settle()) is not None:
             raise failed_export
 
-    def _settle(self, *, is_last: bool) -> Exception | None:
+    def _settle(self) -> Exception | None:
         """Wait for the save in flight and its exports. Return the exports' error, unless the run goes on without them.
 
         Raises: the save's error, unless the run goes on without the save.
         """
         if self._saver is None:
             return None
-        save, exports = self._saver.in_flight, self._saver.exports_in_flight
+        save, exports, is_last = self._saver.in_flight, self._saver.exports_in_flight, self._is_last_save
         of_save: Exception | None = None
         of_exports: Exception | None = None
         try:
@@ -461,10 +471,9 @@ class CheckpointManager:
         """Finish the save in flight and release the folder; idempotent. Raises: the error of that save, once."""
         if self._closed:
             return
-        self._closed = True
+        self._closed = self._is_last_save = True
         try:
-            if (failed_export := self._settle(is_last=True)) is not None:
-                raise failed_export
+            self.wait()
         finally:
             for hook in self._step_hooks:
                 hook.remove()

@@ -202,7 +202,8 @@ def initialise(wrapper: ModelWrapper, owned: Collection[str] = ()) -> None:
                 'them in [[checkpoint.initial_load]], or use "default" or "device"'
             )
         how = f" ({_SKIPS[values]})" if persistent else ""
-        logger.info("initialising %d tensors that are not in the checkpoint, such as %s%s", len(own), own[0][0], how)
+        names = listed([fqn for fqn, _ in own], ", ", " ", 3)
+        logger.info("initialising what is not in the checkpoint: %s%s", names, how)
         if origin is not None and persistent:
             _replay(part, origin, own)
         else:

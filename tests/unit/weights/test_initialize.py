@@ -431,6 +431,16 @@ def test_b4_values_that_only_the_constructor_gives_are_kept(tmp_path: Path, capl
     assert "only the constructor gives values to 0.weight" in caplog.text
 
 
+@pytest.mark.parametrize(("layers", "named"), [(1, "0.weight ("), (5, "0.weight, 1.weight, 2.weight and 2 more (")])
+def test_the_log_names_what_is_initialised(layers: int, named: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One line has the first three names, and how many more there are."""
+    model = construct(lambda: nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(layers))))
+    materialise(model, "cpu")
+    with caplog.at_level(logging.INFO):
+        initialise(ModelWrapper([model]))
+    assert f"initialising what is not in the checkpoint: {named}" in caplog.text
+
+
 def test_b4_a_model_that_cannot_be_built_on_meta_is_built_on_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
     """With the values it would have had, and a warning that says why."""
 

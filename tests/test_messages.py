@@ -153,8 +153,9 @@ def weights_that_are_not_there(folder: Path) -> None:
 
 @says("RUN/old/checkpoints is no checkpoint: it holds steps; name one of them, such as RUN/old/checkpoints/step-1")
 def weights_named_by_their_run(folder: Path) -> None:
-    saved(folder / "old", model(4, 4), 1)
-    load(folder, model(4, 4), starts_from(folder / "old" / "checkpoints"))
+    step = saved(folder / "old", model(4, 4), 1)
+    step.with_name("step-2.abandoned-0badcafe").mkdir()  # set aside by a rollback
+    load(folder, model(4, 4), starts_from(step.parent))
 
 
 @says(

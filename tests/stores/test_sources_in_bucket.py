@@ -18,6 +18,7 @@ from tests.stores.servers import Proxy, Server
 from tests.test_manager import Run, same
 from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.config import SaveConfig, StoreConfig
+from titan_ckpt.directory.bucket_commits import Commits
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, NotACheckpointError
 from titan_ckpt.formats.dcp.writer import DcpExport
@@ -107,7 +108,8 @@ def test_a_step_is_a_source(server: Server, tmp_path: Path) -> None:
     copy.bucket.upload((copy / "rank-00000.safetensors").key, iter([memoryview(data)]), 5 << 20)
     with pytest.raises(CorruptCheckpointError, match="do not have the digest"):
         loaded(Run(seed=6).model, copy, tmp_path, copy)
-    with pytest.raises(NotACheckpointError, match=f"it holds steps; name one of them, such as {place}/step-2"):
+    Commits(place).fence(3, "0" * 32, "another writer")
+    with pytest.raises(NotACheckpointError, match=f"it holds steps; name one of them, such as {place}/step-2$"):
         loaded(Run().model, place, tmp_path, place)
     place.bucket.create((place / "model.pt").key, b"x")
     with pytest.raises(NotACheckpointError, match=r"a single file must be a \.safetensors file"):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
-from titan_ckpt.directory.names import holds_attempt, step_of
+from titan_ckpt.directory.names import COMMITS, holds_attempt, is_set_aside_name, step_name, step_of
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.bucket import BucketPath, Location
 from titan_ckpt.stores.source import ListedPath, Source, listed
 from titan_ckpt.types import Format
+
+if TYPE_CHECKING:
+    from titan_ckpt.directory.bucket_steps import BucketSteps
 
 
 def detect_format(path: Location) -> Format:
@@ -113,23 +116,28 @@ def locate(path: Location) -> Source:
 
 
 def _files_of(root: BucketPath, step: int) -> BucketPath:
-    from titan_ckpt.directory.bucket_steps import BucketSteps
-
-    path = BucketSteps(root).inspect(step).path
+    path = _steps_of(root).inspect(step).path
     assert isinstance(path, BucketPath)
     return path
 
 
+def _steps_of(root: BucketPath) -> BucketSteps:
+    from titan_ckpt.directory.bucket_steps import BucketSteps
+
+    return BucketSteps(root)
+
+
 def _what_is_there(path: Source) -> str:
-    """Return a description of a path that holds no checkpoint, with the next step."""
+    """Return a description of a path that holds no checkpoint, with the next step. Raises: StoreError."""
     if path.is_file():
         return "a single file must be a .safetensors file"
     if not path.is_dir():
         return "it is neither a folder nor a file of bytes; name a checkpoint folder or a .safetensors file"
     names = sorted(entry.name for entry in path.iterdir())
-    commits = path / "commits"  # those of a checkpoint folder in a bucket
-    committed = [entry.name.partition(".")[0] for entry in commits.iterdir()] if commits.is_dir() else []
-    if steps := [name for name in (*names, *committed) if name.startswith("step-")]:
+    steps = [name for name in names if name.startswith("step-") and not is_set_aside_name(name)]
+    if isinstance(path, ListedPath) and COMMITS in names:
+        steps += [step_name(committed.step) for committed in _steps_of(path).survey().steps]
+    if steps:
         return f"it holds steps; name one of them, such as {path / steps[-1]}"
     if pickles := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
         return (

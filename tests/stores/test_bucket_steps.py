@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import threading
 import uuid
 from typing import Any
@@ -16,6 +17,7 @@ from tests.stores.servers import Server, free_port
 from tests.stores.test_manager_in_bucket import _forget_leases, keys, manifest_of, save, write
 from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory import bucket_lease, bucket_steps
+from titan_ckpt.directory.bucket_commits import Commits
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -408,3 +410,34 @@ def test_a_run_that_loads_again_does_not_ask_again_what_the_store_keeps(
     steps.end_probe(name, 1)
     assert not steps.begin_probe(1)
     assert asked == [steps.root / "data"] * 2
+
+
+def test_a_lost_lease_counts_before_a_listing_that_fails(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are asked for at the same time when a save begins; a run that is taken over is told so."""
+    place = place_in(s3)
+    steps = BucketSteps(place)
+    save(steps, 1)
+    _forget_leases()
+    BucketSteps(place).open()
+
+    def silent(commits: Commits) -> None:
+        raise StoreError(errno.EIO, "no answer", is_final=False)
+
+    monkeypatch.setattr(Commits, "look", silent)
+    with pytest.raises(CommitConflictError, match="taken over by"):
+        steps.begin(2, 10)
+
+
+def test_a_forked_process_is_told_so_without_a_request(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client that it has may never answer there."""
+    steps = BucketSteps(place_in(s3))
+    save(steps, 1)
+    asked: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 1)
+        for name in ("read", "list_objects"):
+            patch.setattr(Bucket, name, lambda _, key: asked.append(key))
+        with pytest.raises(CommitConflictError, match="a process it forked may not commit"):
+            steps.begin(2, 10)
+    assert asked == []
+    steps.close()

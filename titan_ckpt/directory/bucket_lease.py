@@ -66,11 +66,17 @@ class BucketLease:
             return lease
         raise AssertionError("the last try returns or raises")
 
+    def check_process(self) -> None:
+        """Check, without a request, that this process took the lease. Raises: CommitConflictError."""
+        if os.getpid() != self._holder.pid:
+            raise CommitConflictError(
+                f"{self._place.parent}: held by {self._holder}; a process it forked may not commit"
+            )
+
     def check(self) -> None:
         """Check that this process still holds the lease. Raises: CommitConflictError; OSError."""
+        self.check_process()
         root = self._place.parent
-        if os.getpid() != self._holder.pid:
-            raise CommitConflictError(f"{root}: held by {self._holder}; a process it forked may not commit")
         try:
             content, _ = self._place.bucket.read(self._place.key)
         except FileNotFoundError:

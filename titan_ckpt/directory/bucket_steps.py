@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from titan_ckpt.directory.bucket_commits import Commit, Commits
+from titan_ckpt.directory.bucket_commits import Commit, Commits, Look
 from titan_ckpt.directory.bucket_lease import LEASE_OBJECT, BucketLease
 from titan_ckpt.directory.bucket_survey import ATTEMPT, listed_sizes, survey
 from titan_ckpt.directory.lease import Holder
@@ -113,9 +113,11 @@ class BucketSteps(Steps):
 
     def begin(self, step: int, num_bytes: int) -> Attempt:
         lease = self.open()
+        lease.check_process()  # in a forked process the client may never answer
+        looks: list[Look] = []
         is_settled = not self._has_leftovers and self._rolled_back_to is None
-        with meanwhile(lease.check, patience=0.0):
-            look = self._commits.look() if is_settled else None
+        with meanwhile(lambda: looks.extend([self._commits.look()] if is_settled else [])):
+            lease.check()
         if self._has_leftovers:
             self._has_leftovers = False
             try:
@@ -125,7 +127,7 @@ class BucketSteps(Steps):
                 if self._in_doubt:  # a commit that arrives later could be of the step that is saved now
                     raise
         self._leave_abandoned_branch(lease)
-        look = look or self._commits.look()
+        look = looks[0] if looks else self._commits.look()
         self._refuse_step_beside(step, [commit.step for commit in look.commits if commit.is_current])
         return self.attempt_at(step, uuid.uuid4().hex)
 

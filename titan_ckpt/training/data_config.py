@@ -17,7 +17,7 @@ BelowOne = Annotated[float, Check("a number from 0 to below 1", lambda x: 0 <= x
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig(Checked):
-    """The tokenizer. Without any setting it is that of `model.folder` or of the first folder in
+    """The tokenizer. Without any setting it is that of `model.folder` or of the first local folder in
     [[checkpoint.initial_load]] that has one; a run that starts without weights trains one on the corpus.
     """
 

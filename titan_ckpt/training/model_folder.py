@@ -61,7 +61,9 @@ def refuse_new_tokenizer(config: RunConfig) -> None:
         why = f"holds weights and no {TOKENIZER}"
         if isinstance(place, BucketPath):
             why = "holds weights, and tokenizers are read from mounted file systems alone"
-        choices = "name the folder of their tokenizer (folder), or the size of a new one (vocab_size)"
+        choices = (
+            "name the folder of their tokenizer (folder), or the size of one that is trained on the corpus (vocab_size)"
+        )
         raise ConfigError([f"data.tokenizer: {place} {why}; {choices}"])
 
 

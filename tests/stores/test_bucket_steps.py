@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 import uuid
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -441,3 +442,27 @@ def test_a_forked_process_is_told_so_without_a_request(s3: Server, monkeypatch: 
             steps.begin(2, 10)
     assert asked == []
     steps.close()
+
+
+def test_a_lease_that_is_lost_during_a_commit_counts_before_the_files_that_its_new_holder_deletes(
+    s3: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease is looked at and the files are listed at the same time; here another process comes between the two."""
+    place = place_in(s3)
+    old, new = BucketSteps(place), BucketSteps(place)
+    attempt = old.begin(5, 10)
+    write(attempt)
+
+    @contextlib.contextmanager
+    def with_another_between(action: Callable[[], None], *, patience: float) -> Iterator[None]:
+        yield
+        monkeypatch.undo()
+        _forget_leases()
+        new.open()
+        action()
+
+    monkeypatch.setattr(bucket_steps, "meanwhile", with_another_between)
+    with pytest.raises(CommitConflictError, match="taken over by"):
+        old.commit(attempt, manifest_of(attempt))
+    assert not new.survey().steps and not [key for key in keys(place) if key.startswith("data/")]
+    new.close()

@@ -144,6 +144,7 @@ class BucketSteps(Steps):
         with meanwhile(lambda: actual.update(self._sizes_of(attempt)), patience=0.0):
             self._lease.check()
         if faults := faults_of(manifest, actual, exactly=True):
+            self._lease.check()  # it may have been lost between the two answers
             raise SaveError(f"{attempt.path}: {'; '.join(faults)}")
         self._in_doubt.add(attempt.id)
         try:

@@ -38,9 +38,8 @@ from titan_ckpt.stores.object_reader import ObjectReader
 
 _SAMPLED = 8
 """One in so many windows is examined first, to see whether a file is in the page cache."""
-_CACHED_BYTES = 256 << 10
-"""Bytes that one thread reads and then hashes at a time, so that they still are in the processor's own cache. Several
-threads wait for the interpreter after each piece, so their pieces are twice as large."""
+_CACHED_BYTES = 512 << 10
+"""Bytes that are read and then hashed at a time, so that they still are in the processor's own cache."""
 _MOST_MISSING = 0.25
 """If at most this share of the wanted bytes is missing, reading through the page cache is still faster."""
 MIN_DIRECT_BYTES = 256 << 10
@@ -153,7 +152,6 @@ class BlockReader:
         self.filled: list[Window] = []
         """Blocks that were copied to live memory, completely or in part."""
         self.num_workers = file.num_workers
-        self._piece_bytes = _CACHED_BYTES * min(2, num_copy_workers())
         self._file = file
         self._header = header
         self._transfers = sorted(transfers, key=lambda t: t.first)
@@ -284,8 +282,8 @@ class BlockReader:
         offset = self._header.data_start + block[0]
         state = xxhash.xxh3_128()
         for view in views:
-            for at in range(0, len(view), self._piece_bytes):
-                piece = view[at : at + self._piece_bytes]
+            for at in range(0, len(view), _CACHED_BYTES):
+                piece = view[at : at + _CACHED_BYTES]
                 self._file.read_into([piece], offset)
                 state.update(piece)
                 offset += len(piece)

@@ -218,7 +218,7 @@ def resume_on_two(folder: Path) -> None:
 
 @distributed(nproc=2)
 def test_rank_0_warns_of_each_class_whose_state_another_takes_over_on_any_rank(tmp_path: Path) -> None:
-    """Of two pipeline stages only the last has another class of optimizer; then both have, and one line says it."""
+    """First one pipeline stage has another class of optimizer, then both have; each pair of classes is one line."""
     sgd, one, other = (type(name, (torch.optim.SGD,), {}) for name in ("Sgd", "One", "Other"))
     handler, lines = logging.Handler(), list[str]()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

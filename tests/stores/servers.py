@@ -82,9 +82,9 @@ run_simple("127.0.0.1", int(sys.argv[1]), serve, threaded=True)
 """
 
 
-# What moto does to each byte takes the processors of the clients that are compared; a bucket does not. It copies a
-# whole object for each range of it, copies all parts twice to join them, reads a body in pieces of 64 KiB, and makes
-# two checksums. Here it keeps what it was sent, copies parts once to join them, and hashes the first bytes for an ETag.
+# moto shares the processors with the clients that are compared, and works on each byte, which a bucket does elsewhere:
+# it copies a whole object for each range of it, copies all parts twice to join them, reads a body in pieces of 64 KiB,
+# and makes two checksums. Here it keeps what it was sent, joins parts by one copy, and its ETag is of the first bytes.
 _SNAILMAIL = """
 import hashlib, io, sys, time
 import moto.s3.models, werkzeug.wsgi

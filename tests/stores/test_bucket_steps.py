@@ -21,6 +21,7 @@ from titan_ckpt.directory import bucket_lease, bucket_steps
 from titan_ckpt.directory.bucket_commits import Commits
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.directory.steps import Attempt
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, PeerError, PreflightError, SaveError
 from titan_ckpt.stores.bucket import Bucket, BucketPath, StoreError, Version
@@ -333,14 +334,20 @@ def test_a_pinned_step_is_removed_once_it_is_unpinned(s3: Server) -> None:
         steps.unpin(1)
 
 
+def _before_a_commit(server: Server) -> tuple[BucketPath, BucketSteps, BucketSteps, Attempt]:
+    """Return a place, its writer, another one, and the first one's attempt at step 5, whose files are there."""
+    place = place_in(server)
+    old, new = BucketSteps(place), BucketSteps(place)
+    attempt = old.begin(5, 10)
+    write(attempt)
+    return place, old, new, attempt
+
+
 def test_fences_go_after_a_week_and_a_writer_that_was_away_longer_is_told(
     s3: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process is suspended just before its commit, for so long that even the fence of its attempt is gone."""
-    place = place_in(s3)
-    old, new = BucketSteps(place), BucketSteps(place)
-    attempt = old.begin(5, 10)
-    write(attempt)
+    place, old, new, attempt = _before_a_commit(s3)
     now = [1000.0]
     monkeypatch.setattr(bucket_steps, "_clocks", lambda: (now[0],))
 
@@ -448,10 +455,7 @@ def test_a_lease_that_is_lost_during_a_commit_counts_before_the_files_that_its_n
     s3: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lease is looked at and the files are listed at the same time; here another process comes between the two."""
-    place = place_in(s3)
-    old, new = BucketSteps(place), BucketSteps(place)
-    attempt = old.begin(5, 10)
-    write(attempt)
+    place, old, new, attempt = _before_a_commit(s3)
 
     @contextlib.contextmanager
     def with_another_between(action: Callable[[], None], *, patience: float) -> Iterator[None]:

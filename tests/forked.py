@@ -1,7 +1,7 @@
-"""Programs as processes that are forked from the ranks' server: they start without importing torch once more.
+"""Processes that tests fork: functions from the test itself, and programs from the ranks' server.
 
-A real process with a real pid, which signals stop and SIGKILL kills. What a command line does before `main` is not in
-it: tests of that start an interpreter.
+Each is a real process with a real pid, which signals stop and SIGKILL kills. A program starts without importing torch
+once more. What a command line does before `main` is not in it: tests of that start an interpreter.
 """
 
 from __future__ import annotations
@@ -12,11 +12,30 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from titan_ckpt.testing import ranks
+
+
+def fork(act: Callable[[], object]) -> int:
+    """Run `act` in a forked process and return its pid; its exit code is 0, or 1 after an error, which it prints.
+
+    An error must not leave the forked process: pytest would go on in it, with the tests that are still to run.
+    """
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            act()
+            code = 0
+        except BaseException:
+            traceback.print_exc(file=sys.stderr)
+        finally:
+            os._exit(code)
+    return pid
 
 
 class Program:

@@ -16,6 +16,7 @@ import pytest
 from tests.faults.power import read_tree
 from tests.faults.scenarios import SOAK, quick_folder
 from tests.faults.writers import ManagerWriter
+from tests.forked import fork
 from titan_ckpt.disk.memory import SharedBuffer
 from titan_ckpt.formats.native.writer_process import WriterProcess
 
@@ -58,10 +59,7 @@ def test_a_writer_process_that_outlives_its_trainer_commits_nothing(monkeypatch:
         root = folder / "checkpoints"
         ManagerWriter("disabled").run(root, [(10, 1)], lambda _: None)
         monkeypatch.setenv("TITAN_CKPT_FAULT", json.dumps({"kind": "StopAt", "ordinal": 3}))
-        trainer = os.fork()
-        if trainer == 0:
-            ManagerWriter("process").run(root, [(20, 2)], lambda _: None)
-            os._exit(0)
+        trainer = fork(lambda: ManagerWriter("process").run(root, [(20, 2)], lambda _: None))
         writer = stopped_child_of(trainer)
         os.kill(trainer, signal.SIGKILL)
         os.waitpid(trainer, 0)
@@ -82,25 +80,34 @@ def test_a_writer_process_that_outlives_its_trainer_commits_nothing(monkeypatch:
 def test_a_writer_process_ends_with_its_trainer_though_a_fork_holds_its_line() -> None:
     """The trainer is killed; a process that it forked, as data loaders do, has inherited all of its descriptors."""
     read, write = os.pipe()
-    trainer = os.fork()
-    if trainer == 0:
+
+    def train() -> None:
         writer = WriterProcess(SharedBuffer.allocate(4096))
-        assert b"CUDA_VISIBLE_DEVICES=" in Path(f"/proc/{writer._process.pid}/environ").read_bytes().split(b"\0")
-        fork = os.fork()
-        if fork:
-            os.write(write, json.dumps([writer._process.pid, fork]).encode())
-        time.sleep(200)  # longer than await_end waits
-        os._exit(0)
+        loader = fork(lambda: time.sleep(200))  # longer than await_end waits
+        os.write(write, json.dumps([writer._process.pid, loader]).encode())
+        time.sleep(200)
+
+    trainer = fork(train)
     os.close(write)
-    pids = json.loads(os.read(read, 100))
+    writer, loader = json.loads(os.read(read, 100))
     os.close(read)
-    os.kill(trainer, signal.SIGKILL)
-    os.waitpid(trainer, 0)
     try:
-        await_end(pids[0])
-        assert state_of(pids[1]) == "S"
+        assert b"CUDA_VISIBLE_DEVICES=" in environment_of(writer)
+        os.kill(trainer, signal.SIGKILL)
+        os.waitpid(trainer, 0)
+        await_end(writer)
+        assert state_of(loader) == "S"
     finally:
-        os.kill(pids[1], signal.SIGKILL)
+        os.kill(loader, signal.SIGKILL)
+
+
+def environment_of(pid: int) -> list[bytes]:
+    """Return the environment that a process began with; for a moment after its start the kernel shows none."""
+    deadline = time.monotonic() + 60
+    while not (environment := Path(f"/proc/{pid}/environ").read_bytes()):
+        assert time.monotonic() < deadline, "the process shows no environment"
+        time.sleep(0.01)
+    return environment.split(b"\0")
 
 
 def stopped_child_of(pid: int) -> int:

@@ -110,12 +110,16 @@ def _measures(times: dict[str, list[float]], ours: Case, before: Callable[[], No
 
 
 def _clear(place: BucketPath) -> None:
-    """Delete what was written, but for the lease of our run, so that every case finds as much memory and disk free."""
+    """Delete what was written, but for the lease of our run, and wait for the disk: every turn finds the same machine.
+
+    What a turn has left to be written to the disk would be written during the next one.
+    """
     barrier()
     if rank() == 0:
         folders = [place / name for name in FOLDERS.values()]
         found = [facts.key for folder in folders for facts in place.bucket.list_objects(folder.key)]
         place.bucket.delete([key for key in found if not key.endswith("lease.json")])
+        os.sync()
     barrier()
 
 

@@ -7,6 +7,7 @@ once more. What a command line does before `main` is not in it: tests of that st
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import signal
@@ -16,6 +17,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from titan_ckpt.testing import ranks
 
@@ -29,6 +32,8 @@ def fork(act: Callable[[], object]) -> int:
     if pid == 0:
         code = 1
         try:
+            gc.freeze()  # a collection would copy every page of the parent's objects
+            torch.set_num_threads(1)  # makes anew the pool that a fork breaks, which two threads cannot at once
             act()
             code = 0
         except BaseException:
@@ -36,6 +41,16 @@ def fork(act: Callable[[], object]) -> int:
         finally:
             os._exit(code)
     return pid
+
+
+def answer(act: Callable[[], object]) -> tuple[Any, int]:
+    """Run `act` in a forked process; return what it returned, as JSON has it, and its wait status."""
+    read, write = os.pipe()
+    pid = fork(lambda: os.write(write, json.dumps(act()).encode()))
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    return json.loads(text or "null"), os.waitpid(pid, 0)[1]
 
 
 class Program:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import termios
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from rich.console import Console
 from torch import nn
 
 from docs.examples import demo, demo_checks
+from tests.forked import fork
 from tests.test_bad_input import write_config
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
 from titan_ckpt.cli.main import main
@@ -37,27 +37,19 @@ def on_a_terminal(columns: int, folder: Path, act: Callable[[], object]) -> list
     """
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.close(master)
-            os.login_tty(slave)
-            torch.set_num_threads(1)
-            os.chdir(folder)
-            os.environ["TERM"] = "xterm-256color"
-            logging.getLogger().handlers.clear()  # pytest's
-            for name in ("COLUMNS", "LINES", "NO_COLOR"):
-                os.environ.pop(name, None)
-            sys.stdout, sys.stderr = (os.fdopen(fd, "w", encoding="utf-8", closefd=False) for fd in (1, 2))
-            act()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+
+    def attached() -> None:
+        os.close(master)
+        os.login_tty(slave)
+        os.chdir(folder)
+        os.environ["TERM"] = "xterm-256color"
+        logging.getLogger().handlers.clear()  # pytest's
+        for name in ("COLUMNS", "LINES", "NO_COLOR"):
+            os.environ.pop(name, None)
+        sys.stdout, sys.stderr = (os.fdopen(fd, "w", encoding="utf-8", closefd=False) for fd in (1, 2))
+        act()
+
+    pid = fork(attached)
     os.close(slave)
     shown: list[bytes] = []
     reader = threading.Thread(target=_read, args=(master, shown))

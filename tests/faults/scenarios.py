@@ -8,12 +8,13 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.shim import intercepted
 from tests.faults.writers import Save, Writer
+from tests.forked import fork
 from titan_ckpt.directory.lease import LEASE_NAME
 from titan_ckpt.directory.names import survey
 
@@ -106,23 +107,15 @@ def run_killed(
 ) -> tuple[list[Save], bool]:
     """Run the scenario's saves in a process of its own; return what it acknowledged and whether it ended by itself."""
     read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(read)
 
-            def acknowledge(save: Save) -> None:
-                os.write(write, json.dumps(save).encode() + b"\n")
+    def acknowledge(save: Save) -> None:
+        os.write(write, json.dumps(save).encode() + b"\n")
 
-            if around is None:
-                writer.run(root, scenario.saves, acknowledge, scenario.resume)
-            else:
-                with intercepted(around):
-                    writer.run(root, scenario.saves, acknowledge, scenario.resume)
-            os._exit(0)
-        except BaseException as error:
-            os.write(2, f"{scenario.name}: {type(error).__name__}: {error}\n".encode())
-            os._exit(1)
+    def run() -> None:
+        with intercepted(around) if around else nullcontext():
+            writer.run(root, scenario.saves, acknowledge, scenario.resume)
+
+    pid = fork(run)
     os.close(write)
     meanwhile(pid)
     _, status = os.waitpid(pid, 0)

@@ -14,6 +14,7 @@ import pytest
 from tests.faults.scenarios import NEXT, ROLLBACK, SEVERAL, SOAK, Scenario, judge, quick_folder
 from tests.faults.shim import WRITES, FailAt, count_operations, intercepted
 from tests.faults.writers import DirectoryWriter, ManagerWriter, NaiveWriter, Save, Writer
+from tests.forked import fork
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import CheckpointError
 
@@ -165,16 +166,14 @@ def test_a_file_system_without_locks_still_has_one_writer_per_machine(monkeypatc
     monkeypatch.setattr(posix, "lock", lambda fd: None)
     with quick_folder() as folder:
         ready, go = os.pipe(), os.pipe()
-        pid = os.fork()
-        if pid == 0:
 
-            def wait(_: Save) -> None:
-                os.write(ready[1], b"x")
-                os.read(go[0], 1)
+        def wait(_: Save) -> None:
+            os.write(ready[1], b"x")
+            os.read(go[0], 1)
 
-            DirectoryWriter().run(folder, [(10, 1)], wait)
-            os._exit(0)
-        os.read(ready[0], 1)
+        pid = fork(lambda: DirectoryWriter().run(folder, [(10, 1)], wait))
+        os.close(ready[1])
+        assert os.read(ready[0], 1) == b"x"
         with pytest.raises(CheckpointError, match=f"process {pid} on .* is writing here"):
             DirectoryWriter().run(folder, [(20, 2)], lambda _: None)
         os.write(go[1], b"x")

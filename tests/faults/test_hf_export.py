@@ -5,16 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.faults.scenarios import quick_folder
 from tests.faults.shim import FailAt, KillAt, Moment, count_operations, intercepted
+from tests.forked import fork
 from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError
@@ -50,19 +49,6 @@ def beside(root: Path) -> list[str]:
     return sorted(p.name for p in exports.iterdir()) if exports.exists() else []
 
 
-def in_child(act: Callable[[], Any]) -> int:
-    """Run in a forked process and return its wait status."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            act()
-        except BaseException as error:
-            os.write(2, f"{type(error).__name__}: {error}\n".encode())
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(pid, 0)[1]
-
-
 @pytest.fixture(scope="module")
 def complete() -> dict[str, bytes]:
     """Return the content of an export that nothing disturbed."""
@@ -88,7 +74,7 @@ def test_a_kill_leaves_no_folder_or_a_proved_one(complete: dict[str, bytes]) -> 
                     with intercepted(kill):
                         export(root)
 
-                status = in_child(killed)
+                _, status = os.waitpid(fork(killed), 0)
                 assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (ordinal, name, status)
                 target = root / "exports" / "step-1"
                 published.add(target.exists())
@@ -146,7 +132,7 @@ def test_a_kill_while_an_expired_export_is_removed_leaves_it_whole_or_gone(compl
                     with intercepted(kill):
                         StagedFolder.discard(target)
 
-                assert os.WIFSIGNALED(in_child(killed)), (ordinal, name)
+                assert os.WIFSIGNALED(os.waitpid(fork(killed), 0)[1]), (ordinal, name)
                 if target.exists():
                     assert contents(target) == complete, (ordinal, name, moment)
                     target.rename(root / "exports" / "kept")

@@ -15,6 +15,7 @@ import titan_ckpt
 from tests.faults.scenarios import SCENARIOS, Scenario, quick_folder
 from tests.faults.shim import intercepted
 from tests.faults.writers import DirectoryWriter
+from tests.forked import answer
 from titan_ckpt.disk import posix
 
 PACKAGE = Path(titan_ckpt.__file__).parent
@@ -147,41 +148,36 @@ def test_what_the_interpreter_reports_is_what_the_shim_counts(scenario: Scenario
         escaped = in_audited_child(
             lambda: DirectoryWriter().run(root, scenario.saves, lambda _: None, scenario.resume), folder
         )
-    assert escaped == "audited\n"
+    assert escaped == ["audited"]
 
 
-def in_audited_child(act: Callable[[], object], folder: Path) -> str:
+def in_audited_child(act: Callable[[], object], folder: Path) -> Any:
     """Run `act` in a forked process under an audit hook; return "audited" and every change that escaped the seam."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        inside = [0]
-        escaped: list[str] = ["audited"]
+    inside = [0]
+    escaped = ["audited"]
 
-        def around(name: str, operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-            inside[0] += 1
-            try:
-                return operation(*args)
-            finally:
-                inside[0] -= 1
+    def around(name: str, operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        inside[0] += 1
+        try:
+            return operation(*args)
+        finally:
+            inside[0] -= 1
 
-        def hook(event: str, args: tuple[Any, ...]) -> None:
-            writing = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-            if (event in AUDITED or writing) and not inside[0] and str(folder) in str(args[0]):
-                escaped.append(f"{event} {args[0]}")
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        writing = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if (event in AUDITED or writing) and not inside[0] and str(folder) in str(args[0]):
+            escaped.append(f"{event} {args[0]}")
 
+    def audited() -> list[str]:
         sys.addaudithook(hook)
         with intercepted(around):
             act()
-        os.write(write, ("\n".join(escaped) + "\n").encode())
-        os._exit(0)
-    os.close(write)
-    os.waitpid(pid, 0)
-    with os.fdopen(read) as pipe:
-        return pipe.read()
+        return escaped
+
+    return answer(audited)[0]
 
 
 def test_the_audit_can_fail() -> None:
     """A change behind the seam's back is reported."""
     with quick_folder() as folder:
-        assert in_audited_child((folder / "escape").mkdir, folder) == f"audited\nos.mkdir {folder / 'escape'}\n"
+        assert in_audited_child((folder / "escape").mkdir, folder) == ["audited", f"os.mkdir {folder / 'escape'}"]

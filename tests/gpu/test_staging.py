@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.forked import fork
 from tests.gpu.run import raw
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
 from titan_ckpt.disk.cuda import stream_of
@@ -73,11 +74,12 @@ def test_a_fork_while_memory_is_page_locked_changes_nothing(device: torch.device
     arena = make_arena(sum(places.sizes), device)
     arena.stage(places, tensors).finish()
     read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
+
+    def wait() -> None:
         os.close(write)
         os.read(read, 1)
-        os._exit(0)
+
+    child = fork(wait)
     arena.buffer.tensor.zero_()
     tensors[0].add_(1)
     arena.stage(places, tensors).finish()

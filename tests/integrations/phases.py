@@ -6,11 +6,12 @@ import importlib
 import json
 import os
 import socket
-import sys
-import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tests.forked import fork
 
 
 class Phase(NamedTuple):
@@ -30,28 +31,17 @@ def play(module: str, phases: Sequence[Phase], answers: str) -> None:
     for phase in phases:
         Path(phase.folder).mkdir(parents=True, exist_ok=True)
         port = _free_port()
-        children = [_fork(programs, phase, rank, port) for rank in range(phase.ranks)]
+        children = [fork(partial(_play, programs, phase, rank, port)) for rank in range(phase.ranks)]
         codes.append([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
     Path(answers).write_text(json.dumps(codes))
 
 
-def _fork(programs: Any, phase: Phase, rank: int, port: int) -> int:
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        if phase.ranks > 1:
-            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": phase.ranks, "LOCAL_WORLD_SIZE": phase.ranks}
-            os.environ.update({name: str(value) for name, value in world.items()})
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-        getattr(programs, phase.function)(phase.folder, *phase.arguments)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def _play(programs: Any, phase: Phase, rank: int, port: int) -> None:
+    if phase.ranks > 1:
+        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": phase.ranks, "LOCAL_WORLD_SIZE": phase.ranks}
+        os.environ.update({name: str(value) for name, value in world.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    getattr(programs, phase.function)(phase.folder, *phase.arguments)
 
 
 def _free_port() -> int:

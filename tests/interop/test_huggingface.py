@@ -19,7 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.forked import fork
 from tests.interop.folders import open_strictly
+from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import (
     CheckpointError,
@@ -509,15 +511,17 @@ def test_f2_what_reads_back_differently_is_not_published(
 def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> None:
     """A dead process's staging folder goes; one that is being written by a living process stays."""
     read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        from titan_ckpt.disk.unpublished_folder import StagedFolder
 
+    def begin() -> None:
         staged = StagedFolder.begin(tmp_path / "other")
         (staged.path / "half").write_text("written")
         os.write(write, b"x")
         signal.pause()
-    os.read(read, 1)
+
+    pid = fork(begin)
+    os.close(write)
+    assert os.read(read, 1) == b"x"
+    os.close(read)
     export(native(), tmp_path / "one")
     assert len(siblings(tmp_path / "one")) == 2  # the living one's folder and lock
     os.kill(pid, signal.SIGKILL)

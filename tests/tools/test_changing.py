@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shutil
 import signal
 import struct
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from transformers import LlamaForCausalLM
 
 from converters import from_tables
 from tests.faults.shim import Counter, KillAt, intercepted
+from tests.forked import answer, fork
 from tests.tools.steps import LORA, TOKENS, save_step
 from titan_ckpt.cli import tables
 from titan_ckpt.cli.main import main
@@ -166,28 +165,18 @@ def write_gigabyte(folder: Path) -> int:
     return 2 * vocab * dim
 
 
-def in_child(act: Callable[[], int]) -> tuple[int, int]:
-    """Run in a forked process; return its wait status and its peak memory in bytes."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 99
-        try:
-            gc.freeze()
-            torch.set_num_threads(1)
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-            code = act()
-            peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
-            os.write(write, peak.split()[1].encode())
-        except BaseException:
-            traceback.print_exc(file=sys.stderr)
-        finally:
-            os._exit(code)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        told = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    return status, 1024 * int(told or 0)
+def peak_of(*words: object) -> int:
+    """Call titan-ckpt in a forked process; return its peak memory in bytes."""
+
+    def act() -> int:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        assert call(*words) == 0
+        peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+        return 1024 * int(peak.split()[1])
+
+    peak, _ = answer(act)
+    assert peak, words
+    return int(peak)
 
 
 def test_f4_a_gigabyte_takes_little_memory(root: Path, tmp_path: Path) -> None:
@@ -202,8 +191,7 @@ def test_f4_a_gigabyte_takes_little_memory(root: Path, tmp_path: Path) -> None:
     factors = {name.format("A"): torch.ones(4, 1024), name.format("B"): torch.ones(1024, 4)}
     save_file(factors, adapter / "adapter_model.safetensors", {"format": "pt"})
     native, dcp, merged, plain = (tmp_path / n for n in ("native", "dcp", "merged", "plain.pt"))
-    status, before = in_child(lambda: call("inspect", big))
-    assert status == 0
+    before = peak_of("inspect", big)
     commands = [
         ("convert", big, native, "--to", "native"),
         ("convert", native, dcp, "--to", "dcp"),
@@ -212,9 +200,8 @@ def test_f4_a_gigabyte_takes_little_memory(root: Path, tmp_path: Path) -> None:
         ("merge", big, adapter, merged),
     ]
     for command in commands:
-        status, peak = in_child(lambda command=command: call(*command))  # type: ignore[misc]
-        assert status == 0, command
-        assert peak - before <= largest + (256 << 20), (command, (peak - before) >> 20)
+        peak = peak_of(*command) - before
+        assert peak <= largest + (256 << 20), (command, peak >> 20)
         if plain.exists():
             plain.unlink()
     assert load_file(merged / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"].float().mean() > 0
@@ -245,20 +232,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def interruptions(act: Callable[[], int]) -> Iterator[KillAt]:
     """Yield kills spread over all operations of `act`, which is run once in a child to count them."""
-    read, write = os.pipe()
 
-    def count() -> int:
+    def count() -> tuple[int, list[str]]:
         counter = Counter()
         with intercepted(counter):
-            code = act()
-        os.write(write, json.dumps(counter.names).encode())
-        return code
+            return act(), counter.names
 
-    status, _ = in_child(count)
-    assert status == 0
-    names = json.loads(os.read(read, 1 << 16))
-    os.close(read)
-    os.close(write)
+    (code, names), _ = answer(count)
+    assert code == 0
     every = sorted({*range(0, len(names), max(1, len(names) // 5)), *range(len(names) - 3, len(names))})
     for ordinal in every:
         moment = "half" if names[ordinal] == "pwrite_all" else "before"
@@ -306,11 +287,8 @@ def test_f4_a_kill_or_ctrl_c_leaves_the_source_and_no_half_result(
                 with intercepted(blow):
                     return act()
 
-            status, _ = in_child(struck)
-            if blow is kill:
-                assert os.WTERMSIG(status) == signal.SIGKILL
-            else:
-                assert os.waitstatus_to_exitcode(status) in (0, 130)
+            code, status = answer(struck)
+            assert status == signal.SIGKILL if blow is kill else code in (0, 130)
             assert contents(source) == before
             if target.exists():
                 assert to == "torch" or call("verify", target) == 0
@@ -376,13 +354,15 @@ def test_prune_refuses_beside_a_live_writer(run: Path, capsys: pytest.CaptureFix
     lease = run / "checkpoints/.lease"
     held = os.pipe()
     done = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+
+    def hold() -> None:
         StepStore(run / "checkpoints").open()
         os.write(held[1], b"x")
         os.read(done[0], 1)
-        os._exit(0)
-    os.read(held[0], 1)
+
+    pid = fork(hold)
+    os.close(held[1])
+    assert os.read(held[0], 1) == b"x"
     assert call("prune", run, "--keep", "latest = 1") == 1
     assert "is writing here" in capsys.readouterr().err
     os.write(done[1], b"x")
@@ -413,8 +393,7 @@ def test_a_killed_prune_leaves_whole_steps(run: Path) -> None:
                 with intercepted(blow):
                     return act()
 
-            status, _ = in_child(struck)
-            assert status != 0 or blow is not kill
+            assert answer(struck) == (None, signal.SIGKILL) or blow is not kill
             assert {1, 4} <= set(steps_of(run))
             for step in steps_of(run):
                 assert call("verify", run / f"checkpoints/step-{step}") == 0

@@ -8,9 +8,8 @@ import json
 import os
 import re
 import shutil
-import sys
-import traceback
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from converters import from_tables
+from tests.forked import answer
 from tests.tools.steps import LORA, save_step
 from titan_ckpt import progress
 from titan_ckpt.cli.main import main
@@ -411,23 +411,14 @@ def test_a_folder_or_file_without_permission_is_one_line(root: Path, tmp_path: P
 
 def as_nobody(commands: list[list[Any]]) -> tuple[list[int], list[str]]:
     """Run commands in a forked process of a user without rights; return their exit codes and lines of errors."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.chdir("/")
-            sys.stderr = io.StringIO()
-            if os.getuid() == 0:
-                os.setgid(65534)
-                os.setuid(65534)
-            codes = [main([*map(str, words)]) for words in commands]
-            os.write(write, json.dumps([codes, sys.stderr.getvalue().splitlines()]).encode())
-        except BaseException:
-            os.write(write, json.dumps([[-1], traceback.format_exc().splitlines()]).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        codes, said = json.loads(pipe.read())
-    os.waitpid(pid, 0)
+
+    def act() -> tuple[list[int], list[str]]:
+        os.chdir("/")
+        if os.getuid() == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+        with redirect_stderr(io.StringIO()) as errors:
+            return [main([*map(str, words)]) for words in commands], errors.getvalue().splitlines()
+
+    (codes, said), _ = answer(act)
     return codes, said

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.forked import fork
 from tests.tiny_run import settings
 from titan_ckpt.cli.main import main
 from titan_ckpt.telemetry.events import TELEMETRY, read_events
@@ -40,10 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     checkpoint = {"save": {"interval": 2, "keep": {"latest": 2}}, "export": [{"format": "hf"}]}
     config = settings(folder, training={"steps": 8, "log_interval": 1}, checkpoint=checkpoint)
-    pid = os.fork()
-    if pid == 0:
-        Trainer(config, callbacks=[KillAfter(5)]).run()
-        os._exit(1)
+    pid = fork(Trainer(config, callbacks=[KillAfter(5)]).run)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
     Trainer(config).run()
     return folder / "run"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import re
@@ -26,6 +25,7 @@ from tests.faults.small_checkpoints import (
     save,
     write_files,
 )
+from tests.forked import answer, fork
 from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory import store as step_store
 from titan_ckpt.directory.directory import CheckpointDirectory, open_steps
@@ -58,21 +58,15 @@ def everything(root: Path) -> dict[str, bytes | str]:
 
 
 def in_child(act: Callable[[], Any]) -> Any:
-    """Run `act` in a forked process and return what it returned, as JSON."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+    """Run `act` in a forked process; return what it returned, or its error's type and text."""
+
+    def caught() -> Any:
         try:
-            answer = json.dumps(act())
-        except BaseException as error:
-            answer = json.dumps([type(error).__name__, str(error)])
-        os.write(write, answer.encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        answer = pipe.read()
-    os.waitpid(pid, 0)
-    return json.loads(answer)
+            return act()
+        except Exception as error:
+            return [type(error).__name__, str(error)]
+
+    return answer(caught)[0]
 
 
 def link(path: Path) -> None:
@@ -464,10 +458,7 @@ def test_dead_attempts_are_cleared_by_the_next_writer(tmp_path: Path) -> None:
         write_files(attempt, 0)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    pid = os.fork()
-    if pid == 0:
-        die()
-    os.waitpid(pid, 0)
+    os.waitpid(fork(die), 0)
     assert len(os.listdir(tmp_path / ".staging")) == 1
     assert open_directory(tmp_path).steps() == [1]
     assert len(os.listdir(tmp_path / ".staging")) == 1
@@ -496,10 +487,12 @@ def test_a_second_writer_is_refused_while_the_first_lives(tmp_path: Path) -> Non
 
 def test_a_killed_writer_is_succeeded_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """SIGKILL leaves the lease file behind but not the lease, even while the dead process is not reaped."""
-    pid = os.fork()
-    if pid == 0:
+
+    def die() -> None:
         commit_step(open_directory(tmp_path), 1)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    pid = fork(die)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     save(tmp_path, 2, 0)
     os.waitpid(pid, 0)
@@ -525,40 +518,34 @@ def test_a_stopped_writer_that_was_succeeded_never_commits(tmp_path: Path, momen
 
     The other machine is played by a lock that does not reach and a record that names another boot.
     """
+    read, write = os.pipe()
 
-    def elsewhere(pretend: Callable[[], Any]) -> None:
+    def write_elsewhere() -> None:
         posix.lock = lambda fd: None
         holder = Holder("1" * 32, "elsewhere", "other-boot", "", os.getpid(), "1")
         Holder.current = staticmethod(lambda: holder)  # type: ignore[method-assign]
-        pretend()
+        directory = open_directory(tmp_path)
+        attempt = directory.begin(10)
+        records = write_files(attempt, 1)
+        check, lease = directory._store.open().check, directory._store.open()
+        checks = iter(range(2))
 
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-
-        def write_slowly() -> None:
-            directory = open_directory(tmp_path)
-            attempt = directory.begin(10)
-            records = write_files(attempt, 1)
-            check, lease = directory._store.open().check, directory._store.open()
-            checks = iter(range(2))
-
-            def check_and_stop() -> None:
-                check()
-                if next(checks) == 1:
-                    os.kill(os.getpid(), signal.SIGSTOP)
-
-            if moment == "writing":
+        def check_and_stop() -> None:
+            check()
+            if next(checks) == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
-            lease.check = check_and_stop  # type: ignore[method-assign]
-            try:
-                directory.commit(attempt, manifest_of(attempt, records))
-                os.write(write, b"committed")
-            except SaveError as error:
-                os.write(write, f"{type(error).__name__}: {error}".encode())
 
-        elsewhere(write_slowly)
-        os._exit(0)
+        if moment == "writing":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        lease.check = check_and_stop  # type: ignore[method-assign]
+        try:
+            directory.commit(attempt, manifest_of(attempt, records))
+            os.write(write, b"committed")
+        except SaveError as error:
+            os.write(write, f"{type(error).__name__}: {error}".encode())
+
+    pid = fork(write_elsewhere)
+    os.close(write)
     os.waitpid(pid, os.WUNTRACED)
     successor = open_directory(tmp_path)
     assert successor.steps() == []
@@ -566,8 +553,8 @@ def test_a_stopped_writer_that_was_succeeded_never_commits(tmp_path: Path, momen
     before = everything(tmp_path)
     os.kill(pid, signal.SIGCONT)
     os.waitpid(pid, 0)
-    answer = os.read(read, 10_000).decode()
-    assert answer.startswith("CommitConflictError" if moment == "writing" else "SaveError"), answer
+    told = os.read(read, 10_000).decode()
+    assert told.startswith("CommitConflictError" if moment == "writing" else "SaveError"), told
     assert everything(tmp_path) == before
     assert load(tmp_path) == (10, 2)
     commit_step(successor, 20, value=3)

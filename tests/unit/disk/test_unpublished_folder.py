@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import fork
 from titan_ckpt.disk import posix
 from titan_ckpt.disk import unpublished_folder as staged_folder
 from titan_ckpt.disk.unpublished_folder import StagedFolder
@@ -21,14 +22,11 @@ def publish(target: Path) -> None:
 
 
 def in_another_process(root: Path) -> None:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            staged_folder._live.clear()  # a process of its own holds none
-            publish(root)
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
+    def act() -> None:
+        staged_folder._live.clear()  # a process of its own holds none
+        publish(root)
+
+    os.waitpid(fork(act), 0)
 
 
 def test_only_folders_of_exactly_such_a_name_are_removed(tmp_path: Path) -> None:

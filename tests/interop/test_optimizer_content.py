@@ -405,6 +405,32 @@ def test_a_wrapper_of_schedulefree_keeps_its_mode(tmp_path: Path) -> None:
     assert first.state() == second.state()
 
 
+@pytest.mark.parametrize("saved", ["wrapped", "plain"])
+@pytest.mark.parametrize("resumed", ["wrapped", "plain"])
+def test_the_optimizer_inside_a_wrapper_of_schedulefree_is_another_one(
+    tmp_path: Path, saved: str, resumed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The classes inside are the same; one warning says that the state goes into, or comes out of, a wrapper."""
+
+    def made(kind: str) -> Any:
+        def build(model: nn.Module) -> Any:
+            inner = SGD([{"params": [p]} for p in model.parameters()], lr=0.1)
+            return ScheduleFreeWrapper(inner) if kind == "wrapped" else inner
+
+        return start(Case(kind, build, kind="plain"), 0, lambda _: None)
+
+    first = made(saved)
+    with first.manager(tmp_path) as m:
+        m.load()
+        first.steps(1, 1)
+        m.save(1)
+    with made(resumed).manager(tmp_path) as m:
+        m.load()
+    names = {"plain": "SGD", "wrapped": "SGD in schedulefree's wrapper"}
+    said = f"optimizer is of class {names[saved]}, and this run's of class {names[resumed]}, which goes on with that"
+    assert [said in text for text in caplog.messages if "of class" in text] == [True] * (saved != resumed)
+
+
 def test_an_object_that_is_no_optimizer_is_named(tmp_path: Path) -> None:
     """One line says what to pass."""
     with pytest.raises(LoadMismatchError, match=r"Holder has no state and groups as a torch.optim.Optimizer"):

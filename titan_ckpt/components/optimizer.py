@@ -221,19 +221,24 @@ class OptimizerState:
     def replaced_classes(self, groups: Groups) -> list[str]:
         """Return a line for each class of optimizer whose state `apply` gives to an unrelated class.
 
-        Two classes are related if one has the other's name or is derived from a class of that name. Unrelated ones are
-        not refused, because classes are renamed and wrapped.
+        Two classes are related if one has the other's name or is derived from a class of that name, and both or none
+        are in schedulefree's wrapper. Unrelated ones are not refused, because classes are renamed and wrapped.
         """
         lines: dict[str, None] = {}
-        for group in (group for optimizer in groups for group in optimizer):
-            before = group.get("classes")
-            kinds = dict.fromkeys(type(self._owners[fqn][0]) for fqn in group["fqns"] if fqn in self._owners)
-            for now in map(class_names, kinds):
-                if before and now and before[0] not in now and now[0] not in before:
+        wrapped = {
+            optimizer for w, optimizer in zip(self._wrappers, self.optimizers, strict=True) if contents.kept_by(w)
+        }
+        for stored, group in ((optimizer[0], group) for optimizer in groups for group in optimizer):
+            before, was_wrapped = group.get("classes"), "wrapper" in stored.get("beside", {})
+            for owner in dict.fromkeys(self._owners[fqn][0] for fqn in group["fqns"] if fqn in self._owners):
+                now, is_wrapped = class_names(type(owner)), owner in wrapped
+                if not before or not now:
+                    continue
+                if was_wrapped is not is_wrapped or (before[0] not in now and now[0] not in before):
                     lines[
-                        f"the checkpoint's optimizer is of class {before[0]}, and this run's of class {now[0]}, which "
-                        f"goes on with that state as it is. If {now[0]} is not the same optimizer by another name, "
-                        'start it afresh: checkpoint.resume.exclude = ["optimizer"]'
+                        f"the checkpoint's optimizer is of class {_called(before, was_wrapped)}, and this run's of "
+                        f"class {_called(now, is_wrapped)}, which goes on with that state as it is. If these are not "
+                        'two names of one optimizer, start it afresh: checkpoint.resume.exclude = ["optimizer"]'
                     ] = None
         return list(lines)
 
@@ -304,6 +309,10 @@ def _is_room(live: Any, info: TensorInfo, parameter: nn.Parameter, layout: Seque
     if not isinstance(live, torch.Tensor) or is_made_of_others(live) or info_of(live) != info:
         return False
     return not isinstance(parameter, DTensor) or placements_unlike(parameter, live) == layout
+
+
+def _called(classes: Sequence[str], wrapped: bool) -> str:
+    return f"{classes[0]} in schedulefree's wrapper" if wrapped else classes[0]
 
 
 def _beside_of(groups: Groups, matched: Sequence[Sequence[Group]]) -> dict[str, Any]:

@@ -416,7 +416,7 @@ def test_state_of_another_class_with_the_same_settings_is_one_warning(
         assert m.load().step == 1
     said = (
         f"the checkpoint's optimizer is of class {before.__name__}, and this run's of class {now.__name__}, which goes "
-        f"on with that state as it is. If {now.__name__} is not the same optimizer by another name, start it afresh: "
+        f"on with that state as it is. If these are not two names of one optimizer, start it afresh: "
         'checkpoint.resume.exclude = ["optimizer"]'
     )
     lines = [record.getMessage() for record in caplog.records if "of class" in record.getMessage()]

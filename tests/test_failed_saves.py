@@ -412,8 +412,10 @@ def test_what_is_called_save_request_and_is_none_does_not_end_a_run(
     else:
         os.mkfifo(path)
     with manager_in(RunFolder(tmp_path)) as manager, RunGuard(manager) as guard:
+        while "no request to save: " not in caplog.text:
+            time.sleep(0.01)
         for step in range(1, 4):
-            time.sleep(0.2)
+            time.sleep(0.2)  # time to say it again
             manager.save(step)
             assert not guard.step_ended(step)
     assert content(RunFolder(tmp_path)) == [1, 2, 3]

@@ -155,7 +155,7 @@ def test_nothing_is_left_after_close(run_folder: RunFolder, mode: Any) -> None:
     with pytest.raises(LoadMismatchError):
         other.load()
     other.close()
-    deadline = time.monotonic() + (10 if run_folder.url else 0)
+    deadline = time.monotonic() + (60 if run_folder.url else 0)
     while (now := open_things())[0] > before[0] and time.monotonic() < deadline:
         time.sleep(0.1)  # a bucket's client opens files for a moment, in threads of its own
     assert now[0] <= before[0]

@@ -101,7 +101,7 @@ def a_peer_that_stops(root: Path) -> None:
         dist.barrier()
         with run.manager() as manager:
             line = manager._coordinator
-            line.timeout_seconds = 2.0
+            line.timeout_seconds = 4.0
             stop = once(partial(os.kill, os.getpid(), signal.SIGSTOP))
             with (
                 failing_after(0, stop) if rank == 1 else nullcontext(),
@@ -111,7 +111,7 @@ def a_peer_that_stops(root: Path) -> None:
             assert refused(manager)
             if rank == 0:
                 os.kill(pids[1], signal.SIGCONT)
-            line.timeout_seconds = 20.0
+            line.timeout_seconds = 60.0
             assert manager.load().step == 2
             assert same(run.values(), history[1])
     with run.manager() as manager:
@@ -137,7 +137,7 @@ def test_a_rank_that_dies_in_the_middle_leaves_the_mark_on_the_others(tmp_path: 
         trained = Run(tmp_path)
         trained.save(1)
         with trained.manager() as manager:
-            manager._coordinator.timeout_seconds = manager._directory._coordinator.timeout_seconds = 1.0
+            manager._coordinator.timeout_seconds = manager._directory._coordinator.timeout_seconds = 4.0
             with failing_after(0, lambda: os.kill(os.getpid(), signal.SIGKILL), 1) if line.rank == 1 else nullcontext():
                 told = forked_ranks.outcome(manager.load)
             return [told, refused(manager)]

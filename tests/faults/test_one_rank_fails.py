@@ -49,7 +49,7 @@ def a_converters_keys(line: Coordinator, folder: Path) -> None:
 @pytest.mark.parametrize("act", [digests, chunks_of_an_export, a_converters_keys], ids=lambda act: act.__name__)
 def test_the_error_of_one_rank_is_that_of_all(tmp_path: Path, act: Callable[[Coordinator, Path], None]) -> None:
     """The other rank names it and its error, and has not waited for the timeout."""
-    first, second = run(2, lambda line: outcome(lambda: act(line, tmp_path)), timeout=3.0)
+    first, second = run(2, lambda line: outcome(lambda: act(line, tmp_path)))
     assert second == ["MemoryError", "no room"]
     assert first[0] == "PeerError"
     assert "rank 1 failed: MemoryError: no room" in first[-1]

@@ -115,7 +115,7 @@ def test_memory_of_a_part_is_lent_again_when_the_last_view_of_it_is_gone() -> No
     waiter.join(0.2)
     assert waiter.is_alive() and len(held) == 100
     del held
-    waiter.join(5)
+    waiter.join(60)
     assert [len(view) for view in again] == [8192]
 
 

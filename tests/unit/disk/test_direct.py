@@ -28,7 +28,7 @@ def test_an_interrupt_waits_for_all_threads() -> None:
             return
         written.append(item)
         _thread.interrupt_main()
-        time.sleep(0.2)
+        time.sleep(1)
         written.append(-item)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it

@@ -174,7 +174,7 @@ def test_a_stopped_or_dead_rank_is_named_within_the_bound(silent: int, how: sign
         if line.rank == silent:
             os.kill(os.getpid(), how)
         start = time.monotonic()
-        failed = outcome(lambda: line.barrier("after", timeout_seconds=1.0))
+        failed = outcome(lambda: line.barrier("after", timeout_seconds=3.0))
         return [failed, time.monotonic() - start]
 
     ranks = Ranks(3, body, timeout=20, rank_0_serves=False)
@@ -183,7 +183,7 @@ def test_a_stopped_or_dead_rank_is_named_within_the_bound(silent: int, how: sign
             (kind, named, message), seconds = ranks.result(rank)
             assert (kind, named) == ("PeerError", [silent]), message
             assert f"rank {silent} did not" in message
-            assert seconds < 1.0 + 4 * 1.05
+            assert seconds < 3.0 + 4 * 1.15
     finally:
         ranks.stop()
 
@@ -209,7 +209,7 @@ def test_losing_the_store_itself_is_bounded(how: signal.Signals) -> None:
         first, second, seconds, again = ranks.result(1)
         assert first[:2] == second[:2] == ["PeerError", [0]]
         assert seconds < 1.0 + 4 * 1.05 + 1.0
-        assert again < 0.5
+        assert again < 1.0
     finally:
         ranks.stop()
 
@@ -218,6 +218,7 @@ def test_a_late_rank_reads_the_verdict_and_all_go_on_together() -> None:
     """A rank that sleeps past the bound fails like the others, and the next exchange is in step again."""
 
     def body(line: Coordinator) -> Any:
+        line.barrier("before")
         if line.rank == 1:
             time.sleep(3)
         first = outcome(lambda: line.gather("a", line.rank, timeout_seconds=1.0))

@@ -76,7 +76,7 @@ def test_a_failing_rank_fails_the_test_with_its_traceback_and_values() -> None:
     assert "expected = 7" in text
 
 
-@distributed(nproc=2, timeout_seconds=2.0)
+@distributed(nproc=2, timeout_seconds=6.0)
 def _rank_one_waits_for_ever(pids: Path) -> None:
     (pids / str(dist.get_rank())).write_text(str(os.getpid()))
     if dist.get_rank() == 1:

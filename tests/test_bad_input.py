@@ -259,6 +259,27 @@ def test_folders_that_are_files_are_all_named_before_anything_is_built(
     assert re.search(r"output_folder: .*/out is a file, and .*/out/run is to be a folder", capsys.readouterr().err)
 
 
+def test_what_is_in_the_way_of_a_runs_own_files_is_bad_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders in their places and files that nobody may read are all named before the first step, and stay."""
+    path = write_config(tmp_path, {})
+    names = ["metrics.jsonl", "stopped.json", "telemetry.jsonl", "wandb-run-id", "save-answer.json"]
+    for name in names:
+        (tmp_path / "run" / name).mkdir(parents=True)
+    assert main([str(path)]) == 2
+    lines = capsys.readouterr().err.splitlines()[1:]
+    assert [line.split()[1] for line in lines] == [str(tmp_path / "run" / name) for name in names]
+    fault = " is a folder, and the run writes a file of that name: move it away, or set another output_folder"
+    assert all(line.startswith("  output_folder: ") and line.endswith(fault) for line in lines), lines
+    (tmp_path / "run" / names[0]).rmdir()
+    (tmp_path / "run" / names[0]).write_text('{"step": 1}\n')
+    monkeypatch.setattr(os, "access", lambda place, mode: mode != os.R_OK)  # root may read everything
+    assert main([str(path)]) == 2
+    assert "metrics.jsonl cannot be read, and the run goes on with what it says: move it" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path / "run")) == sorted(names)
+
+
 def test_folders_outside_of_an_output_folder_that_is_not_there_are_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,7 +33,7 @@ from titan_ckpt.rng import RandomState
 from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue
 from titan_ckpt.training.callbacks.base import import_callbacks
 from titan_ckpt.training.callbacks.checkpoint import Checkpointing, Export
-from titan_ckpt.training.callbacks.console import Logging, ProgressBar
+from titan_ckpt.training.callbacks.console import METRICS, Logging, ProgressBar
 from titan_ckpt.training.callbacks.evaluation import Evaluation
 from titan_ckpt.training.callbacks.health import GradientHealth
 from titan_ckpt.training.callbacks.monitors import LoadBalance, MemoryMonitor
@@ -62,8 +62,6 @@ from titan_ckpt.training.train_state import TrainState
 from titan_ckpt.types import ModelHooks
 from titan_ckpt.weights.initialize import construct, materialise
 from titan_ckpt.weights.transforms import StateDictTransforms
-
-METRICS = "metrics.jsonl"
 
 
 class Converters(ModelHooks, Protocol):

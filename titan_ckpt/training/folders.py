@@ -1,18 +1,31 @@
-"""Check that a run can write to its folders. Creates nothing, so that a run which cannot start leaves no trace."""
+"""Check that a run can write to its folders and files. Creates nothing: a run which cannot start leaves no trace."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.guard.outside_request import ANSWER
 from titan_ckpt.stores.bucket import open_location
+from titan_ckpt.telemetry.events import TELEMETRY
+from titan_ckpt.training.callbacks.console import METRICS
+from titan_ckpt.training.callbacks.trackers import RUN_ID
 from titan_ckpt.training.config import RunConfig
+from titan_ckpt.training.outcome import STOPPED
+
+FILES = (METRICS, STOPPED, TELEMETRY, RUN_ID, ANSWER)
+"""Files that a run writes into its output folder itself."""
 
 
 def check_folders(config: RunConfig) -> None:
-    """Raises: ConfigError listing every setting whose folder is a file, is below a file, or is not writable."""
+    """Check all folders of a run, and the files in its output folder.
+
+    Raises: ConfigError listing every setting whose folder is a file, is below a file, or is not writable, and every
+        file of the run in whose place is a folder, or which cannot be read.
+    """
     output = Path(config.output_folder)
     why_no_output = posix.why_no_folder(output)
     found = [("output_folder", why_no_output)] + [
@@ -20,8 +33,21 @@ def check_folders(config: RunConfig) -> None:
         for setting, folder in _folders(config, output)
         if why_no_output is None or not folder.is_relative_to(output)  # below it, folders have the same fault
     ]
+    if why_no_output is None:
+        found += [("output_folder", _why_no_file(output / name)) for name in FILES]
     if problems := [f"{setting}: {why}" for setting, why in found if why]:
         raise ConfigError(problems)
+
+
+def _why_no_file(path: Path) -> str | None:
+    """Return why a run cannot go on with a file of its own; None if it can, or if there is none."""
+    if path.is_dir():
+        fault = "is a folder, and the run writes a file of that name"
+    elif path.exists() and not os.access(path, os.R_OK):
+        fault = "cannot be read, and the run goes on with what it says"
+    else:
+        return None
+    return f"{path} {fault}: move it away, or set another output_folder"
 
 
 def _folders(config: RunConfig, output: Path) -> Iterator[tuple[str, Path]]:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from titan_ckpt.loading.restore import LoadResult
     from titan_ckpt.training.trainer import Trainer
 
+METRICS = "metrics.jsonl"
+
 logger = logging.getLogger(__name__)
 
 

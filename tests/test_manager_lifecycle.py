@@ -123,6 +123,16 @@ def test_a_closed_manager_says_so(run_folder: RunFolder) -> None:
     assert run_folder.steps() == [1]
 
 
+def test_a_step_is_not_saved_without_the_table_for_saves(run_folder: RunFolder) -> None:
+    """save() has nothing to do then; save_step() cannot do what it was called for."""
+    config = CheckpointConfig(**run_folder.settings)
+    with CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=run_folder.base) as m:
+        assert m.save(1) is False
+        with pytest.raises(CheckpointError, match=r": step 1 is not saved: save_step needs .* checkpoint\.save, and"):
+            m.save_step(DueSave(1))
+    assert run_folder.steps() == []
+
+
 @MODES
 def test_nothing_is_left_after_close(run_folder: RunFolder, mode: Any) -> None:
     """No thread, no open file, no hook on the optimizer; also where the run fails with a save in flight."""

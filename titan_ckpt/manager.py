@@ -332,10 +332,14 @@ class CheckpointManager:
 
         A subclass may extend it, for steps of the interval and for the last one alike: all ranks call it, with equal
         arguments, and `wait` ends what it has started.
-        Raises: as `save`.
+        Raises: as `save`; CheckpointError for a run that saves nothing.
         """
         self._check_keepable(f"step {due.step} is not saved")
-        assert self._saver is not None and self.config.save is not None
+        if self._saver is None or self.config.save is None:
+            raise CheckpointError(
+                f"{self._directory.root}: step {due.step} is not saved: save_step needs a config with checkpoint.save, "
+                "and this one has none. Add it, or call save, which saves only the steps that the config asks for"
+            )
         busy = self._coordinator.broadcast("busy", self._saver.busy)
         if busy and due.skippable and self.config.save.if_busy == "skip":
             logger.warning("step %d is due and not saved: the save before it is still being written", due.step)

@@ -36,6 +36,11 @@ _USER = re.compile(r"\b([A-Za-z][\w+.-]*:/{1,2})(?:[^/\s@?]+|[^\s@?:]*:[^\s@?]*)
 _QUERY = re.compile(r"\b([A-Za-z][\w+.-]*:/[^\s?]*\?)[^\s\"']+")
 
 
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """Return "1 tensor" or "2 tensors". `many`: the text after any other number than 1; by default `one` and an s."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def listed(lines: Sequence[str], separator: str = "; ", last: str | None = None, most: int = 8) -> str:
     """Join the first `most` lines, for a message that stays readable, and say how many more there are.
 

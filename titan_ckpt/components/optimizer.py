@@ -23,7 +23,7 @@ from titan_ckpt.components.optimizer_split import NOT_STORED, Group, Splitter, c
 from titan_ckpt.components.quantised_state import QUANTISED
 from titan_ckpt.components.state_layout import placements_unlike, room, room_like
 from titan_ckpt.encoding import typed_json
-from titan_ckpt.errors import LoadMismatchError, SaveError, listed
+from titan_ckpt.errors import LoadMismatchError, SaveError, counted, listed
 from titan_ckpt.geometry.chunks import TensorInfo, info_of, plain
 from titan_ckpt.geometry.nested import address, give_tensors, layouts_of, names_of
 from titan_ckpt.types import StateDict
@@ -188,8 +188,6 @@ class OptimizerState:
                     problems.append(f"{where}: its parameters were in {len(known)} groups with other hyperparameters")
                 if fault := _fault_of_kind(optimizer, group, known):
                     problems.append(f"{where}: {fault}")
-                if new := [f for f in fqns if f not in of_fqn]:
-                    logger.warning("%s: %d parameters start without state: %s", where, len(new), listed(new, ", ", " "))
         if problems:
             live, stored = [len(o.param_groups) for o in self.optimizers], [len(g) for g in groups]
             raise LoadMismatchError(
@@ -248,6 +246,10 @@ class OptimizerState:
         Raises: LoadMismatchError, as `match`; nothing is changed then.
         """
         matches = self.match(groups)
+        trained = {fqn for optimizer in groups for group in optimizer for fqn in group["fqns"]}
+        if new := [fqn for fqn in self._owners if fqn not in trained]:
+            what = counted(len(new), "parameter starts", "parameters start")
+            logger.warning("%s without optimizer state: %s", what, listed(new, ", ", " "))
         nested = {name for o in groups for g in o for state in g["own"].values() for name in names_of(state)}
         by_fqn: dict[str, dict[str, torch.Tensor]] = {}
         for key, value in tensors.items():

@@ -423,6 +423,22 @@ def test_state_of_another_class_with_the_same_settings_is_one_warning(
     assert lines == ([said] if warns else [])
 
 
+@pytest.mark.parametrize("new", [0, 1, 2])
+def test_parameters_that_join_a_group_are_named_once(
+    tmp_path: Path, new: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They start without state; the groups are compared several times in a load, and the log says it once."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    parameters = [*model.parameters()]
+    with manager(tmp_path, model, optimizers=[torch.optim.AdamW(parameters[new:])]) as m:
+        m.save(1)
+    with manager(tmp_path, model, optimizers=[torch.optim.AdamW(parameters)]) as m:
+        m.load()
+    said = ["1 parameter starts without optimizer state: 0.weight"]
+    said.append("2 parameters start without optimizer state: 0.weight, 0.bias")
+    assert [text for text in caplog.messages if "without optimizer state" in text] == said[new - 1 : new]
+
+
 @pytest.mark.parametrize("left_out", ["optimizer", "lr_scheduler"])
 def test_a_schedule_that_starts_afresh_does_so_from_this_runs_rate(
     tmp_path: Path, left_out: Any, caplog: pytest.LogCaptureFixture

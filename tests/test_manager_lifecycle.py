@@ -392,7 +392,7 @@ def test_a_model_without_memory_is_neither_saved_nor_loaded_into(run_folder: Run
         pytest.raises(LoadMismatchError, match=r"no memory to load into.*weight"),
     ):
         m.load()
-    with manager(run_folder / "new", model=model) as m, pytest.raises(StateEncodingError, match="have no memory yet"):
+    with manager(run_folder / "new", model=model) as m, pytest.raises(StateEncodingError, match="no memory yet for"):
         m.save(1)
 
 

@@ -21,7 +21,7 @@ from converters.float8.export import BlockQuantiser
 from converters.protocol import ModelConverter, Stage
 from converters.quantised import replaceable_linears, require_gpu, require_torchao
 from titan_ckpt.encoding.toml import Checked
-from titan_ckpt.errors import ConverterError
+from titan_ckpt.errors import ConverterError, counted
 from titan_ckpt.geometry.chunks import local_tensor, sharded_as
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.names import clean_fqn
@@ -88,7 +88,9 @@ class Float8Converter(ModelConverter):
 
             use_byte_gather(model)
         odd = len(modules) - len(chosen)
-        logger.info("float8 %s: %d modules, %d left for their odd dims", self.config.recipe, len(chosen), odd)
+        logger.info(
+            "float8 %s: %s, %d left for their odd dims", self.config.recipe, counted(len(chosen), "module"), odd
+        )
 
     def state_dict_transform(self, state_dict: StateDict, last_step: bool) -> StateDict:
         """Return the tensors without torchao's wrapper, aliasing the live memory, in every mode."""

@@ -32,7 +32,7 @@ from converters.lora.watch import FirstForward
 from converters.protocol import ModelConverter, Stage
 from converters.qat.converter import quantised_forward
 from converters.targets import in_lines, select
-from titan_ckpt.errors import ConverterError, ExportError
+from titan_ckpt.errors import ConverterError, ExportError, counted
 from titan_ckpt.geometry.chunks import info_of
 from titan_ckpt.types import StateDict, StateDictAdapter
 from titan_ckpt.weights.names import clean_fqn
@@ -88,7 +88,9 @@ class LoRAConverter(ModelConverter):
         self._others += [fqn for name in model.state_dict() if (fqn := clean_fqn(name)) not in weights]
         self.initialize([model])
         FirstForward(model, tied)
-        logger.info("LoRA: %d weights adapted, %d modules trained in full", len(chosen), len(copied))
+        logger.info(
+            "LoRA: %s adapted, %s trained in full", counted(len(chosen), "weight"), counted(len(copied), "module")
+        )
 
     def key_filter(self, fqn: str) -> bool:
         """Return whether the key belongs to an adapter or a trained copy; a base key with a similar name does not."""

@@ -21,7 +21,7 @@ from converters.quantised import replaceable_linears, require_gpu, require_torch
 from converters.targets import in_lines
 from titan_ckpt.config import PositiveInt
 from titan_ckpt.encoding.toml import Checked
-from titan_ckpt.errors import ConverterError
+from titan_ckpt.errors import ConverterError, counted
 from titan_ckpt.weights.names import clean_fqn
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class QATConverter(ModelConverter):
         if self.config.scheme.startswith("float8"):
             _pass_gradients_through(model)
         self._quantised |= {f"{fqn}.weight" for fqn in chosen}
-        logger.info("QAT %s: %d modules", self.config.scheme, len(chosen))
+        logger.info("QAT %s: %s", self.config.scheme, counted(len(chosen), "module"))
 
     def weight_quantiser(self) -> TorchaoQuantiser:
         """Return the quantiser that stores the weights of an export as training fake-quantised them."""

@@ -88,7 +88,7 @@ def test_a_new_head_is_asked_for_by_name(name: str, tmp_path: Path, caplog: pyte
     with caplog.at_level(logging.INFO, "titan_ckpt"):
         model, report = run(tmp_path / "base", InitialLoadConfig(base.path, initialise=(head,)), tmp_path / "run", name)
     assert report.initialised == (head,)
-    assert f"1 tensors are not loaded, as asked: {head}" in caplog.text
+    assert f"1 tensor is not loaded, as asked: {head}" in caplog.text
     exported = load_file(tmp_path / "run/exports/step-1/model.safetensors")
     assert {key for key, value in exported.items() if not torch.equal(value, tensors.get(key, value + 1))} == {HEAD}
     assert 0.001 < float(model.get_parameter(head).detach().std()) < 0.3

@@ -28,3 +28,9 @@ def test_an_error_comes_out_of_a_pickle_as_it_went_in(kind: type[errors.Checkpoi
     error = kind(*_ARGUMENTS.get(kind, ("a message",)))
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is kind and str(again) == str(error) and vars(again) == vars(error)
+
+
+def test_one_thing_is_not_called_several() -> None:
+    """A number of things stands before the word for one or for several."""
+    assert [errors.counted(number, "step") for number in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+    assert [errors.counted(n, "row is", "rows are") for n in (0, 1, 2)] == ["0 rows are", "1 row is", "2 rows are"]

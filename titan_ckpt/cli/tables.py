@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
+from titan_ckpt.errors import counted
 from titan_ckpt.tools.listing import Listing, age, size
 
 if TYPE_CHECKING:
@@ -87,11 +88,12 @@ def _tensor_rows(component: ComponentContent, *, everything: bool) -> Iterator[t
 def content(found: Content, console: Console, *, everything: bool) -> None:
     total = sum(component.num_bytes for component in found.components)
     count = sum(component.num_tensors for component in found.components)
-    tree = Tree(escape(printable(f"{found.path}: {found.format}, {count} tensors, {size(total)}")))
+    tree = Tree(escape(printable(f"{found.path}: {found.format}, {counted(count, 'tensor')}, {size(total)}")))
     for component in found.components:
         dtypes = ", ".join(f"{dtype} {size(num)}" for dtype, num in component.dtypes.items())
         head = (
-            f"[bold]{component.component}[/]: {component.num_tensors} tensors, {size(component.num_bytes)} ({dtypes})"
+            f"[bold]{component.component}[/]: {counted(component.num_tensors, 'tensor')}, "
+            f"{size(component.num_bytes)} ({dtypes})"
         )
         branch = tree.add(head)
         rows = [*_tensor_rows(component, everything=everything)]
@@ -115,7 +117,7 @@ def content(found: Content, console: Console, *, everything: bool) -> None:
     if everything:
         _about("state", found.state, console)
     elif found.state:
-        say(console, f"state: {len(found.state)} values; --all lists them")
+        say(console, f"state: {counted(len(found.state), 'value')}; --all lists them")
 
 
 def _about(title: str, values: Mapping[str, Any], console: Console) -> None:
@@ -147,7 +149,8 @@ def statistics(found: TensorStatistics, console: Console) -> None:
 
 
 def verified(found: Verified, console: Console) -> None:
-    say(console, f"{found.path} is whole: {found.format}, {found.num_tensors} tensors, {size(found.num_bytes)}")
+    what = f"{found.format}, {counted(found.num_tensors, 'tensor')}, {size(found.num_bytes)}"
+    say(console, f"{found.path} is whole: {what}")
     for line in (*found.checks, *found.notes):
         say(console, f"  {line}")
 
@@ -159,7 +162,7 @@ def difference(found: Difference, console: Console, top: int) -> None:
     say(console, f"  {found.right} ({found.right_format})")
     for component in found.components:
         differing = len(component.tensors)
-        equal = f"{component.num_equal} tensors are identical"
+        equal = f"{counted(component.num_equal, 'tensor is', 'tensors are')} identical"
         also = f", {differing} differ" if differing else f", digest {component.digests[0]}"
         say(console, f"{component.component}: {equal}{also}")
         if differing:
@@ -196,8 +199,9 @@ def _setting_differences(title: str, differences: Iterable[SettingDifference]) -
 
 
 def written(found: Written, console: Console) -> None:
-    merged = f", {found.merged} weights merged" if found.merged else ""
-    what = f"{found.format}, {found.num_tensors} tensors, {size(found.num_bytes)}, names: {found.names}{merged}"
+    merged = f", {counted(found.merged, 'weight')} merged" if found.merged else ""
+    tensors = counted(found.num_tensors, "tensor")
+    what = f"{found.format}, {tensors}, {size(found.num_bytes)}, names: {found.names}{merged}"
     say(console, f"{found.target} is written: {what}")
     for line in found.notes:
         say(console, line)
@@ -208,8 +212,7 @@ def pruned(found: Pruned, console: Console, *, dry_run: bool, set_aside: bool) -
     say(console, f"{found.checkpoints}: {verb} {_counted(found.deleted)} ({size(found.num_bytes)})")
     say(console, f"kept {_counted(found.kept)}")
     if found.set_aside:
-        number = len(found.set_aside)
-        what = f"{number} step{'s' * (number > 1)} that a rollback set aside ({size(found.set_aside_bytes)})"
+        what = f"{counted(len(found.set_aside), 'step')} that a rollback set aside ({size(found.set_aside_bytes)})"
         say(console, f"{verb} {what}" if set_aside else f"kept {what}; see --set-aside")
     for line in found.held:
         say(console, f"kept: {line}")

@@ -181,7 +181,9 @@ class OptimizerState:
                 matches[-1].append(known)
                 where = f"group {i} of optimizer {o}"
                 if fqns and not known:
-                    problems.append(f"{where}: none of its {len(fqns)} parameters was trained there, such as {fqns[0]}")
+                    problems.append(
+                        f"{where}: none of its {counted(len(fqns), 'parameter')} was trained there, such as {fqns[0]}"
+                    )
                 if any(matched_by.setdefault(id(g), i) != i for g in known):
                     problems.append(f"{where}: its parameters were in one group with others, such as {fqns[0]}")
                 if len(known) > 1 and len({typed_json.dumps(g["hyperparameters"]) for g in known}) > 1:
@@ -364,8 +366,9 @@ def merge_groups(of_ranks: Sequence[Groups]) -> Groups:
                 known["own"] |= group["own"]
     if faults:
         raise SaveError(
-            f"the ranks hold different optimizer state of {len(faults)} parameters, and one rank's would be lost: "
-            f"{listed(list(faults))}. Compute such state from reduced gradients, so that it is equal on all ranks"
+            f"the ranks hold different optimizer state of {counted(len(faults), 'parameter')}, and one rank's would "
+            f"be lost: {listed(list(faults))}. Compute such state from reduced gradients, so that it is equal on all "
+            "ranks"
         )
     return merged
 

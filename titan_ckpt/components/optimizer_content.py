@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from titan_ckpt.errors import LoadMismatchError, StateEncodingError
+from titan_ckpt.errors import LoadMismatchError, StateEncodingError, counted
 from titan_ckpt.geometry.chunks import local_tensor
 
 _WRAPPERS = ("accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightning.", "schedulefree.wrap_schedulefree")
@@ -134,7 +134,7 @@ def _read_directly(optimizer: Optimizer) -> OptimizerContent:
     others = {key: value for key, value in live.items() if key not in parameters}
     if lost := [key for key in others if isinstance(key, torch.Tensor)]:
         raise StateEncodingError(
-            f"{type(optimizer).__qualname__} has state of {len(lost)} tensors that are in none of its parameter "
+            f"{type(optimizer).__qualname__} has state of {counted(len(lost), 'tensor')} in none of its parameter "
             f"groups, such as one of shape {list(lost[0].shape)}. Delete it from optimizer.state, or give them a group"
         )
     state = {p: live[p] for p in live if p in parameters} if others else live

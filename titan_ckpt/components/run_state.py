@@ -30,7 +30,7 @@ from titan_ckpt.components.optimizer_rehearsal import rehearse
 from titan_ckpt.config import Component
 from titan_ckpt.distributed.sharing import describe
 from titan_ckpt.encoding import typed_json
-from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError, StateEncodingError, listed
+from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError, StateEncodingError, counted, listed
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import TensorInfo, blocks_of, local_tensor
 from titan_ckpt.geometry.nested import MAX_DEPTH, give_tensors, names_of, take_tensors
@@ -174,8 +174,8 @@ class RunState:
         absent = [name for name in wanted if name not in run.get("model", {})]
         if absent and "model" not in exclude:
             raise LoadMismatchError(
-                f"the checkpoint lacks the extra state of {len(absent)} modules: {listed(absent, ', ', ' ')}. Was it "
-                "saved from a different model?"
+                f"the checkpoint lacks the extra state of {counted(len(absent), 'module')}: "
+                f"{listed(absent, ', ', ' ')}. Was it saved from a different model?"
             )
 
     def destinations(

@@ -16,7 +16,7 @@ import torch
 from titan_ckpt.components.files import STATES
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.run_state import RunState
-from titan_ckpt.errors import SaveError, StateEncodingError, listed
+from titan_ckpt.errors import SaveError, StateEncodingError, counted, listed
 from titan_ckpt.geometry.nested import take_tensors
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.own_state import plain_attributes
@@ -67,8 +67,8 @@ def take_snapshot(run_state: RunState, step: int, model: ModelState, *, model_on
     """
     if names := without_memory(model.tensors):
         raise StateEncodingError(
-            f"{len(names)} tensors of the model have no memory yet, such as {names[0]}: materialise a model that "
-            "was built on meta (to_empty), and run a lazy one once, before it is saved",
+            f"no memory yet for {counted(len(names), 'tensor')} of the model, such as {names[0]}: materialise a "
+            "model that was built on meta (to_empty), and run a lazy one once, before it is saved",
             names[0],
         )
     tensors: StateDict = _named(model)

@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import ReplicaMismatchError, listed
+from titan_ckpt.errors import ReplicaMismatchError, counted, listed
 from titan_ckpt.geometry.chunks import local_tensor
 
 logger = logging.getLogger(__name__)
@@ -89,17 +89,21 @@ def _report(lines: Mapping[str, str], volatile: Collection[str], step: int) -> N
     wrong = [name for name in lines if name not in volatile]
     if not wrong:
         logger.warning(
-            "step %d: %d buffers or states are not the same on all ranks, and each is saved from one of them: %s",
+            "step %d: %s not the same on all ranks, and each is saved from one of them: %s",
             step,
-            len(lines),
+            counted(len(lines), "buffer or state is", "buffers or states are"),
             listed([*lines.values()]),
         )
         return
+    what = counted(
+        len(wrong),
+        "tensor that ranks hold as copies of each other is not the same",
+        "tensors that ranks hold as copies of each other are not the same",
+    )
     raise ReplicaMismatchError(
-        f"step {step} is not saved: {len(wrong)} tensors that ranks hold as copies of each other are not the same: "
-        f"{listed([lines[name] for name in wrong])}. Shards must be DTensors; copies drift apart where a "
-        "gradient is not reduced. To save all the same, some from one rank and some from another: "
-        'checkpoint.save.check_replicas = "off"',
+        f"step {step} is not saved: {what}: {listed([lines[name] for name in wrong])}. Shards must be "
+        "DTensors; copies drift apart where a gradient is not reduced. To save all the same, some "
+        'from one rank and some from another: checkpoint.save.check_replicas = "off"',
         wrong,
     )
 

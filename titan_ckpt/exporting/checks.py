@@ -12,7 +12,7 @@ from pathlib import Path
 
 from titan_ckpt.config import ExportConfig
 from titan_ckpt.disk import posix
-from titan_ckpt.errors import ConverterError, ExportError, ExportSettingError, listed
+from titan_ckpt.errors import ConverterError, ExportError, ExportSettingError, counted, listed
 from titan_ckpt.exporting.exporter import Exporter, quantiser_of
 from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.formats.publish.bucket_record import BucketExports
@@ -116,8 +116,9 @@ def _check(exporter: Exporter, configs: Sequence[ExportConfig], owned: bool) -> 
             problems.append('peft: no converter owns adapter weights; add [[converters]] kind = "lora"')
         if config.format == "peft" and (trained := exporter.model.trained_base()):
             problems.append(
-                f"peft: {len(trained)} parameters of the base are trained too, such as {trained[0]}, and an "
-                'adapter does not hold them; freeze them, or export merged weights (format = "hf")'
+                f"peft: {counted(len(trained), 'parameter of the base is', 'parameters of the base are')} trained "
+                f"too, such as {trained[0]}, and an adapter does not hold them; freeze them, or export merged weights "
+                '(format = "hf")'
             )
         if config.names == "torchtitan" and (lacking := _unknown_to_torchtitan(exporter)):
             problems.append(

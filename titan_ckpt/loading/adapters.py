@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from titan_ckpt.directory.manifest import Manifest
-from titan_ckpt.errors import LoadMismatchError, listed
+from titan_ckpt.errors import LoadMismatchError, counted, listed
 from titan_ckpt.formats.native.reader import NativeReader, manifest_of
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.keymap import KeyMap, selected
@@ -112,9 +112,9 @@ def check_fits(
     if not any(map(model.owns, owned)):
         theirs, ours = (", ".join(_by_kind(descriptions)) for descriptions in (saved, running))
         raise LoadMismatchError(
-            f"{path} holds {len(owned)} tensors of converters ({theirs}), such as {min(owned)}, and this run has "
-            f"{ours or 'no converters'}: add the [[converters]] it was trained with, start from the export of its run, "
-            "in which they are merged, or leave them out (ignore)"
+            f"{path} holds {counted(len(owned), 'tensor')} of converters ({theirs}), such as {min(owned)}, and this "
+            f"run has {ours or 'no converters'}: add the [[converters]] it was trained with, start from the export "
+            "of its run, in which they are merged, or leave them out (ignore)"
         )
     if manifest is None:
         logger.warning("load: %s says no rank, alpha and base of its adapter; this run's [[converters]] count", path)

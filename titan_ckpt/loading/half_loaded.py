@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from titan_ckpt.errors import HalfLoadedError, LoadMismatchError, listed
+from titan_ckpt.errors import HalfLoadedError, LoadMismatchError, counted, listed
 
 
 class HalfLoaded:
@@ -55,8 +55,8 @@ class HalfLoaded:
         if self._source is not None:
             raise HalfLoadedError(
                 f"{what}: the load of {self._source} began to overwrite this run and did not succeed on all ranks, so "
-                f"the state in memory is a mixture ({len(self._overwritten)} tensors on this rank). Call load() again "
-                "until it succeeds, or start the process again",
+                f"the state in memory is a mixture ({counted(len(self._overwritten), 'tensor')} on this rank). Call "
+                "load() again until it succeeds, or start the process again",
                 self._source,
                 sorted(self._overwritten),
             )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from titan_ckpt.errors import LoadMismatchError, listed
+from titan_ckpt.errors import LoadMismatchError, counted, listed
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo, blocks_of, info_of
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, selected
 from titan_ckpt.geometry.requests import ReadRequest
@@ -38,11 +38,12 @@ class Partial:
     def lines(self) -> Iterator[str]:
         """Yield what the log says about it."""
         if whole := sorted(self.fresh - self.grown.keys()):
-            yield f"{len(whole)} tensors are not loaded, as asked: {listed(whole, ', ')}"
+            yield f"{counted(len(whole), 'tensor is', 'tensors are')} not loaded, as asked: {listed(whole, ', ')}"
         for fqn, rows in self.grown.items():
             yield f"the first {rows} rows of {fqn} are loaded, the others initialised"
         if self.passed_by:
-            yield f"{len(self.passed_by)} tensors of it are left, in whole or in part: {listed(sorted(self.passed_by))}"
+            left = counted(len(self.passed_by), "tensor of it is", "tensors of it are")
+            yield f"{left} left, in whole or in part: {listed(sorted(self.passed_by))}"
 
 
 def partial_of(source: LoadSource, wanted: StateDict, available: Mapping[str, TensorInfo], key_map: KeyMap) -> Partial:

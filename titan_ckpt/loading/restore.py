@@ -29,6 +29,7 @@ from titan_ckpt.errors import (
     CorruptCheckpointError,
     LoadMismatchError,
     NotACheckpointError,
+    counted,
     listed,
 )
 from titan_ckpt.formats.dcp.dcp import DcpReader
@@ -174,10 +175,10 @@ class Restorer:
         self._coordinator.together("load-end", self._half_loaded.check_replaced)
         if kept:
             logger.warning(
-                "initial load: a source gives tensors alone, so that the extra state of %d modules stays as the model "
+                "initial load: a source gives tensors alone, so that the extra state of %s stays as the model "
                 "was built: %s. If the source's is needed, set it after load(), or resume the source with "
                 "training_state = true",
-                len(kept),
+                counted(len(kept), "module"),
                 listed(kept, ", ", " "),
             )
         return Restored(LoadResult(0, load_plan, report), base, None)
@@ -475,7 +476,8 @@ def fill_in_order(fills: Sequence[tuple[Sequence[str], Fill]]) -> None:
             if not filled:
                 raise
             raise CorruptCheckpointError(
-                f"{error}. Before it, {len(filled)} tensors were overwritten: {listed(filled, ', ', ' ')}",
+                f"{error}. Before it, {counted(len(filled), 'tensor was', 'tensors were')} overwritten: "
+                f"{listed(filled, ', ', ' ')}",
                 error.path,
                 [*filled, *error.overwritten],
             ) from error

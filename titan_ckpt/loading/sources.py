@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import ConverterError, LoadMismatchError, listed
+from titan_ckpt.errors import ConverterError, LoadMismatchError, counted, listed
 from titan_ckpt.formats.huggingface.peft import PeftReader, unselected
 from titan_ckpt.formats.huggingface.reader import TIED, HuggingFaceReader
 from titan_ckpt.formats.native.reader import NativeReader
@@ -144,7 +144,7 @@ def prepare_load(
 
         report, fills = coordinator.together("load-verdict", verdict)
         for folder in opened:
-            logger.info("load: %s: %d tensors", folder.source, len(folder.plan.report.loaded))
+            logger.info("load: %s: %s", folder.source, counted(len(folder.plan.report.loaded), "tensor"))
             for line in folder.partial.lines():
                 logger.info("load: %s: %s", folder.source.path, line)
         return PreparedLoad(report, state, made, gives_back, fills, opened, stack.pop_all())
@@ -164,8 +164,9 @@ def _state_to_fill(
         states.append(state)
         if sources and (names := without_memory(state.tensors)):
             raise LoadMismatchError(
-                f"{len(names)} tensors of the model have no memory to load into, such as {names[0]}: materialise a "
-                "model that was built on meta (model.to_empty(device=...)), and run a lazy one once, before load()"
+                f"no memory to load into for {counted(len(names), 'tensor')} of the model, such as {names[0]}: "
+                "materialise a model that was built on meta (model.to_empty(device=...)), and run a lazy one once, "
+                "before load()"
             )
         return {
             "owned": any(map(wrapper.owns, state.tensors)),

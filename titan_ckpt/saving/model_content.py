@@ -13,7 +13,7 @@ import torch
 
 from titan_ckpt.config import CheckpointConfig, ExportConfig
 from titan_ckpt.directory.manifest import Kind
-from titan_ckpt.errors import ConfigError, ExportSettingError
+from titan_ckpt.errors import ConfigError, ExportSettingError, counted
 from titan_ckpt.weights.identity import TrackedBase
 from titan_ckpt.weights.transforms import CASTABLE
 from titan_ckpt.weights.wrapper import ModelState, ModelWrapper
@@ -53,8 +53,8 @@ class ModelContent:
             return state
         if self.is_settled and (changed := self._base.changes()):
             problem = (
-                f"save.include_base: {len(changed)} tensors of the base, such as {changed[0]}, are trained or have "
-                "changed since the first step, and saves of the adapter alone lose them: set it to true, and start the "
+                f"save.include_base: training changes {counted(len(changed), 'tensor')} of the base, such as "
+                f"{changed[0]}, and saves of the adapter alone lose them: set it to true, and start the "
                 "run again from its newest step"
             )
             raise ConfigError([problem], "checkpoint")
@@ -91,5 +91,5 @@ class ModelContent:
 
 
 def _changes(changed: Sequence[str]) -> str:
-    what = f"{len(changed)} tensors of the base, such as {changed[0]}" if changed else "the base"
+    what = f"{counted(len(changed), 'tensor')} of the base, such as {changed[0]}" if changed else "the base"
     return f"training changes {what}"

@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from titan_ckpt import progress
+from titan_ckpt.errors import counted
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import LazyTensor
 from titan_ckpt.geometry.requests import TensorReader
@@ -135,7 +136,7 @@ def _others(a: TensorReader, b: TensorReader, not_compared: list[str]) -> dict[s
     mine, theirs = other_keys(a), other_keys(b)
     for reader, keys, other in ((a, mine, theirs), (b, theirs, mine)):
         if keys and not other:
-            not_compared.append(f"{len(keys)} tensors of training state in {reader.path}")
+            not_compared.append(f"{counted(len(keys), 'tensor')} of training state in {reader.path}")
     if mine and theirs:
         if mine.keys() & theirs.keys():
             return {"training state": (stored(a, mine), stored(b, theirs))}

@@ -14,7 +14,14 @@ from tempfile import TemporaryDirectory
 
 from titan_ckpt import progress
 from titan_ckpt.converting import native_tensors, stored_tensor
-from titan_ckpt.errors import CheckpointError, ConfigError, CorruptCheckpointError, KeyMapError, NotACheckpointError
+from titan_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpointError,
+    KeyMapError,
+    NotACheckpointError,
+    counted,
+)
 from titan_ckpt.formats.huggingface.peft import PeftReader, check_adapter
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.formats.native.verify import verify_step
@@ -72,7 +79,7 @@ def _native(path: Source, name: str) -> Verified:
     with open_reader(path, "native") as reader:
         num_tensors = len(reader.tensors)
     checks = (
-        f"every digest of {step.num_files} files holds",
+        f"every digest of {counted(step.num_files, 'file')} holds",
         "the stored chunks of every tensor cover it exactly once",
     )
     notes = (f"also there, and no part of the step: {', '.join(step.foreign)}",) if step.foreign else ()

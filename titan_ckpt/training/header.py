@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from titan_ckpt.errors import counted
 from titan_ckpt.training.data.sequences import DummyDataset, IndexedDataset
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def position(trainer: Trainer) -> str:
     """Return the line that says where the run begins, after the load."""
     step, epochs = trainer.state.step, trainer.config.training.epochs
     begins = f"goes on after step {step}" if step else "starts at step 1"
-    passes = "" if epochs is None else f", at most {epochs} epoch{'s' if epochs > 1 else ''}"
+    passes = "" if epochs is None else f", at most {counted(epochs, 'epoch')}"
     return f"run     {trainer.config.output_folder}, {begins} of {trainer.num_steps}{passes}"
 
 

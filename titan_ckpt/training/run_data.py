@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, counted
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.data.batch import Batch
@@ -135,7 +135,8 @@ def _indexed(
         conversations = tokenise_conversations(corpus, encode, data.sequence_length + 1, data.too_long, cache)
         chosen = range(*_bounds(len(conversations), data.held_out, part))
         if not chosen:
-            raise ConfigError([f"{setting}: {len(conversations)} conversations leave none to be {part}"])
+            what = counted(len(conversations), "conversation leaves", "conversations leave")
+            raise ConfigError([f"{setting}: {what} none to be {part}"])
         return ConversationDataset(conversations, chosen, config.seed, **order)
     tokens = tokenise(corpus, encode, {"tokenizer": tokenizer.digest}, cache)
     begin, end = _bounds(len(tokens), data.held_out, part)

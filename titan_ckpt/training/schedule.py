@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from titan_ckpt.config import NonNegative, PositiveInt
 from titan_ckpt.encoding.named import ImportName, is_import_name
 from titan_ckpt.encoding.toml import Check, Checked, foreign
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, counted
 from titan_ckpt.training.train_state import TrainState
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def find_decay(
         start = state.saved_schedule.get(DECAY_BEGAN, state.step) if goes_on else state.step
         state.schedule[DECAY_BEGAN] = start
     if num_steps < start + length:
-        problem = f"the decay after step {start} takes {length} steps and training has {num_steps - start}"
+        problem = f"the decay after step {start} takes {counted(length, 'step')} and training has {num_steps - start}"
         longer = "train more epochs" if config.training.epochs else f"set training.steps = {start + length}"
         raise ConfigError([f"schedule.kind: {problem}; {longer}, or a shorter decay"])
     return Decay(start, length)

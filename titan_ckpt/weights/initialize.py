@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from titan_ckpt.errors import CheckpointError, ConfigError, LoadMismatchError, listed
+from titan_ckpt.errors import CheckpointError, ConfigError, LoadMismatchError, counted, listed
 from titan_ckpt.geometry.chunks import fill
 from titan_ckpt.rng import RandomState, generators_kept
 from titan_ckpt.weights.names import clean_fqn, named_modules
@@ -197,9 +197,10 @@ def initialise(wrapper: ModelWrapper, owned: Collection[str] = ()) -> None:
         if values == "meta":
             lacking = [fqn for fqn, _ in own if fqn in kept]
             raise LoadMismatchError(
-                f"{len(lacking)} tensors were not loaded: {listed(lacking, ', ', ' ', _LISTED)}. The model was "
-                'constructed for a load (model.construct = "meta"), which skips initial values: name a source that has '
-                'them in [[checkpoint.initial_load]], or use "default" or "device"'
+                f"{counted(len(lacking), 'tensor was', 'tensors were')} not loaded: "
+                f"{listed(lacking, ', ', ' ', _LISTED)}. The model was constructed for a load "
+                '(model.construct = "meta"), which skips initial values: name a source that has them in '
+                '[[checkpoint.initial_load]], or use "default" or "device"'
             )
         how = f" ({_SKIPS[values]})" if persistent else ""
         names = listed([fqn for fqn, _ in own], ", ", " ", 3)
@@ -212,9 +213,9 @@ def initialise(wrapper: ModelWrapper, owned: Collection[str] = ()) -> None:
             _copy_from_rebuilt(origin, left)
     if bare := [fqn for fqn in empty_tensors(wrapper.parts) if not wrapper.owns(fqn)]:
         raise LoadMismatchError(
-            f"{len(bare)} tensors have no values: nothing was loaded into them, and no code of the model initialises "
-            f"them: {listed(bare, ', ', ' ', _LISTED)}. Give the model init_weights() or reset_buffers(), or build it "
-            "by titan_ckpt.weights.initialize.construct"
+            f"{counted(len(bare), 'tensor has', 'tensors have')} no values: nothing was loaded into them, and no "
+            f"code of the model initialises them: {listed(bare, ', ', ' ', _LISTED)}. Give the model init_weights() "
+            "or reset_buffers(), or build it by titan_ckpt.weights.initialize.construct"
         )
     if wrapper.hooks is not None and (due := {*empty_tensors(wrapper.parts), *filter(wrapper.owns, owned)}):
         wrapper.hooks.initialize(wrapper.parts, due)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from titan_ckpt.errors import ConverterError, KeyMapError
+from titan_ckpt.errors import ConverterError, KeyMapError, counted
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import (
     Block,
@@ -209,7 +209,8 @@ class ReadPlanner:
         unknown = [key for key in self.available if key not in self.known]
         ignored = [key for key in unknown if key_map.ignores(key)]
         if ignored:
-            logger.info("load: %d keys are ignored, which the model does not use, such as %s", len(ignored), ignored[0])
+            what = counted(len(ignored), "key is", "keys are")
+            logger.info("load: %s ignored, which the model does not use, such as %s", what, ignored[0])
         report = LoadReport(
             loaded=tuple(self.loaded),
             missing=tuple(self.missing),

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from titan_ckpt.errors import ConverterError, LoadMismatchError, StateEncodingError, listed
+from titan_ckpt.errors import ConverterError, LoadMismatchError, StateEncodingError, counted, listed
 from titan_ckpt.geometry.chunks import blocks_of, info_of, local_tensor
 from titan_ckpt.types import ModelHooks, StateDict, StateDictMode
 from titan_ckpt.weights.digest import Partial, partial_digest
@@ -216,7 +216,7 @@ class ModelWrapper:
         faults = {fqn: fault for fqn, value in self.memory().items() if (fault := _unfit(value)) is not None}
         if faults:
             raise StateEncodingError(
-                f"{len(faults)} tensors of the model cannot be saved and loaded: "
+                f"{counted(len(faults), 'tensor')} of the model cannot be saved and loaded: "
                 f"{listed([f'{fqn} ({fault})' for fqn, fault in faults.items()])}. Keep them dense and with memory of "
                 "their own (to_dense(), contiguous()), register buffers that the model computes with persistent=False, "
                 "or keep such state in get_extra_state()",

@@ -595,7 +595,7 @@ def test_extra_state_that_is_a_tensor_reaches_its_module(tmp_path: Path, caplog:
     with manager(tmp_path / "fresh", weights, initial_load=(source,)) as m:
         m.load()
     assert weights[0].scale == 0.25
-    assert "extra state of 1 modules stays as the model was built: 0._extra_state" in caplog.text
+    assert "extra state of 1 module stays as the model was built: 0._extra_state" in caplog.text
 
 
 def test_a_dataloader_that_draws_when_asked_for_its_state_disturbs_nothing(tmp_path: Path) -> None:

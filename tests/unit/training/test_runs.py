@@ -106,7 +106,7 @@ def test_c5_a_numbered_decay_of_a_run_by_epochs_is_judged_by_what_is_left(tmp_pa
     resumed = Tiny(config)
     assert resumed.run().step == resumed.num_steps == 5
     assert [row["lr"] for row in rows(tmp_path)] == [3e-3] * 5, "the last step is the first of the decay"
-    with pytest.raises(ConfigError, match=r"after step 4 takes 1 steps and training has -1; train more epochs"):
+    with pytest.raises(ConfigError, match=r"after step 4 takes 1 step and training has -1; train more epochs"):
         Tiny(replace(config, output_folder=str(tmp_path / "afresh"))).run()
 
 

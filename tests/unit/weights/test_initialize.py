@@ -405,7 +405,7 @@ def test_b3_a_buffer_that_nothing_computes_is_an_error(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = Forgetful()
     materialise(model, "cpu")
-    with pytest.raises(LoadMismatchError, match=r"1 tensors have no values.*scale.*reset_buffers"):
+    with pytest.raises(LoadMismatchError, match=r"1 tensor has no values.*scale.*reset_buffers"):
         load(model, tmp_path)
     model = construct(Forgetful)
     materialise(model, "cpu")

@@ -30,7 +30,7 @@ from titan_ckpt import progress
 from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.strict_json import Json
-from titan_ckpt.errors import ExportError, listed
+from titan_ckpt.errors import ExportError, counted, listed
 from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.dcp.metadata import METADATA
 from titan_ckpt.formats.dcp.proof import DigestedFile
@@ -127,8 +127,8 @@ def _first_holders(tables: list[Any]) -> dict[str, int]:
                 differing.add(name)
     if differing:
         raise ExportError(
-            f"{len(differing)} values differ between ranks, and a DCP folder stores each name once: "
-            f"{listed(sorted(differing), ', ', ' ')}. Leave training_state out of the export"
+            f"{counted(len(differing), 'value differs', 'values differ')} between ranks, and a DCP folder stores "
+            f"each name once: {listed(sorted(differing), ', ', ' ')}. Leave training_state out of the export"
         )
     return first
 

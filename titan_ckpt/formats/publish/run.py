@@ -21,7 +21,7 @@ from titan_ckpt.disk.direct import meanwhile
 from titan_ckpt.disk.unpublished_folder import copy_file
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import Ranks
-from titan_ckpt.errors import ExportError, PeerError
+from titan_ckpt.errors import ExportError, PeerError, counted
 from titan_ckpt.formats.publish.columns import ColumnExchange, Lost, agree, row_peers
 from titan_ckpt.formats.publish.plan import ExportFiles, ExportPlan, coverage_faults, plan_export
 from titan_ckpt.formats.publish.publication import Unpublished, published
@@ -95,7 +95,8 @@ class FolderExport:
             became = "it is proved, and may be published all the same" if unsure else "nothing was published"
             raise ExportError(f"export to {folder} failed, {became}: {error}") from error
         seconds = time.perf_counter() - started
-        logger.info(f"exported {len(files.infos)} tensors, {files.num_bytes:,} bytes, to {folder} in {seconds:.2f} s")
+        what = f"{counted(len(files.infos), 'tensor')}, {files.num_bytes:,} bytes"
+        logger.info(f"exported {what}, to {folder} in {seconds:.2f} s")
 
     def check(self, coordinator: Coordinator) -> None:
         """Check that tensors and companions agree; compute and write nothing. Collective.

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from titan_ckpt.config import CheckpointConfig, ExportConfig, InitialLoadConfig, KeepConfig, ResumeConfig, SaveConfig
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import is_uri
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, counted
 from titan_ckpt.formats.huggingface.peft import CONFIG as PEFT_CONFIG
 from titan_ckpt.stores.bucket import BucketPath, open_location
 from titan_ckpt.stores.settings import EXPECTED_PLACE, split_url
@@ -118,9 +118,10 @@ def _trained(config: Any, names: Sequence[str]) -> Iterator[str]:
         asked.append("include_base")
     if names and asked:
         yield (
-            f"{', '.join(asked)}: beside its adapters the model trains {len(names)} parameters, such as {names[0]}, "
-            "which adapters alone would lose. torchtitan's spmd_types makes frozen parameters trainable: set "
-            'parallelism.spmd_backend = "partial_dtensor", or keep the base by include_base and export merged weights'
+            f"{', '.join(asked)}: beside its adapters the model trains {counted(len(names), 'parameter')}, such as "
+            f"{names[0]}, which adapters alone would lose. torchtitan's spmd_types makes frozen parameters "
+            'trainable: set parallelism.spmd_backend = "partial_dtensor", or keep the base by include_base and export '
+            "merged weights"
         )
 
 

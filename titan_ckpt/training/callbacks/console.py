@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from titan_ckpt.errors import counted
 from titan_ckpt.progress import CONSOLE
 from titan_ckpt.telemetry.events import read_events
 from titan_ckpt.training.callbacks.base import Callback, LogValue, StepMetrics
@@ -75,7 +76,7 @@ class Logging(Callback):
 
     def on_train_end(self, trainer: Trainer) -> None:
         if self._unwritten and not self._write():
-            logger.warning("%s: %d rows are lost", self._file.path, len(self._unwritten))
+            logger.warning("%s: %s lost", self._file.path, counted(len(self._unwritten), "row is", "rows are"))
 
     def _write(self, *rows: Mapping[str, LogValue]) -> bool:
         """Write these rows after those that were refused before; a full disk does not end a run that can go on."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from titan_ckpt.errors import DataError
+from titan_ckpt.errors import DataError, counted
 
 IGNORED = -100
 """Label of a token without a loss."""
@@ -75,7 +75,7 @@ def checked(batches: Iterator[Batch], vocab_size: int) -> Iterator[Batch]:
             raise DataError([f"data: the first batch: {problem}" for problem in problems])
         yield batch
     expected = "expected data without an end, on every rank: begin anew where it ends"
-    raise DataError([f"data: this rank's share ended after {number} batches; {expected}"])
+    raise DataError([f"data: this rank's share ended after {counted(number, 'batch', 'batches')}; {expected}"])
 
 
 def batch_problems(batch: Any, vocab_size: int) -> Iterator[str]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from titan_ckpt.errors import ConfigError, listed
+from titan_ckpt.errors import ConfigError, counted, listed
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +60,10 @@ def find_files(name: str, setting: str) -> list[Path]:
     if problems := [*_unusable(found)]:
         raise ConfigError([f"{setting}: {problem}" for problem in problems])
     if not files and folder is not None:
-        what = f"{len(others)} other files, such as {others[0]}" if others else "nothing"
+        what = f"{counted(len(others), 'other file')}, such as {others[0]}" if others else "nothing"
         raise ConfigError([f"{setting}: the folder {path} holds {what}; expected {_EXPECTED}"])
     if not files:
-        what = f"matches {len(found)} files and none is {_EXPECTED}" if found else "matches no file"
+        what = f"matches {counted(len(found), 'file')} and none is {_EXPECTED}" if found else "matches no file"
         hint = "; a pattern has no braces: name a folder, or a pattern of all" if "{" in name else ""
         raise ConfigError([f"{setting}: {name} {what}{hint}"])
     if textual := [other for other in others if Path(other).suffix.lower() in _NOT_READ]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from titan_ckpt.errors import counted
 from titan_ckpt.training.data.batch import IGNORED, Batch
 from titan_ckpt.training.data.cache import cached_folder
 from titan_ckpt.training.data.chat import ChatError, ChatTemplate
@@ -116,7 +117,8 @@ def tokenise_conversations(
     folder = cached_folder(cache, "conversations", {**key, "longest": longest, "too_long": too_long}, build)
     if num_longer := json.loads((folder / "counts.json").read_bytes())["num_longer"]:
         what = "cut or, with nothing learned left, dropped" if too_long == "truncate" else "dropped"
-        logger.warning("data: %d conversations are longer than %d tokens: %s", num_longer, longest, what)
+        longer = counted(num_longer, "conversation is", "conversations are")
+        logger.warning("data: %s longer than %d tokens: %s", longer, longest, what)
     return Conversations(_mapped(folder / "labels.int32", torch.int32), _mapped(folder / "ends.int64", torch.int64))
 
 

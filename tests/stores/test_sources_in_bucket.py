@@ -118,12 +118,12 @@ def test_a_step_is_a_source(server: Server, tmp_path: Path) -> None:
 
 def test_a_dcp_folder_is_a_source(server: Server, tmp_path: Path) -> None:
     """A DCP checkpoint, read item by item: small items that are neighbours share a request."""
-    run, place = Run(width=20_000), place_in(server)  # more than comes with the head
+    run, place = Run(width=80_000), place_in(server)  # more than comes with the head
     state = {f"model.{name}": value for name, value in run.model.state_dict().items()}
     DcpExport(state).write(tmp_path / "dcp", Coordinator.current())
     put_folder(place, tmp_path / "dcp")
     with counted(place, server) as (seen, proxy):
-        assert equal(loaded(Run(seed=3, width=20_000).model, seen, tmp_path, seen), run.model)
+        assert equal(loaded(Run(seed=3, width=80_000).model, seen, tmp_path, seen), run.model)
     assert len([path for _, path in proxy.requests if path.partition("?")[0].endswith(".distcp")]) == 2
 
 

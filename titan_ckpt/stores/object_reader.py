@@ -11,7 +11,7 @@ from titan_ckpt.disk.direct import IO_BYTES, run_workers
 if TYPE_CHECKING:
     from titan_ckpt.stores.bucket import BucketPath
 
-HEAD_BYTES = 256 << 10
+HEAD_BYTES = 1 << 20
 """The first request gets the size and so many bytes: the header of most files."""
 _REQUEST_BYTES = 16 << 20
 """A server reads whole blocks of its own, and pays for each request; larger answers only take more memory."""

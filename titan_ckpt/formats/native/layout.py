@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import xxhash
 
-from titan_ckpt.disk.memory import round_up
+from titan_ckpt.disk.memory import ALIGNMENT, round_up
 from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.formats.safetensors import container
 from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, dtype_name
@@ -27,6 +27,10 @@ from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, dtype_name
 FORMAT_VERSION = 1
 BLOCK_BYTES = 1 << 20
 """Bytes of the data section per digest: so few that a resharded load reads little more than it needs."""
+
+LARGE_BYTES = 64 * BLOCK_BYTES
+"""Data sections from this size on start at a multiple of BLOCK_BYTES: requests for whole blocks can then be cut where a
+bucket cuts the object, and the header grows by less than 2 % of the file."""
 
 MAX_HEADER_BYTES = container.MAX_HEADER_BYTES
 
@@ -137,7 +141,7 @@ def lay_out(
     blocks = b"0" * (DIGEST_CHARS * -(-data_bytes // BLOCK_BYTES))
     head = PREFIX + NO_DIGEST + _BLOCKS_KEY + blocks + b'",' + _compact(metadata).encode()[1:]
     text = b"".join([head, b"," if tensors else b"", tensors, b"}"])
-    length = round_up(8 + len(text)) - 8
+    length = round_up(8 + len(text), BLOCK_BYTES if data_bytes >= LARGE_BYTES else ALIGNMENT) - 8
     if length > MAX_HEADER_BYTES:
         raise StateEncodingError(
             f"rank {rank} would write {len(entries)} tensors under a header of {length} bytes, over the "

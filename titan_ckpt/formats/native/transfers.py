@@ -180,13 +180,19 @@ class BlockReader:
         return sorted(wanted)
 
     def _windows(self, blocks: Iterable[int]) -> Iterator[Window]:
-        """Join neighbouring blocks to windows of at most IO_BYTES, or of one request to a bucket; or one block."""
+        """Join neighbouring blocks to windows of at most IO_BYTES, or of one request to a bucket; or one block.
+
+        Windows end at multiples of that size in the file, as the parts do in which it was uploaded: a bucket reads
+        fewer of its own pieces for each request. Source: AWS whitepaper "Best practices design patterns: optimizing
+        Amazon S3 performance", byte-range fetches.
+        """
         block, end = self._header.block_bytes, self._header.data_bytes
         most_bytes = self._file.request_bytes if isinstance(self._file, ObjectReader) else IO_BYTES
         most = max(1, most_bytes // block)
+        before = self._header.data_start // block
         first = last = -1
         for index in blocks:
-            if index == last and last - first < most:
+            if index == last and (before + last) % most:
                 last += 1
                 continue
             if last > first:

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import ExportError, counted, listed
+from titan_ckpt.errors import ExportError, listed
 from titan_ckpt.geometry.chunks import (
     Block,
     Chunk,
@@ -166,7 +166,7 @@ def check_adapters(adapters: Mapping[str, AdaptedWeight], tensors: StateDict, co
         )
     if not copies and not any({m.lora_a, m.lora_b} <= union for m in adapters.values()):
         raise ExportError(
-            f"none of the {counted(len(adapters), 'adapter')} has any effect (A or B is zero everywhere): "
+            f"none of the {len(adapters)} adapters has any effect (A or B is zero everywhere): "
             "what would be exported is the base. Was anything trained, or was the adapter's source loaded?"
         )
 

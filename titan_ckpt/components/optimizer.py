@@ -181,9 +181,7 @@ class OptimizerState:
                 matches[-1].append(known)
                 where = f"group {i} of optimizer {o}"
                 if fqns and not known:
-                    problems.append(
-                        f"{where}: none of its {counted(len(fqns), 'parameter')} was trained there, such as {fqns[0]}"
-                    )
+                    problems.append(f"{where}: none of its {len(fqns)} parameters was trained there, such as {fqns[0]}")
                 if any(matched_by.setdefault(id(g), i) != i for g in known):
                     problems.append(f"{where}: its parameters were in one group with others, such as {fqns[0]}")
                 if len(known) > 1 and len({typed_json.dumps(g["hyperparameters"]) for g in known}) > 1:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_ckpt.errors import LoadMismatchError, counted
+from titan_ckpt.errors import LoadMismatchError
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, blocks_of, info_of
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
@@ -105,8 +105,7 @@ def prepare_merge(
         problems += _dora_misfits(pair, reader, base)
     acting = [pair for pair in contents.pairs if _acts(reader, pair)]
     if not problems and not (contents.copies or mismatched or unexpected or acting):
-        pairs = counted(len(contents.pairs), "pair")
-        problems.append(f"none of its {pairs} has any effect: A, B or the scale is zero everywhere")
+        problems.append(f"none of its {len(contents.pairs)} pairs has any effect: A, B or the scale is zero everywhere")
     if problems:
         where = getattr(reader, "path", "the adapter")
         raise LoadMismatchError(f"{where} cannot be merged into the base\n  " + "\n  ".join(problems))

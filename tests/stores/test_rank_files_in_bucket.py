@@ -24,13 +24,16 @@ from titan_ckpt.disk.memory import Buffer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.native import transfers
-from titan_ckpt.formats.native.layout import BLOCK_BYTES
+from titan_ckpt.formats.native.header import parse_header
+from titan_ckpt.formats.native.layout import BLOCK_BYTES, LARGE_BYTES, lay_out
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import StagedFile, WritePlan
-from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import ReadRequest
-from titan_ckpt.stores.bucket import BucketPath
+from titan_ckpt.stores.bucket import BucketPath, open_location
+from titan_ckpt.stores.object_reader import ObjectReader
 from titan_ckpt.stores.part_memory import PartMemory
+from titan_ckpt.stores.settings import StoreConfig
 from titan_ckpt.types import StateDict
 
 
@@ -204,3 +207,24 @@ def test_a_load_lists_commits_and_files_no_more_than_it_must(s3: Server, tmp_pat
             listed = [path for _, path in proxy.requests if "list-type=2" in path]
             counts = [sum(f"%2F{name}%2F" in path for path in listed) for name in ("commits", "data")]
             assert counts == [1, 1], listed
+
+
+@pytest.mark.parametrize("part_mib", [8, 64])
+def test_a_bucket_is_asked_for_ranges_that_end_where_its_parts_do(part_mib: int) -> None:
+    """A large data section begins at a multiple of 1 MiB, and each request ends at one of its size in the object."""
+    num_bytes = LARGE_BYTES + 5 * BLOCK_BYTES + 12
+    info = TensorInfo((num_bytes,), torch.uint8)
+    layout = lay_out([("x", info, Chunk.whole(info.shape))], 0, 1)
+    small = lay_out([("x", TensorInfo((9,), torch.uint8), Chunk.whole((9,)))], 0, 1)
+    assert (small.data_start, layout.data_start) == (4096, BLOCK_BYTES)
+    raw, _ = layout.seal(["0" * 32] * layout.num_blocks)
+    header = parse_header(raw, layout.num_bytes, "rank-00000.safetensors")
+    place = open_location("s3://bucket/rank-00000.safetensors", settings=StoreConfig(part_mib=part_mib))
+    assert isinstance(place, BucketPath)
+    known = BucketPath(place.bucket, place.key, {place.key: (raw, layout.num_bytes)})  # so that nothing is sent
+    transfer = transfers.Transfer("x", 0, info.shape, info.dtype, None, torch.empty(0))
+    windows = transfers.BlockReader(ObjectReader(known), header, [transfer]).windows
+    assert [start for start, _ in windows] == [0, *(stop for _, stop in windows[:-1])]
+    request = min(part_mib, 16) << 20
+    ends = [layout.data_start + stop for _, stop in windows]
+    assert ends == [*range(request, layout.num_bytes, request), layout.num_bytes]

@@ -10,13 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_ckpt.disk.memory import Buffer
-from titan_ckpt.formats.native.header import parse_header
-from titan_ckpt.formats.native.layout import BLOCK_BYTES, LARGE_BYTES, lay_out
-from titan_ckpt.formats.native.transfers import BlockReader, Transfer, scatter
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo
-from titan_ckpt.stores.bucket import BucketPath, open_location
-from titan_ckpt.stores.object_reader import ObjectReader
-from titan_ckpt.stores.settings import StoreConfig
+from titan_ckpt.formats.native.transfers import Transfer, scatter
+from titan_ckpt.geometry.chunks import Chunk
 
 
 @pytest.mark.parametrize("kind", ["plain", "strided", "cast"])
@@ -52,24 +47,3 @@ def test_any_box_comes_out_of_any_windows(kind: str, data: st.DataObject) -> Non
     expected = values[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
     assert torch.equal(into, expected.to(into.dtype))
     assert bool((beside[..., 1] == 101).all())
-
-
-@pytest.mark.parametrize("part_mib", [8, 64])
-def test_a_bucket_is_asked_for_ranges_that_end_where_its_parts_do(part_mib: int) -> None:
-    """A large data section begins at a multiple of 1 MiB, and each request ends at one of its size in the object."""
-    num_bytes = LARGE_BYTES + 5 * BLOCK_BYTES + 12
-    info = TensorInfo((num_bytes,), torch.uint8)
-    layout = lay_out([("x", info, Chunk.whole(info.shape))], 0, 1)
-    small = lay_out([("x", TensorInfo((9,), torch.uint8), Chunk.whole((9,)))], 0, 1)
-    assert (small.data_start, layout.data_start) == (4096, BLOCK_BYTES)
-    raw, _ = layout.seal(["0" * 32] * layout.num_blocks)
-    header = parse_header(raw, layout.num_bytes, "rank-00000.safetensors")
-    place = open_location("s3://bucket/rank-00000.safetensors", settings=StoreConfig(part_mib=part_mib))
-    assert isinstance(place, BucketPath)
-    known = BucketPath(place.bucket, place.key, {place.key: (raw, layout.num_bytes)})  # so that nothing is sent
-    transfer = Transfer("x", 0, info.shape, info.dtype, None, torch.empty(0))
-    windows = BlockReader(ObjectReader(known), header, [transfer]).windows
-    assert [start for start, _ in windows] == [0, *(stop for _, stop in windows[:-1])]
-    request = min(part_mib, 16) << 20
-    ends = [layout.data_start + stop for _, stop in windows]
-    assert ends == [*range(request, layout.num_bytes, request), layout.num_bytes]

@@ -261,7 +261,7 @@ def bad(folder: Path) -> None:
         ("*.{txt,jsonl}", {}, [r"\*\.\{txt,jsonl\} matches no file; a pattern has no braces"]),
         ("*.nope", {}, [r"\*\.nope matches no file"]),
         ("empty", {}, [r"the folder empty holds nothing; expected a \.txt, \.md, \.jsonl or \.parquet file"]),
-        ("pictures", {}, [r"the folder pictures holds 1 other files, such as x.png; expected"]),
+        ("pictures", {}, [r"the folder pictures holds 1 other file, such as x.png; expected"]),
         ("x.csv", {}, [r"x\.csv: expected a \.txt.*, found the suffix '\.csv'"]),
         ("binary.txt", {}, [r"binary\.txt is not UTF-8"]),
         ("blank.txt", {}, [r"blank\.txt holds no text"]),

@@ -47,19 +47,6 @@ class Buffer:
         tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=max(num_bytes, 1))[:num_bytes]
         return Buffer(memoryview(mapping)[:num_bytes], tensor, tensor.data_ptr() if num_bytes else 0)
 
-    @staticmethod
-    def over(memory: memoryview) -> Buffer:
-        """Wrap bytes that others own, which nobody may write to: the caller keeps them alive, aligned or not."""
-        address = np.frombuffer(memory, np.uint8).ctypes.data
-        view = bytes_at(address, len(memory))
-        return Buffer(view, torch.frombuffer(view, dtype=torch.uint8), address)
-
-    def part(self, start: int, num_bytes: int) -> Buffer:
-        """Return the buffer of `num_bytes` from the aligned byte `start` on; it shares the memory."""
-        return Buffer(
-            self.view[start : start + num_bytes], self.tensor[start : start + num_bytes], self.address + start
-        )
-
     def keep_from_children(self) -> None:
         """Leave the memory out of processes that are forked from now on, which never use it.
 

@@ -50,6 +50,38 @@ Window = tuple[int, int]
 """Bytes [start, stop) of the data section, cut between elements."""
 
 
+class Held:
+    """Memory that holds the bytes of the data section from `start` on, until the block or window is scattered.
+
+    `view` is that memory and `address` its first byte. A tensor over it is only made for targets that need one: with
+    several threads, each call of torch costs a wait for the interpreter.
+    """
+
+    __slots__ = ("_tensor", "address", "start", "view")
+
+    def __init__(self, view: memoryview, address: int, start: int, tensor: torch.Tensor | None = None) -> None:
+        self.view, self.address, self.start, self._tensor = view, address, start, tensor
+
+    @classmethod
+    def of(cls, bounce: Buffer, start: int) -> Held:
+        """Take what was read into a bounce buffer."""
+        return cls(bounce.view, bounce.address, start, bounce.tensor)
+
+    @classmethod
+    def over(cls, answer: memoryview, start: int) -> Held:
+        """Take the memory of a client's answer, which nobody may write to. The caller keeps `answer`."""
+        return cls(answer, np.frombuffer(answer, np.uint8).ctypes.data, start)
+
+    def bytes(self, window: Window) -> memoryview:
+        return self.view[window[0] - self.start : window[1] - self.start]
+
+    def tensor(self, window: Window) -> torch.Tensor:
+        """Return the bytes of the window as uint8 on the CPU."""
+        if self._tensor is None:
+            self._tensor = torch.frombuffer(bytes_at(self.address, len(self.view)), dtype=torch.uint8)
+        return self._tensor[window[0] - self.start : window[1] - self.start]
+
+
 class Rows(NamedTuple):
     """Runs of `run` bytes, one every `pitch` bytes of the file, which go one after the other to `address`."""
 
@@ -243,37 +275,36 @@ class BlockReader:
             for block in self._blocks(window):
                 transfers = self._within(block)
                 if not self.is_cached:
-                    read = bounce.part(block[0] - start, block[1] - block[0])
-                    good = self._verified(xxhash.xxh3_128(read.view), block)
+                    read = Held.of(bounce, start)
+                    good = self._verified(xxhash.xxh3_128(read.bytes(block)), block)
                 elif (views := self._tiling(transfers, block)) is not None:
                     self.filled.append(block)
                     self._read_verified(views, block)
                     continue
                 else:
-                    read = bounce
+                    read = Held.of(bounce, block[0])
                     good = self._read_verified([bounce.view[: block[1] - block[0]]], block)
                 if good:
                     self.filled.append(block)
                     scatter(transfers, block, read)
 
-    def _fetched(self, file: ObjectReader, window: Window) -> Iterator[tuple[Window, Buffer]]:
+    def _fetched(self, file: ObjectReader, window: Window) -> Iterator[tuple[Window, Held]]:
         """Get a window by one request, and yield its right blocks, which are in the memory of the answer."""
         start, stop = window
         answer = file.view(self._header.data_start + start, stop - start)
-        memory = Buffer.over(answer)
+        read = Held.over(answer, start)
         for block in self._blocks(window):
-            read = memory.part(block[0] - start, block[1] - block[0])
-            if self._verified(xxhash.xxh3_128(read.view), block):
+            if self._verified(xxhash.xxh3_128(read.bytes(block)), block):
                 yield block, read
 
-    def _scatter_fetched(self, block: Window, read: Buffer) -> None:
+    def _scatter_fetched(self, block: Window, read: Held) -> None:
         transfers = self._within(block)
         if all(t.address or t.into.is_cpu for t in transfers):
             scatter(transfers, block, read)
             return
         with bounce_buffer() as bounce:  # it is page-locked, and lives until a device has read it
-            move_bytes(bounce.address, read.address, block[1] - block[0])
-            scatter(transfers, block, bounce)
+            move_bytes(bounce.address, read.address + block[0] - read.start, block[1] - block[0])
+            scatter(transfers, block, Held.of(bounce, block[0]))
 
     def _blocks(self, window: Window) -> Iterator[Window]:
         """Yield the blocks of a window."""
@@ -342,18 +373,19 @@ def _listed(names: Sequence[str]) -> str:
     return f"{len(names)} tensor(s): {listed(names, ', ', ' ', most=12)}" if names else "no tensor"
 
 
-def scatter(transfers: Sequence[Transfer], window: Window, bounce: Buffer) -> None:
-    """Copy to each target its part of the window, which the bounce buffer holds."""
+def scatter(transfers: Sequence[Transfer], window: Window, read: Held) -> None:
+    """Copy to each target its part of the window, which `read` holds."""
     start, stop = window
-    base = bounce.address - start
-    copies = {torch.device("cpu"): bounce.tensor}
+    base = read.address - read.start
+    copies: dict[torch.device, torch.Tensor] = {}
     for transfer in transfers:
         if transfer.rows is not None:
-            _scatter_rows(transfer.first, transfer.stop, transfer.rows, window, bounce)
+            _scatter_rows(transfer.first, transfer.stop, transfer.rows, window, read)
         elif not transfer.address:
             device = transfer.into.device
             if device not in copies:  # all of the window at once; casts and strides are made there
-                copies[device] = upload(bounce.tensor[: stop - start], device)
+                values = read.tensor(window)
+                copies[device] = values if device.type == "cpu" else upload(values, device)
             _scatter_box(transfer, window, copies[device])
         elif transfer.first >= start and transfer.stop <= stop:
             move_bytes(transfer.address, base + transfer.first, transfer.stop - transfer.first)
@@ -362,23 +394,24 @@ def scatter(transfers: Sequence[Transfer], window: Window, bounce: Buffer) -> No
             move_bytes(transfer.address + begin - transfer.first, base + begin, end - begin)
 
 
-def _scatter_rows(first: int, last: int, rows: Rows, window: Window, bounce: Buffer) -> None:
+def _scatter_rows(first: int, last: int, rows: Rows, window: Window, read: Held) -> None:
     """Copy the window's part of one run per row: whole runs in one call, and the two that the window cuts off."""
     start, stop = window
     address, pitch, run = rows
+    base = read.address - read.start
     begin, end = max(start, first), min(stop, last)
     row, at = divmod(begin - first, pitch)
     if at:
         if at < run:
-            move_bytes(address + row * run + at, bounce.address + begin - start, min(run - at, end - begin))
+            move_bytes(address + row * run + at, base + begin, min(run - at, end - begin))
         row += 1
     cut, rest = divmod(end - first, pitch)
     count = cut - row + (rest >= run)
     if count > 0:
-        source = np.ndarray((count, run), np.uint8, bounce.view, first + row * pitch - start, (pitch, 1))
+        source = np.ndarray((count, run), np.uint8, read.view, first + row * pitch - read.start, (pitch, 1))
         np.copyto(np.ndarray((count, run), np.uint8, bytes_at(address + row * run, count * run)), source)
     if 0 < rest < run and cut >= row:
-        move_bytes(address + cut * run, bounce.address + first + cut * pitch - start, rest)
+        move_bytes(address + cut * run, base + first + cut * pitch, rest)
 
 
 @torch.no_grad()

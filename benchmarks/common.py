@@ -204,13 +204,15 @@ def alternate(
     pairs: int,
     before: Callable[[str], object] | None = None,
     steady: Collection[str] = (),
+    after: Callable[[str], object] | None = None,
 ) -> Times:
     """Run every case in turn, `pairs` times, after one turn that does not count; return seconds per case.
 
-    `before(case)` prepares a turn outside the clock. The order is turned round every other time. `steady` cases, which
-    take long and are not faster a second time, have no turn that does not count.
+    `before(case)` prepares a turn, and `after(case)` examines what it did, outside the clock. The order is turned round
+    every other time. `steady` cases, which take long and are not faster a second time, have no turn that does not
+    count.
     """
-    return alternate_in_two(cases, pairs, before, steady)[0]
+    return alternate_in_two(cases, pairs, before, steady, after)[0]
 
 
 def alternate_in_two(
@@ -218,6 +220,7 @@ def alternate_in_two(
     pairs: int,
     before: Callable[[str], object] | None = None,
     steady: Collection[str] = (),
+    after: Callable[[str], object] | None = None,
 ) -> tuple[Times, Times]:
     """Do the same for cases that return what waits for their end: seconds until they return, and until their end."""
     returned: Times = {name: [] for name in cases}
@@ -240,6 +243,8 @@ def alternate_in_two(
             if turn:
                 returned[name].append(middle - begin)
                 ended[name].append(time.perf_counter() - begin)
+            if after is not None:
+                after(name)
     return returned, ended
 
 

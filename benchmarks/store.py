@@ -36,10 +36,11 @@ from benchmarks.common import (
     report,
     run,
     say,
+    touch_free_memory,
     training_state,
     world_size,
 )
-from benchmarks.load import ends, manager_of, proved, spoil
+from benchmarks.load import ends, manager_of, proof, spoil
 from tests.stores import servers
 from titan_ckpt.config import StoreConfig
 from titan_ckpt.disk.direct import run_workers
@@ -52,6 +53,8 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": KEY, "AWS_REGI
 UNSIGNED = {"AWS_UNSIGNED_PAYLOAD": "true"}
 """titan_ckpt and obstore leave bodies unsigned, as over https, although these servers speak http; so does `_s3fs`."""
 LATENCY_MS = 20
+_HELD_TWICE = 2
+"""A server in memory holds what arrives, and then the object that it makes of it."""
 CONNECTIONS = 16
 PART_MIB = 16
 
@@ -85,17 +88,26 @@ def main(options: Options, server: servers.Server) -> dict[str, Any]:
 
     with manager:
         saves = _saves(state, place, server) | {OURS: save}
-        times = alternate(saves, options.pairs, lambda _: _clear(place))
+
+        def before_save(_: str = "") -> None:
+            _clear(place)
+            touch_free_memory(_HELD_TWICE * local_bytes(state))
+
+        def before_load(_: str = "") -> None:
+            spoil(state)
+            touch_free_memory(local_bytes(state))
+
+        times = alternate(saves, options.pairs, before_save)
         title = f"{options.server}, {total / 1e9:.2f} GB, {world_size()} rank(s)"
         report(f"save, {title}", times, total)
-        found = {"save": _measures(times, saves[OURS], lambda: _clear(place), total)}
+        found = {"save": _measures(times, saves[OURS], before_save, total)}
         for name, again in saves.items():  # what is loaded below
             if name != OURS:
                 again()
-        loads = proved(_loads(state, place, server) | {OURS: lambda: manager.load(newest)}, state, true_ends)
-        times = alternate(loads, options.pairs, lambda _: spoil(state))
+        loads = _loads(state, place, server) | {OURS: lambda: manager.load(newest)}
+        times = alternate(loads, options.pairs, before_load, after=proof(state, true_ends))
         report(f"load, {title}", times, total)
-        found["load"] = _measures(times, loads[OURS], lambda: spoil(state), 0)
+        found["load"] = _measures(times, loads[OURS], before_load, 0)
     for name, count in requests.items():
         say(f"  requests, {name}: {count}")
     _clear(place)

@@ -11,7 +11,6 @@ import mmap
 import os
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 ALIGNMENT = 4096

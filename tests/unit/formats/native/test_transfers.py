@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_ckpt.disk.memory import Buffer
-from titan_ckpt.formats.native.transfers import Transfer, scatter
+from titan_ckpt.formats.native.transfers import Held, Transfer, scatter
 from titan_ckpt.geometry.chunks import Chunk
 
 
@@ -42,7 +42,7 @@ def test_any_box_comes_out_of_any_windows(kind: str, data: st.DataObject) -> Non
             continue
         bounce = Buffer.allocate(window[1] - window[0])
         bounce.tensor.copy_(section.view(torch.uint8)[slice(*window)])
-        scatter([transfer], window, bounce)
+        scatter([transfer], window, Held.of(bounce, window[0]))
     values = section[start // dtype.itemsize :][:numel].view(sizes)
     expected = values[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
     assert torch.equal(into, expected.to(into.dtype))

@@ -40,10 +40,24 @@ def test_any_box_comes_out_of_any_windows(kind: str, data: st.DataObject) -> Non
     for window in pairwise(edges):
         if window[1] <= transfer.first or window[0] >= transfer.stop:
             continue
-        bounce = Buffer.allocate(window[1] - window[0])
-        bounce.tensor.copy_(section.view(torch.uint8)[slice(*window)])
-        scatter([transfer], window, Held.of(bounce, window[0]))
+        begin = data.draw(st.sampled_from([0, window[0]]))  # memory may hold more than this window
+        bounce = Buffer.allocate(window[1] - begin)
+        bounce.tensor.copy_(section.view(torch.uint8)[begin : window[1]])
+        scatter([transfer], window, Held.of(bounce, begin))
     values = section[start // dtype.itemsize :][:numel].view(sizes)
     expected = values[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
     assert torch.equal(into, expected.to(into.dtype))
     assert bool((beside[..., 1] == 101).all())
+
+
+def test_columns_come_out_of_memory_that_holds_more_than_the_window() -> None:
+    """A bucket's answer and a direct read hold many blocks, and each block is scattered when it is verified."""
+    section = torch.arange(96, dtype=torch.uint8)
+    into = torch.zeros(12, 3, dtype=torch.uint8)
+    transfer = Transfer("x", 0, (12, 8), torch.uint8, Chunk((0, 2), (12, 3)), into)
+    assert transfer.rows is not None
+    memory = Buffer.allocate(96)
+    memory.tensor.copy_(section)
+    for window in pairwise([0, 28, 60, 96]):
+        scatter([transfer], window, Held.of(memory, 0))
+    assert torch.equal(into, section.view(12, 8)[:, 2:5])

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from converters import from_tables
 from titan_ckpt import (
     CheckpointConfig,
     CheckpointManager,
@@ -33,8 +32,8 @@ from titan_ckpt import (
     SaveConfig,
     StateDictTransforms,
 )
+from titan_ckpt.converters import from_tables
 
-PACKAGES = ("titan_ckpt", "converters")
 NAME = "wq.weight"
 
 
@@ -63,7 +62,7 @@ def passed(modules: set[str], tensor: torch.Tensor) -> Iterator[None]:
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         module = str(frame.f_globals.get("__name__"))
-        if event != "call" or module in modules or module.partition(".")[0] not in PACKAGES:
+        if event != "call" or module in modules or not module.startswith("titan_ckpt."):
             return
         code = frame.f_code
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

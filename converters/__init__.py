@@ -1,23 +1,29 @@
 """Model converters: Float8, QAT and LoRA, alone or combined, under one protocol.
 
 Owns the kinds that TOML knows: the three here, those that installed packages name in the entry-point group
-`titan_ckpt.converters`, and any class as "package.module:Name".
+`titan_ckpt.converters`, and any class as "package.module:Name". In a checkout `converters` is another name of the same
+modules.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import make_dataclass
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
+from types import ModuleType
 from typing import Any, Literal
 
-from converters.container import ModelConverters
-from converters.float8 import Float8Config, Float8Converter
-from converters.lora import LoRAConverter
-from converters.lora.config import LoRAConfig
-from converters.protocol import ModelConverter
-from converters.qat import QATConfig, QATConverter
 from titan_ckpt.config import from_dict
+from titan_ckpt.converters.container import ModelConverters
+from titan_ckpt.converters.float8 import Float8Config, Float8Converter
+from titan_ckpt.converters.lora import LoRAConverter
+from titan_ckpt.converters.lora.config import LoRAConfig
+from titan_ckpt.converters.protocol import ModelConverter
+from titan_ckpt.converters.qat import QATConfig, QATConverter
 from titan_ckpt.encoding.named import BadNameError, ImportName, import_named
 from titan_ckpt.errors import ConfigError
 
@@ -94,8 +100,23 @@ def _from_table(table: object, source: str, path: str) -> ModelConverter:
 def _checked(found: object, name: str) -> type[ModelConverter]:
     """Return a converter class that TOML can describe. Raises: BadNameError."""
     if not (isinstance(found, type) and issubclass(found, ModelConverter)):
-        raise BadNameError(f"{name!r} is no subclass of converters.ModelConverter; {_EXPECTED}")
+        raise BadNameError(f"{name!r} is no subclass of titan_ckpt.converters.ModelConverter; {_EXPECTED}")
     if not hasattr(found, "config_class"):
         what = "has no config_class, the dataclass of its settings, so no table can describe it"
         raise BadNameError(f"{name!r} {what}; {_EXPECTED}")
     return found
+
+
+if __name__ == "converters":  # a checkout's other name: a class must be the same whichever name was imported
+
+    class _SameModule(MetaPathFinder, Loader):
+        """Finds `converters.x` as the module `titan_ckpt.converters.x`."""
+
+        def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
+            return ModuleSpec(fullname, self) if fullname.startswith("converters.") else None
+
+        def exec_module(self, module: ModuleType) -> None:
+            sys.modules[module.__name__] = import_module(f"titan_ckpt.{module.__name__}")
+
+    sys.meta_path.insert(0, _SameModule())
+    sys.modules["converters"] = import_module("titan_ckpt.converters")

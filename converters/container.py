@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from converters.parallel import converted_plan
-from converters.protocol import ModelConverter
+from titan_ckpt.converters.parallel import converted_plan
+from titan_ckpt.converters.protocol import ModelConverter
 from titan_ckpt.errors import ConverterError, listed
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from converters.lora.layers import LoRAEmbedding, LoRALinear
+from titan_ckpt.converters.lora.layers import LoRAEmbedding, LoRALinear
 from titan_ckpt.errors import ConverterError
 
 _ADDED = ("lora_a", "lora_b", "lora_magnitude")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from converters.targets import in_lines, select
+from titan_ckpt.converters.targets import in_lines, select
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.weights.lora_names import matches

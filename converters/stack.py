@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from converters.lora.peft import json_number
+from titan_ckpt.converters.lora.peft import json_number
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import BaseMismatchError, ConverterError
 from titan_ckpt.formats.huggingface.peft import PAIRS, PREFIX, ModuleNumbers, PeftFormat, PeftReader, unselected

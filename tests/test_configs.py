@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from converters import from_tables
+from titan_ckpt.converters import from_tables
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.callbacks.console import read_metrics
 from titan_ckpt.training.launch.command import main

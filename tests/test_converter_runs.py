@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from converters import from_tables
 from tests.converter_sets import SETS
 from tests.forked import Program
 from tests.interop.folders import assert_same_bytes
 from titan_ckpt.config import from_dict
+from titan_ckpt.converters import from_tables
 from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.callbacks.console import read_metrics
 from titan_ckpt.training.config import RunConfig

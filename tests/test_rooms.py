@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("titan_ckpt", "converters")
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for package in PACKAGES
-    for path in (ROOT / package).rglob("*.py")
+    for folder in (ROOT / "titan_ckpt", ROOT / "titan_ckpt" / "converters")  # a link, into which rglob does not go
+    for path in folder.rglob("*.py")
 }
 
 
@@ -46,10 +45,10 @@ def imported(module: str) -> Iterator[str]:
 def rooms() -> dict[str, set[str]]:
     """Return, for each room, the rooms that it imports; the public names of a package bring all of its rooms."""
     graph: dict[str, set[str]] = {}
-    for module in MODULES.keys() - {*PACKAGES}:
+    for module in MODULES.keys() - {"titan_ckpt"}:
         room = room_of(module)
         graph.setdefault(room, set()).update({room_of(other) for other in imported(module)} - {room})
-    return graph | {package: {room for room in graph if room.startswith(f"{package}.")} for package in PACKAGES}
+    return graph | {"titan_ckpt": {*graph}}
 
 
 def test_a1_rooms_import_each_other_in_one_direction() -> None:

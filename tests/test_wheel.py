@@ -1,4 +1,4 @@
-"""The wheel alone: built, installed into an environment of its own, and used from an empty folder."""
+"""The wheel alone: built, installed into an environment of its own, and used away from this checkout."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
+
+from tests.test_bad_input import write_config
 
 ROOT = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", "-q"]
@@ -24,13 +27,20 @@ def outside() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel from a copy of what a source distribution has."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy what a distribution is made of, with the link that leads to the converters."""
+    source = tmp_path_factory.mktemp("source")
     for name in ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, source)
     for name in ("converters", "docs", "titan_ckpt"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel."""
+    out = tmp_path_factory.mktemp("wheel")
     command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(out), str(source)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     (built,) = out.glob("*.whl")
@@ -50,7 +60,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_says_what_it_is(wheel: Path) -> None:
-    """Licence, platforms, extras, entry points, templates, types and pages; nothing but the two packages."""
+    """Licence, platforms, extras, entry points, templates, types and pages; nothing but the one package."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (info,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
@@ -60,15 +70,51 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
     assert f"{info}/licenses/LICENSE" in names
     assert set(metadata.get_all("Provides-Extra") or ()) >= {"train", "hf", "tensorboard", "wandb"}
     assert "Operating System :: POSIX :: Linux" in (metadata.get_all("Classifier") or ())
-    assert {"titan_ckpt/py.typed", "converters/py.typed", "titan_ckpt/cli/templates/lora.toml"} <= names
+    assert {"titan_ckpt/py.typed", "titan_ckpt/converters/stack.py", "titan_ckpt/cli/templates/lora.toml"} <= names
     pages = f"{info.removesuffix('.dist-info')}.data"
-    assert {name.partition("/")[0] for name in names} == {"titan_ckpt", "converters", info, pages}
+    assert {name.partition("/")[0] for name in names} == {"titan_ckpt", info, pages}
     assert {f"{pages}/data/share/doc/titan-ckpt/{name}" for name in ("README.md", "docs/configuration.md")} <= names
     description = str(metadata.get_payload())
     assert "docs/configuration.md lists" in description
     assert re.findall(r"\]\((?!https?:)", description) == [], "a link that leads nowhere on a package index"
     assert "titan-ckpt = titan_ckpt.cli.main:main" in entries
-    assert "[titan_ckpt.tables]\nconverters = converters" in entries
+    assert "[titan_ckpt.tables]\nconverters = titan_ckpt.converters" in entries
+
+
+def test_a_source_distribution_has_files_in_place_of_the_link(source: Path, tmp_path: Path) -> None:
+    """The converters' files lie in titan_ckpt/converters, where the wheel that is built from it finds them."""
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])",
+    ]
+    subprocess.run([*command, str(tmp_path)], cwd=source, env=outside(), check=True, capture_output=True, timeout=120)
+    (built,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(built) as archive:
+        members = {member.name.partition("/")[2]: member for member in archive}
+    ours = {str(path.relative_to(ROOT)) for path in (ROOT / "converters").rglob("*.py")}
+    assert {name for name in members if f"/{name}".startswith("/converters")} == set()
+    assert all(members[f"titan_ckpt/{name}"].isreg() for name in ours)
+
+
+def test_no_code_of_a_project_runs_that_its_run_file_does_not_name(installed: Path, tmp_path: Path) -> None:
+    """A project with a converters, a tests and a train.py of its own trains LoRA and lists its steps."""
+    for name in ("converters/__init__.py", "tests/__init__.py", "train.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise SystemExit('code of the project ran: ' + __name__)\n")
+    lora = {"kind": "lora", "rank": 2, "target_modules": ["wq"]}
+    run = write_config(tmp_path, {"converters": [lora], "training": {"steps": 1}})
+    for words in (
+        ["python", "-m", "titan_ckpt", "train", str(run)],
+        ["titan-ckpt", "ls", "run/checkpoints"],
+    ):
+        done = subprocess.run(
+            [str(installed / "bin" / words[0]), *words[1:]],
+            cwd=tmp_path, env=outside(), capture_output=True, text=True, timeout=280, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split()[:1] == ["step"]
+    assert re.search(r"^ *1 .*lora", done.stdout, flags=re.MULTILINE), done.stdout
 
 
 @pytest.mark.timeout(900)  # a dozen processes, each of which imports torch, beside other tests

@@ -88,7 +88,7 @@ def test_a_lora_run_needs_no_extra(tmp_path: Path) -> None:
     """A model with LoRA is trained, saved adapter-only over its base, resumed and exported merged."""
     code = """
 import torch
-from converters import LoRAConfig, build
+from titan_ckpt.converters import LoRAConfig, build
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig
 
 

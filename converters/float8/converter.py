@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from converters.float8.export import BlockQuantiser
-from converters.protocol import ModelConverter, Stage
-from converters.quantised import replaceable_linears, require_gpu, require_torchao
+from titan_ckpt.converters.float8.export import BlockQuantiser
+from titan_ckpt.converters.protocol import ModelConverter, Stage
+from titan_ckpt.converters.quantised import replaceable_linears, require_gpu, require_torchao
 from titan_ckpt.encoding.toml import Checked
 from titan_ckpt.errors import ConverterError, counted
 from titan_ckpt.geometry.chunks import local_tensor, sharded_as
@@ -84,7 +84,7 @@ class Float8Converter(ModelConverter):
         convert_to_float8_training(model, config=config, module_filter_fn=lambda m, name: clean_fqn(name) in chosen)
         self._exchanged |= chosen
         if self.config.fsdp_all_gather:
-            from converters.float8.gather import use_byte_gather
+            from titan_ckpt.converters.float8.gather import use_byte_gather
 
             use_byte_gather(model)
         odd = len(modules) - len(chosen)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from converters.quantised import plain_modules
+from titan_ckpt.converters.quantised import plain_modules
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.weights.quantise import QuantisedTensor
 

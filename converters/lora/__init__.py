@@ -1,6 +1,6 @@
 """LoRA, rsLoRA and DoRA adapters."""
 
-from converters.lora.config import LoRAConfig
-from converters.lora.converter import LoRAConverter
+from titan_ckpt.converters.lora.config import LoRAConfig
+from titan_ckpt.converters.lora.converter import LoRAConverter
 
 __all__ = ["LoRAConfig", "LoRAConverter"]

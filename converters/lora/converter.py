@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from converters.lora.config import LoRAConfig
-from converters.lora.copies import TrainedCopy, attach_copy
-from converters.lora.init import initialize_adapter
-from converters.lora.layers import (
+from titan_ckpt.converters.lora.config import LoRAConfig
+from titan_ckpt.converters.lora.copies import TrainedCopy, attach_copy
+from titan_ckpt.converters.lora.init import initialize_adapter
+from titan_ckpt.converters.lora.layers import (
     AdaptedStacks,
     Adapter,
     LoRAConv1D,
@@ -24,14 +24,14 @@ from converters.lora.layers import (
     attach,
     attach_to_stack,
 )
-from converters.lora.merge import AdaptedWeight, check_adapters, merged, rounded
-from converters.lora.peft import PeftAdapter
-from converters.lora.proof import prove
-from converters.lora.sites import Site, copy_misfits, find_sites, leaf_modules, tied_modules, unused_patterns
-from converters.lora.watch import FirstForward
-from converters.protocol import ModelConverter, Stage
-from converters.qat.converter import quantised_forward
-from converters.targets import in_lines, select
+from titan_ckpt.converters.lora.merge import AdaptedWeight, check_adapters, merged, rounded
+from titan_ckpt.converters.lora.peft import PeftAdapter
+from titan_ckpt.converters.lora.proof import prove
+from titan_ckpt.converters.lora.sites import Site, copy_misfits, find_sites, leaf_modules, tied_modules, unused_patterns
+from titan_ckpt.converters.lora.watch import FirstForward
+from titan_ckpt.converters.protocol import ModelConverter, Stage
+from titan_ckpt.converters.qat.converter import quantised_forward
+from titan_ckpt.converters.targets import in_lines, select
 from titan_ckpt.errors import ConverterError, ExportError, counted
 from titan_ckpt.geometry.chunks import info_of
 from titan_ckpt.types import StateDict, StateDictAdapter

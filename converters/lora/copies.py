@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from converters.lora.layers import mixed
+from titan_ckpt.converters.lora.layers import mixed
 
 
 class TrainedCopy(nn.Module):

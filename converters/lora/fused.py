@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from converters.lora.merge import AdaptedWeight
+from titan_ckpt.converters.lora.merge import AdaptedWeight
 from titan_ckpt.errors import KeyMapError
 from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo
 from titan_ckpt.geometry.keymap import Concat, KeyGroup, KeyMap, KeyRule, Piece, Shared, TensorOp

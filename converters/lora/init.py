@@ -13,9 +13,16 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from converters.lora.copies import TrainedCopy
-from converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear, StackAdapter, child_weight
-from converters.lora.merge import whole
+from titan_ckpt.converters.lora.copies import TrainedCopy
+from titan_ckpt.converters.lora.layers import (
+    AdaptedStacks,
+    LoRAConv1D,
+    LoRAEmbedding,
+    LoRALinear,
+    StackAdapter,
+    child_weight,
+)
+from titan_ckpt.converters.lora.merge import whole
 from titan_ckpt.geometry.chunks import blocks_of, fill
 
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from converters.lora.merge import Form, spread
-from converters.qat.converter import QuantisedForward
+from titan_ckpt.converters.lora.merge import Form, spread
+from titan_ckpt.converters.qat.converter import QuantisedForward
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
 
-from converters.lora.config import LoRAConfig
-from converters.lora.fused import targets_of
-from converters.lora.merge import AdaptedWeight
-from converters.lora.placement import misplaced
+from titan_ckpt.converters.lora.config import LoRAConfig
+from titan_ckpt.converters.lora.fused import targets_of
+from titan_ckpt.converters.lora.merge import AdaptedWeight
+from titan_ckpt.converters.lora.placement import misplaced
 from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers
 from titan_ckpt.formats.huggingface.peft_fields import targets_parameter

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from converters.lora.config import LoRAConfig
-from converters.lora.copies import without_hooks
-from converters.lora.layers import Adapter, attach
-from converters.lora.merge import AdaptedWeight, merged
-from converters.lora.sites import Site
-from converters.qat.converter import quantised_forward
+from titan_ckpt.converters.lora.config import LoRAConfig
+from titan_ckpt.converters.lora.copies import without_hooks
+from titan_ckpt.converters.lora.layers import Adapter, attach
+from titan_ckpt.converters.lora.merge import AdaptedWeight, merged
+from titan_ckpt.converters.lora.sites import Site
+from titan_ckpt.converters.qat.converter import quantised_forward
 from titan_ckpt.errors import listed
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.rng import RandomState, generators_kept

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
-from converters.lora.config import LoRAConfig
-from converters.lora.copies import TrainedCopy
-from converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear
-from converters.lora.merge import Form
-from converters.qat.converter import quantised_forward
+from titan_ckpt.converters.lora.config import LoRAConfig
+from titan_ckpt.converters.lora.copies import TrainedCopy
+from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear
+from titan_ckpt.converters.lora.merge import Form
+from titan_ckpt.converters.qat.converter import quantised_forward
 from titan_ckpt.errors import KeyMapError
 from titan_ckpt.geometry.keymap import KeyMap, Split
 from titan_ckpt.weights.lora_names import is_conv1d, matches

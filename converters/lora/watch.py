@@ -18,9 +18,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from converters.lora.copies import TrainedCopy
-from converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear
-from converters.targets import in_lines
+from titan_ckpt.converters.lora.copies import TrainedCopy
+from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear
+from titan_ckpt.converters.targets import in_lines
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.weights.names import clean_fqn
 

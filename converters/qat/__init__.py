@@ -1,5 +1,5 @@
 """Quantisation-aware training and the quantised export."""
 
-from converters.qat.converter import QATConfig, QATConverter
+from titan_ckpt.converters.qat.converter import QATConfig, QATConverter
 
 __all__ = ["QATConfig", "QATConverter"]

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from converters.protocol import ModelConverter, Stage
-from converters.qat.export import TorchaoQuantiser
-from converters.quantised import replaceable_linears, require_gpu, require_torchao
-from converters.targets import in_lines
 from titan_ckpt.config import PositiveInt
+from titan_ckpt.converters.protocol import ModelConverter, Stage
+from titan_ckpt.converters.qat.export import TorchaoQuantiser
+from titan_ckpt.converters.quantised import replaceable_linears, require_gpu, require_torchao
+from titan_ckpt.converters.targets import in_lines
 from titan_ckpt.encoding.toml import Checked
 from titan_ckpt.errors import ConverterError, counted
 from titan_ckpt.weights.names import clean_fqn

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from converters.quantised import plain_modules
+from titan_ckpt.converters.quantised import plain_modules
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.weights.quantise import QuantisedTensor

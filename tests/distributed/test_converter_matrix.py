@@ -21,10 +21,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from converters import ModelConverters, from_tables
-from converters.parallel import converted_plan
 from tests.converter_sets import LORA, SETS
 from tests.faults.scenarios import SOAK
+from titan_ckpt.converters import ModelConverters, from_tables
+from titan_ckpt.converters.parallel import converted_plan
 from titan_ckpt.models import llama3, qwen3, qwen3_moe
 from titan_ckpt.models.layers import FeedForward
 from titan_ckpt.testing import ConverterTests, distributed

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from converters import from_tables
 from tests.converter_sets import FLOAT8, INT4, LORA
 from titan_ckpt import (
     CheckpointConfig,
@@ -25,6 +24,7 @@ from titan_ckpt import (
     SaveConfig,
     StateDictTransforms,
 )
+from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import ConverterError, ExportError
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Chunk

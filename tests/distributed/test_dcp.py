@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from converters import from_tables
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig
+from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import LoadMismatchError, PeerError
 from titan_ckpt.loading.external import ExternalLoad
 from titan_ckpt.testing import distributed

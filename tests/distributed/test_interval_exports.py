@@ -18,10 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from converters import from_tables
 from tests.faults.shim import Counter, intercepted
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig, StateDictTransforms
 from titan_ckpt.config import InitialLoadConfig
+from titan_ckpt.converters import from_tables
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.dcp.dcp import DcpReader

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from converters import from_tables
 from tests.distributed.trainer_layouts import LAYOUTS, built, managed, next_step, settings, write_shapes
+from titan_ckpt.converters import from_tables
 from titan_ckpt.geometry.chunks import Chunk, blocks_of
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.trainer import Trainer

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from converters import from_tables
-from converters.parallel import converted_plan
 from tests.interop.folders import assert_same_bytes
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, StateDictTransforms
+from titan_ckpt.converters import from_tables
+from titan_ckpt.converters.parallel import converted_plan
 from titan_ckpt.errors import ExportError
 from titan_ckpt.geometry.chunks import Chunk, blocks_of
 from titan_ckpt.models.llama3 import Llama3, Llama3Config

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from converters import from_tables
 from tests.faults.test_hf_export import CONFIG
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig, StateDictTransforms
 from titan_ckpt.config import InitialLoadConfig
+from titan_ckpt.converters import from_tables
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.models.llama3 import Llama3

@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from converters import from_tables
 from tests.faults.test_half_loaded import ROLLED_BACK_OR_RESUMED, WARM_OR_COLD, Values, refused, same
 from tests.interop.test_merge_sources import LORA, SHAPE, manager_of, write_adapter, write_base
 from tests.unit.formats.native.test_native import drop_from_page_cache
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import PeerError
 from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.loading import merge

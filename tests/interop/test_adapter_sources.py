@@ -12,10 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import LlamaForCausalLM
 
-from converters import from_tables
 from tests.interop.test_lora_peft import FusedLlama, randomise
 from tests.interop.test_lora_run import LoraRun, trained, write_base
 from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, SaveConfig, StateDictTransforms
+from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import BaseMismatchError, LoadMismatchError
 from titan_ckpt.geometry.chunks import Chunk, blocks_of
 from titan_ckpt.models.llama3 import Llama3, Llama3Config

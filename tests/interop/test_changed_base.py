@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import converters
 from tests.interop.test_lora_run import LoraRun, write_base
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig, converters
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.errors import ConfigError, ExportSettingError
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from converters import from_tables
 from tests.interop.test_models_hf import CONFIGS
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, StateDictTransforms
+from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.huggingface import export as huggingface_export
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader

@@ -18,12 +18,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from transformers import AutoModelForCausalLM, Phi3ForCausalLM, Qwen3ForCausalLM
 
-from converters import from_tables
-from converters.lora.layers import LoRALinear
-from converters.parallel import ConvertedParallel
-from converters.stack import stack_adapters
 from tests.interop.folders import assert_same_bytes
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
+from titan_ckpt.converters import from_tables
+from titan_ckpt.converters.lora.layers import LoRALinear
+from titan_ckpt.converters.parallel import ConvertedParallel
+from titan_ckpt.converters.stack import stack_adapters
 from titan_ckpt.errors import ConverterError, KeyMapError, LoadMismatchError
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, Split
 from titan_ckpt.models import hf

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeForCausalLM
 from transformers import Qwen3MoeConfig as Qwen3MoeHFConfig
 
-from converters import ModelConverters, from_tables
 from titan_ckpt.config import CheckpointConfig, ExportConfig, InitialLoadConfig, ResumeConfig, SaveConfig
+from titan_ckpt.converters import ModelConverters, from_tables
 from titan_ckpt.errors import LoadMismatchError
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, Split
 from titan_ckpt.manager import CheckpointManager

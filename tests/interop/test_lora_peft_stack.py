@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from converters.stack import stack_adapters
+from titan_ckpt.converters.stack import stack_adapters
 from titan_ckpt.errors import BaseMismatchError, ConverterError, ExportError
 
 TOKENS = torch.arange(40).reshape(2, 20) % 96

@@ -15,7 +15,6 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import converters
 from titan_ckpt import (
     CheckpointConfig,
     CheckpointManager,
@@ -24,6 +23,7 @@ from titan_ckpt import (
     ResumeConfig,
     SaveConfig,
     StateDictTransforms,
+    converters,
 )
 from titan_ckpt.errors import BaseMismatchError, ExportError, LoadMismatchError
 from titan_ckpt.models.llama3 import Llama3, Llama3Config

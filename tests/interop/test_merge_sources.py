@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from converters import from_tables
 from titan_ckpt import (
     CheckpointConfig,
     CheckpointManager,
@@ -27,6 +26,7 @@ from titan_ckpt import (
     SaveConfig,
     StateDictTransforms,
 )
+from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import BaseMismatchError, CorruptCheckpointError, HalfLoadedError, LoadMismatchError
 from titan_ckpt.formats.huggingface.peft import PeftReader
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, Transpose

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from converters import from_tables
 from titan_ckpt import (
     CheckpointConfig,
     CheckpointManager,
@@ -22,6 +21,7 @@ from titan_ckpt import (
     StateDictTransforms,
 )
 from titan_ckpt.config import from_dict
+from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.registry import build_model

@@ -14,10 +14,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from converters.container import ModelConverters
-from converters.lora import LoRAConverter
-from converters.lora.config import LoRAConfig
 from tests.interop.folders import without_a_word
+from titan_ckpt.converters.container import ModelConverters
+from titan_ckpt.converters.lora import LoRAConverter
+from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError, ExportError, NotACheckpointError
 from titan_ckpt.formats.huggingface.export import export_huggingface

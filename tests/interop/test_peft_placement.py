@@ -14,11 +14,17 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-import converters
-from converters.lora.placement import misplaced
 from tests.zoo.model_runs import Outcome, lora_outcomes, write_base
 from tests.zoo.tiny_models import species, tiny_config
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
+from titan_ckpt import (
+    CheckpointConfig,
+    CheckpointManager,
+    ExportConfig,
+    InitialLoadConfig,
+    StateDictTransforms,
+    converters,
+)
+from titan_ckpt.converters.lora.placement import misplaced
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.huggingface.peft import PREFIX
 from titan_ckpt.geometry.keymap import KeyMap

@@ -18,9 +18,9 @@ from torchao.prototype.safetensors.safetensors_support import flatten_tensor_sta
 from torchao.quantization import quantize_
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
-from converters import QATConfig, from_tables
-from converters.qat.converter import _torchao_config
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
+from titan_ckpt.converters import QATConfig, from_tables
+from titan_ckpt.converters.qat.converter import _torchao_config
 from titan_ckpt.errors import ConfigError, ExportError
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Chunk, blocks_of
@@ -337,7 +337,9 @@ def test_nothing_is_published_that_is_not_a_number_or_does_not_come_back(
         export(model, converters, tmp_path)
     with torch.no_grad():
         weight.copy_(kept)
-    module = "converters.qat.export._decoded" if table is INT4 else "converters.float8.export.decode"
+    module = (
+        "titan_ckpt.converters.qat.export._decoded" if table is INT4 else "titan_ckpt.converters.float8.export.decode"
+    )
     right: Any = resolve_name(module)
     monkeypatch.setattr(module, lambda *found: right(*found) * 1.001)
     with pytest.raises(ExportError, match=r"14 quantised weight\(s\) come back as other values than were written"):

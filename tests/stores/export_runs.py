@@ -15,8 +15,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from converters import from_tables
 from titan_ckpt.config import CheckpointConfig, ExportConfig, SaveConfig, StoreConfig
+from titan_ckpt.converters import from_tables
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError
 from titan_ckpt.manager import CheckpointManager

@@ -19,7 +19,6 @@ import torch.distributed.checkpoint as dcp
 from peft import PeftModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from converters import from_tables
 from tests.interop.test_lora_run import IDS, LoraRun, reload, write_base
 from tests.stores.conftest import SECONDS, behind, get_folder, place_in, put_folder, through
 from tests.stores.export_runs import CONFIG, export_from_two_ranks, manager_of, of_two_ranks, quantising_model
@@ -28,6 +27,7 @@ from tests.test_manager import Run
 from tests.tiny_run import settings
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.config import SaveConfig, StoreConfig
+from titan_ckpt.converters import from_tables
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConfigError, ExportError
 from titan_ckpt.formats.publish import bucket_record, upload

@@ -10,8 +10,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from converters import from_tables
 from tests.tools.steps import LORA, SHAPE, save_sharded, save_step
+from titan_ckpt.converters import from_tables
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from converters import from_tables
 from tests.tools.steps import LORA, SHAPE, TOKENS, save_step
 from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.cli.main import main
+from titan_ckpt.converters import from_tables
 from titan_ckpt.models.llama3 import Llama3
 
 OWN = "lora/checkpoints/step-1"

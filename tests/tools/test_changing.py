@@ -19,12 +19,12 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from converters import from_tables
 from tests.faults.shim import Counter, KillAt, intercepted
 from tests.forked import answer, fork
 from tests.tools.steps import LORA, TOKENS, save_step
 from titan_ckpt.cli import tables
 from titan_ckpt.cli.main import main
+from titan_ckpt.converters import from_tables
 from titan_ckpt.converting import stored_tensor
 from titan_ckpt.directory.store import StepStore
 from titan_ckpt.formats.dcp.dcp import DcpReader

@@ -18,11 +18,11 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from converters import from_tables
 from tests.forked import answer
 from tests.tools.steps import LORA, save_step
 from titan_ckpt import progress
 from titan_ckpt.cli.main import main
+from titan_ckpt.converters import from_tables
 from titan_ckpt.formats.native import reader
 from titan_ckpt.stores.answers import StoreError
 

@@ -17,7 +17,7 @@ from titan_ckpt.integrations.torchtitan import Converters
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.models.llama3 import model_registry
 
-from converters import ConverterConfig, Float8Config, LoRAConfig, QATConfig
+from titan_ckpt.converters import ConverterConfig, Float8Config, LoRAConfig, QATConfig
 
 QAT, FLOAT8 = QATConfig("int8_weight_only"), Float8Config(emulate=True)
 LORA = LoRAConfig(("wqkv", "wo", "w2"), rank=4, alpha=6.0)

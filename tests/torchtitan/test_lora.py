@@ -28,7 +28,7 @@ from titan_ckpt.integrations.torchtitan import Converters
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.models.llama3 import model_registry
 
-from converters import LoRAConfig
+from titan_ckpt.converters import LoRAConfig
 
 FSDP, TP = {"data_parallel_shard": 2}, {"tensor_parallel": 2, "data_parallel_shard": 1}
 FLAVOUR = "llama3_debugmodel_float8_emulate_lora"

@@ -35,7 +35,7 @@ def run_without(names: set[str], code: str, *arguments: str) -> subprocess.Compl
 def test_a_quantising_converter_names_the_extra(table: dict[str, object], kind: str) -> None:
     """Without torchao, converters import and LoRA converts; Float8 and QAT raise one error with the pip command."""
     code = f"""
-from converters import from_tables
+from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.models.registry import build_model
 

@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-import converters
 from tests.zoo.tiny_models import tokens
 from titan_ckpt import (
     CheckpointConfig,
@@ -38,6 +37,7 @@ from titan_ckpt import (
     ResumeConfig,
     SaveConfig,
     StateDictTransforms,
+    converters,
 )
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.models.hf import HuggingFaceModel

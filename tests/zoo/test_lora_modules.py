@@ -16,10 +16,10 @@ import transformers.models
 from torch import nn
 from transformers import PretrainedConfig
 
-from converters import LoRAConfig, build
 from tests.zoo.model_runs import quiet
 from tests.zoo.sample import chosen
 from tests.zoo.worlds import Row, judged
+from titan_ckpt.converters import LoRAConfig, build
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.weights.wrapper import ModelWrapper

@@ -20,11 +20,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
-from converters import from_tables
 from tests.zoo.model_runs import is_first
 from tests.zoo.sample import chosen
 from tests.zoo.worlds import Row, judged
 from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, StateDictTransforms
+from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers, PeftReader
 from titan_ckpt.formats.huggingface.peft_fields import HONOURED, REFUSED, WITHOUT_EFFECT

@@ -25,7 +25,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-import converters
 from titan_ckpt import (
     CheckpointConfig,
     CheckpointManager,
@@ -33,6 +32,7 @@ from titan_ckpt import (
     ModelWrapper,
     SaveConfig,
     StateDictTransforms,
+    converters,
 )
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
 

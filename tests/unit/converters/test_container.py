@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from converters import (
+from titan_ckpt.converters import (
     Float8Config,
     LoRAConfig,
     LoRAConverter,
@@ -20,7 +20,7 @@ from converters import (
     build,
     from_tables,
 )
-from converters.protocol import Stage
+from titan_ckpt.converters.protocol import Stage
 from titan_ckpt.errors import ConfigError, ConverterError
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule
 from titan_ckpt.types import StateDict, StateDictAdapter

@@ -9,9 +9,9 @@ from typing import get_args
 import pytest
 import tomli
 
-from converters import from_tables
-from converters.qat.converter import Scheme
 from titan_ckpt.config import CheckpointConfig, from_dict
+from titan_ckpt.converters import from_tables
+from titan_ckpt.converters.qat.converter import Scheme
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 PAGE = Path(__file__).parents[3] / "docs" / "write-a-converter.md"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from converters import ModelConverters, from_tables
+from titan_ckpt.converters import ModelConverters, from_tables
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
 from titan_ckpt.types import StateDictMode

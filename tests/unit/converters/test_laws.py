@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from converters import LoRAConfig, LoRAConverter, from_tables
 from tests.converter_sets import FLOAT8, LORA
+from titan_ckpt.converters import LoRAConfig, LoRAConverter, from_tables
 from titan_ckpt.models import qwen3
 from titan_ckpt.testing import ConverterTests, distributed
 from titan_ckpt.testing.converters import Converter, _close

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from converters import LoRAConfig, LoRAConverter, ModelConverters, build, from_tables
+from titan_ckpt.converters import LoRAConfig, LoRAConverter, ModelConverters, build, from_tables
 from titan_ckpt.errors import ConverterError, ExportError, KeyMapError
 from titan_ckpt.geometry.chunks import LazyTensor, blocks_of
 from titan_ckpt.geometry.keymap import Chain, KeyMap, KeyRule, PermuteRotary, Split, Unstack

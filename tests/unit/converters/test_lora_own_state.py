@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from converters.container import ModelConverters
-from converters.lora.config import LoRAConfig
-from converters.lora.converter import LoRAConverter
 from tests.own_state_models import DIM, FusedHeads
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig
+from titan_ckpt.converters.container import ModelConverters
+from titan_ckpt.converters.lora.config import LoRAConfig
+from titan_ckpt.converters.lora.converter import LoRAConverter
 from titan_ckpt.errors import LoadMismatchError
 from titan_ckpt.geometry.keymap import Chain, KeyMap, KeyRule, PermuteRows, Split
 from titan_ckpt.testing import distributed

@@ -15,7 +15,7 @@ from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from transformers.pytorch_utils import Conv1D
 
-from converters import LoRAConfig, ModelConverters, build, from_tables
+from titan_ckpt.converters import LoRAConfig, ModelConverters, build, from_tables
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.weights.wrapper import ModelWrapper

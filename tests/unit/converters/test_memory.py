@@ -12,7 +12,7 @@ PROGRAM = """
 import sys
 import torch
 from torch import nn
-from converters import LoRAConfig, build
+from titan_ckpt.converters import LoRAConfig, build
 from titan_ckpt.weights.wrapper import ModelWrapper
 from titan_ckpt.geometry.chunks import blocks_of
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from converters import QATConfig, from_tables
-from converters.qat.converter import Scheme, StraightThrough, _torchao_config
+from titan_ckpt.converters import QATConfig, from_tables
+from titan_ckpt.converters.qat.converter import Scheme, StraightThrough, _torchao_config
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.models.llama3 import Llama3, Llama3Config

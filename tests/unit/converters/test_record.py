@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from converters import from_tables
+from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.weights.identity import check_converters, differences
 

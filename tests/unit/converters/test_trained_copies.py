@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from converters import LoRAConfig, ModelConverters, build
+from titan_ckpt.converters import LoRAConfig, ModelConverters, build
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.weights.wrapper import ModelWrapper

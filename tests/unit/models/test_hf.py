@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-import converters
+from titan_ckpt import converters
 from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.keymap import IDENTITY, Chain, Concat, KeyMap, Split, Transpose, Unstack

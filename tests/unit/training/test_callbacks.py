@@ -25,9 +25,9 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.tensor import DTensor
 
-from converters import from_tables
 from tests.tiny_run import Recorder, losses, rows, settings
 from titan_ckpt.config import ResumeConfig
+from titan_ckpt.converters import from_tables
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.errors import ConfigError, GradientError
 from titan_ckpt.models.qwen3_moe import Qwen3Moe, RouterLoad

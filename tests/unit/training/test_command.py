@@ -22,11 +22,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 
-import converters
-from converters import ModelConverter
 from tests.test_bad_input import write_config
 from tests.tiny_run import losses, rows
-from titan_ckpt import KeyMap
+from titan_ckpt import KeyMap, converters
+from titan_ckpt.converters import ModelConverter
 from titan_ckpt.errors import LoadMismatchError
 from titan_ckpt.loading.training_state import ResumeState
 from titan_ckpt.models.language_model import LanguageModel
@@ -314,7 +313,7 @@ def test_everything_of_ones_own_is_named_in_the_run_file(tmp_path: Path) -> None
         ({"kind": f"{HERE}:Nothing"}, "converters.0.kind: .* has no attribute 'Nothing'"),
         (
             {"kind": f"{HERE}:Counting"},
-            "converters.0.kind: .* is no subclass of converters.ModelConverter; name a class",
+            "converters.0.kind: .* is no subclass of titan_ckpt.converters.ModelConverter; name a class",
         ),
         ({"kind": f"{HERE}:Freeze"}, "converters.0.layer: required"),
         ({"kind": f"{HERE}:Freeze", "layer": 0, "rank": 1}, "converters.0.rank: unknown key; known here: layer, kind"),

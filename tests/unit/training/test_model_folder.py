@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from converters import from_tables
 from tests.tiny_run import losses, settings
+from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.model_folder import refuse_new_tokenizer

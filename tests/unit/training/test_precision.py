@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from converters import from_tables
 from tests.tiny_run import losses, settings
+from titan_ckpt.converters import from_tables
 from titan_ckpt.stores.bucket import StoreError
 from titan_ckpt.testing import distributed
 from titan_ckpt.training import precision

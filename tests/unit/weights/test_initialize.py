@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from converters import LoRAConfig, LoRAConverter, ModelConverters
 from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, SaveConfig
+from titan_ckpt.converters import LoRAConfig, LoRAConverter, ModelConverters
 from titan_ckpt.errors import CheckpointNotFoundError, LoadMismatchError
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.loading import restore

@@ -16,7 +16,7 @@ from torch import nn
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.checkpointer import CheckpointManager as TorchtitanManager
 
-from converters.container import ModelConverters
+from titan_ckpt.converters.container import ModelConverters
 from titan_ckpt.encoding.local_path import is_uri
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.torchtitan import settings

@@ -18,8 +18,8 @@ from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
-from converters import ConverterConfig, Float8Config, ModelConverters, QATConfig, build
-from converters.lora.layers import LoRALinear
+from titan_ckpt.converters import ConverterConfig, Float8Config, ModelConverters, QATConfig, build
+from titan_ckpt.converters.lora.layers import LoRALinear
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.integrations.torchtitan.lora import is_adapted
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from converters.lora.config import LoRAConfig
-from converters.lora.converter import LoRAConverter
-from converters.lora.merge import AdaptedWeight
-from converters.lora.sites import tied_modules
+from titan_ckpt.converters.lora.config import LoRAConfig
+from titan_ckpt.converters.lora.converter import LoRAConverter
+from titan_ckpt.converters.lora.merge import AdaptedWeight
+from titan_ckpt.converters.lora.sites import tied_modules
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConfigError, ConverterError
 from titan_ckpt.geometry.chunks import dtype_name

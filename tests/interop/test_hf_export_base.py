@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from tests.interop.folders import open_strictly
 from tests.zoo.tiny_models import species, tiny_config
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.errors import ConfigError, ExportError, LoadMismatchError
+from titan_ckpt.models import hf
 from titan_ckpt.models.llama3 import FLAVORS, Llama3, Llama3Config
 
 CONFIG = replace(FLAVORS["debug-0.5m"], vocab_size=160, num_layers=2, max_seq_len=64, tie_embeddings=False)
@@ -131,14 +132,35 @@ def test_a_config_of_another_model_is_refused(tmp_path: Path, base: Path, settin
         run(base, tmp_path, ExportConfig("hf"))
 
 
-def test_a_config_with_other_values_is_logged(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Another rotary base is what a run may want: it loads, with a warning that names both."""
+LLAMA_31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("rotary", "said"),
+    [
+        ({"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}, ["rope_theta: 7.0 there, "]),
+        (
+            {"rope_parameters": {"rope_theta": 10_000.0, "rope_type": "llama3", **LLAMA_31}},
+            ["rope_type: llama3 there, default here"],
+        ),
+        (
+            {"rope_parameters": None, "rope_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            ["rope_theta: 7.0 there, ", "rope_type: linear there, default here"],
+        ),
+        ({"rope_parameters": None, "rope_theta": 10_000.0, "rope_scaling": None}, []),
+    ],
+    ids=["base", "scaling of Llama 3.1", "as transformers 4 spells it", "the same"],
+)
+def test_a_config_with_other_values_is_logged(
+    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture, rotary: dict[str, Any], said: list[str]
+) -> None:
+    """Another rotary base or scaling is what a run may want: it loads, with a warning that names both."""
     config = json.loads((base / "config.json").read_text())
-    rotary = config["rope_parameters"] | {"rope_theta": 7.0}
-    (base / "config.json").write_text(json.dumps(config | {"rope_parameters": rotary}))
+    (base / "config.json").write_text(json.dumps(config | rotary))
     with caplog.at_level("WARNING", "titan_ckpt.loading.model_config"):
         run(base, tmp_path, ExportConfig("hf"))
-    assert "rope_theta: 7.0 there, " in caplog.text
+    assert [what in caplog.text for what in said] == [True] * len(said)
+    assert bool(caplog.text) == bool(said)
 
 
 class OddHead(nn.Module):
@@ -202,6 +224,26 @@ def test_an_output_matrix_with_a_name_of_its_own_needs_no_base(name: str, tmp_pa
     opened = open_strictly(type(model), tmp_path / "exports" / "step-1").state_dict()
     assert opened.keys() == model.state_dict().keys()
     assert all(torch.equal(value, opened[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_narrow_export_keeps_what_transformers_holds_in_float32(tmp_path: Path, dtype: Literal["bfloat16", "float16"]) -> None:
+    """A router's biases near 5.0 would all be 5.0 in bfloat16: the file holds float32, as from_pretrained does."""
+    (kind,) = (kind for kind in species() if str(kind) == "deepseek_v3")
+    model = hf.build({**tiny_config(kind).to_dict(), "model_type": "deepseek_v3"})
+    biases = {key: value for key, value in model.state_dict().items() if key.endswith("e_score_correction_bias")}
+    for bias in biases.values():
+        bias.copy_(5.0 + torch.arange(bias.numel()) / 4096)
+    settings = CheckpointConfig(export=(ExportConfig("hf", dtype=dtype),))
+    transforms = StateDictTransforms(model.key_map(), model.hf_config())
+    with CheckpointManager(settings, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path) as manager:
+        manager.load()
+        manager.save(1, last_step=True)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    opened = load(tmp_path / "exports" / "step-1", dtype=getattr(torch, dtype)).state_dict()
+    assert biases
+    assert all(torch.equal(opened[key], value) and opened[key].dtype == torch.float32 for key, value in biases.items())
+    assert opened["lm_head.weight"].dtype == getattr(torch, dtype)
 
 
 def plain_manager(run: Path, hf_config: dict[str, Any], folder: str = "exports") -> CheckpointManager:

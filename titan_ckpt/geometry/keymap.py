@@ -412,6 +412,10 @@ class KeyMap:
                 return tuple(p.format(**match.groupdict()) for p in rule.native)
         return self.group_of_key(key).fqns
 
+    def casts(self, fqns: Collection[str], dtype: object) -> bool:
+        """Return whether an export in this dtype casts these tensors; the others keep their own."""
+        return True
+
     def ignores(self, key: str) -> bool:
         """Return whether a load skips this file key."""
         return key in self.left_out or any(_compile(pattern).fullmatch(key) for pattern in self.ignored)

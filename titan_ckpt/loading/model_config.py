@@ -12,7 +12,7 @@ from titan_ckpt.loading.plan import LoadSource
 logger = logging.getLogger(__name__)
 _OF_SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 """Settings of a config.json that a model must share with the folder it loads."""
-_OF_VALUES = ("rope_theta", "rms_norm_eps", "hidden_act", "num_experts_per_tok", "norm_topk_prob")
+_OF_VALUES = ("rms_norm_eps", "hidden_act", "num_experts_per_tok", "norm_topk_prob")
 """Settings with which the same weights compute different values."""
 
 
@@ -26,7 +26,7 @@ def check_model_config(source: LoadSource, theirs: Mapping[str, Any], ours: Mapp
     theirs, ours = _settings(theirs), _settings(ours)
     if source.initialise or source.ignore:  # layers may be new or dropped, and each of their tensors has to be named
         del ours["num_hidden_layers"]
-    both = [key for key in ours if ours[key] is not None and theirs[key] is not None]
+    both = [key for key in ours if ours[key] is not None and theirs.get(key) is not None]
     differing = {key: f"{key}: {theirs[key]} there, {ours[key]} here" for key in both if ours[key] != theirs[key]}
     if faults := [line for key, line in differing.items() if key in _OF_SHAPE]:
         raise LoadMismatchError(
@@ -39,9 +39,11 @@ def check_model_config(source: LoadSource, theirs: Mapping[str, Any], ours: Mapp
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that are compared; None for each that a config.json does not have."""
+    """Return the settings that are compared; one that a config.json does not have is absent or None."""
     settings = {key: config.get(key) for key in (*_OF_SHAPE, *_OF_VALUES)}
-    rotary = config.get("rope_parameters")
-    if settings["rope_theta"] is None and isinstance(rotary, Mapping):
-        settings["rope_theta"] = rotary.get("rope_theta")
+    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rotary, Mapping) or any(isinstance(value, Mapping) for value in rotary.values()):
+        return settings  # each kind of layer has its own, which transformers 4 spelled in many ways
+    if rotary or "rope_theta" in config:
+        settings |= {"rope_theta": config.get("rope_theta"), "rope_type": rotary.get("type", "default"), **rotary}
     return settings

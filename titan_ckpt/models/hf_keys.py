@@ -7,7 +7,7 @@ uses, over small tensors of distinct numbers, and derives the table from where e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,7 +59,28 @@ def find_key_map(model: PreTrainedModel) -> KeyMap:
             problems,
         )
     names = FolderNames.of(model, tied) if hasattr(model, "base_model_prefix") else None
-    return HuggingFaceKeyMap(tuple(generalised(rules)), identity=True, verified=True, exact=tuple(rules), names=names)
+    return HuggingFaceKeyMap(
+        tuple(generalised(rules)),
+        identity=True,
+        verified=True,
+        exact=tuple(rules),
+        names=names,
+        float32={dtype: _kept_in_float32(model, shapes, dtype) for dtype in (torch.float16, torch.bfloat16)},
+    )
+
+
+def _kept_in_float32(model: PreTrainedModel, fqns: Iterable[str], dtype: torch.dtype) -> frozenset[str]:
+    """Return the tensors that from_pretrained holds in float32 when it loads a folder in this dtype.
+
+    Source: transformers, `core_model_loading.py` convert_and_load_state_dict_in_model, on `dtype_plan`.
+    """
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}  # noqa: SLF001 - no public name
+    if not plan:
+        return frozenset()
+    pattern, *_ = build_glob_alternation(list(plan))
+    return frozenset(fqn for fqn in fqns if pattern.search(fqn))
 
 
 def _numbered(shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:

@@ -282,7 +282,8 @@ class StateDictTransforms:
                 unknown += absent
                 continue
             try:
-                made.append(file_group(group, [tensors[fqn] for fqn in group.fqns], dtype))
+                wanted = dtype if self.key_map.casts(group.fqns, dtype) else None
+                made.append(file_group(group, [tensors[fqn] for fqn in group.fqns], wanted))
             except KeyMapError as error:
                 problems.append(f"{', '.join(group.fqns)}: {error}")
         problems += made_twice(made, self.key_map)

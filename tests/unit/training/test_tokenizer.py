@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,35 @@ def test_a_tokenizer_saved_by_transformers_is_read(tmp_path: Path) -> None:
     again = read_tokenizer(tmp_path / "saved")
     assert (again.bos_id, again.eos_id) == (tokenizer.bos_id, tokenizer.eos_id)
     assert again.encode(TEXTS[1]) == tokenizer.encode(TEXTS[1])
+
+
+def test_stored_truncation_and_padding_touch_no_document(tmp_path: Path) -> None:
+    """A tokenizer.json that was saved after a padded and truncated call encodes every document whole."""
+    tokenizer = train_tokenizer(corpus_of(tmp_path), 300, tmp_path / "cache")
+    whole = tokenizer.encode(TEXTS[0])
+    for stored in ({"max_length": 3}, {}):
+        if stored:
+            tokenizer.backend.enable_truncation(**stored)
+        else:
+            tokenizer.backend.no_truncation()
+            tokenizer.backend.enable_padding(length=4 * len(whole), pad_id=1, pad_token=EOS)
+        shutil.copytree(tokenizer.folder, tmp_path / "stored", dirs_exist_ok=True)
+        tokenizer.backend.save(str(tmp_path / "stored" / "tokenizer.json"))
+        assert tokenizer.encode(TEXTS[0]) != whole
+        assert read_tokenizer(tmp_path / "stored").encode(TEXTS[0]) == whole
+
+
+def test_a_bos_token_of_null_is_none(tmp_path: Path) -> None:
+    """As in Qwen's folders: config.json names an id, and AutoTokenizer begins no document with it."""
+    folder = train_tokenizer(corpus_of(tmp_path), 300, tmp_path / "cache").folder
+    names = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(names | {"bos_token": None}))
+    (folder / "config.json").write_text(json.dumps({"bos_token_id": 5, "eos_token_id": 1}))
+    assert AutoTokenizer.from_pretrained(folder).bos_token == BOS  # from special_tokens_map.json
+    assert read_tokenizer(folder).bos_id == 0
+    (folder / "special_tokens_map.json").unlink()
+    assert AutoTokenizer.from_pretrained(folder).bos_token is None
+    assert read_tokenizer(folder).bos_id is None
 
 
 def test_a_folder_without_a_tokenizer_is_a_config_error(tmp_path: Path) -> None:

@@ -94,6 +94,8 @@ def read_tokenizer(folder: Path, setting: str = "data.tokenizer.folder") -> Text
         backend = tokenizers.Tokenizer.from_str(data.decode())
     except Exception as error:  # tokenizers raises nothing narrower
         raise ConfigError([f"{setting}: {file} is no tokenizer: {error}"]) from None
+    backend.no_truncation()  # a file may hold those of the last call before it was saved; AutoTokenizer drops them, too
+    backend.no_padding()
     bos, eos = (_special(backend, folder, kind) for kind in ("bos", "eos"))
     if eos is None:
         raise ConfigError([f"{setting}: tokenizer_config.json or config.json in {folder} must name an eos"])
@@ -101,8 +103,14 @@ def read_tokenizer(folder: Path, setting: str = "data.tokenizer.folder") -> Text
 
 
 def _special(backend: tokenizers.Tokenizer, folder: Path, kind: str) -> int | None:
-    """Return the id of the bos or eos token, from the name in tokenizer_config.json or the id in config.json."""
-    name = _json(folder / "tokenizer_config.json").get(f"{kind}_token")
+    """Return the id of the bos or eos token, by its name in the tokenizer's files or else the id in config.json.
+
+    A bos token of null there says that documents begin without one; the model has to stop at some eos token.
+    """
+    names = _json(folder / "tokenizer_config.json")
+    name = names.get(f"{kind}_token") or _json(folder / "special_tokens_map.json").get(f"{kind}_token")
+    if kind == "bos" and name is None and "bos_token" in names:
+        return None
     if isinstance(name, dict):
         name = name.get("content")
     if name is not None:

@@ -227,7 +227,9 @@ def test_an_output_matrix_with_a_name_of_its_own_needs_no_base(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_narrow_export_keeps_what_transformers_holds_in_float32(tmp_path: Path, dtype: Literal["bfloat16", "float16"]) -> None:
+def test_a_narrow_export_keeps_what_transformers_holds_in_float32(
+    tmp_path: Path, dtype: Literal["bfloat16", "float16"]
+) -> None:
     """A router's biases near 5.0 would all be 5.0 in bfloat16: the file holds float32, as from_pretrained does."""
     (kind,) = (kind for kind in species() if str(kind) == "deepseek_v3")
     model = hf.build({**tiny_config(kind).to_dict(), "model_type": "deepseek_v3"})

@@ -138,19 +138,25 @@ class TwoOptimizers(L.LightningModule):
         self.num_batches = checkpoint["own"]["batches"]
 
 
-def run_trainer(folder: str, interval: int, killed_at: int | None) -> None:
+def run_trainer(folder: str, interval: int, killed_at: int | None, **limit: int) -> None:
     """Train with Lightning's Trainer, which validates twice in an epoch and accumulates gradients."""
     L.seed_everything(0, verbose=False)
     data, module = Samples(26), Regression(killed_at, interval, Path(folder))
-    trainer = attached(folder, interval, max_epochs=3, accumulate_grad_batches=2, val_check_interval=3)
+    limit = limit or {"max_epochs": 3}
+    trainer = attached(folder, interval, accumulate_grad_batches=2, val_check_interval=3, **limit)
     trainer.fit(module, DataLoader(data, batch_size=2, shuffle=True), DataLoader(Samples(4), batch_size=2))
     (plateau,) = (config.scheduler for config in trainer.lr_scheduler_configs)
     write(
         Path(folder),
         module.network,
-        [module.seen if trainer.world_size == 1 else [], plateau.state_dict()],
+        [module.seen if trainer.world_size == 1 else [], plateau.state_dict(), trainer.current_epoch],
         data.num_read,
     )
+
+
+def run_trainer_by_steps(folder: str, interval: int, killed_at: int | None) -> None:
+    """Do the same until a number of steps, within the third epoch."""
+    run_trainer(folder, interval, killed_at, max_steps=18)
 
 
 def run_two_optimizers(folder: str, interval: int, killed_at: int | None) -> None:

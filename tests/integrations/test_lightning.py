@@ -25,6 +25,8 @@ RUNS = {
     "fabric after an epoch, 2 ranks": Run("run_fabric", 2, 7, 9),
     "trainer within an epoch": Run("run_trainer", 1, 3, 11),
     "trainer after an epoch, 2 ranks": Run("run_trainer", 2, 4, 6),
+    "trainer by steps, within an epoch": Run("run_trainer_by_steps", 1, 3, 11),
+    "trainer by steps, after an epoch": Run("run_trainer_by_steps", 1, 7, 9),
     "two optimizers": Run("run_two_optimizers", 1, 5, 11),
 }
 

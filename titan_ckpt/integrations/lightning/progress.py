@@ -58,9 +58,9 @@ class Progress:
         fit.load_state_dict(state_dict["loops"])
         epochs = fit.epoch_progress.total
         if epochs.completed == epochs.ready:  # nothing is to be done again
-            fit.restarting = False
-            for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop):
-                loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False  # noqa: SLF001 - as its own on_iteration_done
+            _go_on_afresh(fit)
+            # without it, the sanity check would run, and take the metrics that schedulers and callbacks monitor
+            fit.epoch_loop.val_loop._restarting = True  # noqa: SLF001 - the first batch sets it to False
         for callback in trainer.callbacks:
             if callback.state_key in state_dict["callbacks"]:
                 callback.load_state_dict(state_dict["callbacks"][callback.state_key])
@@ -99,6 +99,17 @@ class Progress:
             "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             "hyper_parameters": dict(module.hparams),
         }
+
+
+def _go_on_afresh(loop: Any) -> None:
+    """Clear the marks of a restart from a loop and those within it, as each clears its own after an iteration.
+
+    FitLoop's setter of `restarting` cannot: with max_steps it sets True, whatever it is given.
+    """
+    loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False  # noqa: SLF001 - as its own on_iteration_done
+    for inner in vars(loop).values():
+        if hasattr(inner, "_resuming_from_checkpoint"):
+            _go_on_afresh(inner)
 
 
 def _overrides(value: Any, home: str) -> bool:

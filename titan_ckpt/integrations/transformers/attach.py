@@ -141,9 +141,12 @@ class TitanCheckpoint:
             self._trainer.control.should_training_stop = True
 
     def _metrics(self, step: int) -> dict[str, float]:
-        """Return the numbers that were logged at this step."""
-        recent = [entry for entry in self._trainer.state.log_history[-4:] if entry.get("step") == step]
-        logged = {name: value for entry in recent for name, value in entry.items()}
+        """Return the numbers that were logged at this step, which is the last of the log: one entry per evaluation set."""
+        logged: dict[str, Any] = {}
+        for entry in reversed(self._trainer.state.log_history):
+            if entry.get("step") != step:
+                break
+            logged = entry | logged
         return {name: float(value) for name, value in logged.items() if isinstance(value, numbers.Real)}
 
     def _new_manager(self) -> CheckpointManager:

@@ -19,6 +19,7 @@ from titan_ckpt.encoding.typed_json import MAX_INLINE_BYTES
 from titan_ckpt.errors import LoadMismatchError
 from titan_ckpt.formats.safetensors.container import read_header
 from titan_ckpt.integrations.transformers import completions
+from titan_ckpt.integrations.transformers.attach import TitanCheckpoint
 from titan_ckpt.integrations.transformers.loader import TrainerLoader
 from titan_ckpt.integrations.transformers.progress import RankProgress
 from titan_ckpt.integrations.transformers.refusals import problems
@@ -120,6 +121,16 @@ def test_settings_that_do_not_fit_are_all_told_at_once() -> None:
     ):
         assert name in faults
     assert [*problems(trainer(), CheckpointConfig(), has_adapter=True)] == []
+
+
+def test_the_metrics_of_a_step_are_those_of_every_evaluation_set() -> None:
+    """The Trainer logs an entry for the step and one for each set: none may be missed by keep.best."""
+    sets = [{f"eval_{name}_loss": float(number), "step": 4} for number, name in enumerate("abcdefg")]
+    state = SimpleNamespace(log_history=[{"loss": 9.0, "step": 3}, {"loss": 1.0, "step": 4}, *sets])
+    checkpoint = TitanCheckpoint(SimpleNamespace(state=state), CheckpointConfig(), only_adapter=False)  # type: ignore[arg-type]
+    found = checkpoint._metrics(4)
+    assert found == {"step": 4.0, "loss": 1.0, **{f"eval_{name}_loss": float(n) for n, name in enumerate("abcdefg")}}
+    assert checkpoint._metrics(5) == {}
 
 
 def test_ranks_of_tensor_parallelism_have_one_position(monkeypatch: pytest.MonkeyPatch) -> None:

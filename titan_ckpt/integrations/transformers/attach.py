@@ -141,7 +141,7 @@ class TitanCheckpoint:
             self._trainer.control.should_training_stop = True
 
     def _metrics(self, step: int) -> dict[str, float]:
-        """Return the numbers that were logged at this step, which is the last of the log: one entry per evaluation set."""
+        """Return the numbers that were logged at this step, with an entry for each evaluation set."""
         logged: dict[str, Any] = {}
         for entry in reversed(self._trainer.state.log_history):
             if entry.get("step") != step:

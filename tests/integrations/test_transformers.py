@@ -35,7 +35,12 @@ RUNS = {
 }
 
 
-OTHERS = [("run_other_base", "base", ()), ("run_signal", "signal", ()), ("run", "signal", (3, None))]
+OTHERS = [
+    ("run_other_base", "base", ()),
+    ("run_export", "export", ()),
+    ("run_signal", "signal", ()),
+    ("run", "signal", (3, None)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +70,11 @@ def test_a_step_of_an_adapter_holds_the_adapter_alone(played: Path) -> None:
 def test_an_adapter_goes_on_over_its_own_base_only(played: Path) -> None:
     """One different number in the base is a BaseMismatchError, as run_other_base has seen."""
     assert (played / "base" / "checkpoints").is_dir()
+
+
+def test_an_export_has_the_trainers_own_tokenizer(played: Path) -> None:
+    """Tokens, template and generation settings that were added in memory are in the folder, as run_export has seen."""
+    assert (played / "export" / "exports" / "step-1" / "tokenizer.json").is_file()
 
 
 def test_a_signal_stops_the_trainer_with_everything_saved(played: Path) -> None:

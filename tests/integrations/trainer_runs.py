@@ -23,6 +23,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch.distributed.tensor import DTensor
 from transformers import (
     DistributedConfig,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -32,7 +33,7 @@ from transformers import (
 )
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from titan_ckpt import CheckpointConfig, SaveConfig
+from titan_ckpt import CheckpointConfig, ExportConfig, SaveConfig
 from titan_ckpt.errors import BaseMismatchError
 from titan_ckpt.integrations.transformers import attach
 
@@ -113,6 +114,27 @@ def run(folder: str, interval: int, killed_at: int | None) -> None:
     attach(trainer, CheckpointConfig(save=SaveConfig(interval=interval)))
     trainer.train()
     write(path, trainer, data.num_read)
+
+
+def run_export(folder: str) -> None:
+    """Export with a tokenizer and generation settings that were changed after they were read from a folder."""
+    path, network = Path(folder), model()
+    words = Tokenizer(WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
+    kind: Any = PreTrainedTokenizerFast
+    kind(tokenizer_object=words, unk_token="<unk>").save_pretrained(path / "base")
+    tokenizer = kind.from_pretrained(path / "base")
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "pad_token": "<unk>"})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    network.generation_config.max_new_tokens = 7
+    args = TrainingArguments(**arguments(path, max_steps=1, eval_strategy="no"))
+    trainer = Trainer(network, args, train_dataset=Tokens(4), processing_class=tokenizer)
+    attach(trainer, CheckpointConfig(save=SaveConfig(interval=9), export=(ExportConfig("hf"),)))
+    trainer.train()
+    opened = kind.from_pretrained(path / "exports" / "step-1")
+    assert opened.encode("a<|im_end|>") == [1, 3]
+    assert (opened.eos_token, opened.chat_template) == ("<|im_end|>", tokenizer.chat_template)
+    settings: Any = GenerationConfig.from_pretrained(path / "exports" / "step-1")
+    assert (settings.max_new_tokens, settings.eos_token_id) == (7, network.generation_config.eos_token_id)
 
 
 def run_signal(folder: str) -> None:

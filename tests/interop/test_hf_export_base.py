@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -246,6 +248,23 @@ def test_a_narrow_export_keeps_what_transformers_holds_in_float32(
     assert biases
     assert all(torch.equal(opened[key], value) and opened[key].dtype == torch.float32 for key, value in biases.items())
     assert opened["lm_head.weight"].dtype == getattr(torch, dtype)
+
+
+def test_every_file_of_a_tokenizer_class_is_copied(tmp_path: Path, base: Path) -> None:
+    """Every name that an installed class gives its vocabulary files, and those of processors, is in the export."""
+    own = Path(transformers.__file__).parent
+    tables = [
+        re.search(r"^VOCAB_FILES_NAMES\s*=\s*\{(.*?)\}", path.read_text(), re.DOTALL | re.MULTILINE)
+        for path in own.rglob("*token*.py")
+    ]
+    names = {name for table in tables if table for name in re.findall(r':\s*"([^"]+)"', table[1])}
+    assert {"vocab.json", "source.spm", "bpe.codes"} < names
+    names |= {transformers.utils.PROCESSOR_NAME, transformers.utils.FEATURE_EXTRACTOR_NAME}
+    names |= {transformers.utils.VIDEO_PROCESSOR_NAME, transformers.utils.AUDIO_TOKENIZER_NAME, "qwen.tiktoken"}
+    for name in names:
+        (base / name).write_text("{}")
+    exported = run(base, tmp_path, ExportConfig("hf"))
+    assert names <= {path.name for path in exported.iterdir()}
 
 
 def plain_manager(run: Path, hf_config: dict[str, Any], folder: str = "exports") -> CheckpointManager:

@@ -9,7 +9,9 @@ Source: transformers 5, trainer.py `_inner_training_loop` and the methods that i
 from __future__ import annotations
 
 import numbers
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -177,9 +179,26 @@ class TitanCheckpoint:
         own = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
         config = model.config.to_dict()
         config["architectures"] = config.get("architectures") or [own.__name__]
-        tokenizer = getattr(self._trainer.processing_class, "name_or_path", None)
-        assets = Path(tokenizer) if tokenizer and Path(tokenizer).is_dir() else None
-        return StateDictTransforms(find_key_map(model), config, assets)
+        return StateDictTransforms(find_key_map(model), config, self._assets() if self._config.export else None)
+
+    def _assets(self) -> Path | None:
+        """Return a folder of the files beside the weights that trainer.save_model() would write; None without any.
+
+        The trainer's own objects count, not the folders they came from: tokens, templates and generation settings may
+        have been added to them.
+        """
+        model, processing = self._trainer.model, self._trainer.processing_class
+        settings = model.generation_config if model.can_generate() else None
+        if processing is None and settings is None:
+            return None
+        folder = Path(self._opened.enter_context(tempfile.TemporaryDirectory(prefix="titan_ckpt-")))
+        for owner in (processing, settings):
+            if owner is not None:
+                owner.save_pretrained(folder)
+        came_from = Path(getattr(processing, "name_or_path", ""))
+        for path in [*came_from.glob("*.py"), *came_from.glob("LICENSE*")] if str(came_from) != "." else []:
+            shutil.copy(path, folder)
+        return folder
 
 
 class _Attached(Trainer):

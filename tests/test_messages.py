@@ -215,7 +215,7 @@ def a_flipped_bit(folder: Path) -> None:
 @says(
     "RUN/checkpoints holds no checkpoint that can be loaded, but content that looks like one:\n"
     "  step-1: rank-00000.safetensors: No such file or directory\n"
-    "Repair it, name it in [[checkpoint.initial_load]], move it away, or choose another folder: a run is not started "
+    "  Repair it, name it in [[checkpoint.initial_load]], move it away, or choose another folder: a run is not started "
     "afresh beside it"
 )
 def a_missing_file(folder: Path) -> None:
@@ -236,7 +236,7 @@ def a_missing_file_in_a_source(folder: Path) -> None:
 @says(
     "RUN/checkpoints holds no checkpoint that can be loaded, but content that looks like one:\n"
     "  step-1: MANIFEST.json: not a manifest of this format: its digest is DIGEST, DIGEST was committed\n"
-    "Repair it, name it in [[checkpoint.initial_load]], move it away, or choose another folder: a run is not started "
+    "  Repair it, name it in [[checkpoint.initial_load]], move it away, or choose another folder: a run is not started "
     "afresh beside it"
 )
 def a_damaged_manifest(folder: Path) -> None:
@@ -280,7 +280,7 @@ def a_state_that_was_not_saved(folder: Path) -> None:
 @says(
     "1 value(s) cannot be stored as typed JSON:\n"
     "  run state.states.counter.value: a builtins.function\n"
-    "Return plain values, tensors or arrays from state_dict()."
+    "  Return plain values, tensors or arrays from state_dict()."
 )
 def a_state_that_cannot_be_stored(folder: Path) -> None:
     saved(folder, model(4, 4), 1, states={"counter": Counter(lambda: 0)})

@@ -7,7 +7,10 @@ wait for torch.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, Any
+
+from titan_ckpt.errors import printable
 
 if TYPE_CHECKING:
     from titan_ckpt.config import (
@@ -62,6 +65,19 @@ _MODULES = {
     "weights.wrapper": "ModelWrapper",
 }
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}
+
+_make_record = logging.getLogRecordFactory()
+
+
+def _printable_record(*args: Any, **options: Any) -> logging.LogRecord:
+    """Return a record for the log; a name in a foreign file must not move a terminal's cursor or forge a line."""
+    record = _make_record(*args, **options)
+    if record.name.startswith(f"{__name__}."):
+        record.msg, record.args = printable(record.getMessage()), ()
+    return record
+
+
+logging.setLogRecordFactory(_printable_record)
 
 
 def __getattr__(name: str) -> object:

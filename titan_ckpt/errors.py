@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from titan_ckpt.types import LoadReport
 
 
+_MAX_MESSAGE = 16_000
+_NEW_LINE = re.compile(r"\n(?=[^\s])")
 _USER = re.compile(r"\b([A-Za-z][\w+.-]*:/{1,2})(?:[^/\s@?]+|[^\s@?:]*:[^\s@?]*)@")
 _QUERY = re.compile(r"\b([A-Za-z][\w+.-]*:/[^\s?]*\?)[^\s\"']+")
 
@@ -55,11 +57,27 @@ def without_credentials(text: str) -> str:
     return _QUERY.sub(r"\1***", _USER.sub(r"\1***@", text))
 
 
+def printable(text: str) -> str:
+    """Return a message as a terminal or a log may show it, whatever names and values of files are in it.
+
+    Control characters are escaped, and lines after the first are indented, so that none looks like another message.
+    """
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+        text = _NEW_LINE.sub("\n  ", text)
+    return text
+
+
 class CheckpointError(Exception):
     """Base of all errors that this package raises on purpose. Each can be pickled, as between processes."""
 
     repeats: bool | None = None
     """Whether another rank of this host has raised the same error before; None if that is not known."""
+
+    def __init__(self, message: str = "") -> None:
+        if len(message) > _MAX_MESSAGE:  # it quotes a file
+            message = f"{message[: _MAX_MESSAGE // 2]} ... {message[-_MAX_MESSAGE // 2 :]}"
+        super().__init__(printable(message))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (type(self), str(self), self.__dict__)

@@ -61,7 +61,7 @@ def test_a_regular_expression_that_needs_backtracking_is_refused_by_name(
     )
 
 
-@pytest.mark.parametrize("name", ["[/x]", "[red]x", "[link=file:///etc]x[/link]", ":smile:", "\x1b[2Jx"])
+@pytest.mark.parametrize("name", ["[/x]", "[red]x", "[link=file:///etc]x[/link]", ":smile:", "\x1b[2Jx", "x\nF32[7]"])
 def test_the_name_of_a_tensor_is_shown_and_not_interpreted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -69,7 +69,7 @@ def test_the_name_of_a_tensor_is_shown_and_not_interpreted(
     save_file({name: torch.ones(1)}, tmp_path / "model.safetensors")
     assert main(["inspect", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert name.replace("\x1b", "\\x1b") in shown
+    assert name.replace("\x1b", "\\x1b").replace("\n", "\\n") in shown
 
 
 def resealed(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:

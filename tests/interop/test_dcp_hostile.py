@@ -98,6 +98,12 @@ HOSTILE = {
     "size of text": (called(SIZE, text("a") + pickle.TUPLE1), "calls torch.Size in a way"),
     "size of no tuple": (called(SIZE, number(5)), "calls torch.Size in a way"),
     "size beyond 64 bits": (called(SIZE, pickle.LONG1 + b"\x09" + b"\x01" * 9 + pickle.TUPLE1), "calls torch.Size"),
+    "size with the hash of another": (
+        called(SIZE, pickle.LONG1 + b"\x08" + (2**61 - 1).to_bytes(8, "little") + pickle.TUPLE1), "calls torch.Size"
+    ),
+    "a key with the hash of another": (
+        under_key(pickle.LONG1 + b"\x09" + (2**63 - 4).to_bytes(9, "little")), "has a int as the key of a dict"
+    ),
     "path of a number": (called(PATH, number(5)), "calls pathlib.PosixPath in a way"),
     "layout of anything": (called(named("torch.serialization", "_get_layout"), text("os.system")), "_get_layout in a"),
     "format of 7": (called(named(DCP, "_MEM_FORMAT_ENCODING"), number(7)), "_MEM_FORMAT_ENCODING in a way"),

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.test_hostile_bytes import peak_mib
 from tests.stores import servers
 from tests.stores.conftest import behind, place_in, through
 from tests.stores.servers import Answer, Server, refusal
 from titan_ckpt.config import InitialLoadConfig
+from titan_ckpt.directory.names import read_file
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.encoding.toml import read_toml
 from titan_ckpt.errors import ConfigError, PreflightError
@@ -38,6 +40,19 @@ def test_bodies_are_signed_where_tls_does_not_protect_them(
         monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", chosen)
     store = Bucket("s3", "box", StoreConfig(endpoint=endpoint))._store
     assert (str(store.config.get("unsigned_payload")).lower() == "true") == is_unsigned
+
+
+def test_an_object_that_is_too_large_is_not_read(place: BucketPath) -> None:
+    """A manifest or a lease of 40 MiB is refused by name before its bytes are there."""
+    (place / "lease.json").bucket.put((place / "lease.json").key, bytes(40 * 2**20))
+    peak_mib()
+    before = peak_mib()
+    with pytest.raises(OSError, match=f"larger than .*{place.key}/lease.json"):
+        (place / "lease.json").read()
+    with pytest.raises(OSError, match=f"larger than .*{place.key}/lease.json"):
+        read_file(place / "lease.json", 2**20)
+    assert peak_mib() - before < 20
+    assert (place / "lease.json").read(40 * 2**20) == bytes(40 * 2**20)
 
 
 def test_objects_are_created_once_and_replaced_by_version(place: BucketPath) -> None:

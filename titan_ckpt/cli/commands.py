@@ -38,6 +38,7 @@ from titan_ckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
     SaveError,
+    printable,
 )
 from titan_ckpt.stores.bucket import Location, open_location
 from titan_ckpt.stores.settings import StoreConfig, require_places
@@ -92,7 +93,7 @@ def _place(path: Path) -> Location:
 
 
 def _fail(text: str, code: int) -> int:
-    line = " ".join(tables.printable(text).split())
+    line = " ".join(printable(text).split())
     Console(stderr=True, soft_wrap=True, emoji=False).print(f"titan-ckpt: {line}", style="red", markup=False)
     return code
 
@@ -165,7 +166,7 @@ def _verify(command: Verify, console: Console) -> int:
         found = verify(_place(command.path))
     except CorruptCheckpointError as error:
         if not command.json:
-            console.print(tables.printable(str(error)), soft_wrap=True, markup=False, highlight=False)
+            console.print(str(error), soft_wrap=True, markup=False, highlight=False)
             return DIFFERENT
         _json({"path": str(command.path), "whole": False, "faults": str(error).splitlines()})
         return DIFFERENT

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
-from titan_ckpt.errors import counted
+from titan_ckpt.errors import counted, printable
 from titan_ckpt.tools.listing import Listing, age, size
 
 if TYPE_CHECKING:
@@ -26,11 +26,6 @@ _MOST_ROWS = 1000
 """Tensors of one component that are shown as a table, which is laid out to the width of the console."""
 
 
-def printable(text: str) -> str:
-    """Return the text with control characters escaped: a name in a foreign file could change the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-
-
 def say(console: Console, text: str) -> None:
     """Print a sentence; paths in it stay whole."""
     console.print(printable(text), soft_wrap=True, highlight=False, markup=False)
@@ -44,9 +39,14 @@ def _table(*columns: str, right: Sequence[str] = ()) -> Table:
     return table
 
 
+def _one_line(text: str) -> str:
+    """Return the text of a cell: a line break in a name would begin another row."""
+    return printable(text.replace("\n", r"\n"))
+
+
 def _add(table: Table, *cells: object) -> None:
     """Add a row of plain texts; None is an empty cell."""
-    table.add_row(*("" if cell is None else escape(printable(str(cell))) for cell in cells))
+    table.add_row(*("" if cell is None else escape(_one_line(str(cell))) for cell in cells))
 
 
 def listing(found: Listing, console: Console) -> None:
@@ -82,13 +82,13 @@ def _tensor_rows(component: ComponentContent, *, everything: bool) -> Iterator[t
             times = f"{group.count} x " if group.count > 1 and not everything else ""
             num_bytes = group.num_bytes / (group.count if everything else 1)
             own_name = name.removeprefix(f"{component.component}.")
-            yield printable(own_name), times + shape, sharding, size(num_bytes)
+            yield _one_line(own_name), times + shape, sharding, size(num_bytes)
 
 
 def content(found: Content, console: Console, *, everything: bool) -> None:
     total = sum(component.num_bytes for component in found.components)
     count = sum(component.num_tensors for component in found.components)
-    tree = Tree(escape(printable(f"{found.path}: {found.format}, {counted(count, 'tensor')}, {size(total)}")))
+    tree = Tree(escape(_one_line(f"{found.path}: {found.format}, {counted(count, 'tensor')}, {size(total)}")))
     for component in found.components:
         dtypes = ", ".join(f"{dtype} {size(num)}" for dtype, num in component.dtypes.items())
         head = (

@@ -63,7 +63,7 @@ class CheckpointDirectory:
             if survey.rejected and not survey.steps and not survey.dcp:
                 raise CorruptCheckpointError(
                     f"{self.root} holds no checkpoint that can be loaded, but content that looks like one:"
-                    f"{survey.explain()}\nRepair it, name it in [[checkpoint.initial_load]], move it away, or choose "
+                    f"{survey.explain()}\n  Repair it, name it in [[checkpoint.initial_load]], move it away, or choose "
                     "another folder: a run is not started afresh beside it",
                     str(self.root),
                 )

@@ -71,12 +71,7 @@ def users_name(path: Location) -> str:
 
 def read_file(path: Location, max_bytes: int) -> bytes:
     """Return a file or an object of at most `max_bytes`. Raises: OSError, with EFBIG if it is larger."""
-    if isinstance(path, BucketPath):
-        data = path.read()
-        if len(data) > max_bytes:
-            raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
-        return data
-    return posix.read_whole(path, max_bytes)
+    return path.read(max_bytes) if isinstance(path, BucketPath) else posix.read_whole(path, max_bytes)
 
 
 def is_attempt_name(name: str) -> bool:

@@ -210,11 +210,14 @@ def read_whole(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     Raises: OSError, with EFBIG if the file is larger and EINVAL if it is not a regular file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     with os.fdopen(fd, "rb") as file:
-        data = file.read(max_bytes + 1)
+        data = file.read(min(status.st_size, max_bytes) + 1)  # memory for as many bytes is taken before the read
+        if len(data) > status.st_size:  # it has grown
+            data += file.read(max_bytes + 1 - len(data))
     if len(data) > max_bytes:
         raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", os.fspath(path))
     return data

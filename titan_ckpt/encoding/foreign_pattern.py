@@ -19,6 +19,8 @@ _compiler: Any = importlib.import_module("re._compiler")
 
 MAX_CHARS = 2_000
 """Longest expression, and longest name that is compared with one."""
+MAX_PATTERNS = 10_000
+"""More of them than modules cannot be compared in MAX_STEPS."""
 MAX_STEPS = 10_000_000
 """Limit of the steps of all lookups in one table together: some seconds."""
 _LITERAL = re.compile(r"(?:[\w./-]|\\[^\w\s])*")

@@ -11,13 +11,21 @@ import binascii
 import json
 import math
 import re
+import sys
 from collections import Counter
+from collections.abc import Hashable, Iterable
 from typing import Any, NoReturn, TypeAlias
 
 from titan_ckpt.errors import CorruptCheckpointError
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
+MAX_BYTES_BY_HAND = 16 * 2**20
+"""Limit of files that people write."""
+MAX_EQUAL_HASHES = 100
+"""Python compares each key of a dict with all that have the same hash, and the hash of a number is known beforehand."""
+MAX_SIZE = sys.hash_info.modulus - 1
+"""Limit of a tensor's sizes and offsets. Larger numbers have the hash of a smaller one, and there may be many such."""
 _MAX_DIMS = 64
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -37,23 +45,31 @@ def parse(data: bytes, max_bytes: int, source: str) -> Json:
 
 def loads(text: str) -> Json:
     """Parse strict JSON, as `parse` does, of any size. Raises: ValueError; RecursionError."""
-    parsed: Json = json.loads(
-        text,
-        object_pairs_hook=_object_without_duplicates,
-        parse_constant=_refuse_constant,
-        parse_float=_finite_float,
-    )
+    return _loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
+
+
+def loads_by_hand(data: bytes) -> Any:
+    """Parse JSON that people write, in any Unicode encoding and with NaN; no key twice. Raises: ValueError."""
+    if len(data) > MAX_BYTES_BY_HAND:
+        raise ValueError(f"it has {len(data)} bytes, at most {MAX_BYTES_BY_HAND} are allowed")
+    try:
+        return _loads(data.decode(json.detect_encoding(data)))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _loads(text: str, **options: Any) -> Json:
+    parsed: Json = json.loads(text, object_pairs_hook=_object_without_duplicates, **options)
     if _SURROGATE.search(text) and not is_unicode(json.dumps(parsed, ensure_ascii=False)):
         raise ValueError("it has text with a lone surrogate, which is no character")
     return parsed
 
 
-def loads_by_hand(data: bytes) -> Any:
-    """Parse JSON that people write, in any Unicode encoding and with NaN; no key twice. Raises: ValueError."""
-    try:
-        return json.loads(data, object_pairs_hook=_object_without_duplicates)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+def require_few_equal_hashes(keys: Iterable[Hashable]) -> None:
+    """Check keys before they are put into a dict or a set. Raises: ValueError if that would take quadratic time."""
+    ((_, number),) = Counter(map(hash, keys)).most_common(1) or [(0, 0)]
+    if number > MAX_EQUAL_HASHES:
+        raise ValueError(f"{number} keys have the same hash, at most {MAX_EQUAL_HASHES} are allowed")
 
 
 def is_unicode(text: str) -> bool:
@@ -89,7 +105,7 @@ def as_int(value: Json) -> int:
 def as_shape(value: Json) -> tuple[int, ...]:
     """Return the value as a tensor's shape. Raises: ValueError if no tensor can have it."""
     sizes = tuple(as_int(size) for size in as_list(value))
-    if len(sizes) > _MAX_DIMS or any(size < 0 or size > 2**62 for size in sizes):
+    if len(sizes) > _MAX_DIMS or any(not 0 <= size <= MAX_SIZE for size in sizes):
         raise ValueError(f"shape {sizes!r:.80}")
     return sizes
 

@@ -33,6 +33,8 @@ from titan_ckpt.errors import ConfigError, without_credentials
 
 T = TypeVar("T")
 
+_MAX_BYTES = 2**19
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -47,12 +49,17 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     try:
         with open(path, "rb", opener=_without_waiting) as file:
             os.set_blocking(file.fileno(), True)  # a pipe that somebody writes to is waited for, as `<(...)` needs
-            return tomli.load(file)
+            text = file.read(_MAX_BYTES + 1)
+            if len(text) > _MAX_BYTES:
+                raise ConfigError([f"more than {_MAX_BYTES} bytes; expected a run's settings"], str(path))
+            return tomli.loads(text.decode())
     except tomli.TOMLDecodeError as error:
         line = error.doc.splitlines()[error.lineno - 1 :][:1]
         raise ConfigError([f"line {error.lineno}: {error.msg}: {''.join(line).strip()}"], str(path)) from None
     except UnicodeDecodeError as error:
         raise ConfigError([f"not valid TOML: byte {error.start} is not UTF-8"], str(path)) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or arrays in arrays in arrays
+        raise ConfigError([f"cannot be read: {error}"], str(path)) from None
     except OSError as error:
         raise ConfigError([f"cannot be read: {error.strerror}"], str(path)) from None
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan_ckpt.encoding.strict_json import Json, is_unicode, parse, to_base64, to_text
+from titan_ckpt.encoding.strict_json import Json, is_unicode, parse, require_few_equal_hashes, to_base64, to_text
 from titan_ckpt.encoding.typed_json_reader import FACTORIES, MAX_DEPTH, NUMPY_DTYPE, TENSOR_DTYPES, decode
 from titan_ckpt.errors import StateEncodingError, listed
 
@@ -66,7 +66,7 @@ def encode(value: Any, path: str = "state") -> Json:
         lines = listed(encoder.problems, "\n  ", "\n  ... ", _MAX_LISTED)
         raise StateEncodingError(
             f"{len(encoder.problems)} value(s) cannot be stored as typed JSON:\n  {lines}\n"
-            "Return plain values, tensors or arrays from state_dict().",
+            "  Return plain values, tensors or arrays from state_dict().",
             encoder.paths[0],
         )
     return encoded
@@ -137,6 +137,7 @@ class _Encoder:
         if kind is torch.Size:
             return {"$torch.Size": self._items(value, path, depth)}
         if kind in (set, frozenset):
+            self._check_hashes(value, path)
             return {f"${kind.__name__}": sorted(self._items(value, path, depth), key=to_text)}
         if kind is deque:
             return {"$deque": [value.maxlen, self._items(value, path, depth)]}
@@ -151,11 +152,18 @@ class _Encoder:
         return [self.encode(item, f"{path}[{index}]", depth) for index, item in enumerate(values)]
 
     def _pairs(self, values: Mapping[Any, Any], path: str, depth: int) -> list[Json]:
+        self._check_hashes(values, path)
         return [
             [self.encode(key, f"{path}.key({name})", depth), self.encode(item, f"{path}[{name}]", depth)]
             for key, item in values.items()
             for name in [_shown(key)]
         ]
+
+    def _check_hashes(self, keys: Iterable[Any], path: str) -> None:
+        try:
+            require_few_equal_hashes(keys)
+        except ValueError as error:
+            self._refuse(path, str(error))
 
     def _int(self, value: int, path: str) -> Json:
         bits = value.bit_length()

@@ -17,7 +17,15 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from titan_ckpt.encoding.strict_json import Json, as_int, as_list, as_shape, as_str, from_base64
+from titan_ckpt.encoding.strict_json import (
+    Json,
+    as_int,
+    as_list,
+    as_shape,
+    as_str,
+    from_base64,
+    require_few_equal_hashes,
+)
 from titan_ckpt.errors import CorruptCheckpointError
 
 _NOT_PLAIN_DATA = re.compile(r"q.*|u?int[1-7]")
@@ -44,7 +52,10 @@ _TORCH_DEVICE = re.compile(r"[a-z]{1,16}(:\d{1,6})?")
 
 
 def decode(encoded: Json, source: str = "state") -> Any:
-    """Return the value that was encoded. Raises: CorruptCheckpointError naming the place in `source`."""
+    """Return the value that was encoded; the lists and objects of `encoded` become its own.
+
+    Raises: CorruptCheckpointError naming the place in `source`.
+    """
     return _decode(encoded, source, 0)
 
 
@@ -52,12 +63,14 @@ def _decode(encoded: Json, path: str, depth: int) -> Any:
     if depth > MAX_DEPTH:
         _corrupt(path, f"nested deeper than {MAX_DEPTH}")
     if isinstance(encoded, list):
-        return [_decode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(encoded)]
+        return _items_of(encoded, path, depth)
     if not isinstance(encoded, dict):
         return encoded
     tag = next((key for key in encoded if key.startswith("$")), None)
     if tag is None:
-        return {key: _decode(item, f"{path}.{key}", depth + 1) for key, item in encoded.items()}
+        for key, item in encoded.items():
+            encoded[key] = _decode(item, f"{path}.{key}", depth + 1)
+        return encoded
     if len(encoded) != 1 or tag not in _DECODERS:
         _corrupt(path, f"unknown type {tag!r}")
     try:
@@ -73,12 +86,16 @@ def _corrupt(path: str, cause: str) -> NoReturn:
 
 
 def _items_of(payload: Json, path: str, depth: int) -> list[Any]:
-    return [_decode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(as_list(payload))]
+    items: list[Any] = as_list(payload)
+    for index, item in enumerate(items):  # in place: a small file has many lists, and a second copy of each is large
+        items[index] = _decode(item, f"{path}[{index}]", depth + 1)
+    return items
 
 
 def _pairs_of(payload: Json, path: str, depth: int) -> list[tuple[Any, Any]]:
     pairs = [as_list(pair, 2) for pair in as_list(payload)]
     decoded = [(_decode(k, f"{path}.key", depth + 1), _decode(v, f"{path}[{k!r:.80}]", depth + 1)) for k, v in pairs]
+    require_few_equal_hashes(key for key, _ in decoded)
     if len(dict(decoded)) != len(decoded):
         raise ValueError("a key is there twice")
     return decoded
@@ -86,6 +103,7 @@ def _pairs_of(payload: Json, path: str, depth: int) -> list[tuple[Any, Any]]:
 
 def _set_of(kind: type, payload: Json, path: str, depth: int) -> Any:
     items = _items_of(payload, path, depth)
+    require_few_equal_hashes(items)
     made = kind(items)
     if len(made) != len(items):
         raise ValueError("an element is there twice")

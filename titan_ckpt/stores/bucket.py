@@ -25,6 +25,8 @@ from titan_ckpt.stores.settings import SCHEMES, StoreConfig, split_url
 
 _REQUEST_SECONDS = 60.0
 """Longest time of one request; a part of 64 MiB needs 1.1 MB/s to meet it."""
+MAX_SMALL_BYTES = 32 * 2**20
+"""Limit of an object that is read whole without another: a manifest may have as many."""
 _ENDLESS = 10_000
 """More retries than fit into any retry time: the time alone bounds them."""
 _NAMELESS = "invalid DeleteObjects response: missing field `Key`"
@@ -169,11 +171,16 @@ class Bucket:
                 raise errors[0] from None
             raise
 
-    def read(self, key: str) -> tuple[bytes, Version]:
-        """Return a small object and its version. Raises: FileNotFoundError; StoreError."""
+    def read(self, key: str, max_bytes: int = MAX_SMALL_BYTES) -> tuple[bytes, Version]:
+        """Return a small object and its version.
+
+        Raises: FileNotFoundError; StoreError; OSError with EFBIG if it is larger, before its bytes are sent.
+        """
         with self._asking("read", key):
             answer = self._api.get(self._store, key)
-            return answer.bytes().to_bytes(), _version(answer.meta)
+            if answer.meta["size"] <= max_bytes:
+                return answer.bytes().to_bytes(), _version(answer.meta)
+        raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", self.url(key))
 
     def read_head(self, key: str, num_bytes: int) -> tuple[bytes, int]:
         """Return the first bytes of an object, and its size. Raises: FileNotFoundError; StoreError."""
@@ -300,10 +307,10 @@ class BucketPath:
     def __str__(self) -> str:
         return self.bucket.url(self.key)
 
-    def read(self) -> bytes:
-        """Return the whole object. Raises: FileNotFoundError; StoreError."""
+    def read(self, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
+        """Return the whole object. Raises: as Bucket.read."""
         head, num_bytes = self.heads.get(self.key, (b"", -1))
-        return head if len(head) == num_bytes else self.bucket.read(self.key)[0]
+        return head if len(head) == num_bytes <= max_bytes else self.bucket.read(self.key, max_bytes)[0]
 
     def read_head(self, num_bytes: int) -> tuple[bytes, int]:
         """Return the object's first bytes, about so many, and its size. Raises: FileNotFoundError; StoreError."""

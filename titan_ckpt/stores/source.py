@@ -104,9 +104,7 @@ def num_bytes_of(path: Source) -> int:
 def read_whole(path: Source, max_bytes: int, *, through_links: bool = False) -> bytes:
     """Return a small file. Raises: FileNotFoundError; OSError, with EFBIG if it is larger than `max_bytes`."""
     if isinstance(path, ListedPath):
-        if path.num_bytes > max_bytes:
-            raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
-        return path.read()
+        return path.read(max_bytes)
     return posix.read_whole(os.path.realpath(path) if through_links else path, max_bytes)
 
 

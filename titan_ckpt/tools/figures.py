@@ -95,9 +95,13 @@ def read_figures(run: Path) -> Figures:
 def _is_sound(event: Mapping[str, Any]) -> bool:
     """Return whether a line says what a run would write; any other one is passed over, as one that a kill has cut."""
     step, error, expired = event.get("step", 0), event.get("error"), event.get("expired", [])
+    command = event.get("command", [])
     return (
         all(type(n := event.get(name, 0)) in (int, float) and 0 <= n < most for name, most in _MOST.items())
         and all(isinstance(event.get(name, {}), dict) for name in ("phases", "versions", "config"))
+        and isinstance(event.get("git"), str | None)
+        and isinstance(command, list)
+        and all(isinstance(part, str) for part in command)
         and isinstance(expired, list)
         and all(type(value) is int for value in expired)
         and (step is None or type(step) is int)

@@ -23,7 +23,7 @@ from titan_ckpt.directory.names import (
     survey,
 )
 from titan_ckpt.disk import posix
-from titan_ckpt.encoding.strict_json import loads_by_hand
+from titan_ckpt.encoding.strict_json import MAX_BYTES_BY_HAND, loads_by_hand
 from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
 from titan_ckpt.formats.publish.bucket_record import LOADABLE, BucketExports
 from titan_ckpt.formats.publish.record import RECORDS, recorded_folders, why_foreign
@@ -331,7 +331,7 @@ def _format(path: Path) -> str:
     if (path / "adapter_config.json").exists():
         return "peft"
     with contextlib.suppress(OSError, ValueError):
-        config = loads_by_hand((path / "config.json").read_bytes())
+        config = loads_by_hand(posix.read_whole(os.path.realpath(path / "config.json"), MAX_BYTES_BY_HAND))
         if isinstance(config, dict) and "quantization_config" in config:
             return "hf, quantised"
     return "hf"

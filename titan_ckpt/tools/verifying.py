@@ -127,7 +127,7 @@ def _on_disk(file: Source) -> Iterator[Path]:
         yield file.parent
         return
     with TemporaryDirectory() as folder:
-        Path(folder, file.name).write_bytes(file.read())
+        Path(folder, file.name).write_bytes(file.read(file.num_bytes))
         yield Path(folder)
 
 

@@ -444,3 +444,11 @@ def test_malformed_text_is_one_typed_error(text: str) -> None:
 def test_decode_is_the_inverse_of_encode_without_text() -> None:
     """encode and decode may be used on their own inside a larger document."""
     assert same(decode(encode({"a": (1, {2})})), {"a": (1, {2})})
+
+
+def test_keys_of_one_hash_are_refused_when_they_are_stored() -> None:
+    """What a load would refuse is not stored; as many as chance makes come back."""
+    for few in ({k * (2**61 - 1) for k in range(100)}, {-1: 0, -2: 1}):
+        assert loads(dumps(few)) == few
+    with pytest.raises(StateEncodingError, match=r"state\.seen: 101 keys have the same hash, at most 100 are allowed"):
+        dumps({"seen": {k * (2**61 - 1): 0 for k in range(101)}})

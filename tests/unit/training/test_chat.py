@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.data.batch import IGNORED
 from titan_ckpt.training.data.chat import ChatError, ChatTemplate
 from titan_ckpt.training.data.corpus import open_corpus
-from titan_ckpt.training.data.tokenizer import EOS
+from titan_ckpt.training.data.tokenizer import EOS, read_tokenizer
 from titan_ckpt.training.data.tokens import tokenise_conversations
 
 
@@ -74,6 +75,36 @@ def test_d8_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     """The message names the folder, the files, and what to do."""
     with pytest.raises(ConfigError, match=r"data\.messages: the tokenizer in .*/x has no chat template; expected"):
         ChatTemplate(chat_tokenizer(tmp_path / "x", None))
+
+
+def test_a_tokenizer_with_code_of_its_own_is_refused(tmp_path: Path) -> None:
+    """None of its code is asked about or run; the message names the folder and what is expected."""
+    chat_tokenizer(tmp_path / "x")
+    (tmp_path / "x" / "own.py").write_text("raise SystemExit('the code of the tokenizer ran')")
+    path = tmp_path / "x" / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"data\.messages: the tokenizer in .*/x: expected files that AutoTokenizer"):
+        ChatTemplate(read_tokenizer(tmp_path / "x"))
+
+
+@pytest.mark.parametrize("name", [7, ["a"], {"content": {}}, "\ud800"])
+def test_a_tokenizer_whose_special_token_is_no_name_is_refused(tmp_path: Path, name: object) -> None:
+    """The message names the file and what it has."""
+    chat_tokenizer(tmp_path / "x")
+    (tmp_path / "x" / "tokenizer_config.json").write_text(json.dumps({"eos_token": name}))
+    with pytest.raises(ConfigError, match=r"data\.tokenizer\.folder: .*/x/tokenizer_config.json "):
+        read_tokenizer(tmp_path / "x")
+
+
+@pytest.mark.parametrize("inner", ["", "{{ b }}"])
+def test_a_template_whose_loops_do_not_end_is_refused(tmp_path: Path, inner: str) -> None:
+    """A loop of ten thousand millions is left after a million; whoever traces this thread goes on to."""
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}" + inner + "{% endfor %}{% endfor %}"
+    endless, before = ChatTemplate(chat_tokenizer(tmp_path / "x", loops + MARKED)), sys.gettrace()
+    with pytest.raises(ChatError, match="cannot render its first 2 messages: it runs more than 1000000 lines"):
+        endless(conversations(2)[1][1:])
+    assert sys.gettrace() is before
 
 
 def test_d8_a_template_that_writes_the_day_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

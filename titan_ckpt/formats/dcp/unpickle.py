@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from titan_ckpt.encoding.strict_json import MAX_SIZE
+
 _OF_INDEX = ((str,), (torch.Size, type(None)), (int, type(None)))
 """The types of a MetadataIndex's fields: fqn, offset and index."""
 _MAX_DIMS = 64
@@ -154,8 +156,9 @@ def _is_key(key: Any) -> bool:
     """Return whether this can be hashed and shown at once: a tuple of tuples of tuples may take for ever."""
     if type(key) is MetadataIndex:
         types = [type(vars(key).get(name)) for name in ("fqn", "offset", "index")]
-        return all(kind in known for kind, known in zip(types, _OF_INDEX, strict=True))
-    return type(key) in (str, int)
+        known = all(kind in allowed for kind, allowed in zip(types, _OF_INDEX, strict=True))
+        return known and abs(vars(key).get("index") or 0) <= MAX_SIZE
+    return type(key) is str or (type(key) is int and abs(key) <= MAX_SIZE)
 
 
 def _new(stack: list[Any]) -> None:
@@ -196,7 +199,7 @@ def _size(*arguments: Any) -> torch.Size | None:
     numbers = arguments[0] if len(arguments) == 1 else None
     if type(numbers) is not tuple or len(numbers) > _MAX_DIMS:
         return None
-    return torch.Size(numbers) if all(type(n) is int and -(2**63) <= n < 2**63 for n in numbers) else None
+    return torch.Size(numbers) if all(type(n) is int and abs(n) <= MAX_SIZE for n in numbers) else None
 
 
 def _layout(*arguments: Any) -> torch.layout | None:

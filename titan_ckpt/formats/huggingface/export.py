@@ -200,7 +200,7 @@ def _assets(folder: Source | None) -> Iterator[tuple[str, bytes | Path]]:
         for path in sorted(found, key=str):
             if path.is_file():
                 name = str(path).removeprefix(f"{folder}/")
-                yield name, path if isinstance(path, Path) else path.read()
+                yield name, path if isinstance(path, Path) else path.read(path.num_bytes)
 
 
 def _config(config: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:

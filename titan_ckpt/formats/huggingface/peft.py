@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from titan_ckpt.encoding.foreign_pattern import ForeignPatterns, pattern_fault
+from titan_ckpt.encoding.foreign_pattern import MAX_PATTERNS, ForeignPatterns, pattern_fault
 from titan_ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -328,6 +328,9 @@ def _pattern_faults(config: Mapping[str, Any]) -> Iterator[str]:
         patterns = config.get(name) or {}
         if not isinstance(patterns, dict):
             yield f"{name} is {patterns!r:.80}, expected a map from module names to numbers"
+            continue
+        if len(patterns) > MAX_PATTERNS:
+            yield f"{name} has {len(patterns)} regular expressions, at most {MAX_PATTERNS} are compared with names"
             continue
         for pattern, value in patterns.items():
             if cause := pattern_fault(pattern):

@@ -191,7 +191,7 @@ def _numbers(lists: list[Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
     flat = list(chain.from_iterable(lists))
     _require(set(map(type, flat)) <= {int}, "a number")
     numbers = np.asarray(array("q", flat))
-    _require(not ((numbers < 0) | (numbers >= 1 << 62)).any(), "a size")
+    _require(not ((numbers < 0) | (numbers > strict_json.MAX_SIZE)).any(), "a size")
     return numbers
 
 

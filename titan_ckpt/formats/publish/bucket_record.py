@@ -93,7 +93,7 @@ class BucketExports:
             raise FileExistsError(f"{place}: another run has written it. Give one of the two another folder")
         place.bucket.create(place.key, content)
         try:
-            if place.read() != content:
+            if place.read(len(content)) != content:
                 raise ExportError(f"{place} read back differs from what was written")
             self._require_own(name, attempt)  # else the other run may have deleted files of this one
         except ExportError:

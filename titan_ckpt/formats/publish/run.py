@@ -267,7 +267,7 @@ def _upload(place: BucketPath, content: bytes | Path) -> None:
     """Put a small file, and compare what is read back. Raises: ExportError; StoreError."""
     data = content if isinstance(content, bytes) else content.read_bytes()
     place.bucket.put(place.key, data)
-    if place.read() != data:
+    if place.read(len(data)) != data:
         raise ExportError(f"{place} read back differs from what was written")
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
-from titan_ckpt.encoding.strict_json import loads_by_hand
+from titan_ckpt.disk.posix import read_whole
+from titan_ckpt.encoding.strict_json import MAX_BYTES_BY_HAND, loads_by_hand
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.models.llama3 import Llama3Config, RopeScaling
 from titan_ckpt.models.qwen3 import Qwen3Config
@@ -25,9 +27,11 @@ def config_json(model_config: Any, assets: str | None) -> dict[str, Any]:
     path = Path(assets) / "config.json" if assets else None
     if path is not None and path.is_file():
         try:
-            given: dict[str, Any] = loads_by_hand(path.read_bytes())
-        except ValueError as error:
+            given: Any = loads_by_hand(read_whole(os.path.realpath(path), MAX_BYTES_BY_HAND))
+        except (ValueError, OSError) as error:
             raise ConfigError([f"hf_assets_path: {path} is not JSON: {error}"]) from None
+        if not isinstance(given, dict):
+            raise ConfigError([f"hf_assets_path: {path}: expected a JSON object, found {type(given).__name__}"])
         wrong = [
             f"{k}: {given[k]!r} there, {v!r} here" for k, v in derived.items() if k in _SHAPE and given.get(k, v) != v
         ]

@@ -10,8 +10,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from titan_ckpt.errors import ConfigError
@@ -19,6 +22,8 @@ from titan_ckpt.training.data.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
+_MAX_LINES = 1_000_000
+"""Lines of a template's program: a second. A conversation takes some hundreds."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
 """Begin and end in a rendered text, in characters."""
@@ -96,13 +101,39 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            rendered: Any = render_jinja_template(
-                [list(messages)], tools=tools, chat_template=self.template, **options, **self._special
-            )
+            with _bounded():
+                rendered: Any = render_jinja_template(
+                    [list(messages)], tools=tools, chat_template=self.template, **options, **self._special
+                )
         except Exception as error:  # a template is a program, and may fail in any way
             raise ChatError(f"the chat template cannot render its first {len(messages)} messages: {error}") from None
         (text,), spans = rendered
         return text, spans[0] if spans else []
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Let this thread run at most `_MAX_LINES` lines of templates; a loop in a loop may take years otherwise.
+
+    Raises: ChatError, from inside the template.
+    """
+    left, before = _MAX_LINES, sys.gettrace()
+
+    def line(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ChatError(f"it runs more than {_MAX_LINES} lines; are its loops meant to be so long?")
+        return line
+
+    def call(frame: FrameType, event: str, _: object) -> Any:
+        return line if frame.f_code.co_filename == "<template>" else None
+
+    sys.settrace(call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def _read_template(folder: Path) -> tuple[str, dict[str, Any]]:
@@ -111,7 +142,11 @@ def _read_template(folder: Path) -> tuple[str, dict[str, Any]]:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ConfigError([f'data.messages: needs transformers ({error}); pip install "titan-ckpt[hf]"']) from error
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # transformers raises what its files make it run into
+        expected = "expected files that AutoTokenizer loads without code of their own"
+        raise ConfigError([f"data.messages: the tokenizer in {folder}: {expected}: {error}"]) from error
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")

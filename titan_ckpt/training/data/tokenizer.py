@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
-from titan_ckpt.encoding.strict_json import loads_by_hand
+from titan_ckpt.disk.posix import read_whole
+from titan_ckpt.encoding.strict_json import MAX_BYTES_BY_HAND, loads_by_hand
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.data.cache import cached_folder
 from titan_ckpt.training.data.corpus import Corpus
@@ -23,6 +25,8 @@ BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"
 VOCAB_SIZE = 2048
 """Number of tokens of a tokenizer that is trained without data.tokenizer.vocab_size."""
+_MAX_BYTES = 2**30
+_MAX_ID = 2**31
 _FORMAT = 2
 """Part of the cache key: change it when the written files change."""
 
@@ -89,8 +93,8 @@ def read_tokenizer(folder: Path, setting: str = "data.tokenizer.folder") -> Text
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ConfigError([f"{setting}: {file} is not there; expected a folder that AutoTokenizer loads"])
-    data = file.read_bytes()
     try:
+        data = read_whole(os.path.realpath(file), _MAX_BYTES)
         backend = tokenizers.Tokenizer.from_str(data.decode())
     except Exception as error:  # tokenizers raises nothing narrower
         raise ConfigError([f"{setting}: {file} is no tokenizer: {error}"]) from None
@@ -113,20 +117,21 @@ def _special(backend: tokenizers.Tokenizer, folder: Path, kind: str) -> int | No
         return None
     if isinstance(name, dict):
         name = name.get("content")
-    if name is not None:
-        found: int | None = backend.token_to_id(name)
-        return found
-    ids = _json(folder / "config.json").get(f"{kind}_token_id")
+    ids = _json(folder / "config.json").get(f"{kind}_token_id") if name is None else None
     first = ids[0] if isinstance(ids, list) and ids else ids
-    return first if isinstance(first, int) else None
+    if not isinstance(name, str | None) or not (first is None or (type(first) is int and 0 <= first < _MAX_ID)):
+        found, where = (first, "config.json") if name is None else (name, "tokenizer_config.json")
+        fault = f"has {found!r:.80} as its {kind} token; expected a token's name or id"
+        raise ConfigError([f"data.tokenizer.folder: {folder / where} {fault}"])
+    return first if name is None else backend.token_to_id(name)
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = loads_by_hand(path.read_bytes())
+        value = loads_by_hand(read_whole(os.path.realpath(path), MAX_BYTES_BY_HAND))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ConfigError([f"data.tokenizer.folder: {path} is not JSON: {error}"]) from None
     return value if isinstance(value, dict) else {}
 

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig
+from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import PeerError
+from titan_ckpt.errors import ExportError, PeerError
 from titan_ckpt.exporting.checks import check_folders
 
 
@@ -85,6 +86,40 @@ def test_a_record_that_cannot_be_read_makes_nothing_ours(tmp_path: Path) -> None
     export(tmp_path, 5)
     assert names(tmp_path) == [f"step-{n}" for n in range(1, 6)]
     assert len([*(tmp_path / ".titan_ckpt-exports").iterdir()]) == 5
+
+
+def test_records_behind_a_link_are_another_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The exports are made, no record of the other run is removed or written over, and the log names the link."""
+    export(tmp_path / "other", 1, 2, keep=9)
+    records = tmp_path / "other" / ".titan_ckpt-exports"
+    before = {path.name: path.read_bytes() for path in records.iterdir()}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / records.name).symlink_to(records)
+    export(tmp_path / "run", 1, 2, 3)
+    assert {path.name: path.read_bytes() for path in records.iterdir()} == before
+    assert names(tmp_path / "run") == ["step-1", "step-2", "step-3"]
+    assert "is a link, and not a folder of its own" in caplog.text
+
+
+def test_an_export_whose_removal_failed_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that cannot be deleted once stays beside the exports, and the next export finds it."""
+    unlink = posix.unlink
+
+    def busy(path: Any, *parent: int) -> None:
+        if Path(path).name == ".metadata":
+            raise OSError(errno.EBUSY, "in use")
+        unlink(path, *parent)
+
+    export(tmp_path, 1, keep=9)
+    with monkeypatch.context() as patch:
+        patch.setattr(posix, "unlink", busy)
+        with pytest.raises(ExportError, match="in use"):
+            export(tmp_path, 2)
+    assert len(names(tmp_path)) == 3
+    export(tmp_path, 3, keep=9)
+    assert names(tmp_path) == ["step-2", "step-3"]
 
 
 def test_a_folder_of_exports_that_rank_0_cannot_list_stops_all_ranks_at_once() -> None:

@@ -109,9 +109,7 @@ class StepStore(Steps):
             posix.make_folders(self.root)
             lease = Lease.acquire(self.root)
             try:
-                for name in (STAGING, TRASH):
-                    self._make_own_folder(name)
-                self._report(trash.recover(self.root))
+                self._recover()
             except BaseException:
                 lease.release()
                 raise
@@ -160,7 +158,7 @@ class StepStore(Steps):
             if (folder := attempt.folder).exists():
                 self._report(trash.discard(self.root, folder, "dead"))
         except OSError as error:
-            self._report([f"{attempt.path}: {error.strerror}"])
+            self._report([f"{attempt.path}: {error}"])
 
     def remove(self, step: CommittedStep) -> None:
         """Delete a committed step. Raises: SaveError if it holds foreign files; CommitConflictError; OSError."""
@@ -172,11 +170,16 @@ class StepStore(Steps):
         self._report(trash.discard(self.root, step.path, "removed", content))
 
     def set_aside(self) -> dict[str, int]:
-        names = [name for name in posix.list_folder(self.root) if is_set_aside_name(name)]
-        return {name: sum(path.lstat().st_size for path in (self.root / name).iterdir()) for name in names}
+        found: dict[str, int] = {}
+        for name in filter(is_set_aside_name, posix.list_folder(self.root)):
+            folder = self.root / name
+            files = folder.iterdir() if posix.is_real_folder(folder) else ()
+            found[name] = sum(path.lstat().st_size for path in files)
+        return found
 
     def remove_set_aside(self, name: str, *, dry_run: bool = False) -> None:
         folder = self.root / name
+        trash.require_real(folder)
         names = posix.list_folder(folder)
         if foreign := [name for name in names if not is_name_in_a_step(name)]:
             raise SaveError(f"{folder}: holds what is not ours: {', '.join(foreign)}. Take it out first")
@@ -242,6 +245,11 @@ class StepStore(Steps):
             failure.errno = errno.ENOSPC
             raise failure
 
+    def _recover(self) -> None:
+        for name in (STAGING, TRASH):
+            self._make_own_folder(name)
+        self._report(trash.recover(self.root))
+
     def _make_own_folder(self, name: str) -> None:
         path = self.root / name
         if not os.path.lexists(path):
@@ -256,7 +264,7 @@ class StepStore(Steps):
         if self._has_leftovers:
             self._has_leftovers = False
             try:
-                self._report(trash.recover(self.root))
+                self._recover()
             except OSError as error:
                 self._report([f"leftovers: {error}"])
 

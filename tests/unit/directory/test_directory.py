@@ -432,10 +432,10 @@ def test_a_deletion_that_fails_is_reported_and_finished_later(
         commit_step(directory, step)
     unlink = posix.unlink
 
-    def broken(path: Any) -> None:
+    def broken(path: Any, *parent: int) -> None:
         if os.fspath(path).endswith("state.json"):
             raise OSError(errno.EIO, "Input/output error")
-        unlink(path)
+        unlink(path, *parent)
 
     monkeypatch.setattr(posix, "unlink", broken)
     directory.expire(KeepConfig(latest=1))

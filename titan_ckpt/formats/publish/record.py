@@ -8,6 +8,7 @@ and the settings alone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -119,9 +120,9 @@ def why_foreign(run: Path, name: str) -> str | None:
     """Return why a folder is not an export as this run published it; None if it is."""
     if not posix.is_real_folder(run / name):
         return "it is no folder of its own"
-    path = _path_of(run, name)
     record: Json = None
     with contextlib.suppress(OSError, CorruptCheckpointError):
+        path = _path_of(run, name)
         record = parse(posix.read_whole(path, _MAX_BYTES), _MAX_BYTES, str(path))
     written = record.get("content") if isinstance(record, dict) and record.get("folder") == name else None
     if not isinstance(written, dict):
@@ -130,6 +131,9 @@ def why_foreign(run: Path, name: str) -> str | None:
 
 
 def _path_of(run: Path, name: str) -> Path:
+    """Return the file of a record. Raises: OSError if the folder of records is a link, which leads to another run's."""
+    if (run / RECORDS).is_symlink():
+        raise OSError(errno.ENOTDIR, "is a link, and not a folder of its own", str(run / RECORDS))
     return run / RECORDS / f"{xxhash.xxh3_128_hexdigest(name.encode())}.json"
 
 

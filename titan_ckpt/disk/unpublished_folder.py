@@ -98,7 +98,7 @@ class StagedFolder:
             staged.release()
 
     def release(self) -> None:
-        """Release the lock. Its file stays beside a folder that could not be removed, so that a later export finds it."""
+        """Release the lock; its file stays beside a folder that was not removed, so that a later export finds it."""
         with contextlib.suppress(OSError):
             if not os.path.lexists(self.path):
                 posix.unlink(_lock_of(self.path))

@@ -63,6 +63,8 @@ class StepStore(Steps):
         super().__init__()
         self.root: Path = root
         self._lease: Lease | None = None
+        self._inspected: dict[int, tuple[tuple[int, ...], CommittedStep]] = {}
+        """The steps that retention has inspected, each beside what marks a change of its folder."""
 
     def step_path(self, step: int) -> Path:
         return self.root / step_name(step)
@@ -159,6 +161,24 @@ class StepStore(Steps):
                 self._report(trash.discard(self.root, folder, "dead"))
         except OSError as error:
             self._report([f"{attempt.path}: {error}"])
+
+    def _for_retention(self) -> list[CommittedStep]:
+        """Return the committed steps; inspect only those that are new or have changed since the last call.
+
+        A save would otherwise ask for the size of every rank's file in every step that is kept.
+        """
+        inspected: dict[int, tuple[tuple[int, ...], CommittedStep]] = {}
+        for step in listed_steps(self.root):
+            path = self.step_path(step)
+            with contextlib.suppress(CorruptCheckpointError, OSError):
+                status = path.lstat()
+                mark = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+                if (before := self._inspected.get(step)) is not None and before[0] == mark:
+                    inspected[step] = before
+                else:
+                    inspected[step] = mark, inspect(path, step)
+        self._inspected = inspected
+        return [step for _, step in inspected.values()]
 
     def remove(self, step: CommittedStep) -> None:
         """Delete a committed step. Raises: SaveError if it holds foreign files; CommitConflictError; OSError."""

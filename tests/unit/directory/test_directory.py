@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -398,6 +399,48 @@ def test_retention_keeps_pinned_foreign_protected_and_weights_apart(tmp_path: Pa
     store.close()
     assert directory.steps() == [2, 6, 8]
     assert os.listdir(tmp_path / ".trash") == []
+    directory.close()
+
+
+def test_retention_looks_at_the_files_of_new_steps_alone(tmp_path: Path) -> None:
+    """A save asks once for each step that is kept, not once for each file; a pin and a lost step are noticed."""
+    directory = open_directory(tmp_path)
+
+    def save_of_ranks(step: int) -> None:
+        attempt = directory.begin(step)
+        ranks = [f"rank-{rank:05d}.{kind}" for rank in range(40) for kind in ("json", "safetensors")]
+        records = write_files(attempt, 0, ("state.json", *ranks))
+        directory.commit(attempt, manifest_of(attempt, records, world_size=40))
+
+    def calls_of_expire(keep: KeepConfig, expired: list[int]) -> int:
+        calls = 0
+
+        def count(frame: Any, event: str, function: Any) -> None:
+            nonlocal calls
+            calls += event == "c_call" and getattr(function, "__module__", "") == "posix"
+
+        sys.setprofile(count)
+        try:
+            gone = directory.expire(keep)
+        finally:
+            sys.setprofile(None)
+        assert gone == expired
+        return calls
+
+    for step in range(1, 11):
+        save_of_ranks(step)
+    keep = KeepConfig(latest=20)
+    calls_of_expire(keep, [])
+    save_of_ranks(11)
+    with_one_new = calls_of_expire(keep, [])
+    save_of_ranks(12)
+    shutil.rmtree(tmp_path / "step-12")
+    without_new = calls_of_expire(keep, [])
+    assert without_new < 40 and with_one_new < without_new + 3 * 81
+    open_steps(tmp_path).pin(2)
+    (tmp_path / "step-10" / "state.json").unlink()
+    calls_of_expire(KeepConfig(latest=1), [1, *range(3, 10)])
+    assert directory.steps() == [2, 11]
     directory.close()
 
 

@@ -456,6 +456,7 @@ class CheckpointManager:
 
         Raises: the save's error, unless the run goes on without the save.
         """
+        self.telemetry.refuse_in_sink()
         if self._saver is None:
             return None
         save, exports, is_last = self._saver.in_flight, self._saver.exports_in_flight, self._is_last_save
@@ -483,6 +484,7 @@ class CheckpointManager:
         """Finish the save in flight and release the folder; idempotent. Raises: the error of that save, once."""
         if self._closed:
             return
+        self.telemetry.refuse_in_sink()
         self._closed = self._is_last_save = True
         try:
             self.wait()
@@ -502,6 +504,7 @@ class CheckpointManager:
         self._half_loaded.refuse(what)
 
     def _check_open(self) -> None:
+        self.telemetry.refuse_in_sink()
         if self._closed:
             raise CheckpointError(f"{self._directory.root}: this CheckpointManager is closed; make another one")
 

@@ -9,12 +9,14 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.faults.small_checkpoints import (
     commit_step,
@@ -489,6 +491,22 @@ def test_a_deletion_that_fails_is_reported_and_finished_later(
     directory.close()
     directory._store.open()
     assert os.listdir(tmp_path / ".trash") == []
+    directory.close()
+
+
+@pytest.mark.parametrize("call", ["preflight", "begin"])
+def test_a_peer_that_is_lost_while_a_save_begins_leaves_no_folder(tmp_path: Path, call: str) -> None:
+    """Rank 0 removes what it has made, because nobody else would before the next start."""
+    store = dist.HashStore()
+    directory = CheckpointDirectory(tmp_path, Coordinator(0, 2, store, "begin", 1.0))
+    peer = Coordinator(1, 2, store, "begin", 60.0)
+    tag = "preflight bytes" if call == "preflight" else "begin step 5"
+    thread = threading.Thread(target=peer.gather, args=(tag, 100), daemon=True)  # and no more is heard of it
+    thread.start()
+    with pytest.raises(PeerError, match="rank 1 did not arrive"):
+        directory.preflight(100) if call == "preflight" else directory.begin(5, 100)
+    thread.join()
+    assert [*tmp_path.glob(".staging/*"), *tmp_path.glob(".trash/*")] == []
     directory.close()
 
 

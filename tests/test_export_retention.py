@@ -5,18 +5,26 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig
+from titan_ckpt.config import ResumeConfig
+from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import PeerError
+from titan_ckpt.errors import ExportError, PeerError
 from titan_ckpt.exporting.checks import check_folders
+from titan_ckpt.formats.open import open_reader
+from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.tools.retention import prune
 
 
 def export(run: Path, *steps: int, keep: int = 1) -> None:
@@ -85,6 +93,109 @@ def test_a_record_that_cannot_be_read_makes_nothing_ours(tmp_path: Path) -> None
     export(tmp_path, 5)
     assert names(tmp_path) == [f"step-{n}" for n in range(1, 6)]
     assert len([*(tmp_path / ".titan_ckpt-exports").iterdir()]) == 5
+
+
+def test_records_behind_a_link_are_another_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The exports are made, no record of the other run is removed or written over, and the log names the link."""
+    export(tmp_path / "other", 1, 2, keep=9)
+    records = tmp_path / "other" / ".titan_ckpt-exports"
+    before = {path.name: path.read_bytes() for path in records.iterdir()}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / records.name).symlink_to(records)
+    export(tmp_path / "run", 1, 2, 3)
+    assert {path.name: path.read_bytes() for path in records.iterdir()} == before
+    assert names(tmp_path / "run") == ["step-1", "step-2", "step-3"]
+    assert "is a link, and not a folder of its own" in caplog.text
+
+
+def test_an_export_whose_removal_failed_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that cannot be deleted once stays beside the exports, and the next export finds it."""
+    unlink = posix.unlink
+
+    def busy(path: Any, *parent: int) -> None:
+        if Path(path).name == ".metadata":
+            raise OSError(errno.EBUSY, "in use")
+        unlink(path, *parent)
+
+    export(tmp_path, 1, keep=9)
+    with monkeypatch.context() as patch:
+        patch.setattr(posix, "unlink", busy)
+        with pytest.raises(ExportError, match="in use"):
+            export(tmp_path, 2)
+    assert len(names(tmp_path)) == 3
+    export(tmp_path, 3, keep=9)
+    assert names(tmp_path) == ["step-2", "step-3"]
+
+
+def exported(folder: Path) -> float:
+    """Return the value that every weight has in an export."""
+    with open_reader(folder) as reader:
+        (info,) = reader.tensors.values()
+        into = torch.empty(info.shape)
+        reader.read([ReadRequest("weight", Chunk.whole(info.shape), into)])
+    return float(into.unique())
+
+
+@pytest.mark.parametrize("mode", ["disabled", "thread"])
+@pytest.mark.parametrize("way", ["another process", "the same process", "killed before the first save"])
+def test_exports_of_a_branch_that_was_given_up_are_set_aside(
+    tmp_path: Path, way: str, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After resume.step, or a load of a step, the new branch's exports have its weights; the others keep their bytes.
+
+    Nothing is renamed before the first save or export, and a folder that is not as the run published it stays. A run
+    that only was interrupted replays its steps, so its exports stay. prune --set-aside deletes those set aside.
+    """
+    model = nn.Linear(2, 2, bias=False)
+    save = SaveConfig(interval=5, async_mode=mode)  # type: ignore[arg-type]
+    config = CheckpointConfig(save=save, export=(ExportConfig("dcp", interval=5),))
+
+    def manager(**changes: Any) -> CheckpointManager:
+        return CheckpointManager(replace(config, **changes), model_parts=[model], base_folder=tmp_path)
+
+    def train(of: CheckpointManager, first: int, last: int, value: float) -> None:
+        for step in range(first, last + 1):
+            of.maybe_wait_for_staging()
+            nn.init.constant_(model.weight, value + step)
+            of.save(step)
+        of.wait()
+
+    exports = tmp_path / "exports"
+    with manager() as first:
+        train(first, 1, 20, 0.0)
+        (exports / "step-20" / "notes.md").write_text("good")
+        if way == "the same process":
+            first.load(5)
+            before = names(tmp_path)
+            train(first, 6, 16, 100.0)
+    if way == "killed before the first save":
+        with manager(resume=ResumeConfig(step=5)) as second:
+            second.load()
+    if way != "the same process":
+        with manager(resume=ResumeConfig(step=5)) as second:
+            second.load()
+            before = names(tmp_path)
+            train(second, 6, 16, 100.0)
+    assert before == ["step-10", "step-15", "step-20", "step-5"]
+    assert [exported(exports / f"step-{n}") for n in (5, 10, 15, 20)] == [5.0, 110.0, 115.0, 20.0]
+    aside = [name for name in names(tmp_path) if ".abandoned-" in name]
+    assert [name.partition(".")[0] for name in aside] == ["step-10", "step-15"]
+    assert [exported(exports / name) for name in aside] == [10.0, 15.0]
+    assert caplog.text.count("set aside as exports/step-") == 2
+    (tmp_path / "checkpoints/step-15/MANIFEST.json").unlink()
+    (tmp_path / "checkpoints/step-15").rename(tmp_path / "lost")
+    with manager() as third:
+        assert third.load().step == 10
+        train(third, 11, 15, 100.0)
+    assert {*aside, "step-15"} <= {*names(tmp_path)} and len(names(tmp_path)) == 6
+    found = prune(tmp_path, None, set_aside=True, dry_run=True)
+    assert {*found.set_aside} >= {f"exports/{name}" for name in aside} and found.set_aside_bytes > 4000
+    (exports / aside[0] / "notes.md").write_text("good, too")
+    found = prune(tmp_path, None, set_aside=True, dry_run=False)
+    assert names(tmp_path) == sorted([aside[0], "step-10", "step-15", "step-20", "step-5"])
+    assert "changed since: notes.md" in found.held[0]
 
 
 def test_a_folder_of_exports_that_rank_0_cannot_list_stops_all_ranks_at_once() -> None:

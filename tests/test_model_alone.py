@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,11 @@ from torch import nn
 from tests.run_folder import RunFolder
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig, SaveConfig
 from titan_ckpt.errors import CheckpointNotFoundError
+from titan_ckpt.formats.native import writer
+from titan_ckpt.formats.native.arena import Arena
+from titan_ckpt.formats.open import open_reader
+from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.manager import CheckpointManager
 
 
@@ -109,3 +115,45 @@ def test_a_finished_run_without_a_full_step_is_not_trained_again_in_silence(
 
 def _source(path: str) -> InitialLoadConfig:
     return InitialLoadConfig(path, cast=True)
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_memory_for_the_copy_is_made_once_although_saves_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    """States that hold tensors are known at the first save, and the last step is the model alone: all fit the memory.
+
+    On a device the memory is page-locked, which takes seconds each time it is made.
+    """
+    made: list[int] = []
+
+    class Counted(Arena):
+        def __init__(self, num_bytes: int, **settings: Any) -> None:
+            made.append(num_bytes)
+            super().__init__(num_bytes, **settings)
+
+    monkeypatch.setattr(writer, "Arena", Counted)
+    model = nn.Linear(100, 100)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"mean": torch.arange(1000.0)}
+    owner: Any = SimpleNamespace(state_dict=state.copy, load_state_dict=state.update)
+    save = SaveConfig(interval=2, async_mode=mode, model_only_last="own")
+    manager = CheckpointManager(
+        CheckpointConfig(save=save),
+        model_parts=[model], optimizers=[optimizer], states={"own": owner}, base_folder=tmp_path,
+    )  # fmt: skip
+    weights = {}
+    with manager:
+        manager.load()
+        for step in range(1, 6):
+            model(torch.randn(3, 100)).square().mean().backward()
+            manager.maybe_wait_for_staging()
+            optimizer.step()
+            weights[step] = model.weight.detach().clone()
+            manager.save(step, last_step=step == 5)
+    assert len(made) == 1
+    for step in (2, 4, 5):  # every block that is read is verified
+        with open_reader(tmp_path / f"checkpoints/step-{step}") as reader:
+            into = torch.empty(100, 100)
+            reader.read([ReadRequest("model.weight", Chunk.whole((100, 100)), into)])
+            assert torch.equal(into, weights[step])

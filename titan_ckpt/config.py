@@ -72,8 +72,9 @@ class SaveConfig(Checked):
     """Compare the ranks' copies of the same tensors before a save. sampled: 16 MiB of 1024 tensors per rank, other
     tensors at every save; full: all."""
     on_failure: Literal["raise", "warn"] = "raise"
-    """If the disk refuses a save or an interval export (full, quota, read-only, I/O error): end the run, or warn and go
-    on to the next one that is due. The last save and the last exports always raise."""
+    """If the disk or the store refuses a save or an interval export (full, quota, read-only, I/O error, expired
+    credentials): end the run, or warn and go on to the next one that is due. The last save and the last exports always
+    raise."""
     max_failures_in_row: PositiveInt = 3
     """With on_failure = "warn", one more failed save in a row ends the run."""
     timeout_seconds: PositiveSeconds = 1800.0

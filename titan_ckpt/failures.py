@@ -17,7 +17,9 @@ from titan_ckpt.errors import PeerError, listed
 
 logger = logging.getLogger(__name__)
 
-DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE})
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EACCES})
+"""Errors of a disk or a store that may pass. EACCES: credentials or a Kerberos ticket have expired; a right that
+was always missing is found before the first step."""
 
 Outcome = Literal["done", "disk", "peer", "other"]
 """How a save or an export ended on one rank: well, or because of the disk, of another rank, or of anything else."""

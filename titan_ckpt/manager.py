@@ -169,12 +169,14 @@ class CheckpointManager:
         if self._saver is not None:
             self._coordinator.together("rehearse", self._run.rehearse)
         with event.phase("restore"):
-            restored = self._restorer.restore(step if step >= 0 else self.config.resume.step)
+            named = step if step >= 0 else self.config.resume.step
+            restored = self._restorer.restore(named)
         event.note(resumed_from=restored.resumed_from, num_tensors=len(restored.result.report.loaded))
         self.last_step.saved = restored.result.step if restored.resumed_from else None
         self._base.loaded(restored.base)
         self._content.refuse_adapter_of_changed_base(self.config.export)
         self._resumed_from = restored.resumed_from
+        self._exporter.went_back_to = named
         self._content.is_settled = False
         if self._saver is not None:  # before step 1: lease, permissions and space for the saves to come
             with event.phase("preflight"):
@@ -261,12 +263,14 @@ class CheckpointManager:
         self._exported_step = step
         resumed_from = None if self._resumed_from is None else self._resumed_from["step"]
         todo = due
-        if is_repeated or policy.may_be_there(step, last_step, resumed_from):
-            try:
+        try:
+            if due:
+                self._exporter.leave_abandoned_branch(self.config.export)
+            if is_repeated or policy.may_be_there(step, last_step, resumed_from):
                 todo = [export for export in due if not self._exporter.is_there(export, step)]
-            except Exception as error:  # a bucket does not answer
-                todo = []
-                self._failures.settle("exported", step, error, is_last=last_step)
+        except Exception as error:  # a bucket does not answer
+            todo = []
+            self._failures.settle("exported", step, error, is_last=last_step)
         if todo:
             self.export_step(todo, step, last_step)
         return bool(due)
@@ -364,6 +368,10 @@ class CheckpointManager:
         assert self._saver is not None and self.config.save is not None
         step, mark, model_only = due.step, due.mark, due.model_only
         self._look_before_saving(step)
+        try:  # before the steps, which are set aside when the save begins: no later start goes on without them
+            self._exporter.leave_abandoned_branch(self.config.export)
+        except Exception as error:
+            self._failures.settle("exported", step, error, is_last=due.last)
         if not self._content.is_adapter_only:
             self._base.forget_if_changed()  # a resume would find another digest than the record's
         request = SaveRequest(
@@ -448,6 +456,7 @@ class CheckpointManager:
 
         Raises: the save's error, unless the run goes on without the save.
         """
+        self.telemetry.refuse_in_sink()
         if self._saver is None:
             return None
         save, exports, is_last = self._saver.in_flight, self._saver.exports_in_flight, self._is_last_save
@@ -475,6 +484,7 @@ class CheckpointManager:
         """Finish the save in flight and release the folder; idempotent. Raises: the error of that save, once."""
         if self._closed:
             return
+        self.telemetry.refuse_in_sink()
         self._closed = self._is_last_save = True
         try:
             self.wait()
@@ -494,6 +504,7 @@ class CheckpointManager:
         self._half_loaded.refuse(what)
 
     def _check_open(self) -> None:
+        self.telemetry.refuse_in_sink()
         if self._closed:
             raise CheckpointError(f"{self._directory.root}: this CheckpointManager is closed; make another one")
 

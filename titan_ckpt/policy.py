@@ -47,7 +47,7 @@ def way_to_export(last_step: bool, staged: bool, busy: bool, save: SaveConfig | 
 def expired_exports(steps: Sequence[int], step: int, export: ExportConfig) -> list[int]:
     """Return the exported steps to remove after the export of `step`: interval exports up to it, except the newest.
 
-    Later steps belong to a branch that a rollback left; they are neither counted nor removed.
+    Later ones were made before an interruption and are valid when the run has come so far again; they stay.
     """
     if export.interval is None or export.keep is None:
         return []

@@ -13,14 +13,19 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from hypothesis import find
+from hypothesis.strategies import from_regex
 from safetensors.torch import save_file
 
-from titan_ckpt import CheckpointConfig, CheckpointManager
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, KeepConfig, SaveConfig
 from titan_ckpt.cli.main import main
+from titan_ckpt.directory import names
+from titan_ckpt.disk import unpublished_folder
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.tools.retention import prune
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "native-1"
 
@@ -235,3 +240,50 @@ def test_a_name_that_is_no_text_is_refused(tmp_path: Path, capsys: pytest.Captur
     whole = rb'{"\ud83d\ude00":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'  # a pair is a character
     (tmp_path / "model.safetensors").write_bytes(len(whole).to_bytes(8, "little") + whole + bytes(8))
     assert main(["diff", str(tmp_path), str(tmp_path)]) == 0
+
+
+def owned_names() -> set[str]:
+    """Return a name of each kind that this package takes for its own, as its modules spell them."""
+    patterns = [value for module in (names, unpublished_folder) for value in vars(module).values()]
+    return {
+        find(from_regex(pattern, fullmatch=True), lambda _: True)
+        for pattern in patterns
+        if isinstance(pattern, re.Pattern)
+    }
+
+
+def train(run: Path, steps: range, resume: int = -1) -> None:
+    """Save and export every step, keep few of them, and delete what a rollback has set aside."""
+    config = CheckpointConfig(
+        save=SaveConfig(interval=1, keep=KeepConfig(latest=2), async_mode="disabled"),
+        export=(ExportConfig("dcp", interval=1, keep=1),),
+    )
+    with CheckpointManager(config, model_parts=[torch.nn.Linear(2, 2)], base_folder=run) as manager:
+        manager.load(resume)
+        for step in steps:
+            manager.save(step)
+    prune(run, KeepConfig(latest=2), set_aside=True, dry_run=False)
+
+
+def test_nothing_of_ours_is_reached_through_a_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Links of every owned name in every owned folder lead to another run: it stays whole, and so do the links."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    train(run, range(1, 3))
+    shutil.copytree(run / "checkpoints/step-2", other)
+    shutil.copytree(run / "exports/step-2", other, dirs_exist_ok=True)
+    (other / "evals").mkdir()
+    (other / "evals" / "results.txt").write_text("42")
+    links, ours = [], owned_names()
+    for folder in ("checkpoints", "checkpoints/.staging", "checkpoints/.trash", "exports", ".titan_ckpt-exports"):
+        for name in ours:
+            link = run / folder / name.removesuffix(".lock")
+            link.symlink_to(other)
+            links.append(link)
+            if name.endswith(".lock"):
+                (run / folder / name).write_text("")
+    whole = {path: path.is_dir() or path.read_bytes() for path in other.rglob("*")}
+    train(run, range(3, 6))
+    train(run, range(5, 7), resume=4)
+    assert {path: path.is_dir() or path.read_bytes() for path in other.rglob("*")} == whole
+    assert [link for link in links if not link.is_symlink()] == []
+    assert "stays as it is" in caplog.text

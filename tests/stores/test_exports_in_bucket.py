@@ -30,6 +30,7 @@ from titan_ckpt.config import SaveConfig, StoreConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConfigError, ExportError
+from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.publish import bucket_record, upload
 from titan_ckpt.formats.publish.bucket_record import BucketExports
 from titan_ckpt.formats.publish.plan import ExportFiles
@@ -37,9 +38,9 @@ from titan_ckpt.formats.publish.record import RECORDS
 from titan_ckpt.formats.publish.run import FolderExport, FolderFormat
 from titan_ckpt.formats.publish.upload import Uploads
 from titan_ckpt.formats.safetensors.container import Layout
-from titan_ckpt.geometry.chunks import TensorInfo
+from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap
-from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.geometry.requests import ReadRequest, TensorReader
 from titan_ckpt.models.llama3 import Llama3
 from titan_ckpt.stores.bucket import BucketPath, StoreError
 from titan_ckpt.stores.object_writer import ObjectWriter
@@ -467,3 +468,32 @@ def test_an_export_looks_like_its_base_in_the_bucket_and_a_quantised_one_is_that
     name = "step-1-quantised"
     made, local = get_folder(place / "exports" / name, tmp_path / "quantised"), tmp_path / "exports" / name
     assert {p.name: p.read_bytes() for p in made.iterdir()} == {p.name: p.read_bytes() for p in local.iterdir()}
+
+
+def test_exports_of_a_branch_that_was_given_up_are_replaced_by_the_new_branchs(server: Server, tmp_path: Path) -> None:
+    """Before that nobody can load them by their names, they keep their bytes, and retention leaves them."""
+    place, model = place_in(server), torch.nn.Linear(2, 2, bias=False)
+    config = CheckpointConfig(
+        store=place.bucket.settings,
+        save=SaveConfig(interval=1, async_mode="disabled"),
+        export=(ExportConfig("dcp", interval=1, keep=2, folder=str(place)),),
+    )
+    with CheckpointManager(config, model_parts=[model], base_folder=tmp_path) as manager:
+        manager.load()
+        for step in (1, 2, 3, 4):
+            torch.nn.init.constant_(model.weight, step)
+            manager.save(step)
+        before = {key: (place / "step-4" / key).read() for key in names(place / "step-4")}
+        manager.load(2)
+        assert {key: (place / "step-4" / key).read() for key in names(place / "step-4")} == before
+        torch.nn.init.constant_(model.weight, 103)
+        manager.save(3)
+        assert [*before] == [".metadata", "__0_0.distcp"]
+        assert names(place / "step-4") == [".metadata.abandoned", "__0_0.distcp"]
+        assert (place / "step-4" / ".metadata.abandoned").read() == before[".metadata"]
+        with open_reader(get_folder(place / "step-3", tmp_path / "copy")) as reader:
+            loaded = torch.empty(2, 2)
+            reader.read([ReadRequest("weight", Chunk.whole((2, 2)), loaded)])
+        assert loaded.unique().tolist() == [103.0]
+        manager.save(4)
+    assert names(place / "step-4") == [".metadata", "__0_0.distcp"]

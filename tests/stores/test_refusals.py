@@ -10,11 +10,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 
 from tests.stores.conftest import behind, place_in, through
 from tests.stores.servers import CREDENTIALS, Answer, Fault, Proxy, Server, refusal
 from tests.stores.test_manager_in_bucket import keys, save
-from titan_ckpt.config import CheckpointConfig, InitialLoadConfig, SaveConfig
+from titan_ckpt import CheckpointManager
+from titan_ckpt.config import CheckpointConfig, ExportConfig, InitialLoadConfig, SaveConfig
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -196,6 +198,40 @@ def test_a_missing_right_is_said_before_the_first_step(s3: Server, method: str, 
         with pytest.raises(StoreError, match=re.escape(f"The credentials need {right}")):
             BucketExports(through(place, proxy) / "exports").check()
     assert "lease.json" not in keys(place) or b'"holder": null' in (place / "lease.json").read()
+
+
+EXPIRED = [
+    refusal("400 Bad Request", "ExpiredToken", "The provided token has expired."),
+    refusal("403 Forbidden", "ExpiredTokenException", "The security token included in the request is expired"),
+    refusal("401 Unauthorized", "NoAuthenticationInformation", "Token expired"),
+]
+
+
+def test_credentials_that_expire_end_no_run_that_is_to_go_on(
+    s3: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Saves and exports of a while are left out with a warning each, and are made once the credentials are there."""
+    place, step = place_in(s3), 0
+
+    def decide(method: str, url: str) -> Fault:
+        return EXPIRED[step - 2] if 2 <= step <= 4 else None
+
+    with Proxy(s3.endpoint, decide) as proxy:
+        config = CheckpointConfig(
+            folder=str(place / "checkpoints"),
+            store=StoreConfig(endpoint=proxy.endpoint, retry_seconds=3.0),
+            save=SaveConfig(interval=1, on_failure="warn", timeout_seconds=60),
+            export=(ExportConfig("dcp", interval=1, folder=str(place / "exports")),),
+        )
+        with CheckpointManager(config, model_parts=[torch.nn.Linear(2, 2)], base_folder=tmp_path) as manager:
+            manager.load()
+            for step in range(1, 7):
+                manager.save(step)
+                manager.wait()
+    commits = [key.split("/")[2].partition(".")[0] for key in keys(place) if "/commits/" in key]
+    assert commits == ["step-1", "step-5", "step-6"]
+    assert {f"exports/step-{n}/.metadata" for n in (1, 5, 6)} <= {*keys(place)}
+    assert [n for n in range(1, 7) if f"step {n} is not saved" in caplog.text] == [2, 3, 4]
 
 
 def test_a_web_server_is_no_empty_store(s3: Server) -> None:

@@ -109,7 +109,8 @@ class Prune(Shared):
     keep: str | None = None
     """The policy, as in [checkpoint.save]: --keep "latest = 2, every = 1000"."""
     set_aside: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Also delete the steps that the run set aside when it went back to an earlier one; no policy counts them."""
+    """Also delete the steps and exports that the run set aside when it went back to an earlier step; no policy counts
+    them."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Delete nothing and say what would be deleted."""
     take_lease: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

@@ -212,7 +212,7 @@ def pruned(found: Pruned, console: Console, *, dry_run: bool, set_aside: bool) -
     say(console, f"{found.checkpoints}: {verb} {_counted(found.deleted)} ({size(found.num_bytes)})")
     say(console, f"kept {_counted(found.kept)}")
     if found.set_aside:
-        what = f"{counted(len(found.set_aside), 'step')} that a rollback set aside ({size(found.set_aside_bytes)})"
+        what = f"{counted(len(found.set_aside), 'folder')} that a rollback set aside ({size(found.set_aside_bytes)})"
         say(console, f"{verb} {what}" if set_aside else f"kept {what}; see --set-aside")
     for line in found.held:
         say(console, f"kept: {line}")

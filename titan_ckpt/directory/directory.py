@@ -135,24 +135,27 @@ class CheckpointDirectory:
         sizes: list[Any] = self._coordinator.gather("preflight bytes", num_bytes)
         what = f"{self.root}: saves cannot work here"
 
-        def begin() -> str:
-            self._store.open()
-            return self._store.begin_probe(sum(sizes))
+        name = ""
 
-        name = self._on_rank_0("preflight", begin, PreflightError, what)
-        if not name:
-            return
+        def begin() -> str:
+            nonlocal name
+            self._store.open()
+            name = self._store.begin_probe(sum(sizes))
+            return name
 
         def write() -> None:
             with os_errors_as(PreflightError, what):
                 self._store.write_probe(name, self._coordinator.rank)
 
         try:
+            name = self._on_rank_0("preflight", begin, PreflightError, what)
+            if not name:
+                return
             self._coordinator.together("preflight write", write)
             ranks = self._coordinator.world_size
             self._on_rank_0("preflight end", lambda: self._store.end_probe(name, ranks), PreflightError, what)
         except BaseException:
-            if self._coordinator.rank == 0:
+            if self._coordinator.rank == 0 and name:
                 self._store.abandon_probe(name)
             raise
 
@@ -162,12 +165,19 @@ class CheckpointDirectory:
         Raises: CommitConflictError; PreflightError for lack of space; SaveError; PeerError.
         """
         sizes: list[Any] = self._coordinator.gather(f"begin step {step}", num_bytes)
-        attempt_id = self._on_rank_0(
-            f"staging of step {step}",
-            lambda: self._store.begin(step, sum(sizes)).id,
-            SaveError,
-            f"{self.root}: step {step} cannot be saved",
-        )
+        begun: list[Attempt] = []
+
+        def start() -> str:
+            begun.append(self._store.begin(step, sum(sizes)))
+            return begun[0].id
+
+        what = f"{self.root}: step {step} cannot be saved"
+        try:
+            attempt_id = self._on_rank_0(f"staging of step {step}", start, SaveError, what)
+        except BaseException:  # another rank may be lost, which will never write into the folder
+            for attempt in begun:
+                self._store.abandon(attempt)
+            raise
         return self._store.attempt_at(step, attempt_id)
 
     def commit(self, attempt: Attempt, manifest: Manifest) -> None:

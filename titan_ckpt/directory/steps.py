@@ -183,7 +183,7 @@ class Steps(ABC):
         """
         if keep is None:
             return []
-        steps = self.survey().steps
+        steps = self._for_retention()
         stay = self._protected | protected | {step.step for step in steps if step.foreign}
         expired: list[CommittedStep] = []
         for weights_only in (False, True):
@@ -191,6 +191,10 @@ class Steps(ABC):
             facts = {n: StepFacts(s.manifest.created_unix_seconds, s.manifest.metrics) for n, s in group.items()}
             expired += [group[step] for step in expired_steps(sorted(group), keep, stay, facts)]
         return expired
+
+    def _for_retention(self) -> Sequence[CommittedStep]:
+        """Return the committed steps, ascending. Raises: OSError."""
+        return self.survey().steps
 
     def expire(self, keep: KeepConfig | None) -> list[int]:
         """Delete expired steps and return them. Failures are logged and tried again when the folder is next opened."""

@@ -63,6 +63,8 @@ class StepStore(Steps):
         super().__init__()
         self.root: Path = root
         self._lease: Lease | None = None
+        self._inspected: dict[int, tuple[tuple[int, ...], CommittedStep]] = {}
+        """The steps that retention has inspected, each beside what marks a change of its folder."""
 
     def step_path(self, step: int) -> Path:
         return self.root / step_name(step)
@@ -109,9 +111,7 @@ class StepStore(Steps):
             posix.make_folders(self.root)
             lease = Lease.acquire(self.root)
             try:
-                for name in (STAGING, TRASH):
-                    self._make_own_folder(name)
-                self._report(trash.recover(self.root))
+                self._recover()
             except BaseException:
                 lease.release()
                 raise
@@ -160,7 +160,25 @@ class StepStore(Steps):
             if (folder := attempt.folder).exists():
                 self._report(trash.discard(self.root, folder, "dead"))
         except OSError as error:
-            self._report([f"{attempt.path}: {error.strerror}"])
+            self._report([f"{attempt.path}: {error}"])
+
+    def _for_retention(self) -> list[CommittedStep]:
+        """Return the committed steps; inspect only those that are new or have changed since the last call.
+
+        A save would otherwise ask for the size of every rank's file in every step that is kept.
+        """
+        inspected: dict[int, tuple[tuple[int, ...], CommittedStep]] = {}
+        for step in listed_steps(self.root):
+            path = self.step_path(step)
+            with contextlib.suppress(CorruptCheckpointError, OSError):
+                status = path.lstat()
+                mark = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+                if (before := self._inspected.get(step)) is not None and before[0] == mark:
+                    inspected[step] = before
+                else:
+                    inspected[step] = mark, inspect(path, step)
+        self._inspected = inspected
+        return [step for _, step in inspected.values()]
 
     def remove(self, step: CommittedStep) -> None:
         """Delete a committed step. Raises: SaveError if it holds foreign files; CommitConflictError; OSError."""
@@ -172,11 +190,16 @@ class StepStore(Steps):
         self._report(trash.discard(self.root, step.path, "removed", content))
 
     def set_aside(self) -> dict[str, int]:
-        names = [name for name in posix.list_folder(self.root) if is_set_aside_name(name)]
-        return {name: sum(path.lstat().st_size for path in (self.root / name).iterdir()) for name in names}
+        found: dict[str, int] = {}
+        for name in filter(is_set_aside_name, posix.list_folder(self.root)):
+            folder = self.root / name
+            files = folder.iterdir() if posix.is_real_folder(folder) else ()
+            found[name] = sum(path.lstat().st_size for path in files)
+        return found
 
     def remove_set_aside(self, name: str, *, dry_run: bool = False) -> None:
         folder = self.root / name
+        trash.require_real(folder)
         names = posix.list_folder(folder)
         if foreign := [name for name in names if not is_name_in_a_step(name)]:
             raise SaveError(f"{folder}: holds what is not ours: {', '.join(foreign)}. Take it out first")
@@ -242,6 +265,11 @@ class StepStore(Steps):
             failure.errno = errno.ENOSPC
             raise failure
 
+    def _recover(self) -> None:
+        for name in (STAGING, TRASH):
+            self._make_own_folder(name)
+        self._report(trash.recover(self.root))
+
     def _make_own_folder(self, name: str) -> None:
         path = self.root / name
         if not os.path.lexists(path):
@@ -256,7 +284,7 @@ class StepStore(Steps):
         if self._has_leftovers:
             self._has_leftovers = False
             try:
-                self._report(trash.recover(self.root))
+                self._recover()
             except OSError as error:
                 self._report([f"leftovers: {error}"])
 

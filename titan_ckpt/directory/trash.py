@@ -7,7 +7,6 @@ and decides which steps go.
 from __future__ import annotations
 
 import logging
-import stat
 import uuid
 from collections.abc import Collection
 from pathlib import Path
@@ -25,8 +24,9 @@ def discard(root: Path, folder: Path, why: str, content: Collection[str] | None 
 
     `why` is "removed", "dead" or "preflight". `content`: the names that may be deleted; a folder that has come to hold
     another one stays.
-    Raises: OSError if the folder could not be renamed; SaveError if it stays.
+    Raises: OSError if the folder could not be renamed; SaveError if it stays, as what a link leads to does.
     """
+    require_real(folder)
     place = root / TRASH / f"{why}-{folder.name.partition('.')[0]}.{uuid.uuid4().hex}"
     posix.rename_noreplace(folder, place)
     if content is not None and (foreign := [name for name in posix.list_folder(place) if name not in content]):
@@ -37,24 +37,16 @@ def discard(root: Path, folder: Path, why: str, content: Collection[str] | None 
     return empty(place)
 
 
+def require_real(folder: Path) -> None:
+    """Raise SaveError for a link or a file that has the name of one of our folders: what it leads to is not ours."""
+    if not posix.is_real_folder(folder):
+        raise SaveError(f"{folder}: is not a folder of its own, but a link or a file. Move it away")
+
+
 def empty(place: Path) -> list[str]:
     """Unlink a trashed folder's files, manifest first, then the folder; return one line per failure."""
-    problems: list[str] = []
-    for name in sorted(posix.list_folder(place), key=lambda name: name != MANIFEST_NAME):
-        path = place / name
-        try:
-            if stat.S_ISDIR(path.lstat().st_mode):
-                problems.append(f"{path}: a folder that is not ours")
-            else:
-                posix.unlink(path)
-        except OSError as error:
-            problems.append(f"{path}: {error.strerror}")
-    if not problems:
-        try:
-            posix.rmdir(place)
-        except OSError as error:
-            problems.append(f"{place}: {error.strerror}")
-    return problems
+    stays = posix.remove_tree(place, first=MANIFEST_NAME, nested=False)
+    return [f"{error.filename}: {error.strerror}" for error in stays]
 
 
 def set_aside(root: Path, above: int) -> list[str]:

@@ -276,6 +276,9 @@ class FileReader:
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         self._direct_fd = -1
+        self._refuses_direct = False
+        """Whether reads through `_direct_fd` fail; it stays open meanwhile, because other threads may be at it."""
+        self._opening = threading.Lock()
         status = os.fstat(self._fd)
         self.num_bytes = status.st_size
         if not stat.S_ISREG(status.st_mode):
@@ -320,7 +323,7 @@ class FileReader:
             except OSError as error:
                 if error.errno != errno.EINVAL or fd == self._fd:
                     raise
-                self._direct_fd = self._fd
+                self._refuses_direct = True
                 continue
             if got == 0:
                 raise EOFError(f"{self.path} ends at byte {offset + done}")
@@ -358,10 +361,11 @@ class FileReader:
         return mapping
 
     def _direct(self) -> int:
-        if self._direct_fd < 0:
-            fd = open_direct(self.path, os.O_RDONLY)
-            self._direct_fd = fd if fd >= 0 else self._fd
-        return self._direct_fd
+        with self._opening:  # two descriptors would be opened otherwise, and one of them closed
+            if self._direct_fd < 0 and not self._refuses_direct:
+                self._direct_fd = open_direct(self.path, os.O_RDONLY)
+                self._refuses_direct = self._direct_fd < 0
+        return self._fd if self._refuses_direct else self._direct_fd
 
     def cached_bytes(self, offset: int, num_bytes: int) -> int:
         """Return how many of these bytes are in the page cache, in whole pages; 0 where the kernel cannot tell.

@@ -158,15 +158,52 @@ def write_blocks(path: str | os.PathLike[str], blocks: Iterable[bytes]) -> None:
 
 
 @_mutating
-def unlink(path: str | os.PathLike[str]) -> None:
-    """Remove one file."""
-    os.unlink(path)
+def unlink(path: str | os.PathLike[str], parent: int | None = None) -> None:
+    """Remove one file, or a link and not what it leads to. `parent`: an open descriptor of the file's folder."""
+    os.unlink(path if parent is None else os.path.basename(path), dir_fd=parent)
 
 
 @_mutating
-def rmdir(path: str | os.PathLike[str]) -> None:
-    """Remove one empty folder."""
-    os.rmdir(path)
+def rmdir(path: str | os.PathLike[str], parent: int | None = None) -> None:
+    """Remove one empty folder; a link stays. `parent`: an open descriptor of the folder that it is in."""
+    os.rmdir(path if parent is None else os.path.basename(path), dir_fd=parent)
+
+
+def remove_tree(path: Path, parent: int | None = None, *, first: str = "", nested: bool = True) -> list[OSError]:
+    """Delete a folder and what is in it; return an error for each thing that stays.
+
+    Every deletion of a folder is made here. What a link leads to is never reached: a folder that is a link stays, and
+    of a link in a folder the link itself is deleted. `parent`: as in `rmdir`. `first`: the name of the file that goes
+    before the others. `nested`: whether folders in it are deleted, too.
+    """
+    stays: list[OSError] = []
+    try:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(path if parent is None else path.name, flags, dir_fd=parent)
+        try:
+            for name in sorted(os.listdir(fd), key=lambda name: (name != first, name)):
+                stays += _remove_entry(path / name, fd, nested)
+        finally:
+            os.close(fd)
+        if not stays:
+            rmdir(path, parent)
+    except FileNotFoundError:
+        pass  # another process has removed it
+    except OSError as error:
+        stays.append(OSError(error.errno, error.strerror, str(path)))
+    return stays
+
+
+def _remove_entry(path: Path, parent: int, nested: bool) -> list[OSError]:
+    try:
+        if not stat.S_ISDIR(os.stat(path.name, dir_fd=parent, follow_symlinks=False).st_mode):
+            unlink(path, parent)
+            return []
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        return [OSError(error.errno, error.strerror, str(path))]
+    return remove_tree(path, parent) if nested else [OSError(errno.EISDIR, "a folder that is not ours", str(path))]
 
 
 @_mutating

@@ -98,9 +98,10 @@ class StagedFolder:
             staged.release()
 
     def release(self) -> None:
-        """Release the lock; a later export removes what cannot be removed now."""
+        """Release the lock; its file stays beside a folder that was not removed, so that a later export finds it."""
         with contextlib.suppress(OSError):
-            posix.unlink(_lock_of(self.path))
+            if not os.path.lexists(self.path):
+                posix.unlink(_lock_of(self.path))
         with contextlib.suppress(OSError):
             posix.close(self.lock_fd)
         _live.discard(self.path.name)
@@ -123,7 +124,7 @@ def _sweep(parent: Path) -> None:
         except FileNotFoundError:  # another process has removed it
             continue
         except OSError as error:  # such as a folder of another user; the export goes on
-            logger.info("%s stays as it is: %s", folder, error)
+            logger.warning("%s stays as it is: %s", folder, error)
 
 
 def _remove_if_dead(folder: Path) -> None:
@@ -137,11 +138,9 @@ def _remove_if_dead(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder and everything in it, if it is there."""
-    for parent, _, files in os.walk(folder, topdown=False):
-        for name in files:
-            posix.unlink(Path(parent) / name)
-        posix.rmdir(parent)
+    """Remove a folder and everything in it, if it is there. Raises: OSError for a link, and for the first rest."""
+    for error in posix.remove_tree(folder):
+        raise error
 
 
 def _lock_of(folder: Path) -> Path:

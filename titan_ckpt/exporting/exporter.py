@@ -98,6 +98,18 @@ class Exporter:
         self._store = store
         self._on_disk = MadeExports(base_folder)
         self._in_buckets: dict[str, BucketExports] = {}
+        self.went_back_to: int | None = None
+        """The step that the user told this run to go back to, until the exports made after it are set aside."""
+
+    def leave_abandoned_branch(self, configs: Sequence[ExportConfig]) -> None:
+        """Set aside the exports of the branch that this run went back from. Collective. Raises: OSError; PeerError.
+
+        A run that was interrupted replays its steps with identical weights, so its exports stay.
+        """
+        above = self.went_back_to
+        if above is not None:
+            self.coordinator.on_rank_0("export-leave", lambda: [self.made(c).set_aside(c, above) for c in configs])
+        self.went_back_to = None  # only now: if a rename failed, the next save or export tries it again
 
     def is_there(self, config: ExportConfig, step: int) -> bool:
         """Return whether rank 0 sees that this export was published before. Collective."""

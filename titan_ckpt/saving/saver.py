@@ -160,14 +160,15 @@ class Saver:
         if self._config.async_mode != "disabled" and self._plan is None:
             self._plan = WritePlan.of(tensors, self._coordinator)
             with suppress(OSError, MemoryError, RuntimeError):  # the save will meet it again, and raise on all ranks
-                self._file_for(self._plan, tensors)
+                # the states that are asked for at a save alone may hold tensors, too
+                self._file_for(self._plan, tensors, room=(1 << 20) + self._plan.layout.data_bytes // 64)
 
-    def _file_for(self, plan: WritePlan, tensors: StateDict) -> StagedFile:
-        """Return the memory for a copy; that of the last save, if the plan is the same."""
-        if self._file is None or self._file.plan is not plan:
+    def _file_for(self, plan: WritePlan, tensors: StateDict, room: int = 0) -> StagedFile:
+        """Return the memory for a copy; that of the last save, if it is large enough. `room`: as of StagedFile."""
+        if self._file is None or (self._file.plan is not plan and not self._file.refit(plan)):
             self._release()  # the old memory comes back before the new is taken
             pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
-            self._file = StagedFile(plan, pinned=pinned, in_process=self._config.async_mode == "process")
+            self._file = StagedFile(plan, pinned=pinned, in_process=self._config.async_mode == "process", room=room)
         return self._file
 
     def staged(self) -> tuple[StateDict, dict[str, LazyTensor]]:

@@ -18,12 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from titan_ckpt.errors import CheckpointError
 from titan_ckpt.telemetry.start import describe_start
 
 TELEMETRY = "telemetry.jsonl"
 Kind = Literal["load", "save", "export"]
 Sink = Callable[[Mapping[str, Any]], None]
-"""Gets every event of rank 0, in the thread that made it, after the event has ended."""
+"""Gets every event of rank 0, in the thread that made it, when the event has ended. Two threads may call it at once."""
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +82,19 @@ class Telemetry:
         self._guard = threading.Lock()
         self._failed: set[str] = set()
         self._waiting: list[Mapping[str, Any]] = []
+        self._in_sink = threading.local()
 
     def add_sink(self, sink: Sink) -> None:
         """Call `sink` with every later event."""
         self._sinks.append(sink)
+
+    def refuse_in_sink(self) -> None:
+        """Raise CheckpointError in a sink, whose call would wait for the save, load or export that it is told about."""
+        if event := getattr(self._in_sink, "event", None):
+            raise CheckpointError(
+                f"a sink of telemetry is told about {event!r} before it has ended, and on rank 0 alone, so that it "
+                "cannot save, load, export or wait: let it set a flag, and do so after the next step"
+            )
 
     def start(self) -> None:
         """Write what this process was started with: versions, command line, git revision and settings."""
@@ -127,8 +137,12 @@ class Telemetry:
         with self._guard:
             if self._path is not None:
                 self._try("telemetry", partial(self._write, self._path, values))
-            for sink in self._sinks:
+        outer, self._in_sink.event = getattr(self._in_sink, "event", None), values["event"]
+        try:
+            for sink in self._sinks:  # outside of the lock: a sink may take long, or do what makes an event
                 self._try(f"the sink {sink!r}", partial(sink, values))
+        finally:
+            self._in_sink.event = outer
 
     def _write(self, path: Path, values: Mapping[str, Any]) -> None:
         """Append an event to the file. A start that comes to nothing makes no folder: its lines wait for the next."""

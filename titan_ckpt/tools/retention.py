@@ -9,8 +9,9 @@ import contextlib
 import os
 import time
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from titan_ckpt.config import KeepConfig, from_dict
@@ -20,7 +21,9 @@ from titan_ckpt.directory.steps import Steps
 from titan_ckpt.directory.store import StepStore
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, ConfigError, NotACheckpointError, SaveError
+from titan_ckpt.formats.publish.record import remove_set_aside_export, set_aside_exports
 from titan_ckpt.stores.bucket import BucketPath, Location
+from titan_ckpt.telemetry.events import folder_bytes
 from titan_ckpt.tools.listing import committed_step, find_checkpoints, find_steps, resumed_from
 
 _SETTLE_SECONDS = 5.0
@@ -37,7 +40,7 @@ class Pruned:
     num_bytes: int
     """Size of the deleted steps."""
     set_aside: tuple[str, ...] = ()
-    """Names of the steps that rollbacks set aside and that are deleted, or would be if it was asked for."""
+    """Names of the steps and exports that rollbacks set aside and that are deleted, or would be if it was asked for."""
     set_aside_bytes: int = 0
     held: tuple[str, ...] = ()
     """One line for each other of these, which stays because it holds other files, such as a pin."""
@@ -58,7 +61,8 @@ def prune(
 ) -> Pruned:
     """Delete the steps of a run that a policy no longer keeps; with `dry_run`, only say which.
 
-    `set_aside`: also delete the steps that a rollback set aside, which no policy counts.
+    `set_aside`: also delete the steps that a rollback set aside, which no policy counts, and if `folder` is the run's
+    own, the exports of these.
     Pinned steps, the step that the run resumed from, and steps with foreign files stay. The lease of the folder is held
     meanwhile. `take_lease` takes it from a process of another machine, whose end cannot be seen from here.
     Raises: CommitConflictError beside a live writer; SaveError; OSError; as find_checkpoints and find_steps.
@@ -73,7 +77,12 @@ def prune(
         for step in expired if not dry_run else ():
             steps.remove(step)
         aside = steps.set_aside()
-        held = _remove_set_aside(steps, aside, dry_run=dry_run) if set_aside else {}
+        held = _remove_set_aside(aside, partial(steps.remove_set_aside, dry_run=dry_run)) if set_aside else {}
+        if isinstance(folder, Path):
+            exports = {name: folder_bytes(folder / name) for name in set_aside_exports(folder)}
+            aside |= exports
+            if set_aside:
+                held |= _remove_set_aside(exports, partial(remove_set_aside_export, folder, dry_run=dry_run))
         gone = {step.step for step in expired}
         has_trash = isinstance(steps, StepStore) and not dry_run
         return Pruned(
@@ -98,12 +107,12 @@ def _steps_of(checkpoints: Location) -> Steps:
     return StepStore(checkpoints)
 
 
-def _remove_set_aside(steps: Steps, names: Iterable[str], *, dry_run: bool) -> dict[str, str]:
-    """Delete these steps unless it is a `dry_run`; return the reason for each that stays, such as a pin."""
+def _remove_set_aside(names: Iterable[str], remove: Callable[[str], None]) -> dict[str, str]:
+    """Call `remove` with each of these; return the reason for each that stays, such as a pin."""
     held = {}
     for name in names:
         try:
-            steps.remove_set_aside(name, dry_run=dry_run)
+            remove(name)
         except CommitConflictError:
             raise
         except SaveError as error:

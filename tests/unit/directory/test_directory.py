@@ -8,12 +8,15 @@ import os
 import re
 import shutil
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.faults.small_checkpoints import (
     commit_step,
@@ -401,6 +404,48 @@ def test_retention_keeps_pinned_foreign_protected_and_weights_apart(tmp_path: Pa
     directory.close()
 
 
+def test_retention_looks_at_the_files_of_new_steps_alone(tmp_path: Path) -> None:
+    """A save asks once for each step that is kept, not once for each file; a pin and a lost step are noticed."""
+    directory = open_directory(tmp_path)
+
+    def save_of_ranks(step: int) -> None:
+        attempt = directory.begin(step)
+        ranks = [f"rank-{rank:05d}.{kind}" for rank in range(40) for kind in ("json", "safetensors")]
+        records = write_files(attempt, 0, ("state.json", *ranks))
+        directory.commit(attempt, manifest_of(attempt, records, world_size=40))
+
+    def calls_of_expire(keep: KeepConfig, expired: list[int]) -> int:
+        calls = 0
+
+        def count(frame: Any, event: str, function: Any) -> None:
+            nonlocal calls
+            calls += event == "c_call" and getattr(function, "__module__", "") == "posix"
+
+        sys.setprofile(count)
+        try:
+            gone = directory.expire(keep)
+        finally:
+            sys.setprofile(None)
+        assert gone == expired
+        return calls
+
+    for step in range(1, 11):
+        save_of_ranks(step)
+    keep = KeepConfig(latest=20)
+    calls_of_expire(keep, [])
+    save_of_ranks(11)
+    with_one_new = calls_of_expire(keep, [])
+    save_of_ranks(12)
+    shutil.rmtree(tmp_path / "step-12")
+    without_new = calls_of_expire(keep, [])
+    assert without_new < 40 and with_one_new < without_new + 3 * 81
+    open_steps(tmp_path).pin(2)
+    (tmp_path / "step-10" / "state.json").unlink()
+    calls_of_expire(KeepConfig(latest=1), [1, *range(3, 10)])
+    assert directory.steps() == [2, 11]
+    directory.close()
+
+
 def test_a_file_that_a_user_adds_while_a_step_expires_keeps_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -432,10 +477,10 @@ def test_a_deletion_that_fails_is_reported_and_finished_later(
         commit_step(directory, step)
     unlink = posix.unlink
 
-    def broken(path: Any) -> None:
+    def broken(path: Any, *parent: int) -> None:
         if os.fspath(path).endswith("state.json"):
             raise OSError(errno.EIO, "Input/output error")
-        unlink(path)
+        unlink(path, *parent)
 
     monkeypatch.setattr(posix, "unlink", broken)
     directory.expire(KeepConfig(latest=1))
@@ -446,6 +491,22 @@ def test_a_deletion_that_fails_is_reported_and_finished_later(
     directory.close()
     directory._store.open()
     assert os.listdir(tmp_path / ".trash") == []
+    directory.close()
+
+
+@pytest.mark.parametrize("call", ["preflight", "begin"])
+def test_a_peer_that_is_lost_while_a_save_begins_leaves_no_folder(tmp_path: Path, call: str) -> None:
+    """Rank 0 removes what it has made, because nobody else would before the next start."""
+    store = dist.HashStore()
+    directory = CheckpointDirectory(tmp_path, Coordinator(0, 2, store, "begin", 1.0))
+    peer = Coordinator(1, 2, store, "begin", 60.0)
+    tag = "preflight bytes" if call == "preflight" else "begin step 5"
+    thread = threading.Thread(target=peer.gather, args=(tag, 100), daemon=True)  # and no more is heard of it
+    thread.start()
+    with pytest.raises(PeerError, match="rank 1 did not arrive"):
+        directory.preflight(100) if call == "preflight" else directory.begin(5, 100)
+    thread.join()
+    assert [*tmp_path.glob(".staging/*"), *tmp_path.glob(".trash/*")] == []
     directory.close()
 
 

@@ -1,14 +1,20 @@
-"""Worker threads: what stops them."""
+"""Worker threads and the files that they read: what stops the threads, and what is left open."""
 
 from __future__ import annotations
 
 import _thread
+import contextlib
+import errno
+import fcntl
+import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from titan_ckpt.disk import direct
 from titan_ckpt.disk.direct import meanwhile, run_workers
 from titan_ckpt.saving.handle import SaveHandle
 
@@ -69,3 +75,38 @@ def test_a_save_for_which_no_thread_can_be_started_is_made_before_it_returns(mon
     with pytest.raises(OSError, match="full"), meanwhile(fail):
         done.append("after an error")
     assert done[-1] == "block"
+
+
+@pytest.mark.parametrize("refuses", ["nothing", "the open", "the read"])
+def test_threads_that_read_around_the_page_cache_leave_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str
+) -> None:
+    """A descriptor that nobody closes keeps the bytes of a deleted file on the disk."""
+    path, both_open = tmp_path / "file", threading.Barrier(2)
+    path.write_bytes(bytes(range(256)) * 16 * 8)
+    open_direct, preadv = direct.open_direct, os.preadv
+
+    def slowly(path: Path, flags: int) -> int:
+        fd = -1 if refuses == "the open" else open_direct(path, flags)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both_open.wait(0.5)
+        return fd
+
+    def refuse(fd: int, views: list[memoryview], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct reads")
+        return preadv(fd, views, offset)
+
+    def read(start: int) -> None:
+        with direct.bounce_buffer() as buffer:
+            file.read_aligned(buffer.view, start, 4096)
+            assert bytes(buffer.view[:4096]) == bytes(range(256)) * 16
+
+    monkeypatch.setattr(direct, "open_direct", slowly)
+    if refuses == "the read":
+        monkeypatch.setattr(os, "preadv", refuse)
+    file = direct.FileReader(path)
+    run_workers(range(0, 8 * 4096, 4096), read, 4)
+    file.close()
+    links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if os.path.islink(entry)]
+    assert str(path) not in links

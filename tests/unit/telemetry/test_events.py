@@ -7,7 +7,9 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,43 @@ def test_a_sink_or_a_disk_that_fails_ends_no_run(
     assert [event["event"] for event in seen].count("save") == 3
     assert sum("no such server" in record.getMessage() for record in caplog.records) == 1
     assert sum(TELEMETRY in record.getMessage() for record in caplog.records) == 2
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "thread"])
+def test_a_sink_that_saves_is_refused_and_ends_no_run(
+    async_mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would wait for the save that it is told about. The refusal is in the log, and every event is a line."""
+    config = CheckpointConfig(
+        save=SaveConfig(interval=1, async_mode=async_mode),  # type: ignore[arg-type]
+        export=(ExportConfig("dcp", interval=1),),
+    )
+    with CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=tmp_path) as manager:
+        for act in (partial(manager.save, 9), manager.wait):
+            manager.telemetry.add_sink(lambda values, act=act: values["event"] == "save" and act())  # type: ignore[misc]
+        for step in (1, 2):
+            manager.save(step)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-1", "step-2"]
+    assert caplog.text.count("a sink of telemetry is told about 'save' before it has ended") == 2
+    kinds = [event["event"] for event in read_events(tmp_path / TELEMETRY)]
+    assert [kinds.count(kind) for kind in ("save", "export")] == [2, 2]
+
+
+def test_a_sink_that_makes_an_event_gets_it(tmp_path: Path) -> None:
+    """No lock is held while sinks are called."""
+    seen: list[str] = []
+    telemetry = Telemetry(tmp_path, 0, 1, None)
+
+    def make_another(values: Mapping[str, Any]) -> None:
+        seen.append(values["event"])
+        if len(seen) == 1:
+            telemetry.finish()
+
+    telemetry.add_sink(make_another)
+    thread = threading.Thread(target=telemetry.start, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert seen == ["start", "end"] == [event["event"] for event in read_events(tmp_path / TELEMETRY)]
 
 
 def test_lines_that_wait_for_a_disk_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

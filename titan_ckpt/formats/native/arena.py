@@ -97,15 +97,17 @@ class StagingHandle:
 class Arena:
     """Reusable host memory for one staged save. It is page-locked where tensors are on a device."""
 
-    def __init__(self, num_bytes: int, *, pinned: bool, beside: bytes = b"", shared: bool = False) -> None:
+    def __init__(
+        self, num_bytes: int, *, pinned: bool, beside: bytes = b"", shared: bool = False, room: int = 0
+    ) -> None:
         """Map the memory, and begin to touch and page-lock it in a thread.
 
         `num_bytes`: size of the data section. `beside`: bytes that are put behind it, at `beside_at`. `shared`: another
-        process can map the memory.
+        process can map the memory. `room`: bytes by which both may grow.
         """
         self.num_bytes = num_bytes
         self.beside_at = round_up(num_bytes)
-        size = self.beside_at + round_up(len(beside))
+        size = self.beside_at + round_up(len(beside)) + round_up(room)
         self.shared = SharedBuffer.allocate(max(size, ALIGNMENT)) if shared else None
         self._buffer = self.shared.buffer if self.shared else Buffer.allocate(size)
         self._buffer.keep_from_children()
@@ -140,6 +142,20 @@ class Arena:
         if self._error is not None:
             raise self._error
         return self._buffer
+
+    def refit(self, num_bytes: int, beside: bytes) -> bool:
+        """Use the memory for another data section and what is beside it, if it is large enough; return whether it is.
+
+        Page-locking as much anew takes seconds. No save may be using the memory.
+        """
+        if round_up(num_bytes) + round_up(len(beside)) > len(self._buffer.view):
+            return False
+        self._thread.join()
+        if self._copying is not None:
+            self._copying.join()
+        self.num_bytes, self.beside_at = num_bytes, round_up(num_bytes)
+        self._buffer.view[self.beside_at : self.beside_at + len(beside)] = beside
+        return self._error is None
 
     def stage(self, places: Places, tensors: Sequence[torch.Tensor]) -> StagingHandle:
         """Start to copy the tensors. They must not change before `wait` of the handle returns."""

@@ -120,12 +120,23 @@ class WritePlan:
 class StagedFile:
     """Memory for a copy of the planned tensors, from which the file is written. One save uses it at a time."""
 
-    def __init__(self, plan: WritePlan, *, pinned: bool = False, in_process: bool = False) -> None:
-        """Allocate and touch the memory. `pinned`: tensors are on a device. `in_process`: another process writes."""
+    def __init__(self, plan: WritePlan, *, pinned: bool = False, in_process: bool = False, room: int = 0) -> None:
+        """Allocate and touch the memory. `pinned`: tensors are on a device. `in_process`: another process writes.
+
+        `room`: bytes by which the file of another plan may be larger.
+        """
         self.plan = plan
         beside = plan.layout.template if in_process else b""
-        self._arena = Arena(plan.layout.data_bytes, pinned=pinned, beside=beside, shared=in_process)
+        self._arena = Arena(plan.layout.data_bytes, pinned=pinned, beside=beside, shared=in_process, room=room)
         self._process: WriterProcess | None = None
+
+    def refit(self, plan: WritePlan) -> bool:
+        """Use the memory for another plan if it is large enough, and return whether it is. No save may be using it."""
+        beside = plan.layout.template if self._arena.shared is not None else b""
+        if not self._arena.refit(plan.layout.data_bytes, beside):
+            return False
+        self.plan = plan
+        return True
 
     def begin(self, tensors: Mapping[str, torch.Tensor]) -> StagingHandle:
         """Start to copy the tensors in the background; they must not change before `wait` of the handle."""

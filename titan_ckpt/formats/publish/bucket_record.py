@@ -147,6 +147,26 @@ class BucketExports:
                 logger.info("export of step %d removed: only a part of it was there", expired)
         self._forget_deleted(config)
 
+    def set_aside(self, config: ExportConfig, above: int) -> None:
+        """Make the exports after step `above` unloadable, newest first, if they are as a run published them.
+
+        A bucket renames nothing, so the file that makes an export loadable gets another name, and the others stay
+        until the export of that step is made again. Raises: StoreError.
+        """
+        for step in sorted(self.steps_there(config), reverse=True):
+            name = _name(config, step)
+            if step > above and self.why_foreign(name) is None:
+                # the record goes first: without it nobody could export to this name again
+                self._write(name, {"folder": name, "content": None, "abandoned": True})
+                for path in self._objects(name).keys() & {*LOADABLE}:
+                    place = self.root / name / path
+                    place.bucket.put(f"{place.key}.abandoned", place.read())
+                    place.bucket.delete([place.key])
+                logger.warning(
+                    "%s: set aside, because this run went back to step %d: %s is named *.abandoned. Retention does not "
+                    "delete it; the next export of step %d does", self.root / name, above, " or ".join(LOADABLE), step
+                )  # fmt: skip
+
     def _forget_deleted(self, config: ExportConfig) -> None:
         """Delete records, and what `check` has left, that are a day old and of nothing that is there.
 
@@ -191,7 +211,7 @@ class BucketExports:
     def _is_leftover(self, name: str) -> bool:
         """Return whether a removal or an export was cut short, and nobody is at work on it."""
         record = None if name in self._left else self._record(name)
-        if record is None or record.get("content") is not None:
+        if record is None or record.get("content") is not None or record.get("abandoned") is True:
             return False
         objects = self._objects(name)
         newest = max((facts.unix_seconds for facts in objects.values()), default=0.0)

@@ -8,11 +8,13 @@ and the settings alone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import re
 import stat
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,12 +26,13 @@ from titan_ckpt.config import ExportConfig
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.encoding.strict_json import Json, parse
-from titan_ckpt.errors import CorruptCheckpointError, listed
+from titan_ckpt.errors import CorruptCheckpointError, SaveError, listed
 
 RECORDS = ".titan_ckpt-exports"
 _MAX_BYTES = 1 << 24
 _MAX_DIGESTED = 64 << 20
 """Longer files are known by their sizes: a digest of the weights would read all of them at every expiry."""
+_SET_ASIDE = re.compile(r"\.abandoned-[0-9a-f]{8}$")
 logger = logging.getLogger(__name__)
 
 
@@ -49,7 +52,7 @@ class MadeExports:
         """Record an export. A failure is logged: the export is whole, and it never expires."""
         name = config.lands_in(step)
         try:
-            write_record(self.run, name)
+            write_record(self.run, name, self.run / name)
         except OSError as error:
             logger.warning("%s is not recorded, so it never expires: %s", self.run / name, error)
 
@@ -58,9 +61,26 @@ class MadeExports:
         if config.keep is None:
             return
         for expired in policy.expired_exports(self._own_steps(config), step, config):
-            StagedFolder.discard(self.run / config.lands_in(expired))
-            remove_record(self.run, config.lands_in(expired))
+            remove_export(self.run, config.lands_in(expired))
             logger.info("export of step %d removed: the newest %d are kept", expired, config.keep)
+
+    def set_aside(self, config: ExportConfig, above: int) -> None:
+        """Rename the exports after step `above`, newest first, to `step-N.abandoned-<id>`. Raises: OSError.
+
+        Only folders that are as this run published them are renamed. Their records keep up with their names.
+        """
+        for step in sorted(self.steps_there(config), reverse=True):
+            name = config.lands_in(step)
+            if step > above and why_foreign(self.run, name) is None:
+                aside = f"{name}.abandoned-{uuid.uuid4().hex[:8]}"
+                write_record(self.run, aside, self.run / name)
+                posix.rename_noreplace(self.run / name, self.run / aside)
+                posix.fsync_folder((self.run / name).parent)
+                remove_record(self.run, name)
+                logger.warning(
+                    "%s: set aside as %s, because this run went back to step %d. Retention does not delete it; "
+                    "`titan-ckpt prune RUN --set-aside` does", self.run / name, aside, above
+                )  # fmt: skip
 
     def steps_there(self, config: ExportConfig) -> list[int]:
         """Return the steps whose exports have a folder, whoever made it. Raises: OSError."""
@@ -89,11 +109,11 @@ def why_changed(written: Mapping[str, Json], content: Mapping[str, Json]) -> str
     return f"changed since: {listed(changed, ', ', most=3)}" if changed else None
 
 
-def write_record(run: Path, name: str) -> None:
-    """Record that the run has published the folder `name`, which is relative to the run's folder. Raises: OSError."""
+def write_record(run: Path, name: str, folder: Path) -> None:
+    """Record that `folder` is the run's export `name`, which is relative to the run's folder. Raises: OSError."""
     remove_record(run, name)
     posix.make_folders(run / RECORDS)
-    record = {"folder": name, "content": _content(run / name)}
+    record = {"folder": name, "content": _content(folder)}
     posix.write_file(_path_of(run, name), json.dumps(record, indent=1).encode())
 
 
@@ -115,13 +135,35 @@ def recorded_folders(run: Path) -> list[str]:
     return names
 
 
+def set_aside_exports(run: Path) -> list[str]:
+    """Return the recorded folders that a rollback has set aside, relative to the run's folder."""
+    return [name for name in recorded_folders(run) if _SET_ASIDE.search(name) and os.path.lexists(run / name)]
+
+
+def remove_export(run: Path, name: str) -> None:
+    """Delete an export of this run, and its record. Raises: OSError."""
+    StagedFolder.discard(run / name)
+    remove_record(run, name)
+
+
+def remove_set_aside_export(run: Path, name: str, *, dry_run: bool) -> None:
+    """Delete an export that was set aside; with `dry_run` only check that it may be deleted.
+
+    Raises: SaveError for one that is not as this run published it; OSError.
+    """
+    if why := why_foreign(run, name):
+        raise SaveError(f"{run / name}: {why}. Delete it yourself")
+    if not dry_run:
+        remove_export(run, name)
+
+
 def why_foreign(run: Path, name: str) -> str | None:
     """Return why a folder is not an export as this run published it; None if it is."""
     if not posix.is_real_folder(run / name):
         return "it is no folder of its own"
-    path = _path_of(run, name)
     record: Json = None
     with contextlib.suppress(OSError, CorruptCheckpointError):
+        path = _path_of(run, name)
         record = parse(posix.read_whole(path, _MAX_BYTES), _MAX_BYTES, str(path))
     written = record.get("content") if isinstance(record, dict) and record.get("folder") == name else None
     if not isinstance(written, dict):
@@ -130,6 +172,9 @@ def why_foreign(run: Path, name: str) -> str | None:
 
 
 def _path_of(run: Path, name: str) -> Path:
+    """Return the file of a record. Raises: OSError if the folder of records is a link, which leads to another run's."""
+    if (run / RECORDS).is_symlink():
+        raise OSError(errno.ENOTDIR, "is a link, and not a folder of its own", str(run / RECORDS))
     return run / RECORDS / f"{xxhash.xxh3_128_hexdigest(name.encode())}.json"
 
 

@@ -1,0 +1,36 @@
+"""The cyclic collector works while training does."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig
+from titan_ckpt.disk.direct import FileReader
+
+
+def test_the_collector_works_while_a_background_export_is_proved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export that is made while training waits may pause it; it is on again after that."""
+    seen: dict[bool, set[bool]] = {}
+    read_blocks = FileReader.read_blocks
+
+    def look(file: FileReader, *args: Any) -> None:
+        seen.setdefault(waits, set()).add(gc.isenabled())
+        read_blocks(file, *args)
+
+    monkeypatch.setattr(FileReader, "read_blocks", look)
+    config = CheckpointConfig(save=SaveConfig(interval=1), export=(ExportConfig("dcp", interval=1),))
+    with CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=tmp_path) as manager:
+        waits = False
+        manager.save(1)
+        manager.wait()
+        waits = True
+        manager.save(2, last_step=True)
+    assert seen[False] == {True}
+    assert gc.isenabled()

@@ -29,7 +29,7 @@ from tests.forked import answer, fork
 from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory import store as step_store
 from titan_ckpt.directory.directory import CheckpointDirectory, open_steps
-from titan_ckpt.directory.lease import LEASE_NAME, Holder
+from titan_ckpt.directory.lease import LEASE_NAME, Holder, holder_of
 from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
 from titan_ckpt.directory.names import read_manifest_bytes, survey
 from titan_ckpt.disk import posix
@@ -498,6 +498,61 @@ def test_a_killed_writer_is_succeeded_at_once(tmp_path: Path, caplog: pytest.Log
     os.waitpid(pid, 0)
     assert any(f"taking over from process {pid} " in line for line in caplog.messages)
     assert open_directory(tmp_path).steps() == [1, 2]
+
+
+def _elsewhere() -> None:
+    """Let this process look as if it ran on another machine, so that only a lock shows that it lives."""
+    holder = Holder("1" * 32, "elsewhere", "other-boot", "", os.getpid(), "1")
+    Holder.current = staticmethod(lambda: holder)  # type: ignore[method-assign]
+
+
+def test_reading_the_lease_in_its_holders_process_does_not_give_it_up(tmp_path: Path) -> None:
+    """As `titan-ckpt ls` in a callback does, or an upload of the whole folder, or a second manager of the process."""
+    read, write = os.pipe()
+
+    def hold() -> None:
+        _elsewhere()
+        directory = open_directory(tmp_path)
+        commit_step(directory, 1)
+        assert holder_of(tmp_path) is not None
+        (tmp_path / LEASE_NAME).read_bytes()
+        with pytest.raises(CommitConflictError, match="this process already writes here"):
+            open_directory(tmp_path).begin(2)
+        os.write(write, b"held")
+        signal.pause()
+
+    pid = fork(hold)
+    try:
+        assert os.read(read, 4) == b"held"
+        with pytest.raises(CommitConflictError, match=f"process {pid} on elsewhere is writing here"):
+            open_directory(tmp_path).begin(2)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    save(tmp_path, 2, 0)
+
+
+def test_a_killed_writer_is_succeeded_while_a_worker_that_it_forked_lives(tmp_path: Path) -> None:
+    """A dataloader worker inherits the descriptor of the lease, and does not keep the lease by it."""
+    read, write = os.pipe()
+
+    def hold() -> None:
+        _elsewhere()
+        commit_step(open_directory(tmp_path), 1)
+        os.write(write, str(fork(signal.pause)).encode())
+        signal.pause()
+
+    pid = fork(hold)
+    worker = int(os.read(read, 20))
+    try:
+        with pytest.raises(CommitConflictError, match="is writing here"):
+            open_directory(tmp_path).begin(2)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        save(tmp_path, 2, 0)
+        os.kill(worker, 0)
+    finally:
+        os.kill(worker, signal.SIGKILL)
 
 
 def test_a_forked_process_cannot_commit(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tests.faults.small_checkpoints import (
 )
 from tests.forked import answer, fork
 from titan_ckpt.config import KeepConfig
+from titan_ckpt.directory import lease
 from titan_ckpt.directory import store as step_store
 from titan_ckpt.directory.directory import CheckpointDirectory, open_steps
 from titan_ckpt.directory.lease import LEASE_NAME, Holder, holder_of
@@ -582,7 +583,7 @@ def test_a_stopped_writer_that_was_succeeded_never_commits(tmp_path: Path, momen
         directory = open_directory(tmp_path)
         attempt = directory.begin(10)
         records = write_files(attempt, 1)
-        check, lease = directory._store.open().check, directory._store.open()
+        check, held = directory._store.open().check, directory._store.open()
         checks = iter(range(2))
 
         def check_and_stop() -> None:
@@ -592,7 +593,7 @@ def test_a_stopped_writer_that_was_succeeded_never_commits(tmp_path: Path, momen
 
         if moment == "writing":
             os.kill(os.getpid(), signal.SIGSTOP)
-        lease.check = check_and_stop  # type: ignore[method-assign]
+        held.check = check_and_stop  # type: ignore[method-assign]
         try:
             directory.commit(attempt, manifest_of(attempt, records))
             os.write(write, b"committed")
@@ -614,6 +615,34 @@ def test_a_stopped_writer_that_was_succeeded_never_commits(tmp_path: Path, momen
     assert load(tmp_path) == (10, 2)
     commit_step(successor, 20, value=3)
     successor.close()
+
+
+def test_a_clean_up_of_a_writer_that_was_succeeded_spares_the_save_of_its_successor(tmp_path: Path) -> None:
+    """It is suspended between its look at the lease and its clean-up, which then finds the other's save under way."""
+    held = set(lease.held)
+    old, new = open_directory(tmp_path), open_directory(tmp_path)
+    commit_step(old, 1)
+    old._store._has_leftovers = True
+    mine = old._store.open()
+    check = mine.check
+
+    def check_then_sleep() -> None:
+        nonlocal attempt
+        mine.check = check  # type: ignore[method-assign]
+        check()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lease, "held", held)
+            patch.setattr(posix, "lock", lambda fd: None)
+            attempt = new.begin(2)
+            write_files(attempt, 0)
+
+    attempt: Any = None
+    mine.check = check_then_sleep  # type: ignore[method-assign]
+    with pytest.raises(CommitConflictError, match="taken over"):
+        old.begin(3)
+    assert attempt.folder.exists()
+    old.close()
+    new.close()
 
 
 def test_a_folder_that_is_moved_away_under_its_writer_is_noticed(tmp_path: Path) -> None:

@@ -386,8 +386,7 @@ def test_a_release_that_arrives_late_is_no_other_writer(s3: Server, monkeypatch:
         replace(*args)
 
     _forget_leases()
-    bucket_lease._held.add(str(place / "lease.json"))  # as `release` finds it
-    monkeypatch.setattr(bucket_lease, "_refuse_living", lambda root, holder: None)
+    monkeypatch.setattr(bucket_lease, "refuse_living", lambda *_: None)
     monkeypatch.setattr(place.bucket, "replace", after_the_release)
     second.open()
     save(second, 1)

@@ -12,7 +12,7 @@ from tests.stores.conftest import behind, place_in, through
 from tests.stores.servers import Server
 from tests.test_manager import Run
 from titan_ckpt.config import KeepConfig, SaveConfig, StoreConfig
-from titan_ckpt.directory import bucket_lease
+from titan_ckpt.directory import lease
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.manifest import FileRecord, Manifest
 from titan_ckpt.directory.steps import Attempt
@@ -180,7 +180,7 @@ def manifest_of(attempt: Attempt) -> Manifest:
 
 def _forget_leases() -> None:
     """Let this process take a lease that it has, as if the holder were on another machine."""
-    bucket_lease._held.clear()
+    lease.held.clear()
 
 
 def test_a_second_writer_is_told(server: Server, tmp_path: Path) -> None:

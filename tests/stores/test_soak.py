@@ -29,7 +29,7 @@ from tests.stores import killed_exports, soak_runs
 from tests.stores.conftest import place_in, through
 from tests.stores.servers import Fault, Proxy, Server
 from tests.stores.soak_runs import KEEP, Save, TakingTurns, Turns, commit_step, judge
-from titan_ckpt.directory import bucket_lease, bucket_steps
+from titan_ckpt.directory import bucket_steps, lease
 from titan_ckpt.directory.bucket_commits import Commits
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.errors import CommitConflictError, CorruptCheckpointError, SaveError
@@ -49,7 +49,7 @@ class _NeverHeld(set[str]):
 
 @pytest.fixture
 def _two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_lease, "_held", _NeverHeld())
+    monkeypatch.setattr(lease, "held", _NeverHeld())
 
 
 @pytest.mark.usefixtures("_two_machines")

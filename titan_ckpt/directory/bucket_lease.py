@@ -12,15 +12,12 @@ import logging
 import os
 from dataclasses import asdict, replace
 
-from titan_ckpt.directory.lease import Holder, holder_from
+from titan_ckpt.directory.lease import Holder, held, holder_from, refuse_living
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CommitConflictError, PreflightError
 from titan_ckpt.stores.bucket import BucketPath, Version
 
 LEASE_OBJECT = "lease.json"
-
-_held: set[str] = set()
-"""URLs of the leases that this process has."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +41,7 @@ class BucketLease:
         for is_last in (False, False, True):
             epoch, before, version = _read(place)
             if before is not None:
-                _refuse_living(root, before)
+                refuse_living(root, place, before)
             lease = BucketLease(place, epoch + 1, Holder.current())
             try:
                 if version is None:
@@ -62,7 +59,7 @@ class BucketLease:
                 logger.warning(
                     "%s: taking over from %s, which did not close it; its unfinished saves are discarded", root, before
                 )
-            _held.add(str(place))
+            held.add(str(place))
             return lease
         raise AssertionError("the last try returns or raises")
 
@@ -91,13 +88,13 @@ class BucketLease:
             )
 
     def release(self) -> None:
-        """Give the lease back; does nothing in a forked process or if another process took the lease.
+        """Give the lease back, once; does nothing in a forked process or if another process took the lease.
 
         A store that refuses it is logged: it must not hide why a save failed, and the next process takes it over.
         """
-        if os.getpid() != self._holder.pid or str(self._place) not in _held:
+        if os.getpid() != self._holder.pid:
             return
-        _held.discard(str(self._place))
+        held.discard(str(self._place))
         try:
             content, version = self._place.bucket.read(self._place.key)
             if content == self._content:
@@ -113,16 +110,6 @@ def bucket_holder(root: BucketPath) -> Holder | None:
 
 def _is_this_process(holder: Holder) -> bool:
     return replace(holder, id="") == replace(Holder.current(), id="")
-
-
-def _refuse_living(root: BucketPath, holder: Holder) -> None:
-    """Raise CommitConflictError if a process that has the lease is known to be alive."""
-    if holder.pid == os.getpid() and str(root / LEASE_OBJECT) in _held:
-        raise CommitConflictError(f"{root}: this process already writes here through another object: close it first")
-    if holder.pid != os.getpid() and holder.lives_here():
-        raise CommitConflictError(
-            f"{root}: {holder} is writing here. Wait for it to end, stop it, or choose another folder"
-        )
 
 
 def _read(place: BucketPath) -> tuple[int, Holder | None, Version | None]:

@@ -17,9 +17,9 @@ from dataclasses import replace
 from itertools import groupby
 
 from titan_ckpt.directory.bucket_commits import Commit, Commits, Look
-from titan_ckpt.directory.bucket_lease import LEASE_OBJECT, BucketLease
+from titan_ckpt.directory.bucket_lease import LEASE_OBJECT, BucketLease, bucket_holder
 from titan_ckpt.directory.bucket_survey import ATTEMPT, listed_sizes, survey
-from titan_ckpt.directory.lease import Holder
+from titan_ckpt.directory.lease import Holder, refuse_living
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import DATA, CommittedStep, Survey, step_name, step_of
 from titan_ckpt.directory.steps import PROBE, SAME, Attempt, Steps, faults_of
@@ -94,6 +94,16 @@ class BucketSteps(Steps):
         except FileNotFoundError:
             return "nothing", place
         return SAME if content == expected else "another save", place
+
+    def holder(self) -> Holder | None:
+        return bucket_holder(self.root)
+
+    def refuse_living_writer(self) -> None:
+        if self._lease is None and (holder := self.holder()) is not None:
+            refuse_living(self.root, self.root / LEASE_OBJECT, holder)
+
+    def present(self) -> list[tuple[int, str]]:
+        return [(commit.step, commit.attempt) for commit in self._commits.look().commits if commit.is_current]
 
     def open(self) -> BucketLease:
         if self._lease is None:

@@ -125,6 +125,35 @@ class CheckpointDirectory:
         """
         self._store.resume_from(step)
 
+    def present(self) -> list[tuple[int, str]]:
+        """Return what `claim` compares: (step, id) of all that has the place of a step.
+
+        Raises: CommitConflictError if another process is known to write here.
+        """
+
+        def look() -> list[tuple[int, str]]:
+            self._store.refuse_living_writer()
+            return self._store.present()
+
+        return [(step, id_) for step, id_ in self._on_rank_0("present steps", look)]
+
+    def claim(self, before: Sequence[tuple[int, str]]) -> bool:
+        """Take the lease, and return whether steps have come, gone or changed since `present` returned `before`.
+
+        Afterwards no other process commits a step here, unless it takes the lease.
+        Raises: PreflightError; CommitConflictError; PeerError.
+        """
+
+        def act() -> bool:
+            self._store.open()
+            return self._store.present() != before
+
+        return self._on_rank_0("lease", act, PreflightError, self._no_saves)
+
+    @property
+    def _no_saves(self) -> str:
+        return f"{self.root}: saves cannot work here"
+
     def preflight(self, num_bytes: int) -> None:
         """Check that saves can work in this folder: the lease, space for all ranks' `num_bytes`, and a tiny real save.
 
@@ -133,7 +162,7 @@ class CheckpointDirectory:
         Raises: PreflightError; CommitConflictError; PeerError.
         """
         sizes: list[Any] = self._coordinator.gather("preflight bytes", num_bytes)
-        what = f"{self.root}: saves cannot work here"
+        what = self._no_saves
 
         name = ""
 

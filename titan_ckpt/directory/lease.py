@@ -9,13 +9,11 @@ nothing left to rename.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import socket
 import stat
-import threading
 import uuid
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -23,13 +21,13 @@ from pathlib import Path
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.kernel import boot_id
 from titan_ckpt.errors import CommitConflictError, PreflightError
+from titan_ckpt.stores.bucket import Location
 
 LEASE_NAME = ".lease"
 
 _MAX_BYTES = 4096
-_held: dict[tuple[int, int], int] = {}
-"""(device, inode) -> pid. A lock does not conflict within its own process, and opening the file again would drop it."""
-_held_guard = threading.Lock()
+held: set[str] = set()
+"""Paths and URLs of the leases that this process has."""
 
 logger = logging.getLogger(__name__)
 
@@ -85,22 +83,15 @@ class Lease:
         Raises: CommitConflictError naming the holder; PreflightError; OSError.
         """
         path = folder / LEASE_NAME
-        with _held_guard:
-            with contextlib.suppress(FileNotFoundError):
-                status = os.stat(path)
-                if _held.get((status.st_dev, status.st_ino)) == os.getpid():
-                    raise CommitConflictError(
-                        f"{folder}: this process already writes here through another object: close it first"
-                    )
-            _require_file(path)
-            fd = posix.open_or_create(path)
-            try:
-                lease = Lease(path, fd, Holder.current())
-                lease._claim(folder)
-            except BaseException:
-                os.close(fd)
-                raise
-            _held[lease._identity] = os.getpid()
+        _require_file(path)
+        fd = posix.open_or_create(path)
+        try:
+            lease = Lease(path, fd, Holder.current())
+            lease._claim(folder)
+        except BaseException:
+            posix.close(fd)
+            raise
+        held.add(str(path))
         return lease
 
     def check(self) -> None:
@@ -121,32 +112,29 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Give the lease back; does nothing in a forked process or if another process took the lease.
+        """Give the lease back, once; does nothing in a forked process or if another process took the lease.
 
         A disk that refuses it is logged: it must not hide why a save failed, and the next process takes the lease over.
         """
         if os.getpid() != self._holder.pid:
             return
-        with _held_guard:
-            if _held.pop(self._identity, None) is None:
-                return
+        held.discard(str(self._path))
+        try:
             try:
-                try:
-                    if _read(self._fd) == self._holder:
-                        posix.truncate(self._fd, 0)
-                finally:
-                    posix.close(self._fd)
-            except OSError as error:
-                logger.warning("%s is not given back: %s", self._path, error)
+                if _read(self._fd) == self._holder:
+                    posix.truncate(self._fd, 0)
+            finally:
+                posix.close(self._fd)
+        except OSError as error:
+            logger.warning("%s is not given back: %s", self._path, error)
 
     def _claim(self, folder: Path) -> None:
         locked = posix.lock(self._fd)
         before = _read(self._fd)
-        if locked is False or (before is not None and before.pid != os.getpid() and before.lives_here()):
-            raise CommitConflictError(
-                f"{folder}: {before or 'another process'} is writing here. Wait for it to end, stop it, or choose "
-                "another folder"
-            )
+        if before is not None:
+            refuse_living(folder, self._path, before)
+        if locked is False:
+            raise _conflict(folder, before)
         if before is not None:
             logger.warning(
                 "%s: taking over from %s, which did not close it; its unfinished saves are discarded", folder, before
@@ -155,6 +143,22 @@ class Lease:
         posix.pwrite_all(self._fd, record, 0)
         posix.truncate(self._fd, len(record))
         posix.fsync(self._fd)
+
+
+def refuse_living(folder: Location, lease: Location, holder: Holder) -> None:
+    """Raise CommitConflictError if the process that the lease of a folder names is known to be alive."""
+    if holder.pid != os.getpid():
+        if holder.lives_here():
+            raise _conflict(folder, holder)
+    elif str(lease) in held:  # else this process could not give it back
+        raise CommitConflictError(f"{folder}: this process already writes here through another object: close it first")
+
+
+def _conflict(folder: Location, holder: Holder | None) -> CommitConflictError:
+    return CommitConflictError(
+        f"{folder}: {holder or 'another process'} is writing here. Wait for it to end, stop it, or choose another "
+        "folder"
+    )
 
 
 def holder_of(folder: Path) -> Holder | None:

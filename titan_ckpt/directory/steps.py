@@ -15,7 +15,7 @@ from pathlib import Path
 
 from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory.bucket_lease import BucketLease
-from titan_ckpt.directory.lease import Lease
+from titan_ckpt.directory.lease import Holder, Lease
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import CommittedStep, Survey, step_name, step_of
 from titan_ckpt.directory.retention import StepFacts, expired_steps
@@ -83,6 +83,18 @@ class Steps(ABC):
         The first is SAME, or a description. `names`: as in `CheckpointDirectory.committed`.
         Raises: StoreError for a bucket that does not answer, which says nothing about the step.
         """
+
+    @abstractmethod
+    def holder(self) -> Holder | None:
+        """Return the process that the lease names, alive or not; None without one. Raises: OSError."""
+
+    @abstractmethod
+    def refuse_living_writer(self) -> None:
+        """Check that no process is known to write here. Raises: CommitConflictError naming it; OSError."""
+
+    @abstractmethod
+    def present(self) -> list[tuple[int, str]]:
+        """Return (step, id) of all that has the place of a step, ascending; a step that is saved again has a new id."""
 
     @abstractmethod
     def open(self) -> Lease | BucketLease:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_ckpt.directory import trash
-from titan_ckpt.directory.lease import Lease
+from titan_ckpt.directory.lease import LEASE_NAME, Holder, Lease, holder_of, refuse_living
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.directory.names import (
     PIN_NAME,
@@ -102,6 +102,18 @@ class StepStore(Steps):
         steps = ", ".join(str(committed.step) for committed in survey(self.root).steps) or "none"
         raise CheckpointNotFoundError(f"{self.root}: step {step} is not there; committed steps: {steps}")
 
+    def holder(self) -> Holder | None:
+        return holder_of(self.root)
+
+    def refuse_living_writer(self) -> None:
+        if self._lease is None and (holder := self.holder()) is not None:
+            refuse_living(self.root, self.root / LEASE_NAME, holder)
+
+    def present(self) -> list[tuple[int, str]]:
+        steps = listed_steps(self.root) if self.root.is_dir() else []
+        folders = [(step, self.step_path(step)) for step in steps]
+        return [(step, str(path.lstat().st_ino)) for step, path in folders if os.path.lexists(path)]
+
     def open(self) -> Lease:
         """Take the lease and clear away what interrupted processes left; a second call only returns the lease.
 
@@ -111,7 +123,7 @@ class StepStore(Steps):
             posix.make_folders(self.root)
             lease = Lease.acquire(self.root)
             try:
-                self._recover()
+                self._recover(lease)
             except BaseException:
                 lease.release()
                 raise
@@ -265,10 +277,10 @@ class StepStore(Steps):
             failure.errno = errno.ENOSPC
             raise failure
 
-    def _recover(self) -> None:
+    def _recover(self, lease: Lease) -> None:
         for name in (STAGING, TRASH):
             self._make_own_folder(name)
-        self._report(trash.recover(self.root))
+        self._report(trash.recover(self.root, lease.check))
 
     def _make_own_folder(self, name: str) -> None:
         path = self.root / name
@@ -284,14 +296,16 @@ class StepStore(Steps):
         if self._has_leftovers:
             self._has_leftovers = False
             try:
-                self._recover()
+                self._recover(self.open())
+            except CommitConflictError:
+                raise
             except OSError as error:
                 self._report([f"leftovers: {error}"])
 
     def _leave_abandoned_branch(self) -> None:
         step = self._rolled_back_to
         if step is not None:
-            for name in trash.set_aside(self.root, step):
+            for name in trash.set_aside(self.root, step, self.open().check):
                 logger.warning(
                     "%s: set aside as %s, because this run went back to step %d. Retention does not delete it; "
                     "`titan-ckpt prune RUN --set-aside` does", self.root, name, step

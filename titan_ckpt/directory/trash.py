@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 from titan_ckpt.directory.manifest import MANIFEST_NAME
@@ -49,32 +50,40 @@ def empty(place: Path) -> list[str]:
     return [f"{error.filename}: {error.strerror}" for error in stays]
 
 
-def set_aside(root: Path, above: int) -> list[str]:
+def set_aside(root: Path, above: int, check: Callable[[], None]) -> list[str]:
     """Rename every step above `above`, newest first, to `step-N.abandoned-<id>`; return the new names.
 
     Damaged steps are renamed too: they belong to the branch that a rollback left. Folders without a manifest are not
-    ours.
+    ours. `check`: as in `recover`.
     """
+    folders = [(step, root / step_name(step)) for step in reversed(listed_steps(root)) if step > above]
+    ours = [folder for _, folder in folders if posix.is_real_folder(folder) and (folder / MANIFEST_NAME).is_file()]
+    check()
     renamed = []
-    for step in reversed(listed_steps(root)):
-        folder = root / step_name(step)
-        if step > above and posix.is_real_folder(folder) and (folder / MANIFEST_NAME).is_file():
-            aside = f"{folder.name}.abandoned-{uuid.uuid4().hex[:8]}"
-            posix.rename_noreplace(folder, root / aside)
-            renamed.append(aside)
+    for folder in ours:
+        aside = f"{folder.name}.abandoned-{uuid.uuid4().hex[:8]}"
+        posix.rename_noreplace(folder, root / aside)
+        renamed.append(aside)
     if renamed:
         posix.fsync_folder(root)
     return renamed
 
 
-def recover(root: Path) -> list[str]:
-    """Delete interrupted saves and finish interrupted deletions; return one line per failure."""
+def recover(root: Path, check: Callable[[], None]) -> list[str]:
+    """Delete interrupted saves and finish interrupted deletions; return one line per failure.
+
+    `check` raises if this process has lost the lease. It comes after the lists: what is in them is not of a process
+    that takes the lease later, whose save may be under way.
+    """
     problems = []
-    for name in posix.list_folder(root / STAGING):
+    attempts, trashed = posix.list_folder(root / STAGING), posix.list_folder(root / TRASH)
+    check()
+    for name in attempts:
         if is_attempt_name(name) and posix.is_real_folder(root / STAGING / name):
             logger.info("%s: discarding %s, a save that was interrupted", root, name)
-            problems += discard(root, root / STAGING / name, "dead")
-    for name in posix.list_folder(root / TRASH):
+            with suppress(FileNotFoundError):  # the holder before us has just committed it, or deleted it itself
+                problems += discard(root, root / STAGING / name, "dead")
+    for name in trashed:
         place = root / TRASH / name
         if is_trashed_name(name) and posix.is_real_folder(place):
             problems += empty(place)

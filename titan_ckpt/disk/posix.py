@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 import stat
+import struct
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -29,6 +30,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
+_WHOLE_FILE = struct.pack("hhqqq", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+"""Linux's struct flock for a write lock."""
+_locked: set[int] = set()
+"""Descriptors with a lock."""
 
 
 def _mutating(function: _Function) -> _Function:
@@ -101,6 +106,7 @@ def fsync(fd: int) -> None:
 @_mutating
 def close(fd: int) -> None:
     """Close a descriptor that was written to. Raises: OSError; network file systems report late write errors now."""
+    _locked.discard(fd)
     os.close(fd)
 
 
@@ -291,20 +297,36 @@ def is_real_folder(path: Path) -> bool:
 
 
 def lock(fd: int) -> bool | None:
-    """Take the POSIX lock of the whole file; return whether we hold it, None where the file system has no locks.
+    """Lock the whole file for this descriptor; return whether we hold it, None where the file system has no locks.
 
-    Forked children (dataloader workers) do not inherit a POSIX lock, unlike flock, so it ends with the process that
-    took it. It also ends when this process closes *any* descriptor of the file.
+    The lock ends when this process ends, or closes this descriptor by `close`; other descriptors of the file do not
+    matter, also of this process. A POSIX lock of another process is in its way, and the reverse.
     """
     try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _WHOLE_FILE)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False
         if error.errno in (errno.ENOLCK, *_UNSUPPORTED):
             return None
         raise
+    _locked.add(fd)
     return True
+
+
+def _leave_locks_to_parent() -> None:
+    """In a forked child, let locked descriptors lead nowhere: a worker that outlives its parent must not keep a lock.
+
+    Their numbers stay taken, because objects that the child has inherited may close them.
+    """
+    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for fd in _locked:
+        os.dup2(nowhere, fd, inheritable=False)
+    os.close(nowhere)
+    _locked.clear()
+
+
+os.register_at_fork(after_in_child=_leave_locks_to_parent)
 
 
 def _renameat2(source: str, target: str) -> int:

@@ -26,8 +26,6 @@ _PREFIX = ".staging-"
 _LOCK = ".lock"
 _COPY_BYTES = 4 << 20
 _LOCK_NAME = re.compile(re.escape(_PREFIX) + "[0-9a-f]{32}" + re.escape(_LOCK))
-_live: set[str] = set()
-"""Names of the folders that this process holds: a POSIX lock never conflicts with one of the same process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,6 @@ class StagedFolder:
         while True:
             path = target.parent / f"{_PREFIX}{uuid.uuid4().hex}"
             staged = StagedFolder(target, path, posix.open_exclusive(_lock_of(path)))
-            _live.add(path.name)
             if posix.lock(staged.lock_fd) is not False and _lock_of(path).exists():
                 return staged
             staged.release()  # the sweep of another process took the unlocked file for a dead one's
@@ -104,7 +101,6 @@ class StagedFolder:
                 posix.unlink(_lock_of(self.path))
         with contextlib.suppress(OSError):
             posix.close(self.lock_fd)
-        _live.discard(self.path.name)
 
 
 def copy_file(source: Path, path: Path) -> None:
@@ -117,8 +113,6 @@ def _sweep(parent: Path) -> None:
     """Remove staging folders whose process is gone; keep locked ones, and all where the file system has no locks."""
     for name in filter(_LOCK_NAME.fullmatch, posix.list_folder(parent)):
         folder = (parent / name).with_suffix("")
-        if folder.name in _live:
-            continue
         try:
             _remove_if_dead(folder)
         except FileNotFoundError:  # another process has removed it
@@ -134,7 +128,7 @@ def _remove_if_dead(folder: Path) -> None:
             _remove(folder)
             posix.unlink(_lock_of(folder))
     finally:
-        os.close(fd)
+        posix.close(fd)
 
 
 def _remove(folder: Path) -> None:

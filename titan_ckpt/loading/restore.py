@@ -92,14 +92,30 @@ class Restorer:
     def restore(self, step: int | None) -> Restored:
         """Resume `step`, or the newest valid one if it is None; without any, load the initial sources or start from 0.
 
+        A run that saves takes the lease when all is read, so that a load that fails disturbs nobody. If another process
+        has committed a step by then, which takes minutes for large models, everything is loaded again.
         Raises: as CheckpointManager.load. The run is marked as half loaded then, unless nothing live has changed.
         """
+        saves = self._config.save is not None
+        before = self._directory.present() if saves else []
+        restored = self._restore(step)
+        if saves and self._directory.claim(before):
+            if step is not None:
+                raise CommitConflictError(
+                    f"{self._directory.root}: another process saved here, or went back, while this one loaded step "
+                    f"{step}. No step was set aside: stop that process, look at the steps that are there now, and "
+                    "start again"
+                )
+            logger.warning("%s: another process has changed the steps meanwhile; loading again", self._directory.root)
+            restored = self._restore(step)
+        self._half_loaded.end()
+        return restored
+
+    def _restore(self, step: int | None) -> Restored:
         resumed = self._resume_newest() if step is None else self._resume_by_number(step)
         if resumed is None and self._config.initial_load and self._config.initial_load[-1].training_state:
             resumed = self._resume_source(self._config.initial_load[-1])
-        restored = resumed or self._load_initial()
-        self._half_loaded.end()
-        return restored
+        return resumed or self._load_initial()
 
     def _resume_by_number(self, step: int) -> Restored:
         try:

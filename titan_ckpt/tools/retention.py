@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 from titan_ckpt.config import KeepConfig, from_dict
-from titan_ckpt.directory.lease import Holder, holder_of
 from titan_ckpt.directory.names import PIN_NAME, TRASH, step_of
 from titan_ckpt.directory.steps import Steps
 from titan_ckpt.directory.store import StepStore
@@ -120,16 +119,8 @@ def _remove_set_aside(names: Iterable[str], remove: Callable[[str], None]) -> di
     return held
 
 
-def _holder_of(steps: Steps) -> Holder | None:
-    if isinstance(steps.root, BucketPath):
-        from titan_ckpt.directory.bucket_lease import bucket_holder
-
-        return bucket_holder(steps.root)
-    return holder_of(steps.root)
-
-
 def _refuse_unseen_writer(steps: Steps, *, take_lease: bool) -> None:
-    holder = _holder_of(steps)
+    holder = steps.holder()
     if holder is not None and holder.may_live_elsewhere() and not take_lease:
         raise CommitConflictError(
             f"{steps.root}: {holder} writes here, and whether it has ended cannot be seen from this machine. Run this "

@@ -30,9 +30,10 @@ from tests.faults.small_checkpoints import (
 )
 from tests.forked import answer, fork
 from titan_ckpt.config import KeepConfig
+from titan_ckpt.directory import lease
 from titan_ckpt.directory import store as step_store
 from titan_ckpt.directory.directory import CheckpointDirectory, open_steps
-from titan_ckpt.directory.lease import LEASE_NAME, Holder
+from titan_ckpt.directory.lease import LEASE_NAME, Holder, holder_of
 from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
 from titan_ckpt.directory.names import read_manifest_bytes, survey
 from titan_ckpt.disk import posix
@@ -561,6 +562,61 @@ def test_a_killed_writer_is_succeeded_at_once(tmp_path: Path, caplog: pytest.Log
     assert open_directory(tmp_path).steps() == [1, 2]
 
 
+def _elsewhere() -> None:
+    """Let this process look as if it ran on another machine, so that only a lock shows that it lives."""
+    holder = Holder("1" * 32, "elsewhere", "other-boot", "", os.getpid(), "1")
+    Holder.current = staticmethod(lambda: holder)  # type: ignore[method-assign]
+
+
+def test_reading_the_lease_in_its_holders_process_does_not_give_it_up(tmp_path: Path) -> None:
+    """As `titan-ckpt ls` in a callback does, or an upload of the whole folder, or a second manager of the process."""
+    read, write = os.pipe()
+
+    def hold() -> None:
+        _elsewhere()
+        directory = open_directory(tmp_path)
+        commit_step(directory, 1)
+        assert holder_of(tmp_path) is not None
+        (tmp_path / LEASE_NAME).read_bytes()
+        with pytest.raises(CommitConflictError, match="this process already writes here"):
+            open_directory(tmp_path).begin(2)
+        os.write(write, b"held")
+        signal.pause()
+
+    pid = fork(hold)
+    try:
+        assert os.read(read, 4) == b"held"
+        with pytest.raises(CommitConflictError, match=f"process {pid} on elsewhere is writing here"):
+            open_directory(tmp_path).begin(2)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    save(tmp_path, 2, 0)
+
+
+def test_a_killed_writer_is_succeeded_while_a_worker_that_it_forked_lives(tmp_path: Path) -> None:
+    """A dataloader worker inherits the descriptor of the lease, and does not keep the lease by it."""
+    read, write = os.pipe()
+
+    def hold() -> None:
+        _elsewhere()
+        commit_step(open_directory(tmp_path), 1)
+        os.write(write, str(fork(signal.pause)).encode())
+        signal.pause()
+
+    pid = fork(hold)
+    worker = int(os.read(read, 20))
+    try:
+        with pytest.raises(CommitConflictError, match="is writing here"):
+            open_directory(tmp_path).begin(2)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        save(tmp_path, 2, 0)
+        os.kill(worker, 0)
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
 def test_a_forked_process_cannot_commit(tmp_path: Path) -> None:
     """A writer process that outlives its trainer holds a copy of everything but the right to commit."""
     directory = open_directory(tmp_path)
@@ -588,7 +644,7 @@ def test_a_stopped_writer_that_was_succeeded_never_commits(tmp_path: Path, momen
         directory = open_directory(tmp_path)
         attempt = directory.begin(10)
         records = write_files(attempt, 1)
-        check, lease = directory._store.open().check, directory._store.open()
+        check, held = directory._store.open().check, directory._store.open()
         checks = iter(range(2))
 
         def check_and_stop() -> None:
@@ -598,7 +654,7 @@ def test_a_stopped_writer_that_was_succeeded_never_commits(tmp_path: Path, momen
 
         if moment == "writing":
             os.kill(os.getpid(), signal.SIGSTOP)
-        lease.check = check_and_stop  # type: ignore[method-assign]
+        held.check = check_and_stop  # type: ignore[method-assign]
         try:
             directory.commit(attempt, manifest_of(attempt, records))
             os.write(write, b"committed")
@@ -620,6 +676,34 @@ def test_a_stopped_writer_that_was_succeeded_never_commits(tmp_path: Path, momen
     assert load(tmp_path) == (10, 2)
     commit_step(successor, 20, value=3)
     successor.close()
+
+
+def test_a_clean_up_of_a_writer_that_was_succeeded_spares_the_save_of_its_successor(tmp_path: Path) -> None:
+    """It is suspended between its look at the lease and its clean-up, which then finds the other's save under way."""
+    held = set(lease.held)
+    old, new = open_directory(tmp_path), open_directory(tmp_path)
+    commit_step(old, 1)
+    old._store._has_leftovers = True
+    mine = old._store.open()
+    check = mine.check
+
+    def check_then_sleep() -> None:
+        nonlocal attempt
+        mine.check = check  # type: ignore[method-assign]
+        check()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lease, "held", held)
+            patch.setattr(posix, "lock", lambda fd: None)
+            attempt = new.begin(2)
+            write_files(attempt, 0)
+
+    attempt: Any = None
+    mine.check = check_then_sleep  # type: ignore[method-assign]
+    with pytest.raises(CommitConflictError, match="taken over"):
+        old.begin(3)
+    assert attempt.folder.exists()
+    old.close()
+    new.close()
 
 
 def test_a_folder_that_is_moved_away_under_its_writer_is_noticed(tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""Two writers in a bucket, interleaved at every request of either: no step that was acknowledged is left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.faults.two_writers import BEFORE, CASES, Baton, Case, Run, faults_of, manager_of, positions, race
+from tests.stores.test_survey import Memory
+from titan_ckpt.config import StoreConfig
+from titan_ckpt.stores.bucket import BucketPath, Version
+
+
+class Shared(Memory):
+    """A bucket in memory whose requests, of many threads, come one after the other; each side is a `Side` of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guard = threading.RLock()
+
+    def replace(self, key: str, data: bytes, version: Version) -> Version:
+        there = self.moments[-1].get(key)
+        if version and (there is None or there[1] != version):
+            raise FileExistsError(key)
+        return super().replace(key, data, version)
+
+    def upload(self, key: str, parts: Any, part_bytes: int) -> None:
+        self.put(key, b"".join(map(bytes, parts)))
+
+    def read_head(self, key: str, num_bytes: int) -> tuple[bytes, int]:
+        data = self.read(key)[0]
+        return data[:num_bytes], len(data)
+
+    def read_range(self, key: str, start: int, stop: int) -> memoryview:
+        return memoryview(self.read(key)[0])[start:stop]
+
+
+class Side:
+    """The requests of one writer, each of which waits for its turn."""
+
+    scheme = "s3"
+    settings = StoreConfig(concurrency=1)
+    _REQUESTS = (
+        "create", "replace", "put", "upload", "delete", "content", "read", "read_head", "read_range", "list_objects",
+        "list_files", "list_names",
+    )  # fmt: skip
+
+    def __init__(self, bucket: Shared, baton: Baton | None, who: int) -> None:
+        self._bucket, self._baton, self._who = bucket, baton, who
+
+    def url(self, key: str) -> str:
+        return self._bucket.url(key)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._REQUESTS:
+            raise AttributeError(name)
+        act = getattr(self._bucket, name)
+
+        def asked(*args: Any) -> Any:
+            if name == "upload":
+                args = (args[0], [b"".join(map(bytes, args[1]))], *args[2:])
+            if self._baton is not None and args != ([],):  # to delete nothing is no request
+                self._baton.step(self._who)
+            with self._bucket.guard:
+                return act(*args)
+
+        return asked
+
+
+def _raced(base: Path, case: Case, at: Sequence[int]) -> tuple[Run, Baton, int]:
+    """Let two runs meet; return what they did, and what a third one resumes."""
+    bucket, baton = Shared(), Baton(*at)
+    sides: dict[str, Any] = {f"s3://{who}/run": Side(bucket, baton if who < 2 else None, who) for who in range(3)}
+
+    def place_of(url: str, *_: object) -> BucketPath:
+        return BucketPath(sides[url], "run")
+
+    with mock.patch("titan_ckpt.manager.open_location", place_of):
+        with manager_of("s3://2/run", base) as manager:
+            for step in BEFORE:
+                manager.save(step)
+        done = race(baton, ["s3://0/run", "s3://1/run"], base, case)
+        with manager_of("s3://2/run", base, saves=False) as third:
+            return done, baton, third.load().step
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.timeout(14400)
+def test_a_successor_resumes_the_newest_acknowledged_step_whenever_it_comes(case: Case, tmp_path: Path) -> None:
+    """Or it is told, if a setting names an older one. It never fails because the other one goes on."""
+    _, baton, _ = _raced(tmp_path, case, ())
+    faults = []
+    for at in positions(baton.counts, 30):
+        done, _, newest = _raced(tmp_path, case, at)
+        faults += [f"{at}: {fault}" for fault in faults_of(done, case, newest)]
+    assert faults == []

@@ -319,6 +319,24 @@ def test_a5_excluded_components_start_afresh(run_folder: RunFolder) -> None:
     assert other.counters.value == run.counters.value
 
 
+def test_a5_an_excluded_model_takes_the_weights_of_the_initial_sources(run_folder: RunFolder, tmp_path: Path) -> None:
+    """The moments are those of the step, the weights those of the source; without a source they stay as built."""
+    base = Run(seed=5)
+    with base.manager(tmp_path / "base") as manager:
+        base.train(manager, 1)
+    with (run := Run()).manager(run_folder) as manager:
+        run.train(manager, 2)
+    source = InitialLoadConfig(str(tmp_path / "base" / "checkpoints" / "step-1"))
+    exclude = ResumeConfig(exclude=("model",))
+    for sources, expected in (((source,), base), ((), Run(seed=9))):
+        other = Run(seed=9)
+        with other.manager(run_folder, resume=exclude, initial_load=sources, save=None) as manager:
+            result = manager.load()
+        assert result.step == 2 and bool(result.report.loaded) == bool(sources)
+        assert same(other.model.state_dict(), expected.model.state_dict())
+        assert same(other.optimizer.state_dict(), run.optimizer.state_dict())
+
+
 class Named:
     """A converter that owns nothing and is called something."""
 

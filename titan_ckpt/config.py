@@ -88,7 +88,8 @@ class ResumeConfig(Checked):
     step: Annotated[int, Check("a step (0 or more; left out for the newest)", lambda n: n >= 0)] | None = None
     """Resume from this step only; absent: from the newest valid step."""
     exclude: tuple[Component, ...] = ()
-    """Components that are not loaded and start from their initial state."""
+    """Components that are not loaded and start from their initial state; the model from `initial_load`, if it names any
+    source."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
-from titan_ckpt.errors import ReplicaMismatchError, SaveError
+from titan_ckpt.errors import LoadMismatchError, ReplicaMismatchError, SaveError
 from titan_ckpt.testing import distributed
 
 
@@ -88,7 +90,7 @@ def test_replicas_share_the_bytes_and_drifted_ones_are_named(tmp_path: Path) -> 
 
 @distributed(nproc=2)
 def test_buffers_of_ranks_may_differ(tmp_path: Path) -> None:
-    """Statistics that each rank keeps for itself are saved, from one of them, with a warning that names them."""
+    """Statistics that each rank keeps for itself are saved, from one rank, with a warning that names them."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -100,3 +102,68 @@ def test_buffers_of_ranks_may_differ(tmp_path: Path) -> None:
         assert m.save(1)
     assert len(lines) == 1
     assert "model.mean: rank 1 of 2 ranks" in lines[0]
+
+
+@distributed(nproc=2)
+def states_and_statistics(root: Path) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    model(torch.randn(8, 6) + rank)
+    generator = torch.Generator().manual_seed(rank)
+    own = Held({"generator": generator.get_state(), "queue": torch.arange(9.0)})
+    alike = Held({"average": torch.ones(700_000), "steps": 4})
+    config = CheckpointConfig(save=SaveConfig(interval=1))
+    expected = torch.rand(5, generator=generator)
+    states = {"own": own, "alike": alike}
+    with CheckpointManager(config, model_parts=[model], states=states, base_folder=root) as m:
+        m.save(1)
+        assert m.save(2)  # by the same plan
+    for step in (1, 2):
+        found = {"own": Held({}), "alike": Held({})}
+        other = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+        fully_shard(other, mesh=init_device_mesh("cpu", (2,)))
+        with CheckpointManager(config, model_parts=[other], states=found, base_folder=root) as m:
+            assert m.load(step).step == step
+        generator.set_state(found["own"].value["generator"])
+        assert torch.equal(torch.rand(5, generator=generator), expected)
+        assert torch.equal(found["own"].value["queue"], torch.arange(9.0))
+        assert torch.equal(found["alike"].value["average"], torch.ones(700_000))
+        for name in ("1", "3"):
+            mine = [b.tolist() for b in model.get_submodule(name).buffers()]
+            of_ranks: list[object] = [None, None]
+            dist.all_gather_object(of_ranks, mine)
+            assert [b.tolist() for b in other.get_submodule(name).buffers()] in of_ranks, name
+
+
+class Held:
+    """A state that is one dict."""
+
+    def __init__(self, value: dict[str, Any]) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.value
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict
+
+
+def test_a_state_that_differs_is_each_rank_s_own_and_statistics_of_a_module_fit_together(tmp_path: Path) -> None:
+    """Generators go on as each rank's; what is alike is stored once; another number of ranks is refused by name."""
+    states_and_statistics(tmp_path)
+    step = tmp_path / "checkpoints" / "step-1"
+    names = [name for rank in (0, 1) for name in load_file(step / f"rank-{rank:05d}.safetensors")]
+    own = {f"states.own.rank-{rank}.{path}" for rank in (0, 1) for path in ("generator", "queue")}
+    assert {name for name in names if name.startswith("states.")} == {"states.alike.average", *own}
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    states = {"own": Held({"queue": None}), "alike": Held({})}
+    refused = pytest.raises(LoadMismatchError, match=r"no state for: states \('own'\).*number of ranks.*exclude")
+    with CheckpointManager(CheckpointConfig(), model_parts=[model], states=states, base_folder=tmp_path) as m, refused:
+        m.load()
+    with CheckpointManager(
+        CheckpointConfig(), model_parts=[model], states={"alike": states["alike"]}, base_folder=tmp_path
+    ) as m:
+        assert m.load().step == 2
+    assert torch.equal(states["alike"].value["average"], torch.ones(700_000))

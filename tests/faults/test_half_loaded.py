@@ -250,7 +250,7 @@ def test_after_an_io_error_the_ladder_ends_on_a_step_with_every_tensor_right(
         with pytest.raises(CorruptCheckpointError, match="Input/output error"):
             manager.load(2)
         assert not same(run.values(), before)
-        assert ways == {AROUND_CACHE if cold else THROUGH_CACHE}
+        assert ways == ({AROUND_CACHE} if cold else {THROUGH_CACHE, AROUND_CACHE})  # the second look is at the disk
         assert refused(manager)
         assert manager.load().step == 1
         assert same(run.values(), history[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from contextlib import nullcontext
@@ -65,9 +66,33 @@ def two_ranks(root: Path) -> None:
                 assert same(run.values(), history[1])
     for cold, is_new, is_error in product((False, True), repeat=3):
         one_rank_fails(Run(root) if is_new else run, history, rank == int(cold), is_error, cold=cold)
+    for cold in (False, True):
+        one_rank_is_out_of_luck(run, history, rank == int(cold), cold=cold)
     with run.manager() as manager:
         assert manager.load().step == 2
         assert keeps(manager, 3)
+
+
+def one_rank_is_out_of_luck(run: Run, history: list[Values], is_failing: bool, *, cold: bool) -> None:
+    """Let a read of one rank fail once: both resume the step. A stale handle that stays ends the load of both."""
+    dist.barrier()
+    settle(run.folder, cold=cold)
+    dist.barrier()
+    with run.manager() as manager:
+        with failing_after(0, once(io_error)) if is_failing else nullcontext():
+            assert manager.load().step == 2
+        assert same(run.values(), history[1])
+        with failing_after(0, stale) if is_failing else nullcontext():
+            with pytest.raises(OSError, match="Stale file handle") as caught:
+                manager.load()
+            assert isinstance(caught.value, PeerError) != is_failing
+        assert refused(manager)
+        assert manager.load().step == 2
+        assert same(run.values(), history[1])
+
+
+def stale() -> None:
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
 def one_rank_fails(run: Run, history: list[Values], is_failing: bool, is_error: bool, *, cold: bool) -> None:

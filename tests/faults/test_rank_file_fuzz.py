@@ -138,6 +138,17 @@ def test_changed_headers_give_typed_errors_only(tmp_path: Path) -> None:
     assert 0.5 * NUMBER < refused < NUMBER, "the changes are neither all harmless nor all absurd"
 
 
+def test_metadata_holds_text_and_its_numbers_are_digits(tmp_path: Path) -> None:
+    """A safetensors reader refuses a file whose metadata has a number; so do we, and a number in another spelling."""
+    header, data = sample(tmp_path)
+    for key in ("version", "rank", "world_size", "block_bytes"):
+        right = header["__metadata__"][f"titan_ckpt.{key}"]
+        for wrong in (int(right), float(right), f" {right}", f"+{right}", f"0_{right}", f"\u0660{right}"):
+            raw = sealed(canonical({**header, "__metadata__": {**header["__metadata__"], f"titan_ckpt.{key}": wrong}}))
+            with pytest.raises(CorruptCheckpointError, match=r"a number, not|no text"):
+                parse_header(raw, len(raw) + len(data), FILE)
+
+
 def test_random_bytes_and_deep_nesting_give_typed_errors_only(tmp_path: Path) -> None:
     """Noise after the magic, JSON nested without end, numbers without end."""
     header, data = sample(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,6 +86,36 @@ def test_the_files_of_a_rank_are_sent_and_asked_for_at_the_same_time(
         del asked[:]
         assert saves.load(1).step == 1
     assert sorted(asked) == sorted(f"read_head {name}" for name in (*small, tensors))
+
+
+def test_one_wrong_answer_steps_back_from_nothing(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bit flips in the first answer for each object of the newest step; a new request shows that it is right."""
+    place, run = place_in(s3), Run()
+    with manager(run, place, tmp_path, interval=1) as saves:
+        for step in (1, 2):
+            run.step()
+            saves.save(step)
+            saves.wait()
+    flipped: set[tuple[str, str]] = set()
+
+    def flip(method: str) -> None:
+        act = getattr(Bucket, method)
+
+        def ask(self: Bucket, key: str, *args: object) -> Any:
+            content, fact = act(self, key, *args)
+            if "/step-2" not in key or (method, key) in flipped:
+                return content, fact
+            flipped.add((method, key))
+            return content[:-1] + bytes([content[-1] ^ 4]), fact
+
+        monkeypatch.setattr(Bucket, method, ask)
+
+    flip("read")
+    flip("read_head")
+    with manager(run, place, tmp_path) as saves:
+        assert saves.load().step == 2
+    objects = {key.rpartition("/")[2].partition(".")[0] for _, key in flipped}
+    assert objects == {"step-2", "state", "rank-00000"}
 
 
 def test_a_damaged_step_is_named_and_the_one_before_is_loaded(server: Server, tmp_path: Path) -> None:

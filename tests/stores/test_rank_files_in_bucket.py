@@ -30,7 +30,7 @@ from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import StagedFile, WritePlan
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import ReadRequest
-from titan_ckpt.stores.bucket import BucketPath, open_location
+from titan_ckpt.stores.bucket import Bucket, BucketPath, open_location
 from titan_ckpt.stores.object_reader import ObjectReader
 from titan_ckpt.stores.part_memory import PartMemory
 from titan_ckpt.stores.settings import StoreConfig
@@ -162,6 +162,23 @@ def test_a_damaged_block_of_a_request_is_named_and_copied_nowhere(s3: Server) ->
     assert torch.equal(into, value * torch.tensor([1, 1, 0, 1, 1]).view(5, 1))
     with NativeReader(folder) as reader, pytest.raises(CorruptCheckpointError, match=r"1 block.* do not have"):
         reader.verify()
+
+
+def test_a_block_that_is_wrong_in_one_answer_is_asked_for_again(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first answer for a range has a flipped bit; a request for that block alone brings the right one."""
+    value = torch.randn(5, 1 << 18)
+    folder = written(place_in(s3), {"a": value})
+    real, asked = Bucket.read_range, list[int]()
+
+    def flipped(self: Bucket, key: str, start: int, stop: int) -> memoryview:
+        answer = bytearray(real(self, key, start, stop))
+        answer[-1] ^= 0 if asked else 1
+        asked.append(stop - start)
+        return memoryview(answer)
+
+    monkeypatch.setattr(Bucket, "read_range", flipped)
+    read(folder, a=(into := torch.zeros_like(value)))
+    assert torch.equal(into, value) and asked[1:] == [BLOCK_BYTES]
 
 
 def test_what_is_read_is_cast_and_laid_out_and_copied_to_devices(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,9 @@ Owns which tensors a step has and which of them a save must copy at once. run_st
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,16 @@ class Snapshot:
     """Tensors that a forward pass may change: buffers and user states. Only an optimizer changes the others."""
     made: frozenset[str] = frozenset()
     """Tensors that the model's own code has made, perhaps in memory that it uses again. A save stages them at once."""
+
+    @property
+    def buffers(self) -> frozenset[str]:
+        """Return the names of the model's buffers."""
+        return frozenset(name for name in self.volatile if name.startswith(MODEL))
+
+    def renamed(self, names: Mapping[str, str]) -> Snapshot:
+        """Return the snapshot with some tensors under other names."""
+        tensors = {names.get(name, name): value for name, value in self.tensors.items()}
+        return replace(self, tensors=tensors, volatile=frozenset(names.get(name, name) for name in self.volatile))
 
     def frozen_tensors(self) -> StateDict:
         """Return the tensors with copies of the volatile ones; the others do not change until an optimizer steps."""
@@ -75,8 +85,6 @@ def take_snapshot(run_state: RunState, step: int, model: ModelState, *, model_on
     run: dict[str, Any] = {"step": step}
     if "model" not in run_state.left_out and (extra := run_state.model.extra_state() | model.values):
         run["model"] = extra
-    parameters = {MODEL + fqn for fqn in run_state.model.parameter_names().values()}
-    parameters |= {MODEL + fqn for fqn in model.made_of_parameters()}
     if model_only:
         rank, components = {"layout": run_state.layout}, ["model"]
     else:
@@ -87,15 +95,23 @@ def take_snapshot(run_state: RunState, step: int, model: ModelState, *, model_on
         run |= counters.run
         tensors |= counters.tensors
         rank, components = counters.rank, run_state.components()
-    volatile = frozenset(n for n in tensors if not n.startswith(OPTIMIZER) and not _is_in(n, parameters))
+    volatile = _volatile(tensors, run_state, model)
     made = frozenset(MODEL + fqn for fqn in model.made)
     return Snapshot(tensors, run, rank, tuple(components), volatile, made)
 
 
-def large_tensors(run_state: RunState, model: ModelState) -> StateDict:
+def large_tensors(run_state: RunState, model: ModelState) -> Snapshot:
     """Return the tensors of the model and the optimizers, as `take_snapshot` does; asks nothing else of the run."""
     optimizer = run_state.optimizer
-    return _named(model) | (optimizer.split()[0] if optimizer is not None else {})
+    tensors = _named(model) | (optimizer.split()[0] if optimizer is not None else {})
+    return Snapshot(tensors, {}, {}, volatile=_volatile(tensors, run_state, model))
+
+
+def _volatile(tensors: Collection[str], run_state: RunState, model: ModelState) -> frozenset[str]:
+    """Return the tensors that belong to no optimizer and are no parameters."""
+    parameters = {MODEL + fqn for fqn in run_state.model.parameter_names().values()}
+    parameters |= {MODEL + fqn for fqn in model.made_of_parameters()}
+    return frozenset(n for n in tensors if not n.startswith(OPTIMIZER) and not _is_in(n, parameters))
 
 
 def take_mark(run_state: RunState, step: int) -> Mark:

@@ -130,6 +130,8 @@ class Commits:
         def read(key: str) -> None:
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                 self._seen[key] = self._bucket.read(key)
+                if not _is_whole(self._seen[key][0]):  # one wrong answer is no damage
+                    self._seen[key] = self._bucket.read(key)
 
         new = [key for key in listed if key not in self._seen]
         run_workers(new, read, min(len(new), self._bucket.settings.concurrency))
@@ -162,6 +164,14 @@ class Commits:
         with contextlib.suppress(ValueError, TypeError, KeyError):
             return str(json.loads(self._bucket.read(self.place(step, attempt).key)[0])["by"])
         return "another process"
+
+
+def _is_whole(content: bytes) -> bool:
+    try:
+        Manifest.from_bytes(content)
+    except CorruptCheckpointError:
+        return _is_fence(content)
+    return True
 
 
 def _is_fence(content: bytes) -> bool:

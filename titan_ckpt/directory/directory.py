@@ -52,7 +52,7 @@ class CheckpointDirectory:
         self.root = self._store.root
 
     def steps(self) -> list[int]:
-        """Return the committed steps, ascending.
+        """Return the committed steps, ascending, and those that could not be read: whoever opens one gets its error.
 
         Raises: CorruptCheckpointError if there is no committed step but content that looks like one, because a fresh
         start beside it would hide a loss; NotACheckpointError if the path is a file.
@@ -60,7 +60,7 @@ class CheckpointDirectory:
 
         def look() -> list[int]:
             survey = self._store.look()
-            if survey.rejected and not survey.steps and not survey.dcp:
+            if survey.rejected and not survey.steps and not survey.dcp and not survey.unread:
                 raise CorruptCheckpointError(
                     f"{self.root} holds no checkpoint that can be loaded, but content that looks like one:"
                     f"{survey.explain()}\n  Repair it, name it in [[checkpoint.initial_load]], move it away, or choose "
@@ -68,7 +68,7 @@ class CheckpointDirectory:
                     str(self.root),
                 )
             self._listed = {step.step: step for step in survey.steps}
-            return [*self._listed]
+            return sorted({*self._listed, *survey.unread})
 
         return self._on_rank_0("steps", look)
 

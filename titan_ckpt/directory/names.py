@@ -9,13 +9,18 @@ import errno
 import os
 import re
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
+import xxhash
+
+from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, FileRecord, Manifest
 from titan_ckpt.disk import posix
+from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.stores.bucket import BucketPath, Location
+from titan_ckpt.stores.second_look import may_pass, read_twice
 
 STAGING = ".staging"
 TRASH = ".trash"
@@ -74,6 +79,23 @@ def read_file(path: Location, max_bytes: int) -> bytes:
     return path.read(max_bytes) if isinstance(path, BucketPath) else posix.read_whole(path, max_bytes)
 
 
+def read_committed(path: Location, record: FileRecord) -> bytes:
+    """Return a state file as the manifest lists it; a wrong answer is asked for again.
+
+    Raises: CorruptCheckpointError; OSError, with EFBIG if the file is larger.
+    """
+
+    def read(path: Location) -> bytes:
+        data = read_file(path, min(record.num_bytes, typed_json.MAX_BYTES))
+        if (digest := xxhash.xxh3_128_hexdigest(data)) != record.digest:
+            raise CorruptCheckpointError(
+                f"{path}: digest {digest}, {record.digest} was committed. Take another checkpoint", str(path)
+            )
+        return data
+
+    return read_twice(path, read)
+
+
 def is_attempt_name(name: str) -> bool:
     """Return whether this is the name of a save in progress, in the staging folder."""
     return _ATTEMPT.fullmatch(name) is not None
@@ -117,6 +139,8 @@ class Survey:
     """Ascending numbers of the folders step-N that torch.distributed.checkpoint has completed, as torchtitan saves."""
     rejected: tuple[tuple[str, str], ...]
     """(name, reason) of every entry that looks like a checkpoint and is not a committed step."""
+    unread: tuple[int, ...] = ()
+    """Steps among them that could not be read, so that nobody knows whether they are committed."""
 
     def explain(self) -> str:
         """Return one indented line per rejected name."""
@@ -137,6 +161,7 @@ def survey(root: Path) -> Survey:
         steps: list[CommittedStep] = []
         dcp: list[int] = []
         rejected: list[tuple[str, str]] = []
+        unread: list[int] = []
         is_current = True
         for name in names:
             path = root / name
@@ -145,15 +170,17 @@ def survey(root: Path) -> Survey:
                 dcp.append(step)
             elif step is not None:
                 try:
-                    steps.append(inspect(path, step))
+                    steps.append(inspect(path, step, waits=()))
                 except (CorruptCheckpointError, OSError) as error:
                     is_current &= os.path.lexists(path)
+                    unread += [step] if may_pass(error) else []
                     rejected.append((name, str(error).removeprefix(f"{path}: ").removeprefix(f"{path}/")))
             elif not name.startswith(".") and path.is_dir() and _looks_like_a_checkpoint(path):
                 rejected.append((name, _WAS_LEFT if is_set_aside_name(name) else "not named step-N"))
         now = names if is_current else posix.list_folder(root)
         if now == names:
-            return Survey(tuple(sorted(steps, key=lambda step: step.step)), tuple(sorted(dcp)), tuple(rejected))
+            steps.sort(key=lambda step: step.step)
+            return Survey(tuple(steps), tuple(sorted(dcp)), tuple(rejected), tuple(unread))
         names = now
 
 
@@ -164,8 +191,15 @@ def _is_dcp(path: Path) -> bool:
     return metadata.stat().st_size > 0
 
 
-def inspect(path: Path, step: int) -> CommittedStep:
-    """Read one step's manifest and compare its files' sizes. Raises: CorruptCheckpointError naming every fault."""
+def inspect(path: Path, step: int, *, waits: Sequence[float] | None = None) -> CommittedStep:
+    """Read one step's manifest and compare its files' sizes. `waits`: as in `read_twice`.
+
+    Raises: CorruptCheckpointError naming every fault; OSError.
+    """
+    return read_twice(path / MANIFEST_NAME, lambda _: _inspected(path, step), waits)
+
+
+def _inspected(path: Path, step: int) -> CommittedStep:
     if not posix.is_real_folder(path):
         raise CorruptCheckpointError(f"{path}: not a folder of its own, but a link or a file", str(path))
     data = read_manifest_bytes(path)
@@ -202,6 +236,8 @@ def _fault(path: Path, num_bytes: int) -> str | None:
     try:
         status = os.lstat(path)
     except OSError as error:
+        if may_pass(error):
+            raise
         return f"{path.name}: {error.strerror}"
     if not stat.S_ISREG(status.st_mode):
         return f"{path.name}: not a regular file"

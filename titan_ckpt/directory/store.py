@@ -22,7 +22,7 @@ from pathlib import Path
 
 from titan_ckpt.directory import trash
 from titan_ckpt.directory.lease import LEASE_NAME, Holder, Lease, holder_of, refuse_living
-from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
+from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
 from titan_ckpt.directory.names import (
     PIN_NAME,
     STAGING,
@@ -33,7 +33,7 @@ from titan_ckpt.directory.names import (
     is_name_in_a_step,
     is_set_aside_name,
     listed_steps,
-    read_manifest_bytes,
+    read_file,
     step_name,
     survey,
 )
@@ -47,6 +47,7 @@ from titan_ckpt.errors import (
     PreflightError,
     SaveError,
 )
+from titan_ckpt.stores.second_look import may_pass, read_twice
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +88,10 @@ class StepStore(Steps):
     def view(self, manifest: Manifest, expected: bytes, names: Sequence[str]) -> tuple[str, Path]:
         path = self.step_path(manifest.step)
         try:
-            content = read_manifest_bytes(path)
-        except (CorruptCheckpointError, OSError):
+            content = read_twice(path / MANIFEST_NAME, lambda path: read_file(path, MAX_BYTES))
+        except (CorruptCheckpointError, OSError) as error:
+            if may_pass(error):
+                raise
             return "nothing", path
         return SAME if content == expected else "another save", path
 

@@ -329,6 +329,15 @@ class FileReader:
                 raise EOFError(f"{self.path} ends at byte {offset + done}")
             done += got
 
+    def read_again(self, buffer: memoryview, offset: int, num_bytes: int) -> None:
+        """Do as `read_aligned`, through a new descriptor and with these bytes forgotten by the page cache."""
+        again = FileReader(self.path)
+        try:
+            os.posix_fadvise(again._fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+            again.read_aligned(buffer, offset, num_bytes)
+        finally:
+            again.close()
+
     def read_blocks(self, view: memoryview, offset: int) -> None:
         """Fill the view; whole blocks bypass the page cache where possible, partial ones at both ends go through it.
 

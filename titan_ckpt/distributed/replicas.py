@@ -45,7 +45,8 @@ def check_replicas(
     """Compare replicas of the same tensors. Collective.
 
     1. Every rank posts one digest for each group it is in. 2. If members of a group differ, they post one for each
-    tensor. Only `volatile` tensors may differ, with a warning: ranks may keep statistics of their own in buffers.
+    tensor. Only `volatile` tensors may differ, with a warning: ranks may keep statistics of their own in buffers. A
+    user state that differs is each rank's own, so that its tensors are no replicas.
     Raises: ReplicaMismatchError naming tensors and ranks.
     """
     total = max(1, sum(map(len, groups.values())))
@@ -58,7 +59,7 @@ def check_replicas(
         }
         return {
             xxhash.xxh3_64_hexdigest(repr(ranks).encode()): {
-                name: _digest(name, tensors[name], budget, step) for name in names
+                name: digest_of(tensors[name], name, budget, step) for name in names
             }
             for ranks, names in chosen.items()
         }
@@ -89,9 +90,9 @@ def _report(lines: Mapping[str, str], volatile: Collection[str], step: int) -> N
     wrong = [name for name in lines if name not in volatile]
     if not wrong:
         logger.warning(
-            "step %d: %s not the same on all ranks, and each is saved from one of them: %s",
+            "step %d: %s not the same on all ranks, and all buffers of a module are saved from one of them: %s",
             step,
-            counted(len(lines), "buffer or state is", "buffers or states are"),
+            counted(len(lines), "buffer is", "buffers are"),
             listed([*lines.values()]),
         )
         return
@@ -116,7 +117,8 @@ def _some(names: tuple[str, ...], count: int, step: int) -> tuple[str, ...]:
     return (names + names[:count])[first : first + max(count, 1)]
 
 
-def _digest(name: str, value: torch.Tensor, budget: int | None, step: int) -> str:
+def digest_of(value: torch.Tensor, name: str = "", budget: int | None = None, step: int = 0) -> str:
+    """Return a digest of this rank's values of a tensor, or of about `budget` bytes of them, as `_pieces` chooses."""
     hasher = xxhash.xxh3_128()
     for piece in _pieces(name, local_tensor(value).detach(), budget, step):
         hasher.update(piece.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)

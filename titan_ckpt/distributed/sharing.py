@@ -9,8 +9,8 @@ and layouts, or only its digest if ranks have equal lists, as they mostly do.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,8 +62,11 @@ class _Holders:
     meshes: tuple[tuple[int, ...], ...]
 
 
-def divide(tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> Division:
+def divide(tensors: Mapping[str, torch.Tensor], coordinator: Coordinator, buffers: Collection[str] = ()) -> Division:
     """Divide the tensors of all ranks. Collective.
+
+    `buffers`: names of tensors whose replicas may differ. Those of a module are written by one rank, unless they are
+    DTensors, so that they fit together.
 
     1. Every rank lists its names and layouts and posts the list's digest. 2. The lowest rank of each distinct digest
     posts its list. 3. Every rank computes its own shares. 4. All check that the shares make up the tensors.
@@ -75,7 +78,7 @@ def divide(tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> Div
 
     def sums() -> list[int]:
         holders = _merge(lists)
-        sharing = _Sharing(coordinator.rank, holders)
+        sharing = _Sharing(coordinator.rank, holders, buffers)
         shares = tuple(sharing.shares(tensors, own_list["kind_of"]))
         replicas = {ranks: tuple(sorted(names)) for ranks, names in sharing.replicated.items()}
         divisions.append(Division(shares, {fqn: h.info for fqn, h in holders.items()}, replicas))
@@ -181,6 +184,15 @@ class _Replicas:
     ranks: tuple[int, ...]
     loads: list[int]
 
+    writers: dict[str, int] = field(default_factory=dict)
+    """Module -> the position in `ranks` of the one that writes its buffers."""
+
+    def give_to_one(self, module: str, nbytes: int) -> list[int]:
+        """Return the one rank that writes all buffers of a module: the least loaded one when its first comes."""
+        position = self.writers.setdefault(module, min(range(len(self.ranks)), key=self.loads.__getitem__))
+        self.loads[position] += nbytes
+        return [self.ranks[position]]
+
     def hand_out(self, nbytes: int, max_parts: int) -> list[int]:
         """Return the ranks that write a chunk, one per equal part: the least loaded ones, lower ranks first."""
         count = max(1, min(len(self.ranks), nbytes // MIN_PART_BYTES, max_parts))
@@ -193,8 +205,9 @@ class _Replicas:
 class _Sharing:
     """Computes one rank's shares. All replicas process a chunk in the same order with the same loads."""
 
-    def __init__(self, rank: int, holders: Mapping[str, _Holders]) -> None:
+    def __init__(self, rank: int, holders: Mapping[str, _Holders], buffers: Collection[str]) -> None:
         self._rank = rank
+        self._buffers = buffers
         self._holders = holders
         self._replicas: dict[tuple[int, ...], _Replicas] = {}
         self._at: dict[tuple[Any, ...], _Replicas] = {}
@@ -238,7 +251,10 @@ class _Sharing:
         for chunk, index in _chunks_of(value):
             nbytes = chunk.numel * value.dtype.itemsize
             dim = _dim_to_cut(chunk, min(len(replicas.ranks), nbytes // MIN_PART_BYTES))
-            writers = replicas.hand_out(nbytes, chunk.sizes[dim] if chunk.sizes else 1)
+            if fqn in self._buffers and not isinstance(value, DTensor):
+                writers = replicas.give_to_one(fqn.rpartition(".")[0], nbytes)
+            else:
+                writers = replicas.hand_out(nbytes, chunk.sizes[dim] if chunk.sizes else 1)
             if len(writers) > 1 and self._rank in writers:
                 yield Share(fqn, holders.info, *_part(chunk, index, dim, writers.index(self._rank), len(writers)))
             elif self._rank in writers:

@@ -128,22 +128,40 @@ def in_memory_order(value: torch.Tensor, dims: Sequence[int] | None) -> torch.Te
 
 def give_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return the result of `take_tensors` with the tensors in their places again."""
-    return _give(value, tensors, {})
+    given: dict[str, torch.Tensor] = {}
+
+    def give(place: Mapping[str, Any]) -> torch.Tensor:
+        name, dims, _ = _parts(place)
+        if name not in given:
+            given[name] = in_memory_order(tensors[name], dims)
+        return given[name]
+
+    return _replaced(value, give)
 
 
-def _give(value: Any, tensors: Mapping[str, torch.Tensor], given: dict[str, torch.Tensor]) -> Any:
+def rename_tensors(value: Any, names: Mapping[str, str]) -> Any:
+    """Return the result of `take_tensors` as if the tensors of some names had been taken under others."""
+
+    def rename(place: Mapping[str, Any]) -> dict[str, Any]:
+        content = place[PLACEHOLDER]
+        name, *rest = [content] if isinstance(content, str) else content
+        renamed = names.get(name, name)
+        return {PLACEHOLDER: [renamed, *rest] if rest else renamed}
+
+    return _replaced(value, rename)
+
+
+def _replaced(value: Any, replace: Callable[[Mapping[str, Any]], Any]) -> Any:
+    """Return a copy of nested state with something else in the place of each placeholder."""
     kind = type(value)
     if kind in _DICTS:
         if set(value) == {PLACEHOLDER}:
-            name, dims, _ = _parts(value)
-            if name not in given:
-                given[name] = in_memory_order(tensors[name], dims)
-            return given[name]
+            return replace(value)
         result = copy.copy(value)
-        result.update({k: _give(v, tensors, given) for k, v in value.items()})
+        result.update({k: _replaced(v, replace) for k, v in value.items()})
         return result
     if kind in _LISTS:
-        items = (_give(v, tensors, given) for v in value)
+        items = (_replaced(v, replace) for v in value)
         return deque(items, value.maxlen) if isinstance(value, deque) else kind(items)
     return value
 

@@ -67,6 +67,11 @@ class LoadPlan:
             return f"step {self.resume.step}"
         return "the initial sources" if self.sources or self.external else "initial values"
 
+    @property
+    def has_new_weights(self) -> bool:
+        """Return whether the weights of a resume are those of the initial sources."""
+        return self.resume is not None and "model" in self.exclude and bool(self.sources)
+
     def __str__(self) -> str:
         afresh = "start from step 0: no checkpoint, no initial source"
         starts = "initial load" if self.sources or self.external else afresh
@@ -86,6 +91,8 @@ def resolve(
 ) -> LoadPlan:
     """Return the plan. A committed step wins over initial sources; an adapter-only step also needs its base.
 
+    If a resume excludes the model, its weights come from the initial sources, as in a new run.
+
     `describe` returns the place of an initial source, its format, and whether it is an adapter.
     Raises: CheckpointNotFoundError for a step whose weights are not on disk.
     """
@@ -98,7 +105,7 @@ def resolve(
             "checkpoint.components and give the manager external_weights, or choose another folder"
         )
     initial = []
-    if step is None or (step.kind == "adapter" and "model" not in exclude):
+    if step is None or step.kind == "adapter" or "model" in exclude:
         for source in config.initial_load:
             path, format_, adapter = describe(source)
             adapter = adapter and not source.merge
@@ -111,7 +118,7 @@ def resolve(
     if step is None:
         return LoadPlan(None, tuple(initial), config.left_out())
     if "model" in exclude:
-        return LoadPlan(step, (), exclude)
+        return LoadPlan(step, tuple(initial), exclude)
     own = LoadSource(step.path, "native", adapter=step.kind == "adapter")
     bases = tuple(replace(source, base_only=True) for source in initial if not source.adapter)
     if step.kind == "adapter" and not bases:

@@ -263,16 +263,16 @@ class Restorer:
             self._require_alone(path, "whole model")
         load_plan = self._resolve(ResumeStep(step, manifest.kind, path))
         if is_seed:
-            load_plan = replace(load_plan, exclude=frozenset(get_args(Component)) - {"model"})
+            load_plan = replace(load_plan, exclude=load_plan.exclude | frozenset(get_args(Component)) - {"model"})
         hooks = self._run.model.hooks
         check_converters(manifest.converters, hooks.describe() if hooks else [], manifest.step)
-        with self._prepare(load_plan, resuming=True) as prepared:
+        with self._prepare(load_plan, resuming=not load_plan.has_new_weights) as prepared:
             reader = partial(prepared.reader_of, path)
             values, exclude = prepared.state.values, load_plan.exclude
             state = ResumeState.open(path, manifest, self._run, exclude, self._coordinator, reader, values)
             self._read(load_plan, prepared, state)
             report = self._complete(load_plan, prepared)
-            base = self._identify_base(load_plan, prepared, manifest)
+            base = self._identify_base(load_plan, prepared, None if load_plan.has_new_weights else manifest)
         self._apply(state, load_plan.exclude)
         return Restored(LoadResult(step, load_plan, report), base, {"step": step, "attempt": manifest.attempt})
 
@@ -370,7 +370,7 @@ class Restorer:
         self._half_loaded.begin(load_plan.title, overwritten)
         self._coordinator.barrier("load-begin")
         self._coordinator.together("load-read", lambda: fill_in_order(fills))
-        values = {} if state is None else state.run.get("model", {})
+        values = {} if state is None or load_plan.has_new_weights else state.run.get("model", {})
         self._give_back(prepared, values)
         self._merge(prepared, values)
 

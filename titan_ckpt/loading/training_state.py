@@ -6,14 +6,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Self
 
-import xxhash
-
 from titan_ckpt.components.data_position import DataRank, in_order, stored_position
 from titan_ckpt.components.files import RUN_STATE, rank_state_name, with_rank_parts
 from titan_ckpt.components.optimizer import misfit
 from titan_ckpt.components.run_state import RankState, RunState
 from titan_ckpt.directory.manifest import Manifest
-from titan_ckpt.directory.names import read_file
+from titan_ckpt.directory.names import read_committed
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import CorruptCheckpointError
@@ -152,12 +150,7 @@ def _read_state(path: Location, name: str, manifest: Manifest) -> dict[str, Any]
     record = next((f for f in manifest.files if f.name == name), None)
     if record is None:
         raise CorruptCheckpointError(f"{path}: the manifest lists no {name}. Take another checkpoint", str(path / name))
-    data = read_file(path / name, typed_json.MAX_BYTES)
-    if xxhash.xxh3_128_hexdigest(data) != record.digest:
-        raise CorruptCheckpointError(
-            f"{path / name}: its bytes are not those that were committed. Take another checkpoint", str(path / name)
-        )
-    state = typed_json.loads(data, str(path / name))
+    state = typed_json.loads(read_committed(path / name, record), str(path / name))
     if wrong := _misshapen(state, _OF_RUN if name == RUN_STATE else _OF_RANK, manifest.step):
         raise CorruptCheckpointError(
             f"{path / name}: not the state of a run: {', '.join(wrong)}. Take another checkpoint", str(path / name)

@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from titan_ckpt.components.files import RUN_STATE, divide, rank_state_name, run_parts
+from titan_ckpt.components.files import RUN_STATE, divide, own_names, rank_state_name, run_parts
 from titan_ckpt.components.snapshot import Mark, Snapshot
 from titan_ckpt.config import SaveConfig
 from titan_ckpt.directory.directory import CheckpointDirectory, os_errors_as
@@ -32,6 +32,7 @@ from titan_ckpt.formats.native.arena import StagingHandle
 from titan_ckpt.formats.native.writer import StagedFile, WritePlan
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import LazyTensor
+from titan_ckpt.geometry.nested import rename_tensors
 from titan_ckpt.saving.handle import SaveHandle
 from titan_ckpt.stores.bucket import BucketPath, Location
 from titan_ckpt.telemetry.events import Event, Telemetry
@@ -116,8 +117,8 @@ class Saver:
         """
         assert self.in_flight is None and self.exports_in_flight is None, "wait() for the save before this one"
         self._staged = None
-        state = self._state_files(snapshot)
-        plan = self._plan = WritePlan.of(snapshot.tensors, self._coordinator, self._plan)
+        state, snapshot = self._state_files(snapshot)
+        plan = self._plan = WritePlan.of(snapshot.tensors, self._coordinator, self._plan, snapshot.buffers)
         mode = self._config.check_replicas
         if mode != "off" and self._coordinator.world_size > 1:
             check_replicas(snapshot.tensors, plan.replicas, snapshot.volatile, self._coordinator, mode, request.step)
@@ -151,17 +152,17 @@ class Saver:
         handle.start(partial(commit, write_staged), f"titan_ckpt save {request.step}")
         return handle
 
-    def prepare(self, tensors: StateDict) -> None:
+    def prepare(self, snapshot: Snapshot) -> None:
         """Plan saves of these tensors, and begin to make memory for their copies ready in the background. Collective.
 
         For a step that is not due: the first save then finds memory that is touched and page-locked.
         Raises: StateEncodingError for a tensor that cannot be stored.
         """
         if self._config.async_mode != "disabled" and self._plan is None:
-            self._plan = WritePlan.of(tensors, self._coordinator)
+            self._plan = WritePlan.of(snapshot.tensors, self._coordinator, buffers=snapshot.buffers)
             with suppress(OSError, MemoryError, RuntimeError):  # the save will meet it again, and raise on all ranks
                 # the states that are asked for at a save alone may hold tensors, too
-                self._file_for(self._plan, tensors, room=(1 << 20) + self._plan.layout.data_bytes // 64)
+                self._file_for(self._plan, snapshot.tensors, room=(1 << 20) + self._plan.layout.data_bytes // 64)
 
     def _file_for(self, plan: WritePlan, tensors: StateDict, room: int = 0) -> StagedFile:
         """Return the memory for a copy; that of the last save, if it is large enough. `room`: as of StagedFile."""
@@ -196,27 +197,30 @@ class Saver:
 
         handle.start(make_after_save, f"titan_ckpt export {step}")
 
-    def _state_files(self, snapshot: Snapshot) -> dict[str, bytes]:
-        """Return the JSON files that this rank writes. Collective.
+    def _state_files(self, snapshot: Snapshot) -> tuple[dict[str, bytes], Snapshot]:
+        """Return the JSON files that this rank writes, and the snapshot with the names of its tensors. Collective.
 
         Rank 0 writes the parts of the run state that are equal on all ranks or can be merged; every rank writes the
-        rest to its own file.
+        rest to its own file. The tensors of a user state that each rank writes get names of this rank.
         """
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
         run, own = snapshot.run, snapshot.rank
         if world_size > 1:
-            parts = self._coordinator.gather_distinct("run state", lambda: run_parts(run))
+            parts = self._coordinator.gather_distinct("run state", lambda: run_parts(run, snapshot.tensors))
             if len(parts["step"]) > 1:
                 raise SaveError("the ranks save different steps: every rank must call save() with the same step")
             run, own = divide(
                 run, own, {n: list(v.values()) for n, v in parts.items() if max(map(len, v)) < world_size}
             )
+            names = own_names(own.get("states", {}), snapshot.tensors, rank)
+            snapshot = snapshot.renamed(names)
+            own = {**own, "states": rename_tensors(own["states"], names)} if names else own
 
         def encoded() -> dict[str, bytes]:
             state = {rank_state_name(rank): typed_json.dumps(own, "rank state")}
             return state | ({RUN_STATE: typed_json.dumps(run, "run state")} if rank == 0 else {})
 
-        return self._coordinator.together("state files", encoded)
+        return self._coordinator.together("state files", encoded), snapshot
 
     def wait_staged(self) -> None:
         """Wait until the save in flight has copied the live tensors; they may change then. Raises: the copy's error."""

@@ -45,6 +45,11 @@ class ObjectReader:
         data = self.view(offset, num_bytes)
         np.copyto(np.frombuffer(buffer[:num_bytes], np.uint8), np.frombuffer(data, np.uint8))  # without the interpreter
 
+    def read_again(self, buffer: memoryview, offset: int, num_bytes: int) -> None:
+        """Do as `read_aligned`, by a new request whatever is in memory."""
+        data = self.path.bucket.read_range(self.path.key, offset, offset + num_bytes)
+        buffer[:num_bytes] = data
+
     def view(self, offset: int, num_bytes: int) -> memoryview:
         """Return bytes in the client's memory, by one request. Raises: EOFError; StoreError."""
         if offset + num_bytes > self.num_bytes:

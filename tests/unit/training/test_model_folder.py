@@ -85,6 +85,20 @@ def test_an_adapter_finds_its_base_again_without_being_told(tmp_path: Path, base
     assert (manifest["kind"], manifest["base"]["path"]) == ("adapter", str(base))
 
 
+def test_a_resume_without_the_model_takes_the_weights_of_the_folder(
+    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not random ones under the step's moments; tensors of converters, which the folder lacks, start anew."""
+    caplog.set_level("INFO")
+    for name, converters in (("plain", []), ("adapter", LORA)):
+        save, exclude = {"save": {"interval": 1}}, {"resume": {"exclude": ["model"]}}
+        Trainer(over(base, tmp_path / name, checkpoint=save), from_tables(converters)).run()
+        caplog.clear()
+        again = over(base, tmp_path / name, training={"steps": 2}, checkpoint={**save, **exclude})
+        assert Trainer(again, from_tables(converters)).run().step == 2
+        assert f"resume step 1\n  1. weights from {base} (hf, cast)\n  not loaded: model" in caplog.text
+
+
 def test_a_tokenizer_comes_from_the_source_of_weights_of_a_flavor(tmp_path: Path, base: Path) -> None:
     """A run that names its shape by a flavor and loads a folder takes the tokenizer of that folder."""
     trainer = Trainer(

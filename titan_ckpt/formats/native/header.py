@@ -139,12 +139,13 @@ def header_bytes(prefix: bytes, file_bytes: int, path: str) -> int:
 
 def _read(header: dict[str, Any], digest: str, data_start: int, file_bytes: int, path: str) -> RankFile:
     metadata = header.pop("__metadata__")
-    version = int(metadata["titan_ckpt.version"])
+    _require(set(map(type, metadata.values())) <= {str}, "metadata that is no text")
+    version = _number(metadata["titan_ckpt.version"])
     if version != FORMAT_VERSION:
         raise _corrupt(path, f"its format version is {version}; this release reads {FORMAT_VERSION}: use a newer one")
-    rank, world_size = int(metadata["titan_ckpt.rank"]), int(metadata["titan_ckpt.world_size"])
+    rank, world_size = _number(metadata["titan_ckpt.rank"]), _number(metadata["titan_ckpt.world_size"])
     _require(0 <= rank < world_size <= 1 << 24, "rank outside its world")
-    block_bytes = int(metadata["titan_ckpt.block_bytes"])
+    block_bytes = _number(metadata["titan_ckpt.block_bytes"])
     _require(ALIGNMENT <= block_bytes <= IO_BYTES and block_bytes & (block_bytes - 1) == 0, "odd block size")
     names, tensors = list(header), list(header.values())
     sizes = [tensor["shape"] for tensor in tensors]
@@ -169,6 +170,11 @@ def _read(header: dict[str, Any], digest: str, data_start: int, file_bytes: int,
         path, rank, world_size, digest, block_bytes, blocks, data_start, data_bytes,
         names, boxes, dtypes, starts, kind_of, kinds, fqns, by_fqn, elsewhere,
     )  # fmt: skip
+
+
+def _number(text: str) -> int:
+    _require(text.isascii() and text.isdigit(), f"a number, not {text!r:.40}")
+    return int(text)
 
 
 def _read_elsewhere(text: str) -> dict[str, TensorInfo]:

@@ -31,6 +31,7 @@ from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
 from titan_ckpt.stores.bucket import BucketPath, Location, StoreError
 from titan_ckpt.stores.object_reader import ObjectReader
+from titan_ckpt.stores.second_look import may_pass, read_twice
 from titan_ckpt.weights.identity import base_settings
 
 _AGAIN = "Load another step, or copy the folder again from where it is whole"
@@ -117,7 +118,7 @@ class NativeReader(TensorReader):
         name = rank_file_name(rank)
         path = self.path / name
         try:
-            file = ObjectReader(path) if isinstance(path, BucketPath) else FileReader(path)
+            self._sources[rank] = read_twice(path, lambda path: self._opened(rank, path))
         except FileNotFoundError:
             if rank == 0 and not self._records:
                 raise NotACheckpointError(f"{self.path}: holds no {name}, so no checkpoint of this format") from None
@@ -126,6 +127,12 @@ class NativeReader(TensorReader):
             if error.errno != errno.ELOOP:
                 raise
             raise CorruptCheckpointError(f"{path}: is a symbolic link; put the file itself there", str(path)) from None
+        return self._sources[rank]
+
+    def _opened(self, rank: int, path: Location) -> _Source:
+        """Open and check one rank's file."""
+        name = path.name
+        file = ObjectReader(path) if isinstance(path, BucketPath) else FileReader(path)
         try:
             header = read_header(file)
             if header.rank != rank or (self._sources and header.world_size != self._world_size):
@@ -139,8 +146,7 @@ class NativeReader(TensorReader):
         except BaseException:
             file.close()
             raise
-        self._sources[rank] = _Source(file, header)
-        return self._sources[rank]
+        return _Source(file, header)
 
     def _check_record(self, name: str, header: RankFile, num_bytes: int) -> None:
         if self._records is None:
@@ -190,12 +196,6 @@ class NativeReader(TensorReader):
                 _check_blocks(source, entries, count)
             except CorruptCheckpointError as error:
                 problems.append(str(error))
-                continue
-            except OSError as error:
-                # others, such as a lack of rights or a bucket that does not answer, say nothing about the file
-                if error.errno != errno.EIO or isinstance(error, StoreError):
-                    raise
-                problems.append(f"{self.path / rank_file_name(rank)}: {error.strerror}. {_AGAIN}")
                 continue
             for entry in entries:
                 if (expected := self.tensors.get(entry.fqn)) != entry.info:
@@ -278,17 +278,16 @@ def _exists(path: Location) -> bool:
 
 
 def manifest_of(folder: Location) -> Manifest | None:
-    """Return the folder's manifest, or None without one. Raises: CorruptCheckpointError; StoreError."""
+    """Return the folder's manifest, or None without one. Raises: CorruptCheckpointError; OSError."""
     path = manifest_path(folder)
     try:
-        data = read_file(path, MAX_BYTES)
+        return read_twice(path, lambda path: Manifest.from_bytes(read_file(path, MAX_BYTES), str(path)))
     except FileNotFoundError:
         return None
-    except StoreError:
-        raise
     except OSError as error:
+        if isinstance(error, StoreError) or may_pass(error):
+            raise
         raise CorruptCheckpointError(f"{path}: cannot be read ({error}). Load another step", str(path)) from error
-    return Manifest.from_bytes(data, str(path))
 
 
 def read_header(file: FileReader | ObjectReader) -> RankFile:

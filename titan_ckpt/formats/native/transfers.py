@@ -6,8 +6,8 @@ scatter of its bytes into memory of any strides, dtype and device. Decides nothi
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left, bisect_right
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import accumulate
@@ -35,6 +35,9 @@ from titan_ckpt.geometry.boxes import boxes_of_range, element_span, spans
 from titan_ckpt.geometry.chunks import Chunk, Shape, is_plain_memory
 from titan_ckpt.stores.bucket import StoreError
 from titan_ckpt.stores.object_reader import ObjectReader
+from titan_ckpt.stores.second_look import read_twice
+
+logger = logging.getLogger(__name__)
 
 _SAMPLED = 8
 """One in so many windows is examined first, to see whether a file is in the page cache."""
@@ -131,7 +134,8 @@ class Transfer:
 def execute(readers: Sequence[BlockReader], check: progress.Count | None = None) -> None:
     """Do all transfers of all files; or, with `check`, which counts, verify their blocks and write to no tensor.
 
-    Raises: CorruptCheckpointError naming every damaged block, its tensors, and the tensors overwritten so far.
+    Raises: CorruptCheckpointError naming every damaged block, its tensors, and the tensors overwritten so far; OSError
+    if the files could not be read, which says nothing about them.
     """
     unreadable: list[str] = []
 
@@ -139,15 +143,10 @@ def execute(readers: Sequence[BlockReader], check: progress.Count | None = None)
         reader, window = item
         count(window[1] - window[0])
         try:
-            if check is None:
-                reader.fill_window(window)
-            else:
-                reader.check_window(window)
-        except StoreError:  # a bucket that does not answer says nothing about the object
-            raise
-        except (EOFError, OSError) as error:
+            reader.read_window(window, fill=check is None)
+        except CorruptCheckpointError:
             unreadable.append(reader.path)
-            raise CorruptCheckpointError(f"{reader.path}: cannot be read as its header says ({error})") from error
+            raise
 
     num_workers = max((reader.num_workers for reader in readers), default=1)
     if all(reader.is_cached for reader in readers):
@@ -180,7 +179,7 @@ class BlockReader:
     def __init__(self, file: FileReader | ObjectReader, header: RankFile, transfers: Sequence[Transfer]) -> None:
         self.path = header.path
         self.bad: list[int] = []
-        """Blocks with a wrong digest."""
+        """Blocks with a wrong digest, also when they were read again."""
         self.filled: list[Window] = []
         """Blocks that were copied to live memory, completely or in part."""
         self.num_workers = file.num_workers
@@ -247,26 +246,61 @@ class BlockReader:
         base = self._header.data_start
         return sum(max(0, b - a - self._file.cached_bytes(base + a, b - a)) for a, b in windows)
 
-    def check_window(self, window: Window) -> None:
-        """Verify the blocks of a window, which is read through the page cache, or from a bucket by one request."""
+    def read_window(self, window: Window, *, fill: bool) -> None:
+        """Read one window, verify each of its blocks, and with `fill` put them into their targets.
+
+        Blocks that are wrong or cannot be read are read again, each by itself.
+        Raises: CorruptCheckpointError for a block that cannot be read; OSError as `read_twice`.
+        """
+        try:
+            doubtful = [*(self._filled_window(window) if fill else self._checked_window(window))]
+        except StoreError:
+            raise
+        except (EOFError, OSError) as error:
+            logger.warning("%s: %s; reading bytes %d-%d of its values again", self.path, error, *window)
+            doubtful = [*self._blocks(window)]
+        for block in doubtful:
+            self._read_again(block, fill=fill)
+
+    def _read_again(self, block: Window, *, fill: bool) -> None:
+        """Read a block past the page cache, or by a new request. If it is right, fill its targets, else note it."""
+        start, stop = block
+        with bounce_buffer() as bounce:
+            offset = self._header.data_start + start
+            read_twice(self._file.path, lambda _: self._file.read_again(bounce.view, offset, stop - start))
+            read = Held.of(bounce, start)
+            if not self._is_right(xxhash.xxh3_128(read.bytes(block)), block):
+                self.bad.append(start // self._header.block_bytes)
+                return
+            logger.warning("%s: bytes from %d on were read again, and are right", self.path, offset)
+            if fill:
+                self.filled.append(block)
+                scatter(self._within(block), block, read)
+
+    def _checked_window(self, window: Window) -> Iterator[Window]:
+        """Read a window through the page cache, or from a bucket by one request; yield its wrong blocks."""
         if isinstance(self._file, ObjectReader):
-            deque(self._fetched(self._file, window), maxlen=0)
+            yield from (block for block, _, is_right in self._fetched(self._file, window) if not is_right)
             return
         with bounce_buffer() as bounce:
             for block in self._blocks(window):
-                self._read_verified([bounce.view[: block[1] - block[0]]], block)
+                if not self._read_verified([bounce.view[: block[1] - block[0]]], block):
+                    yield block
 
-    def fill_window(self, window: Window) -> None:
-        """Read one window into its targets, and verify each of its blocks on the way.
+    def _filled_window(self, window: Window) -> Iterator[Window]:
+        """Read one window into its targets, and verify each of its blocks on the way; yield the wrong ones.
 
         A cached block goes straight into targets that take all of it: if it is wrong, that is found after it was
         copied. All others pass a bounce buffer, from which only right blocks are copied; or the memory in which the
         client of a bucket has put them.
         """
         if isinstance(self._file, ObjectReader):
-            for block, read in self._fetched(self._file, window):
-                self.filled.append(block)
-                self._scatter_fetched(block, read)
+            for block, read, is_right in self._fetched(self._file, window):
+                if is_right:
+                    self.filled.append(block)
+                    self._scatter_fetched(block, read)
+                else:
+                    yield block
             return
         start, stop = window
         with bounce_buffer() as bounce:
@@ -276,26 +310,28 @@ class BlockReader:
                 transfers = self._within(block)
                 if not self.is_cached:
                     read = Held.of(bounce, start)
-                    good = self._verified(xxhash.xxh3_128(read.bytes(block)), block)
+                    is_right = self._is_right(xxhash.xxh3_128(read.bytes(block)), block)
                 elif (views := self._tiling(transfers, block)) is not None:
                     self.filled.append(block)
-                    self._read_verified(views, block)
+                    if not self._read_verified(views, block):
+                        yield block
                     continue
                 else:
                     read = Held.of(bounce, block[0])
-                    good = self._read_verified([bounce.view[: block[1] - block[0]]], block)
-                if good:
+                    is_right = self._read_verified([bounce.view[: block[1] - block[0]]], block)
+                if is_right:
                     self.filled.append(block)
                     scatter(transfers, block, read)
+                else:
+                    yield block
 
-    def _fetched(self, file: ObjectReader, window: Window) -> Iterator[tuple[Window, Held]]:
-        """Get a window by one request, and yield its right blocks, which are in the memory of the answer."""
+    def _fetched(self, file: ObjectReader, window: Window) -> Iterator[tuple[Window, Held, bool]]:
+        """Get a window by one request; yield its blocks, in the memory of the answer, and whether they are right."""
         start, stop = window
         answer = file.view(self._header.data_start + start, stop - start)
         read = Held.over(answer, start)
         for block in self._blocks(window):
-            if self._verified(xxhash.xxh3_128(read.bytes(block)), block):
-                yield block, read
+            yield block, read, self._is_right(xxhash.xxh3_128(read.bytes(block)), block)
 
     def _scatter_fetched(self, block: Window, read: Held) -> None:
         transfers = self._within(block)
@@ -324,15 +360,11 @@ class BlockReader:
                 self._file.read_into([piece], offset)
                 state.update(piece)
                 offset += len(piece)
-        return self._verified(state, block)
+        return self._is_right(state, block)
 
-    def _verified(self, state: xxhash.xxh3_128, block: Window) -> bool:
-        """Return whether a block has its digest; note the block if it has not."""
-        index = block[0] // self._header.block_bytes
-        if state.hexdigest() == self._header.block_digest(index):
-            return True
-        self.bad.append(index)
-        return False
+    def _is_right(self, state: xxhash.xxh3_128, block: Window) -> bool:
+        """Return whether a block has its digest."""
+        return state.hexdigest() == self._header.block_digest(block[0] // self._header.block_bytes)
 
     def _within(self, window: Window) -> list[Transfer]:
         start, stop = window

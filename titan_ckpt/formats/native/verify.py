@@ -8,15 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
 from titan_ckpt import progress
 from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, FileRecord, Manifest
-from titan_ckpt.directory.names import manifest_path, read_file, read_manifest_bytes
+from titan_ckpt.directory.names import manifest_path, read_committed, read_file, read_manifest_bytes
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.stores.bucket import Location, StoreError
+from titan_ckpt.stores.second_look import may_pass, read_twice
 from titan_ckpt.stores.source import ListedPath
 
 
@@ -36,8 +35,12 @@ def verify_step(folder: Path | ListedPath) -> VerifiedStep:
     Raises: CorruptCheckpointError listing every file and tensor that is not as it was committed.
     """
     place = manifest_path(folder)
-    data = read_manifest_bytes(folder) if isinstance(folder, Path) else read_file(place, MAX_BYTES)
-    manifest = Manifest.from_bytes(data, str(place))
+
+    def look(place: Location) -> Manifest:
+        data = read_manifest_bytes(folder) if isinstance(folder, Path) else read_file(place, MAX_BYTES)
+        return Manifest.from_bytes(data, str(place))
+
+    manifest = read_twice(place, look)
     states = [record for record in manifest.files if not record.name.endswith(".safetensors")]
     problems = [fault for record in states if (fault := _state_fault(folder / record.name, record))]
     try:
@@ -60,10 +63,11 @@ def verify_step(folder: Path | ListedPath) -> VerifiedStep:
 def _state_fault(path: Location, record: FileRecord) -> str | None:
     """Return what is wrong with a state file, or None."""
     try:
-        data = read_file(path, record.num_bytes)
-    except (StoreError, PermissionError):  # they say nothing about the file
-        raise
+        read_committed(path, record)
+    except CorruptCheckpointError as error:
+        return str(error)
     except OSError as error:
+        if isinstance(error, StoreError) or may_pass(error):
+            raise
         return f"{path}: {error.strerror}"
-    digest = xxhash.xxh3_128_hexdigest(data)
-    return None if digest == record.digest else f"{path}: digest {digest}, {record.digest} was committed"
+    return None

@@ -5,7 +5,7 @@ Owns which rank writes what, and where in the file. Names no folders and commits
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -47,20 +47,28 @@ class WritePlan:
 
     @classmethod
     def of(
-        cls, tensors: Mapping[str, torch.Tensor], coordinator: Coordinator, last: WritePlan | None = None
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        coordinator: Coordinator,
+        last: WritePlan | None = None,
+        buffers: Collection[str] = (),
     ) -> WritePlan:
         """Decide what this rank writes: as by the plan `last`, if no rank's tensors have changed since. Collective.
+
+        `buffers`: as in `divide`.
 
         Raises: StateEncodingError naming every tensor that cannot be stored; PeerError if another rank has one.
         """
         stale = coordinator.anywhere("plan/stale", lambda: last is None or not last.fits(tensors))
-        return cls._made(tensors, coordinator) if stale or last is None else last
+        return cls._made(tensors, coordinator, buffers) if stale or last is None else last
 
     @classmethod
     @gc_paused()
-    def _made(cls, tensors: Mapping[str, torch.Tensor], coordinator: Coordinator) -> WritePlan:
+    def _made(
+        cls, tensors: Mapping[str, torch.Tensor], coordinator: Coordinator, buffers: Collection[str]
+    ) -> WritePlan:
         coordinator.together("plan/dtypes", lambda: _check(tensors))
-        division = divide(tensors, coordinator)
+        division = divide(tensors, coordinator, buffers)
         shares = tuple(sorted(division.shares, key=lambda s: -s.info.dtype.itemsize))
         elsewhere = {}
         if coordinator.rank == 0:

@@ -37,6 +37,8 @@ FAILURES = (Exception, CheckpointException)
 VALUE_BYTES = 1 << 20
 """No value in the job's store is larger: a TCPStore closes a connection that sends it more than 8 MiB at once."""
 _NUMBER_BYTES = 4
+_LOOK_SECONDS = 0.5
+"""A wait is counted in looks of this length, of which one at most passes while the process is stopped."""
 
 _instances = itertools.count()
 _bound = ContextVar("titan_ckpt bound", default=1800.0)
@@ -70,6 +72,8 @@ class Coordinator:
         self._over: PeerError | None = None
         """Why this line has ended: its store is lost, or a rank has left."""
         self._is_lost = False
+        self._looks = 0
+        """How often this rank has looked whether its conversation has ended."""
         self._lines = [self]
         """This line, and the lines made from it."""
         self.peers = PeerGroups(prefix)
@@ -257,7 +261,8 @@ class Coordinator:
         raise error or fault
 
     def _next_exchange(self, store: Store) -> _Exchange:
-        return _Exchange(store, f"{self._prefix}/{next(self._sequence)}", self.rank, self.world_size)
+        prefix = f"{self._prefix}/{next(self._sequence)}"
+        return _Exchange(store, prefix, self.rank, self.world_size, lambda: self._looks * _LOOK_SECONDS)
 
     def first_post(self, key: str, text: str | None) -> str | None:
         """Post a text under a key unless a rank has posted one, and return the posted text or None. Not collective.
@@ -292,7 +297,10 @@ class Coordinator:
         except RuntimeError:
             target()
         else:
-            thread.join(bound + 4 * _grace(bound))
+            last = self._looks + (bound + 4 * _grace(bound)) / _LOOK_SECONDS
+            while thread.is_alive() and self._looks < last:
+                thread.join(_LOOK_SECONDS)
+                self._looks += 1
         if done:
             return done[0]
         error = failed[0] if failed else None
@@ -327,8 +335,10 @@ class _Exchange:
     posts that rank 0 waits for, with nothing.
     """
 
-    def __init__(self, store: Store, prefix: str, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, prefix: str, rank: int, world_size: int, clock: Callable[[], float]) -> None:
+        """`clock` returns seconds, and stands still while this process does."""
         self._store = store
+        self._clock = clock
         self._rank = rank
         self._posts = [f"{prefix}/{peer}" for peer in range(world_size)]
         self._verdict = f"{prefix}/verdict"
@@ -358,7 +368,7 @@ class _Exchange:
 
     def _collect(self, bound: float) -> tuple[_Verdict, bool]:
         """On rank 0, wait for every post, and post the verdict; return it and whether all ranks have posted."""
-        complete = _arrive(self._store, self._posts, bound)
+        complete = self._arrive(self._posts, bound)
         present = [complete or self._store.check([key]) for key in self._posts]
         keys = list(itertools.compress(self._posts, present))
         heads = iter(self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys))
@@ -391,13 +401,24 @@ class _Exchange:
 
     def _await_verdict(self, bound: float) -> _Verdict:
         """On other ranks, wait a little longer than rank 0, whose verdict names the silent ranks for all."""
-        if not _arrive(self._store, [self._verdict], bound + _grace(bound)):
+        if not self._arrive([self._verdict], bound + _grace(bound)):
             silent = [rank for rank, key in enumerate(self._posts) if not self._store.check([key])]
-            if not silent and not _arrive(self._store, [self._verdict], _grace(bound)):
+            if not silent and not self._arrive([self._verdict], _grace(bound)):
                 silent = [0]
             if silent:
                 return _Verdict([(rank, f"did not answer within {bound:g} s") for rank in silent], [])
         return self._read_verdict()
+
+    def _arrive(self, keys: Sequence[str], seconds: float) -> bool:
+        """Wait for keys; return whether they are there.
+
+        The time in which this process was stopped does not count, because a job that is suspended stops on all ranks.
+        """
+        began = self._clock()
+        if _arrive(self._store, keys, seconds):
+            return True
+        left = seconds - (self._clock() - began)
+        return left > 2 * _LOOK_SECONDS and self._arrive(keys, left)
 
     def _head_of(self, value: Json, key: str) -> bytes:
         """Compress a value and return what to post under its key, with the number of parts that were posted before."""

@@ -213,6 +213,28 @@ def test_losing_the_store_itself_is_bounded(how: signal.Signals) -> None:
         ranks.stop()
 
 
+def test_the_time_in_which_a_job_is_suspended_does_not_count() -> None:
+    """All ranks are stopped for longer than the bound while one waits for the other; then they go on."""
+
+    def body(line: Coordinator) -> Any:
+        line.barrier("before")
+        if line.rank == 1:
+            time.sleep(1.5)
+        return line.gather("after", line.rank, timeout_seconds=4.0)
+
+    ranks = Ranks(2, body, timeout=20, rank_0_serves=False)
+    try:
+        time.sleep(1)
+        for pid in ranks.pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(6)
+        for pid in ranks.pids:
+            os.kill(pid, signal.SIGCONT)
+        assert [ranks.result(rank) for rank in range(2)] == [[0, 1]] * 2
+    finally:
+        ranks.stop()
+
+
 def test_a_late_rank_reads_the_verdict_and_all_go_on_together() -> None:
     """A rank that sleeps past the bound fails like the others, and the next exchange is in step again."""
 

@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,21 +214,25 @@ def test_losing_the_store_itself_is_bounded(how: signal.Signals) -> None:
         ranks.stop()
 
 
-def test_the_time_in_which_a_job_is_suspended_does_not_count() -> None:
+def test_the_time_in_which_a_job_is_suspended_does_not_count(tmp_path: Path) -> None:
     """All ranks are stopped for longer than the bound while one waits for the other; then they go on."""
 
     def body(line: Coordinator) -> Any:
         line.barrier("before")
         if line.rank == 1:
-            time.sleep(1.5)
-        return line.gather("after", line.rank, timeout_seconds=4.0)
+            (tmp_path / "begun").touch()
+            for _ in range(25):  # the other rank waits, and most of this is left when both go on
+                time.sleep(0.1)
+        return line.gather("after", line.rank, timeout_seconds=5.0)
 
     ranks = Ranks(2, body, timeout=20, rank_0_serves=False)
     try:
-        time.sleep(1)
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        time.sleep(0.5)
         for pid in ranks.pids:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(6)
+        time.sleep(7)
         for pid in ranks.pids:
             os.kill(pid, signal.SIGCONT)
         assert [ranks.result(rank) for rank in range(2)] == [[0, 1]] * 2

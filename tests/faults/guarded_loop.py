@@ -68,6 +68,7 @@ def main(job: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     config = from_dict(CheckpointConfig, job["checkpoint"])
     run_guard.ANSWER_SECONDS = job.get("answer_seconds", run_guard.ANSWER_SECONDS)
+    run_guard.SAME_SIGNAL_SECONDS = job.get("same_signal_seconds", run_guard.SAME_SIGNAL_SECONDS)
     say("pid", os.getpid())
     with (
         CheckpointManager(

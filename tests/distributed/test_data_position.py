@@ -28,7 +28,7 @@ TOKENS = torch.arange(1001, dtype=torch.int32)
 class Position:
     """A loader of somebody's own: a counter for each data-parallel rank, that cannot be divided anew."""
 
-    def __init__(self, dp_rank: int, dp_world_size: int, value: int = 0) -> None:
+    def __init__(self, dp_rank: int, dp_world_size: int, value: Any = 0) -> None:
         self.dp_rank, self.dp_world_size = dp_rank, dp_world_size
         self.value = value
 
@@ -172,3 +172,18 @@ def reorder(folder: Path) -> None:
     loader = Position(rank, 4)
     with manager(folder, loader) as m, pytest.raises((LoadMismatchError, PeerError), match="cannot divide them anew"):
         m.load()
+
+
+def test_large_positions_are_given_to_another_number_of_ranks(tmp_path: Path) -> None:
+    """A loader with a shuffle buffer of 9 MB in its state: more than a TCPStore takes at once."""
+    with manager(tmp_path, Divisible(0, 1, random.Random(0).randbytes(4_500_000).hex())) as m:
+        m.save(1)
+    resume_on_two(tmp_path)
+
+
+@distributed(nproc=2)
+def resume_on_two(folder: Path) -> None:
+    loader = Divisible(dist.get_rank(), 2, "")
+    with manager(folder, loader) as m:
+        m.load()
+    assert loader.old == [random.Random(0).randbytes(4_500_000).hex()]

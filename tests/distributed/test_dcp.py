@@ -17,7 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig
 from titan_ckpt.converters import from_tables
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import LoadMismatchError, PeerError
+from titan_ckpt.formats.dcp.dcp import DcpReader
+from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.loading.external import ExternalLoad
 from titan_ckpt.testing import distributed
 
@@ -111,6 +114,21 @@ def test_an_export_of_two_ranks_holds_everything_once_and_opens_with_dcp_load(tm
         dcp.load(loaded, checkpoint_id=folder)
     assert all(torch.equal(loaded[name], value) for name, value in net.state_dict().items())
     assert torch.equal(loaded["copies"], torch.randn(300, 1000, generator=torch.Generator().manual_seed(1)))
+
+
+@distributed(nproc=2)
+def export_long_names(folder: Path) -> None:
+    names = [f"{number:06d}" * 400 for number in range(2000)]  # 10 MB of lists, as of a large model
+    DcpExport({name: torch.full((1,), float(number)) for number, name in enumerate(names)}).write(
+        folder, Coordinator.current()
+    )
+
+
+def test_lists_of_more_than_a_store_takes_at_once_are_exported(tmp_path: Path) -> None:
+    """The ranks' lists of tensors are larger than the 8 MiB at which a TCPStore closes the connection."""
+    export_long_names(tmp_path / "dcp")
+    with DcpReader(tmp_path / "dcp") as reader:
+        assert len(reader.tensors) == 2000
 
 
 def load_with_dcp_on_rank_1() -> None:

@@ -305,8 +305,8 @@ def full_disk(tmp_path: Path, failing: int) -> None:
         forbid_large_files()
     started = time.monotonic()
     with pytest.raises(ExportError, match="nothing was published") as caught:
-        export(state, tmp_path / "out", Coordinator.current(60.0))
-    assert time.monotonic() - started < 30
+        export(state, tmp_path / "out", Coordinator.current(600.0))
+    assert time.monotonic() - started < 100
     if dist.get_rank() == failing:
         assert isinstance(caught.value.__cause__, OSError)
         assert "File too large" in str(caught.value)
@@ -477,8 +477,8 @@ def full_disk_for_columns(tmp_path: Path, failing: int) -> None:
             intercepted(full) if dist.get_rank() == failing else contextlib.nullcontext(),
             pytest.raises(ExportError, match="No space left") as caught,
         ):
-            export_columns(state, tmp_path / "out", Coordinator.current(20.0))
-        assert time.monotonic() - started < 15
+            export_columns(state, tmp_path / "out", Coordinator.current(600.0))
+        assert time.monotonic() - started < 100
         if dist.get_rank() != failing:
             assert f"rank {failing} failed: OSError" in str(caught.value)
         dist.barrier()

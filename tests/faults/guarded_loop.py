@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from titan_ckpt import CheckpointManager, RunGuard
 from titan_ckpt.config import CheckpointConfig, from_dict
+from titan_ckpt.guard import run_guard
 
 
 class Data:
@@ -66,6 +67,8 @@ def main(job: dict[str, Any]) -> None:
     model, data = Model(job.get("width", 4)), Data()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     config = from_dict(CheckpointConfig, job["checkpoint"])
+    run_guard.ANSWER_SECONDS = job.get("answer_seconds", run_guard.ANSWER_SECONDS)
+    run_guard.SAME_SIGNAL_SECONDS = job.get("same_signal_seconds", run_guard.SAME_SIGNAL_SECONDS)
     say("pid", os.getpid())
     with (
         CheckpointManager(

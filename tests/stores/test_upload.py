@@ -75,7 +75,7 @@ def test_a_rank_that_can_start_no_thread_stops_the_export_on_all_ranks_at_once(
     assert isinstance(errors[1], ExportError) and isinstance(errors[0], PeerError)
     assert "can't start new thread. Raise the limit of processes" in str(errors[0]), errors
     (courier,) = couriers
-    courier.join(10.0)
+    courier.join(100.0)
     assert not courier.is_alive()
 
 

@@ -106,7 +106,7 @@ def train(
         losses.append(loss)
         log(step, loss, *rest, **more)
         if before_death is not None and step == until:
-            _die_while_writing(dies)
+            _die_while_writing(dies, step)
 
     trainer.metrics_processor.log = noted
     if until is not None:
@@ -130,12 +130,15 @@ def train(
         gc.enable()  # the Trainer switches it off for its process
 
 
-def _die_while_writing(dies: SimpleQueue[bool]) -> None:
-    """Let the next asynchronous save wait for the answer, and end by SIGKILL when this rank's file has been begun."""
+def _die_while_writing(dies: SimpleQueue[bool], step: int) -> None:
+    """Let the save of `step` wait for the answer, and end by SIGKILL when this rank's file has been begun.
+
+    The save before it may not have written its file yet, and this step's save waits for it.
+    """
     write = StagedFile.write
 
     def written(self: StagedFile, folder: Any) -> Any:
-        if dies.get():
+        if folder.name.startswith(f"step-{step}.") and dies.get():
             threading.Thread(target=write, args=(self, folder), daemon=True).start()
             while not (folder / self.plan.file_name).exists():
                 time.sleep(0.001)

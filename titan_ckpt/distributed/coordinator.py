@@ -6,10 +6,10 @@ hangs in a collective. Knows no files and no tensors.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import itertools
 import json
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +33,12 @@ Store = Any
 
 FAILURES = (Exception, CheckpointException)
 """Exceptions of foreign code that a rank reports to the others: torch's own derives from BaseException."""
+
+VALUE_BYTES = 1 << 20
+"""No value in the job's store is larger: a TCPStore closes a connection that sends it more than 8 MiB at once."""
+_NUMBER_BYTES = 4
+_LOOK_SECONDS = 0.5
+"""A wait is counted in looks of this length, of which one at most passes while the process is stopped."""
 
 _instances = itertools.count()
 _bound = ContextVar("titan_ckpt bound", default=1800.0)
@@ -63,7 +69,13 @@ class Coordinator:
         self._sequence = itertools.count()
         self._clones = itertools.count()
         self._stale: list[str] = []
-        self._stuck: PeerError | None = None
+        self._over: PeerError | None = None
+        """Why this line has ended: its store is lost, or a rank has left."""
+        self._is_lost = False
+        self._looks = 0
+        """How often this rank has looked whether its conversation has ended."""
+        self._lines = [self]
+        """This line, and the lines made from it."""
         self.peers = PeerGroups(prefix)
 
     @staticmethod
@@ -85,7 +97,9 @@ class Coordinator:
         """Return an independent line with its own connection, for use by one other thread. Collective."""
         store = None if self._store is None else self._store.clone()
         prefix = f"{self._prefix}/line-{next(self._clones)}"
-        return Coordinator(self.rank, self.world_size, store, prefix, self.timeout_seconds)
+        line = Coordinator(self.rank, self.world_size, store, prefix, self.timeout_seconds)
+        self._lines.append(line)
+        return line
 
     def gloo_group(self, ranks: Sequence[int], name: str, most_seconds: float) -> Any:
         """Return a gloo group of these ranks, which is not registered with torch.distributed. All of them call it.
@@ -107,14 +121,37 @@ class Coordinator:
         return self._run(connect, name, seconds)
 
     def close(self) -> None:
-        """Keep rank 0, which may serve the store, until all have read its last verdict. Collective; never raises."""
+        """Leave this line and the lines made from it: a rank that waits for this one, now or later, raises at once.
+
+        Its PeerError names the exception that is being handled here, if there is one. Rank 0 may serve the store, so it
+        stays until all ranks have left, but at most 10 s. Collective at the end of a run; never raises.
+        """
         self.peers.discard()
-        if self._store is None or self._stuck is not None:
+        if self._store is None or self._is_lost:
             return
-        timeout_seconds = min(10.0, self.timeout_seconds)
-        exchange = _Exchange(self._store, f"{self._prefix}/{next(self._sequence)}", self.rank, self.world_size)
+        store, bound = self._store, min(10.0, self.timeout_seconds)
+        error = sys.exception()
+        cause = "has left" if error is None else f"has left because of {type(error).__name__}: {error}"
+        verdict = _Verdict([(self.rank, cause)], [], is_last=True)
+        left = [f"{self._prefix}/left/{rank}" for rank in range(self.world_size)]
+
+        def leave() -> None:
+            own = store.clone()  # an exchange that an interrupt has left in the middle may hold the other connection
+            keys = [key for line in self._lines for key in line.leave(own, verdict)]
+            own.set(left[self.rank], "")
+            if self.rank == 0 and _arrive(own, left, bound):
+                for key in keys + left:
+                    own.delete_key(key)
+
         with contextlib.suppress(PeerError):
-            self._run(lambda: exchange.part(timeout_seconds, self._stale), "close", timeout_seconds)
+            self._run(leave, "close", bound)
+
+    def leave(self, store: Store, verdict: _Verdict) -> list[str]:
+        """Post the verdict of this line's next exchange; return the keys that nobody reads after all have left."""
+        self._over = self._over or PeerError("this rank has left its Coordinator", [self.rank])
+        exchange = self._next_exchange(store)
+        exchange.end(verdict)
+        return [*self._stale, *exchange.keys()]
 
     def together(self, tag: str, act: Callable[[], _Value]) -> _Value:
         """Call `act` on every rank, and return its value on this rank. Collective; fails on all ranks if one fails.
@@ -168,8 +205,7 @@ class Coordinator:
         posted: list[dict[str, Any]] = []
         if differing:
             speaks = {name for name in differing if any(ranks[0] == self.rank for ranks in holders[name].values())}
-            texts: list[Any] = self.gather(tag, packed({name: own[name] for name in speaks}))
-            posted = [json.loads(zlib.decompress(base64.b64decode(text))) for text in texts]
+            posted = cast("list[dict[str, Any]]", self.gather(tag, {name: own[name] for name in speaks}))
         return {
             name: {
                 tuple(ranks): posted[ranks[0]][name] if name in differing else own[name] for ranks in by_digest.values()
@@ -193,33 +229,40 @@ class Coordinator:
 
         1. Every rank posts its value, or its error. 2. Rank 0 collects them and posts one verdict. 3. All read it.
         Raises: `error` itself on the rank that passed one; PeerError on the others, naming each rank that failed and
-        why, and each that did not post within `timeout_seconds`.
+        why, and each that did not post within `timeout_seconds`. After a rank has left, every exchange raises at once.
         """
         if self._store is None:
             if error is not None:
                 raise error
             return [json.loads(json.dumps(value))]
-        if self._stuck is not None:
-            raise error or self._stuck
+        if self._over is not None:
+            raise error or self._over
         bound = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        post: dict[str, Json] = {"value": value} if error is None else {"error": f"{type(error).__name__}: {error}"}
+        post: dict[str, Json] = {"tag": tag, "value": value}
+        if error is not None:
+            post = {"tag": tag, "error": f"{type(error).__name__}: {error}"}
+        exchange = self._next_exchange(self._store)
         try:
-            exchange = _Exchange(self._store, f"{self._prefix}/{next(self._sequence)}", self.rank, self.world_size)
-            text = json.dumps({"tag": tag} | post)
-            verdict = self._run(lambda: exchange.run(text, bound, self._stale), tag, bound)
+            verdict = self._run(lambda: exchange.run(post, bound, self._stale), tag, bound)
         except PeerError:
             if error is None:
                 raise
-        if error is not None:
-            raise error
-        if verdict.failures:
-            by_cause: dict[str, list[int]] = {}
-            for rank, cause in verdict.failures:
-                by_cause.setdefault(cause, []).append(rank)
-            lines = "".join(f"\n  {_ranks_text(ranks)} {cause}" for cause, ranks in by_cause.items())
-            failed = [rank for rank, _ in verdict.failures]
-            raise PeerError(f"{tag}: stopped on all ranks because{lines}", failed)
-        return verdict.values
+            raise error from None
+        if not verdict.failures:
+            return verdict.values
+        by_cause: dict[str, list[int]] = {}
+        for rank, cause in verdict.failures:
+            by_cause.setdefault(cause, []).append(rank)
+        lines = "".join(f"\n  {_ranks_text(ranks)} {cause}" for cause, ranks in by_cause.items())
+        failed = [rank for rank, _ in verdict.failures]
+        fault = PeerError(f"{tag}: stopped on all ranks because{lines}", failed)
+        if verdict.is_last:
+            self._over = fault
+        raise error or fault
+
+    def _next_exchange(self, store: Store) -> _Exchange:
+        prefix = f"{self._prefix}/{next(self._sequence)}"
+        return _Exchange(store, prefix, self.rank, self.world_size, lambda: self._looks * _LOOK_SECONDS)
 
     def first_post(self, key: str, text: str | None) -> str | None:
         """Post a text under a key unless a rank has posted one, and return the posted text or None. Not collective.
@@ -254,7 +297,10 @@ class Coordinator:
         except RuntimeError:
             target()
         else:
-            thread.join(bound + 4 * _grace(bound))
+            last = self._looks + (bound + 4 * _grace(bound)) / _LOOK_SECONDS
+            while thread.is_alive() and self._looks < last:
+                thread.join(_LOOK_SECONDS)
+                self._looks += 1
         if done:
             return done[0]
         error = failed[0] if failed else None
@@ -267,50 +313,72 @@ class Coordinator:
             fault = f"lost the store of the process group, which rank 0 or its launcher serves: {error}"
         else:
             raise error
-        self._stuck = PeerError(f"{tag}: {fault}", [0])
-        raise self._stuck from error
+        self._is_lost = True
+        self._over = PeerError(f"{tag}: {fault}", [0])
+        raise self._over from error
 
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """The answer of rank 0 to all: each failed rank with its cause, or every rank's value."""
+    """The answer to all ranks: each failed rank with its cause, or every rank's value."""
 
     failures: list[tuple[int, str]]
     values: list[Json]
+    is_last: bool = False
+    """A rank has left, so the line has ended."""
 
 
 class _Exchange:
-    """One gather: its keys in the store and both sides of the conversation."""
+    """One gather: its keys in the store and both sides of the conversation.
 
-    def __init__(self, store: Store, prefix: str, rank: int, world_size: int) -> None:
+    The first verdict counts. Rank 0 posts it, or a rank that leaves and takes no part; that rank then also fills the
+    posts that rank 0 waits for, with nothing.
+    """
+
+    def __init__(self, store: Store, prefix: str, rank: int, world_size: int, clock: Callable[[], float]) -> None:
+        """`clock` returns seconds, and stands still while this process does."""
         self._store = store
+        self._clock = clock
         self._rank = rank
         self._posts = [f"{prefix}/{peer}" for peer in range(world_size)]
         self._verdict = f"{prefix}/verdict"
+        self._parts: list[str] = []
+        """Keys of values that are cut, as far as this rank knows them."""
 
-    def run(self, post: str, bound: float, stale: list[str]) -> _Verdict:
-        self._store.set(self._posts[self._rank], post)
+    def run(self, post: Json, bound: float, stale: list[str]) -> _Verdict:
+        self._store.set(self._posts[self._rank], self._head_of(post, self._posts[self._rank]))
         if self._rank != 0:
             return self._await_verdict(bound)
         verdict, complete = self._collect(bound)
-        self._store.set(self._verdict, json.dumps([verdict.failures, verdict.values]))
         self._forget(complete, stale)
         return verdict
 
-    def part(self, bound: float, stale: list[str]) -> None:
-        """End the conversation: every rank posts, and rank 0 waits for all posts."""
-        self._store.set(self._posts[self._rank], "")
-        if self._rank == 0:
-            self._forget(self._wait(self._posts, bound), stale)
+    def end(self, verdict: _Verdict) -> None:
+        """Post the verdict in place of rank 0, unless another rank that left has posted one."""
+        if self._post_verdict(verdict) is verdict:
+            nothing = [""] * len(self._posts)
+            if self._store.has_extended_api():
+                self._store.multi_set(self._posts, nothing)
+            else:
+                for key in self._posts:
+                    self._store.set(key, "")
+
+    def keys(self) -> list[str]:
+        return [*self._posts, self._verdict, *self._parts]
 
     def _collect(self, bound: float) -> tuple[_Verdict, bool]:
-        """On rank 0, wait for every post; return the verdict and whether all ranks have posted."""
-        complete = self._wait(self._posts, bound)
+        """On rank 0, wait for every post, and post the verdict; return it and whether all ranks have posted."""
+        complete = self._arrive(self._posts, bound)
         present = [complete or self._store.check([key]) for key in self._posts]
         keys = list(itertools.compress(self._posts, present))
-        texts = iter(self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys))
-        posts = [json.loads(next(texts)) if posted else None for posted in present]
-        tag = json.loads(self._store.get(self._posts[0]))["tag"]
+        heads = iter(self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys))
+        posts: list[Any] = []
+        for key, posted in zip(self._posts, present, strict=True):
+            head = next(heads) if posted else None
+            if head == b"":  # a rank has left
+                return self._read_verdict(), False
+            posts.append(None if head is None else self._value_at(key, head))
+        tag = posts[0]["tag"]
         failures: list[tuple[int, str]] = []
         for rank, post in enumerate(posts):
             if post is None:
@@ -319,42 +387,80 @@ class _Exchange:
                 failures.append((rank, f"failed: {post['error']}"))
             elif post["tag"] != tag:
                 failures.append((rank, f"is at {post['tag']!r} while rank 0 is at {tag!r}"))
-        values = [] if failures else [post["value"] for post in posts if post is not None]
-        return _Verdict(failures, values), complete
+        values = [] if failures else [post["value"] for post in posts]
+        return self._post_verdict(_Verdict(failures, values)), complete
+
+    def _post_verdict(self, verdict: _Verdict) -> _Verdict:
+        """Post a verdict unless there is one; return the one that is there."""
+        head = self._head_of(cast(Json, [verdict.failures, verdict.values, verdict.is_last]), self._verdict)
+        return verdict if self._store.compare_set(self._verdict, "", head) == head else self._read_verdict()
+
+    def _read_verdict(self) -> _Verdict:
+        value: Any = self._value_at(self._verdict, self._store.get(self._verdict))
+        return _Verdict(*value)
 
     def _await_verdict(self, bound: float) -> _Verdict:
         """On other ranks, wait a little longer than rank 0, whose verdict names the silent ranks for all."""
-        if not self._wait([self._verdict], bound + _grace(bound)):
+        if not self._arrive([self._verdict], bound + _grace(bound)):
             silent = [rank for rank, key in enumerate(self._posts) if not self._store.check([key])]
-            if not silent and not self._wait([self._verdict], _grace(bound)):
+            if not silent and not self._arrive([self._verdict], _grace(bound)):
                 silent = [0]
             if silent:
                 return _Verdict([(rank, f"did not answer within {bound:g} s") for rank in silent], [])
-        return _Verdict(*json.loads(self._store.get(self._verdict)))
+        return self._read_verdict()
 
-    def _wait(self, keys: Sequence[str], seconds: float) -> bool:
-        try:
-            self._store.wait(list(keys), timedelta(seconds=seconds))
-        except dist.DistStoreError:
-            return False
-        return True
+    def _arrive(self, keys: Sequence[str], seconds: float) -> bool:
+        """Wait for keys; return whether they are there.
+
+        The time in which this process was stopped does not count, because a job that is suspended stops on all ranks.
+        """
+        began = self._clock()
+        if _arrive(self._store, keys, seconds):
+            return True
+        left = seconds - (self._clock() - began)
+        return left > 2 * _LOOK_SECONDS and self._arrive(keys, left)
+
+    def _head_of(self, value: Json, key: str) -> bytes:
+        """Compress a value and return what to post under its key, with the number of parts that were posted before."""
+        data = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
+        first = VALUE_BYTES - _NUMBER_BYTES
+        parts = [data[start : start + VALUE_BYTES] for start in range(first, len(data), VALUE_BYTES)]
+        for part, part_key in zip(parts, self._keys_of_parts(key, len(parts)), strict=True):
+            self._store.set(part_key, part)
+        return len(parts).to_bytes(_NUMBER_BYTES, "big") + data[:first]
+
+    def _value_at(self, key: str, head: bytes) -> Json:
+        """Return a value whose head was read."""
+        keys = self._keys_of_parts(key, int.from_bytes(head[:_NUMBER_BYTES], "big"))
+        data = b"".join([head[_NUMBER_BYTES:], *map(self._store.get, keys)])
+        return cast(Json, json.loads(zlib.decompress(data)))
+
+    def _keys_of_parts(self, key: str, count: int) -> list[str]:
+        keys = [f"{key}.{number}" for number in range(count)]
+        self._parts += keys
+        return keys
 
     def _forget(self, complete: bool, stale: list[str]) -> None:
         """On rank 0, delete keys that nobody will read again, so that the store does not grow.
 
         A rank that has posted has read every earlier verdict; after an incomplete exchange a late rank may still read.
         """
+        of_verdict = [key for key in self.keys() if key.startswith(self._verdict)]
         if complete:
-            for key in (*stale, *self._posts):
+            for key in {*stale, *self.keys()}.difference(of_verdict):
                 self._store.delete_key(key)
-            stale[:] = [self._verdict]
+            stale[:] = of_verdict
         else:
-            stale += [*self._posts, self._verdict]
+            stale += self.keys()
 
 
-def packed(values: Mapping[str, Any]) -> str:
-    """Return JSON as compressed text: names are repetitive, and every rank gets every distinct value."""
-    return base64.b64encode(zlib.compress(json.dumps(values, separators=(",", ":")).encode(), 1)).decode()
+def _arrive(store: Store, keys: Sequence[str], seconds: float) -> bool:
+    """Wait for keys; return whether they are there."""
+    try:
+        store.wait(list(keys), timedelta(seconds=seconds))
+    except dist.DistStoreError:
+        return False
+    return True
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:

@@ -42,8 +42,8 @@ class Notice:
     kind: Kind
     reason: str
     rank: int
-    unix_seconds: float
-    """The time at which it was noticed."""
+    seconds: float = 0.0
+    """The earliest time at which it was noticed, on this rank's monotonic clock: the hosts' clocks may differ."""
 
 
 class NoticeBoard:
@@ -53,16 +53,16 @@ class NoticeBoard:
         self,
         line: Coordinator,
         *,
-        answer_seconds: float,
+        answer_seconds: Callable[[Kind], float],
         hang_seconds: float | None,
         on_signal: Callable[[int], None],
         on_idle: Callable[[], None],
     ) -> None:
         """Take an exclusive line to the other ranks.
 
-        `answer_seconds`: how long to wait for all watchers. `hang_seconds`: after this time without a tick, a rank
-        starts a roll call. `on_signal` gets the number of every signal, and `on_idle` is called repeatedly; both run
-        in the watcher's thread.
+        `answer_seconds`: how long to wait for all watchers to answer a notice of a kind. `hang_seconds`: after this
+        time without a tick, a rank starts a roll call. `on_signal` gets the number of every signal, and `on_idle` is
+        called repeatedly; both run in the watcher's thread.
         """
         self.wake, self._write = os.pipe()
         os.set_blocking(self.wake, False)
@@ -95,7 +95,7 @@ class NoticeBoard:
 
     def post(self, kind: Kind, reason: str) -> None:
         """Post a notice to all ranks. The first notice of a kind counts, until it has taken effect."""
-        self._posts.append(Notice(kind, reason, self._line.rank, time.time()))
+        self._posts.append(Notice(kind, reason, self._line.rank))
         with contextlib.suppress(BlockingIOError):
             os.write(self._write, b"\0")
 
@@ -157,7 +157,7 @@ class NoticeBoard:
         text = self._line.first_post(f"notice/{number}", json.dumps(asdict(self._posts[0])) if self._posts else None)
         if text is None:
             return None
-        notice = Notice(**json.loads(text))
+        notice = Notice(**json.loads(text) | {"seconds": time.monotonic() - self._interval})
         while self._posts and self._posts[0].kind == notice.kind:
             self._posts.popleft()  # several ranks have noticed the same event
         return notice
@@ -173,7 +173,7 @@ class NoticeBoard:
             made = self._ticks
         tag = f"{notice.kind} after {notice.reason}"
         try:
-            ticks: list[Any] = self._line.gather(tag, made, timeout_seconds=self._answer_seconds)
+            ticks: list[Any] = self._line.gather(tag, made, timeout_seconds=self._answer_seconds(notice.kind))
         except PeerError as error:
             if not self._closing:
                 self._fail(error, ends=notice.kind == "roll call")

@@ -21,7 +21,7 @@ from titan_ckpt.directory.directory import open_steps
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CheckpointError, DataError
 from titan_ckpt.guard import outside_request as save_request
-from titan_ckpt.guard.notices import Notice, NoticeBoard
+from titan_ckpt.guard.notices import Kind, Notice, NoticeBoard
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.saving.handle import SaveHandle
 
@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 SAME_SIGNAL_SECONDS = 2.0
 """Two signals within this time count as one: a launcher forwards a signal that its ranks receive as well."""
 ANSWER_SECONDS = 60.0
-"""Time in which a rank's watcher must answer; it does nothing else."""
+"""Time in which a rank's watcher must answer. It does nothing else, but waits while C code keeps the interpreter."""
+TIME_IS_UP = "the time of [checkpoint.stop] is up"
 
 
 class StopRun(BaseException):
@@ -64,16 +65,18 @@ class RunGuard:
         self._line = self._last.line()
         self._board = NoticeBoard(
             self._last.line(),
-            answer_seconds=min(ANSWER_SECONDS, self._line.timeout_seconds),
+            answer_seconds=self._answer_seconds,
             hang_seconds=self._config.hang_seconds,
             on_signal=self._signalled,
             on_idle=self._look_for_requests if self._line.rank == 0 else lambda: None,
         )
         self._handlers: dict[signal.Signals, Any] = {}
         self._wakeup_fd = -1
+        self._has_ended = False
         self._first_signal: float | None = None
         self._posted = False
         self._limit: float | None = None
+        """The end of the run's time, on this rank's monotonic clock."""
         self._step_seconds: deque[float] = deque(maxlen=8)
         self._step_began = 0.0
         self._asked: str | None = None
@@ -154,11 +157,7 @@ class RunGuard:
 
     def _finish(self, save: Any) -> None:
         """Finish the save in flight, and call `save` if there is time for it: rank 0 decides for all. Collective."""
-        assert self._stop is not None
-        try:
-            self._manager.wait()
-        except Exception as error:  # of any kind: the other ranks have a PeerError, and go on to the last save
-            logger.warning("the save in flight has failed: %s", error)
+        self._end_save_in_flight()
         need, left = self._last.save_seconds(), self._seconds_left()
         if self._line.broadcast("last save", need <= left):
             if self._found_fault() is None:
@@ -166,6 +165,13 @@ class RunGuard:
                 self._manager.wait()
         elif (last := self._last.saved) != self._last.marked:
             logger.warning("no last save: %.0f s are left and one takes %.0f s; the last is step %s", left, need, last)
+
+    def _end_save_in_flight(self) -> None:
+        """Wait for the save in flight; its failure must not cost the last save. Collective."""
+        try:
+            self._manager.wait()
+        except Exception as error:  # of any kind: the other ranks have a PeerError, and go on to the last save
+            logger.warning("the save in flight has failed: %s", error)
 
     def _found_fault(self) -> str | None:
         """Return why the guard must not save, the same on all ranks, or None; rank 0 logs it. Collective."""
@@ -178,16 +184,23 @@ class RunGuard:
         return fault
 
     def _seconds_left(self) -> float:
+        """Return the time until this process is killed, at the latest."""
         assert self._stop is not None
-        if self._limit is not None and self._limit - time.time() < self._config.grace_seconds:
-            return self._limit - time.time()
-        return self._stop.unix_seconds + self._config.grace_seconds - time.time()
+        ends = [self._limit] if self._limit is not None else []
+        if self._stop.reason != TIME_IS_UP:
+            ends.append(self._stop.seconds + self._config.grace_seconds)
+        return min(ends) - time.monotonic()
+
+    def _answer_seconds(self, kind: Kind) -> float:
+        """Return how long to wait for all watchers: for a stop the whole grace, because every save needs all ranks."""
+        most = max(ANSWER_SECONDS, self._config.grace_seconds) if kind == "stop" else ANSWER_SECONDS
+        return min(most, self._line.timeout_seconds)
 
     # signals, time limits and requests
 
     def _signalled(self, number: int) -> None:
         """Act on a signal, in the watcher's thread, so that it works while the main thread waits in a collective."""
-        if signal.Signals(number) in self._handlers:
+        if number in self._handlers:  # others have Python handlers, too, and need not have a name
             self.stop_if_second(number)
             if not self._posted:
                 self._posted = True
@@ -215,9 +228,9 @@ class RunGuard:
         """
         if self._limit is None or self._line.rank != 0 or self._posted:
             return
-        if time.time() + 1.5 * (step_seconds + self._last.save_seconds()) + 1.0 >= self._limit:
+        if time.monotonic() + 1.5 * (step_seconds + self._last.save_seconds()) + 1.0 >= self._limit:
             self._posted = True
-            self._board.post("stop", "the time of [checkpoint.stop] is up")
+            self._board.post("stop", TIME_IS_UP)
 
     def _look_for_requests(self) -> None:
         """Take a request to save, and answer the previous one when its save has ended; in rank 0's watcher."""
@@ -257,11 +270,11 @@ class RunGuard:
     # the context manager
 
     def __enter__(self) -> Self:
-        now = time.time()
-        hours = self._config.after_hours
-        limits = [self._config.at_unix_seconds, now + hours * 3600 if hours is not None else None]
-        self._limit = min((limit for limit in limits if limit is not None), default=None)
-        self._step_began = time.monotonic()
+        now = self._step_began = time.monotonic()
+        hours, moment = self._config.after_hours, self._config.at_unix_seconds
+        left = [hours * 3600] if hours is not None else []
+        left += [moment - time.time()] if moment is not None else []
+        self._limit = now + min(left) if left else None
         self._board.start()
         self._install()
         return self
@@ -316,6 +329,7 @@ class RunGuard:
             self._line.barrier("exception, on all ranks", timeout_seconds=bound)
             if self._found_fault() is not None:
                 return
+            self._end_save_in_flight()
             logger.warning("%s: saving step %s, the last that was completed", type(value).__name__, marked[0])
             self._last.save()
         except Exception as error:  # the run's own error must reach the user
@@ -334,7 +348,8 @@ class RunGuard:
         if threading.current_thread() is not threading.main_thread():
             logger.warning("signals are not noticed: a RunGuard was entered outside the main thread")
             return
-        _guards[:] = [guard for guard in _guards if guard._first_signal is None]  # noqa: SLF001 - drops guards of runs that ended
+        for guard in [guard for guard in _guards if guard._has_ended]:  # noqa: SLF001
+            guard.put_back()
         _guards.append(self)
         self._wakeup_fd = signal.set_wakeup_fd(self._board.signal_fd, warn_on_full_buffer=False)
         for name in self._config.signals:
@@ -343,12 +358,19 @@ class RunGuard:
                 self._handlers[number] = signal.signal(number, _noticed_elsewhere)
 
     def _restore(self) -> None:
-        """Restore earlier handlers, unless a signal has ended the run: a late second one must not kill the process."""
+        """Restore earlier handlers, unless a signal has ended the run: a late second one must not kill the process.
+
+        The guard of the process's next run does it then.
+        """
         if self not in _guards:
             return
         signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
-        if self._first_signal is not None:
-            return
+        self._has_ended = True
+        if self._first_signal is None:
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Restore the handlers that signals had before this guard's `with`."""
         _guards.remove(self)
         for number, before in self._handlers.items():
             signal.signal(number, before)

@@ -124,19 +124,20 @@ def prepare_load(
     opened: list[_Opened] = []
     with ExitStack() as stack:
 
-        def plan() -> list[list[list[str]]]:
+        def plan() -> dict[str, list[list[str]]]:
             opened.extend(_open(source, stack, state.tensors, wrapper, transforms, owned=owned) for source in sources)
             base = next((source for source in sources if not (source.adapter or source.merge)), None)
             for folder in opened:
                 if folder.source.format == "peft":
                     check_named_base(folder.source.path, folder.reader.metadata(), base)
-            return [[[*o.partial.unmatched], [*o.plan.report.unexpected]] for o in opened]
+            lists = ([[*o.partial.unmatched], [*o.plan.report.unexpected]] for o in opened)
+            return {str(number): of_source for number, of_source in enumerate(lists)}
 
         unknown = []
-        for source, *of_ranks in zip(sources, *coordinator.gather_results("load-plan", plan), strict=True):
+        for source, distinct in zip(sources, coordinator.gather_distinct("load-plan", plan).values(), strict=True):
             if source.initialise:
-                refuse_unmatched(source, "initialise", [unmatched for unmatched, _ in of_ranks], state.tensors)
-            unknown.append(set.intersection(*(set(unexpected) for _, unexpected in of_ranks)))
+                refuse_unmatched(source, "initialise", [unmatched for unmatched, _ in distinct.values()], state.tensors)
+            unknown.append(set.intersection(*(set(unexpected) for _, unexpected in distinct.values())))
 
         def verdict() -> tuple[LoadReport, list[tuple[Sequence[str], Fill]]]:
             report = _verdict(opened, unknown, state.tensors, wrapper, require_owned=require_owned)
@@ -170,11 +171,11 @@ def _state_to_fill(
             )
         return {
             "owned": any(map(wrapper.owns, state.tensors)),
-            "made": [*state.made],
+            "made": sorted(state.made),
             "loads": any(own.loads for own in state.own),
         }
 
-    everywhere = coordinator.gather_results("load-wanted", facts)
+    everywhere = coordinator.gather_distinct("load-wanted", lambda: {"facts": facts()})["facts"].values()
     # a rank whose shard of a tensor is empty cannot tell whether it is live, and must take part all the same
     made = frozenset(fqn for of_rank in everywhere for fqn in of_rank["made"])
     gives_back = bool(sources) and (bool(made) or any(of_rank["loads"] for of_rank in everywhere))

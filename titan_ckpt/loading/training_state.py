@@ -91,10 +91,10 @@ def trained_nowhere(
     None are if no rank trains anything. Collective; fails on all ranks if one fails.
     """
     trains = bool(run_state.optimizers)
-    of_ranks: list[dict[str, Any]] = coordinator.gather_results(tag, lambda: {"trains": trains, "strangers": plan()})
-    if not any(of_rank["trains"] for of_rank in of_ranks):  # a run without optimizers needs none of it
+    facts = coordinator.gather_distinct(tag, lambda: {"facts": {"trains": trains, "strangers": plan()}})["facts"]
+    if not any(of_rank["trains"] for of_rank in facts.values()):  # a run without optimizers needs none of it
         return []
-    return sorted(set.intersection(*(set(of_rank["strangers"]) for of_rank in of_ranks)))
+    return sorted(set.intersection(*(set(of_rank["strangers"]) for of_rank in facts.values())))
 
 
 def _read_states(

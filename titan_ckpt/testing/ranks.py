@@ -42,6 +42,8 @@ _PRELOADED = [
     __name__,
 ]  # fmt: skip
 """The server imports these, so that no rank does: torch imports its compiler at the first step of FSDP2."""
+_LOOK_SECONDS = 0.5
+"""Time is counted in looks of this length, of which one at most passes while the machine stands still."""
 _GRACE_SECONDS = 5.0
 """Time that the other ranks may continue after the first failure, so that they can report their errors."""
 _DONE = "titan_ckpt.testing/done"
@@ -185,19 +187,21 @@ def _kill(process: ForkServerProcess) -> None:
 
 def _watch(processes: Sequence[ForkServerProcess], job: _Job, store: dist.Store) -> tuple[list[int], list[int]]:
     """Wait until all ranks end or time runs out. Return the failed ranks in order of failure, and the hung ranks."""
-    deadline = time.monotonic() + job.timeout_seconds
+    left = job.timeout_seconds
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     failed: list[int] = []
     time_is_over = False
     while running:
-        ended = connection.wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
-        if not ended and time_is_over:
-            break
+        ended = connection.wait(list(running), timeout=_LOOK_SECONDS)
         if not ended:
+            left -= _LOOK_SECONDS
+        if left <= 0 and time_is_over:
+            break
+        if left <= 0:
             # Ranks that are done and wait for the others leave now; ranks that remain hang.
             time_is_over = True
             store.set(_END, "time is over")
-            deadline = time.monotonic() + 1.0
+            left = 2.0
         for sentinel in ended:
             assert isinstance(sentinel, int)
             rank = running.pop(sentinel)
@@ -205,14 +209,16 @@ def _watch(processes: Sequence[ForkServerProcess], job: _Job, store: dist.Store)
             if processes[rank].exitcode != 0:
                 failed.append(rank)
                 store.set(_END, "a rank failed")
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                left = min(left, _GRACE_SECONDS)
     for rank in running.values():
         pid = processes[rank].pid
         assert pid is not None
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
-    if running:
-        time.sleep(0.5)
+    for _ in range(50):
+        if all(job.stack(rank).stat().st_size for rank in running.values() if job.stack(rank).exists()):
+            break
+        time.sleep(0.1)
     return failed, sorted(running.values())
 
 

@@ -15,7 +15,9 @@ def test_ranks_that_are_apart_act_at_the_same_tick() -> None:
 
     def body(line: Coordinator) -> Any:
         own = line.background()
-        board = NoticeBoard(own, answer_seconds=20, hang_seconds=None, on_signal=lambda _: None, on_idle=lambda: None)
+        board = NoticeBoard(
+            own, answer_seconds=lambda _: 200.0, hang_seconds=None, on_signal=lambda _: None, on_idle=lambda: None
+        )
         ticks = 0
         for _ in range(5 if line.rank == 0 else 1):
             assert board.tick() is None

@@ -90,7 +90,7 @@ def test_a_hang_is_bounded_and_shows_where(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
         _rank_one_waits_for_ever(tmp_path)
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < 100
     assert caught.value.ranks == (1,)
     assert "_rank_one_waits_for_ever" in str(caught.value).split("did not end and was ended by force")[1]
     for file in tmp_path.iterdir():
@@ -104,7 +104,7 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-@distributed(nproc=2, timeout_seconds=60.0)
+@distributed(nproc=2, timeout_seconds=600.0)
 def _rank_zero_is_killed() -> None:
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -117,7 +117,7 @@ def test_a_killed_rank_fails_the_test_long_before_the_timeout() -> None:
     with pytest.raises(RankError, match="rank 0: ended by SIGKILL") as caught:
         _rank_zero_is_killed()
     assert caught.value.ranks[0] == 0
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 100
 
 
 @distributed(nproc=2)

@@ -1,0 +1,125 @@
+"""What a RunGuard saves and when it stops, in one process that gets real signals."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.forked import answer
+from titan_ckpt import CheckpointManager, RunGuard
+from titan_ckpt.config import CheckpointConfig, SaveConfig, StopConfig
+from titan_ckpt.formats.native.writer import StagedFile
+
+
+@contextmanager
+def guarded(folder: Path, interval: int = 1000, **stop: Any) -> Iterator[Callable[[int], bool]]:
+    """Yield a function that takes a step and returns whether the loop must end."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = CheckpointConfig(save=SaveConfig(interval=interval), stop=StopConfig(**stop))
+    with (
+        CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=folder) as manager,
+        RunGuard(manager) as guard,
+    ):
+        manager.load()
+
+        def take(step: int) -> bool:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            manager.save(step)
+            return guard.step_ended(step)
+
+        take.manager = manager  # type: ignore[attr-defined]
+        yield take
+
+
+def until_stopped(take: Callable[[int], bool]) -> int:
+    """Take steps until the loop must end, and return the last."""
+    step = 1
+    while not take(step):
+        time.sleep(0.01)
+        step += 1
+    return step
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in folder.glob("checkpoints/step-*"))
+
+
+def test_signals_of_a_process_with_several_runs(tmp_path: Path) -> None:
+    """SIGTERM stops the first run and the second; after a third the handler of before is back.
+
+    A signal without a name is none of the guard's business.
+    """
+
+    def runs() -> list[Any]:
+        noticed: list[int] = []
+        nameless = signal.SIGRTMIN + 1
+        for number in (signal.SIGTERM, nameless):
+            signal.signal(number, lambda number, _: noticed.append(number))
+        last = []
+        for run in ("first", "second"):
+            with guarded(tmp_path / run) as take:
+                os.kill(os.getpid(), nameless)
+                time.sleep(0.3)  # the watcher has met it
+                take(1)
+                os.kill(os.getpid(), signal.SIGTERM)
+                last.append(until_stopped(take))
+        with guarded(tmp_path / "third") as take:
+            take(1)
+        before = [*noticed]
+        os.kill(os.getpid(), signal.SIGTERM)
+        return [last, before.count(nameless), before.count(signal.SIGTERM), noticed.count(signal.SIGTERM)]
+
+    (last, nameless, early, late), status = answer(runs)
+    assert status == 0
+    assert [[step] for step in last] == [steps_in(tmp_path / run) for run in ("first", "second")]
+    assert (nameless, early, late) == (2, 0, 1)
+
+
+def test_a_failed_save_in_flight_does_not_cost_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full for the save of a step; the loop raises in the next one, and the step is saved after all."""
+    write = StagedFile.write
+    failures = [OSError(errno.ENOSPC, "No space left on device")]
+
+    def written(self: StagedFile, folder: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return write(self, folder)
+
+    monkeypatch.setattr(StagedFile, "write", written)
+    with pytest.raises(ValueError, match="a batch"), guarded(tmp_path, interval=2) as take:  # noqa: PT012
+        take(1)
+        take(2)
+        raise ValueError("a batch that cannot be")
+    assert not failures
+    assert steps_in(tmp_path) == [2]
+
+
+def test_the_clock_of_another_host_does_not_cost_the_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock that the notice's rank has is an hour behind that of the rank that counts."""
+    real = time.time
+    other = "titan_ckpt notices"
+    monkeypatch.setattr(time, "time", lambda: real() - 3600 * (threading.current_thread().name == other))
+    with guarded(tmp_path, grace_seconds=300.0) as take:
+        os.kill(os.getpid(), signal.SIGTERM)
+        last = until_stopped(take)
+    assert steps_in(tmp_path) == [last]
+
+
+def test_a_save_that_takes_longer_than_the_grace_is_made_before_the_time_is_up(tmp_path: Path) -> None:
+    """A run that stops early enough for its last save makes it: the grace of signals is not its limit."""
+    with guarded(tmp_path, at_unix_seconds=time.time() + 1000.0, grace_seconds=1.0) as take:
+        take.manager.last_step.saver.seconds.append(665.0)  # type: ignore[attr-defined]
+        last = until_stopped(take)
+    assert steps_in(tmp_path) == [last]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from titan_ckpt.components.run_state import RunState
 from titan_ckpt.errors import SaveError, StateEncodingError, counted, listed
 from titan_ckpt.geometry.nested import take_tensors
 from titan_ckpt.types import StateDict
+from titan_ckpt.weights.live_memory import Watched
 from titan_ckpt.weights.own_state import plain_attributes
 from titan_ckpt.weights.stored_names import MODEL
 from titan_ckpt.weights.wrapper import ModelState, without_memory
@@ -40,6 +41,8 @@ class Snapshot:
     """Tensors that a forward pass may change: buffers and user states. Only an optimizer changes the others."""
     made: frozenset[str] = frozenset()
     """Tensors that the model's own code has made, perhaps in memory that it uses again. A save stages them at once."""
+    watched: Watched = field(default_factory=lambda: Watched({}))
+    """Weights and optimizer state, which must not change before they are copied or written."""
 
     def frozen_tensors(self) -> StateDict:
         """Return the tensors with copies of the volatile ones; the others do not change until an optimizer steps."""
@@ -89,7 +92,8 @@ def take_snapshot(run_state: RunState, step: int, model: ModelState, *, model_on
         rank, components = counters.rank, run_state.components()
     volatile = frozenset(n for n in tensors if not n.startswith(OPTIMIZER) and not _is_in(n, parameters))
     made = frozenset(MODEL + fqn for fqn in model.made)
-    return Snapshot(tensors, run, rank, tuple(components), volatile, made)
+    watched = Watched({name: value for name, value in tensors.items() if name not in volatile})
+    return Snapshot(tensors, run, rank, tuple(components), volatile, made, watched)
 
 
 def large_tensors(run_state: RunState, model: ModelState) -> StateDict:
@@ -153,7 +157,7 @@ def snapshot_of_mark(run_state: RunState, mark: Mark, model: ModelState) -> Snap
     run = now.run | mark.counters.run
     if "model" in now.run:
         run["model"] = now.run["model"] | mark.counters.run.get("model", {})
-    return Snapshot(tensors, run, mark.counters.rank, now.components, now.volatile, now.made)
+    return Snapshot(tensors, run, mark.counters.rank, now.components, now.volatile, now.made, now.watched)
 
 
 def _counters(run_state: RunState) -> Snapshot:

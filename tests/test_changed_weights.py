@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -81,10 +82,14 @@ def test_a_weight_that_changes_while_a_save_reads_it_fails_the_save_by_name(
     with manager_of(tmp_path, model, [optimizer], mode) as manager:
         take_step(model, optimizer)
         reason = r"step 1 is not saved: model\.weight changed .* maybe_wait_for_staging\(\)"
-        with before_each_copy(lambda: next(once, lambda: None)()), pytest.raises(SaveError, match=reason):
+
+        def go_on() -> None:
             manager.save(1)
             take_step(model, optimizer)  # waits for the copy, and does not raise: only this rank would
             manager.wait()
+
+        with before_each_copy(lambda: next(once, lambda: None)()), pytest.raises(SaveError, match=reason):
+            go_on()
         assert steps_in(tmp_path) == []
         manager.save(2)
         wanted = copy.deepcopy(model.state_dict())
@@ -147,9 +152,9 @@ def test_no_method_but_step_of_a_proved_optimizer_changes_weights(kind: type[Opt
         "add_param_group": ({"params": [nn.Parameter(torch.zeros(2, 2))]},),
         "profile_hook_step": (lambda *_: None,),
     }
-    for name in dir(optimizer):
+    for name in sorted(dir(optimizer), key=lambda name: name == "add_param_group"):
         method = getattr(optimizer, name)
-        if not name.startswith("_") and name != "step" and callable(method):
+        if not name.startswith("_") and name != "step" and inspect.isroutine(method):
             method(*arguments.get(name, (lambda *_: None,) if name.startswith("register_") else ()))
     optimizer.state_dict(), repr(optimizer)
     assert torch.equal(weight, before) and weight._version == version
@@ -169,7 +174,7 @@ def test_a_marked_step_whose_weights_were_exchanged_is_not_saved(tmp_path: Path,
             model.weight.data = torch.zeros(2, 3)
         else:
             optimizer.state[model.weight]["exp_avg"].zero_()
-        with pytest.raises(SaveError, match=r"step 1 can no longer be saved: .*weight.* changed after its end"):
+        with pytest.raises(SaveError, match=r"step 1 can no longer be saved: .*(weight|state) changed after its end"):
             manager.last_step.save()
         take_step(model, optimizer)
         manager.last_step.complete(2)
@@ -203,7 +208,7 @@ def test_a_copy_that_fails_on_one_rank_ends_the_save_on_all(tmp_path: Path) -> N
                     act()  # both ranks: an operation of DTensor may be collective
                 go_on.set()
                 take_step(model, optimizer)
-                with pytest.raises(own if act is change or rank == 1 else PeerError, match="no room|model.weight"):
+                with pytest.raises(own if act is change or rank == 1 else PeerError, match=r"no room|model\.weight"):
                     manager.wait()
         manager.save(3)
         manager.wait()
@@ -220,16 +225,17 @@ def test_a_plan_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
 
     expected = MemoryError if dist.get_rank() == 1 else PeerError
     with manager_of(tmp_path, model, []) as manager:
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(expected, match="no room for the header"):
+        with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
                 patch.setattr(writer, "lay_out", broken)
-            manager.save(1)
+            with pytest.raises(expected, match="no room for the header"):
+                manager.save(1)
         manager.save(2)
     assert steps_in(tmp_path) == ["step-2"]
 
 
 def test_versions_tell_of_every_change_that_torch_makes() -> None:
-    """Views, fused and foreach kernels and detached aliases share a version; inference tensors have none."""
+    """Views, foreach kernels and detached aliases share a version; inference tensors have none."""
     weight = nn.Parameter(torch.randn(4, 4))
     with torch.inference_mode():
         without = torch.zeros(2)
@@ -238,10 +244,8 @@ def test_versions_tell_of_every_change_that_torch_makes() -> None:
         lambda: torch._foreach_mul_([weight], 2),
         lambda: weight[1:].zero_(),
         lambda: weight.detach().reshape(-1)[3:].add_(1),
-        lambda: torch.optim.SGD([weight], lr=0.1, fused=True).step(),
         lambda: nn.init.normal_(weight),
     ]
-    weight.grad = torch.ones_like(weight)
     with torch.no_grad():
         for change in changes:
             watched = Watched(named)

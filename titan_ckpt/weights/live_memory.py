@@ -47,7 +47,8 @@ class Writes(TorchDispatchMode):
 class Watched:
     """Tensors, and the version that torch counts up whenever it changes one.
 
-    Not noticed: changes through `.data`, by numpy and by foreign kernels, and those of inference tensors.
+    Not noticed: changes through `.data`, by numpy, by foreign kernels and by torch.optim's fused kernels, and changes
+    of inference tensors.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -312,11 +312,11 @@ def test_statistics_that_a_forward_changes_are_those_of_the_step(
         go_on = threading.Event()
         begin = StagedFile.begin
 
-        def late(file: StagedFile, tensors: dict[str, torch.Tensor]) -> Any:
+        def late(file: StagedFile, tensors: dict[str, torch.Tensor], changed: Any) -> Any:
             class Staging:
-                def finish(self) -> None:
+                def finish(self) -> list[str]:
                     go_on.wait(20)
-                    begin(file, tensors).finish()
+                    return begin(file, tensors, changed).finish()
 
             return Staging()
 

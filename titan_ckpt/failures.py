@@ -34,31 +34,31 @@ class Failures:
         self._coordinator = coordinator
         self._in_row: Counter[str] = Counter()
 
-    def settle(self, what: Literal["saved", "exported"], step: int, error: Exception | None, *, is_last: bool) -> None:
+    def verdict(
+        self, what: Literal["saved", "exported"], step: int, error: BaseException | None, *, is_last: bool
+    ) -> BaseException | None:
         """Count how the save or the exports of a step ended; log a failure after which the run goes on. Collective.
 
         `error`: what was raised on this rank. `is_last`: nothing later makes up for a failure.
-        Raises: `error`, unless the run goes on; then on all ranks, so that none waits for another: PeerError on a rank
-        that has no error of its own.
+        Return what the caller must raise, on all ranks, so that none waits for another: `error`, or PeerError on a rank
+        that has no error of its own; None if the run goes on.
         """
         if self._config is None or self._config.on_failure == "raise" or is_last:
-            if error is not None:
-                raise error
-            return
-        of_ranks: list[Any] = self._coordinator.gather(f"is step {step} {what}", outcome_of(error))
+            return error
+        try:
+            of_ranks: list[Any] = self._coordinator.gather(f"is step {step} {what}", outcome_of(error))
+        except PeerError as lost:
+            return error or lost
         failed = [rank for rank, outcome in enumerate(of_ranks) if outcome != "done"]
         of_peers = PeerError(f"step {step} was not {what} on rank {listed([*map(str, failed)], ', ', ' ')}", failed)
         if not is_disk_failure(of_ranks):
             self._in_row[what] = 0
-            if failed:
-                raise error or of_peers
-            return
+            return (error or of_peers) if failed else None
         assert error is not None, "all ranks failed"
         self._in_row[what] += 1
         count, most = self._in_row[what], self._config.max_failures_in_row
         logger.warning("step %d is not %s (%d in a row, %d are accepted): %s", step, what, count, most, error)
-        if count > most:
-            raise error
+        return error if count > most else None
 
 
 def outcome_of(error: BaseException | None) -> Outcome:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from titan_ckpt import policy
-from titan_ckpt.components.optimizer_content import steppers
+from titan_ckpt.components.optimizer_content import PROVED, steppers
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.components.snapshot import (
     Mark,
@@ -122,6 +122,8 @@ class CheckpointManager:
         self._step_hooks = [  # so that a loop without maybe_wait_for_staging() saves no mixture of two steps
             optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()) for optimizer in hooked
         ]
+        self._may_copy_later = bool(hooked) and all(type(optimizer) in PROVED for optimizer in hooked)
+        """Whether the weights change in optimizer.step() alone, which waits for a copy that is under way."""
         self.last_step = LastStep(
             self._run,
             self._saver,
@@ -138,6 +140,8 @@ class CheckpointManager:
         self._is_last_save = False
         """Whether no later save can make up for the one in flight."""
         self._failures = Failures(config.save, coordinator)
+        self._failed_exports: BaseException | None = None
+        """The error of exports that have ended, until it is raised."""
         self._exported_step: int | None = None
         self._knows_folder = False
         self._closed = False
@@ -165,14 +169,15 @@ class CheckpointManager:
         return result
 
     def _load(self, step: int, event: Event) -> LoadResult:
-        self.last_step.mark, self._is_last_save = None, False
+        self.last_step.mark, self._is_last_save, self._exported_step = None, False, None
         if self._saver is not None:
+            self._saver.forget_copy()
             self._coordinator.together("rehearse", self._run.rehearse)
         with event.phase("restore"):
             named = step if step >= 0 else self.config.resume.step
             restored = self._restorer.restore(named)
         event.note(resumed_from=restored.resumed_from, num_tensors=len(restored.result.report.loaded))
-        self.last_step.saved = restored.result.step if restored.resumed_from else None
+        self.last_step.settled = restored.result.step if restored.resumed_from else None
         self._base.loaded(restored.base)
         self._content.refuse_adapter_of_changed_base(self.config.export)
         self._resumed_from = restored.resumed_from
@@ -270,7 +275,7 @@ class CheckpointManager:
                 todo = [export for export in due if not self._exporter.is_there(export, step)]
         except Exception as error:  # a bucket does not answer
             todo = []
-            self._failures.settle("exported", step, error, is_last=last_step)
+            _raise(self._failures.verdict("exported", step, error, is_last=last_step))
         if todo:
             self.export_step(todo, step, last_step)
         return bool(due)
@@ -329,7 +334,7 @@ class CheckpointManager:
                 event.note(num_bytes=self._bytes_in(folder))
         except Exception as e:
             error = e
-        self._failures.settle("exported", step, error, is_last=last_step)
+        _raise(self._failures.verdict("exported", step, error, is_last=last_step))
 
     def save_step(self, due: DueSave) -> bool:
         """Start the save of a step that is due, and return whether it is saved. Called by `save`, and by RunGuard.
@@ -353,15 +358,9 @@ class CheckpointManager:
         kind = self._content.kind(due.model_only)
         event = Event("save", step=due.step, kind=kind, async_mode=self.config.save.async_mode)
         with event.phase("queued"):
-            failed_export = self._settle()
-        try:
-            self._start_save(due, event)
-        except BaseException:
-            if failed_export is not None:
-                logger.exception("exports before step %d have failed, too", due.step, exc_info=failed_export)
-            raise
-        if failed_export is not None:  # this step is saved all the same
-            raise failed_export
+            self._settle()
+        self._start_save(due, event)
+        self._raise_failed_exports()  # this step is saved all the same
         return self.last_step.saved == due.step
 
     def _start_save(self, due: DueSave, event: Event) -> None:
@@ -371,7 +370,7 @@ class CheckpointManager:
         try:  # before the steps, which are set aside when the save begins: no later start goes on without them
             self._exporter.leave_abandoned_branch(self.config.export)
         except Exception as error:
-            self._failures.settle("exported", step, error, is_last=due.last)
+            _raise(self._failures.verdict("exported", step, error, is_last=due.last))
         if not self._content.is_adapter_only:
             self._base.forget_if_changed()  # a resume would find another digest than the record's
         request = SaveRequest(
@@ -384,14 +383,13 @@ class CheckpointManager:
             expire=mark is None,
         )
 
+        self._is_last_save = due.last
         with self.telemetry.failing(event), event.phase("blocking"), gc_paused():
             snapshot = self._coordinator.together("snapshot", lambda: self._snapshot(step, mark, model_only))
             self._saver.save(request, snapshot, event)
-        self.last_step.saved_before, self.last_step.saved = self.last_step.saved, step
-        self._is_last_save = due.last
         if self.config.save.async_mode == "disabled":
             self.wait()
-        elif not self._step_hooks:  # no hook will say when the weights are about to change
+        elif not self._may_copy_later:
             self._saver.wait_staged()
 
     def _snapshot(self, step: int, mark: Mark | None, model_only: str | None) -> Snapshot:
@@ -448,55 +446,67 @@ class CheckpointManager:
         With checkpoint.save.on_failure = "warn", a failure of the disk is logged instead, unless the save is the last
         one of the run, or it is one failure too many.
         """
-        if (failed_export := self._settle()) is not None:
-            raise failed_export
+        self._settle()
+        self._raise_failed_exports()
 
-    def _settle(self) -> Exception | None:
-        """Wait for the save in flight and its exports. Return the exports' error, unless the run goes on without them.
+    def _settle(self) -> None:
+        """Wait for the save in flight and its exports, and keep the exports' error if it must be raised.
 
+        They are forgotten last: if an interrupt comes before, the next call finds them as they were.
         Raises: the save's error, unless the run goes on without the save.
         """
         self.telemetry.refuse_in_sink()
         if self._saver is None:
-            return None
+            return
+        self._saver.wait()
         save, exports, is_last = self._saver.in_flight, self._saver.exports_in_flight, self._is_last_save
-        of_save: Exception | None = None
-        of_exports: Exception | None = None
-        try:
-            self._saver.wait()
-        except BaseException as error:
-            is_saved = save is None or (save.done and save.succeeded())
-            if not is_saved:
-                self.last_step.saved = self.last_step.saved_before  # the step may be saved again
-            if not isinstance(error, Exception):
-                raise
-            of_save, of_exports = (None, error) if is_saved else (error, None)
+        failed: BaseException | None = None
         if save is not None:
-            self._failures.settle("saved", save.step, of_save, is_last=is_last)
-        if exports is not None:
-            try:
-                self._failures.settle("exported", exports.step, of_exports, is_last=is_last)
-            except Exception as error:
-                return error
-        return None
+            if save.error is None:
+                self.last_step.settled = save.step
+            failed = self._failures.verdict("saved", save.step, save.error, is_last=is_last)
+        if exports is not None and failed is not None and exports.error is not None:
+            logger.error("the exports of step %d have failed, too", exports.step, exc_info=exports.error)
+        elif exports is not None and failed is None:
+            of_exports = self._failures.verdict("exported", exports.step, exports.error, is_last=is_last)
+            self._failed_exports = self._failed_exports or of_exports
+        try:
+            _raise(failed)
+        finally:
+            self._saver.forget()
+
+    def _raise_failed_exports(self) -> None:
+        try:
+            _raise(self._failed_exports)
+        finally:
+            self._failed_exports = None
 
     def close(self) -> None:
-        """Finish the save in flight and release the folder; idempotent. Raises: the error of that save, once."""
+        """Finish the save in flight and release the folder; idempotent. Raises: the error of that save, once.
+
+        After an interrupt, call it again: nothing is released while a save is in flight.
+        """
         if self._closed:
             return
         self.telemetry.refuse_in_sink()
-        self._closed = self._is_last_save = True
+        self._is_last_save = True
+        error: BaseException | None = None
         try:
             self.wait()
-        finally:
-            for hook in self._step_hooks:
-                hook.remove()
-            if self._saver is not None:
-                self._saver.close()
-            self._exporter.close()
-            self._directory.close()
-            self._coordinator.close()
-            self.telemetry.finish()
+        except BaseException as e:
+            if self._saver is not None and (self._saver.in_flight or self._saver.exports_in_flight):
+                raise
+            error = e
+        for hook in self._step_hooks:
+            hook.remove()
+        if self._saver is not None:
+            self._saver.close()
+        self._exporter.close()
+        self._directory.close()
+        self._coordinator.close()
+        self.telemetry.finish()
+        self._closed = True
+        _raise(error)
 
     def _check_keepable(self, what: str) -> None:
         """Raises: CheckpointError once the manager is closed; HalfLoadedError, which begins with `what`."""
@@ -519,3 +529,8 @@ class CheckpointManager:
                 raise
             # the run's own error must reach the user
             logger.exception("the last save failed while the run was stopping because of another error")
+
+
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error

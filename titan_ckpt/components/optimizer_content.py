@@ -22,6 +22,16 @@ from titan_ckpt.geometry.chunks import local_tensor
 _WRAPPERS = ("accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightning.", "schedulefree.wrap_schedulefree")
 """Modules of wrappers whose state dict is that of the optimizer inside; other wrappers speak for themselves."""
 
+PROVED = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam",
+        "RMSprop", "Rprop", "SGD", "SparseAdam",
+    )
+    if hasattr(torch.optim, name)
+)  # fmt: skip
+"""Classes that change weights in `step` alone; a test calls all their other methods."""
+
 State = Mapping[nn.Parameter, Mapping[Any, Any]]
 _DICTS = (dict, OrderedDict, defaultdict)
 _METHODS = ("state_dict", "load_state_dict")

@@ -6,19 +6,24 @@ Owns which tensors a step has and which of them a save must copy at once. run_st
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 
 from titan_ckpt.components.files import STATES
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
+from titan_ckpt.components.optimizer_content import innermost
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.errors import SaveError, StateEncodingError, counted, listed
+from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.geometry.nested import take_tensors
 from titan_ckpt.types import StateDict
+from titan_ckpt.weights.live_memory import Watched
 from titan_ckpt.weights.own_state import plain_attributes
 from titan_ckpt.weights.stored_names import MODEL
 from titan_ckpt.weights.wrapper import ModelState, without_memory
@@ -40,6 +45,8 @@ class Snapshot:
     """Tensors that a forward pass may change: buffers and user states. Only an optimizer changes the others."""
     made: frozenset[str] = frozenset()
     """Tensors that the model's own code has made, perhaps in memory that it uses again. A save stages them at once."""
+    watched: Watched = field(default_factory=lambda: Watched({}))
+    """Weights and optimizer state, which must not change before they are copied or written."""
 
     @property
     def buffers(self) -> frozenset[str]:
@@ -65,6 +72,9 @@ class Mark:
     """The state besides weights and optimizer state, and small buffers."""
     versions: dict[str, int]
     """Version counters of tensors too large to copy at every step, to show whether a tensor has changed since."""
+    trained: tuple[list[torch.Tensor], list[int], list[int], list[int]]
+    """The optimizers' parameters; their version counters; the addresses of their values, or the counters of their
+    shards; the version counters of the optimizers' state."""
     attributes: dict[str, tuple[Any, ...]]
     """Plain attributes of modules with state-dict code of their own, to show whether that code would return more."""
 
@@ -97,7 +107,8 @@ def take_snapshot(run_state: RunState, step: int, model: ModelState, *, model_on
         rank, components = counters.rank, run_state.components()
     volatile = _volatile(tensors, run_state, model)
     made = frozenset(MODEL + fqn for fqn in model.made)
-    return Snapshot(tensors, run, rank, tuple(components), volatile, made)
+    watched = Watched({name: value for name, value in tensors.items() if name not in volatile})
+    return Snapshot(tensors, run, rank, tuple(components), volatile, made, watched)
 
 
 def large_tensors(run_state: RunState, model: ModelState) -> Snapshot:
@@ -131,7 +142,28 @@ def take_mark(run_state: RunState, step: int) -> Mark:
             marked.tensors[name] = value.clone()
         else:
             versions[name] = value._version  # noqa: SLF001 - torch has no other name for it
-    return Mark(step, marked, versions, plain_attributes(run_state.model.parts))
+    return Mark(step, marked, versions, _trained(run_state), plain_attributes(run_state.model.parts))
+
+
+def _trained(run_state: RunState) -> tuple[list[torch.Tensor], list[int], list[int], list[int]]:
+    """Return what an optimizer's step changes, as `Mark.trained` has it. Every step calls it: it makes no names."""
+    optimizers = [innermost(optimizer) for optimizer in run_state.optimizers]
+    parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    states = chain.from_iterable(s.values() for o in optimizers for s in o.state.values() if isinstance(s, dict))
+    moments = [value for value in states if isinstance(value, torch.Tensor)]
+    if all(type(p) is nn.Parameter for p in parameters):
+        places = [p.data_ptr() for p in parameters]
+    else:
+        places = _versions([local_tensor(p) for p in parameters])
+    return parameters, _versions(parameters), places, _versions(moments)
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the version counters of tensors; those made in inference mode have none, and then none is returned."""
+    try:
+        return [tensor._version for tensor in tensors]  # noqa: SLF001 - torch has no other name for it
+    except RuntimeError:
+        return []
 
 
 @contextmanager
@@ -159,6 +191,10 @@ def snapshot_of_mark(run_state: RunState, mark: Mark, model: ModelState) -> Snap
     live = now.tensors | {MODEL + fqn: value for own in model.own for fqn, value in own.hidden.items()}
     large = {name: live[name] for name in mark.versions if name in live}
     changed = [n for n, value in large.items() if value._version != mark.versions[n]]  # noqa: SLF001
+    if (trained := _trained(run_state))[1:] != mark.trained[1:]:
+        names = run_state.model.parameter_names()
+        pairs = zip(trained[0], zip(*trained[1:3], strict=True), zip(*mark.trained[1:3], strict=True), strict=False)
+        changed += [MODEL + names[p] for p, trace, marked in pairs if trace != marked] or ["the optimizer's state"]
     attributes = plain_attributes(run_state.model.parts)
     within = tuple(own.prefix for own in model.own if own.made)
     changed += [n for n, marked in mark.attributes.items() if n.startswith(within) and attributes.get(n) != marked]
@@ -169,7 +205,7 @@ def snapshot_of_mark(run_state: RunState, mark: Mark, model: ModelState) -> Snap
     run = now.run | mark.counters.run
     if "model" in now.run:
         run["model"] = now.run["model"] | mark.counters.run.get("model", {})
-    return Snapshot(tensors, run, mark.counters.rank, now.components, now.volatile, now.made)
+    return Snapshot(tensors, run, mark.counters.rank, now.components, now.volatile, now.made, now.watched)
 
 
 def _counters(run_state: RunState) -> Snapshot:

@@ -26,10 +26,8 @@ class LastStep:
     """Whether a load has overwritten a part of the run and failed; no step of such a run is marked."""
     is_watched: bool
     """Whether the optimizers say when they are about to step."""
-    saved: int | None = None
-    """The step that was saved or resumed last, or is being saved."""
-    saved_before: int | None = None
-    """The value of `saved` before the newest save; `saved` returns to it if that fails."""
+    settled: int | None = None
+    """The step that was saved or resumed last; a save in flight does not count."""
     mark: Mark | None = None
     is_changing: bool = False
     """Whether an optimizer may have changed the marked step."""
@@ -41,6 +39,12 @@ class LastStep:
         """
         if self.saver is not None and not self.is_half_loaded():
             self.mark, self.is_changing = take_mark(self.run, step), False
+
+    @property
+    def saved(self) -> int | None:
+        """Return the step that was saved or resumed last, or is being saved."""
+        in_flight = self.saver.in_flight if self.saver is not None else None
+        return self.settled if in_flight is None else in_flight.step
 
     @property
     def marked(self) -> int | None:

@@ -27,7 +27,7 @@ from titan_ckpt.disk.direct import meanwhile, run_workers
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.replicas import check_replicas
 from titan_ckpt.encoding import typed_json
-from titan_ckpt.errors import SaveError
+from titan_ckpt.errors import SaveError, listed
 from titan_ckpt.formats.native.arena import StagingHandle
 from titan_ckpt.formats.native.writer import StagedFile, WritePlan
 from titan_ckpt.gc_paused import gc_paused
@@ -100,15 +100,15 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        return any(handle is not None and not handle.done for handle in (self.in_flight, self.exports_in_flight))
+        return any(handle is not None and handle.is_running for handle in (self.in_flight, self.exports_in_flight))
 
     def has_staged(self, step: int) -> bool:
         """Return whether the arena holds a copy of this step."""
         return self._staged is not None and self._staged[0] == step
 
     @gc_paused()
-    def save(self, request: SaveRequest, snapshot: Snapshot, event: Event) -> SaveHandle:
-        """Start a save and return its handle; with async_mode "disabled" it has ended. Collective.
+    def save(self, request: SaveRequest, snapshot: Snapshot, event: Event) -> None:
+        """Start a save, which is `in_flight` then; with async_mode "disabled" it has ended. Collective.
 
         `event` times it; the save ends it, unless this function raises.
 
@@ -124,33 +124,41 @@ class Saver:
             check_replicas(snapshot.tensors, plan.replicas, snapshot.volatile, self._coordinator, mode, request.step)
         self._event = event
         commit = self._telemetry.ending(event)(partial(self._commit, event, request, snapshot, state, plan))
+        changed = snapshot.watched.changed
+
+        def write_live(folder: Location) -> FileRecord:
+            record = plan.write(folder, snapshot.tensors)
+            _refuse_changed(request.step, changed())
+            return record
+
         if self._config.async_mode == "disabled":
-            handle = self.in_flight = SaveHandle(request.step)
-            handle.run(lambda: commit(lambda folder: plan.write(folder, snapshot.tensors)))
-            return handle
+            handle = SaveHandle(request.step, lambda: commit(write_live), "save")
+            handle.run()
+            self.in_flight = handle
+            return
         error: Exception | None = None
         file: StagedFile | None = None
+        staging: StagingHandle | None = None
         try:
             file = self._file_for(plan, snapshot.tensors)
-            self._staging = file.begin(snapshot.frozen_tensors())
-            self._staged = request.step, snapshot.tensors
+            staging = self._staging = file.begin(snapshot.frozen_tensors(), changed)
             if snapshot.made:
-                self._staging.wait()
+                staging.wait()
         except Exception as e:  # no memory for the copy: the other ranks learn of it when they have written
             error = e
-        staging = self._staging
 
         def write_staged(folder: Location) -> FileRecord:
             if error is not None:
                 raise error
             assert file is not None and staging is not None
             with event.phase("staging"):
-                staging.finish()
+                _refuse_changed(request.step, staging.finish())
             return file.write(folder)
 
-        handle = self.in_flight = SaveHandle(request.step)
-        handle.start(partial(commit, write_staged), f"titan_ckpt save {request.step}")
-        return handle
+        # known before it runs, so that an interrupt cannot come between
+        self.in_flight = SaveHandle(request.step, lambda: commit(write_staged), "save")
+        self.in_flight.start()
+        self._staged = request.step, snapshot.tensors
 
     def prepare(self, snapshot: Snapshot) -> None:
         """Plan saves of these tensors, and begin to make memory for their copies ready in the background. Collective.
@@ -170,6 +178,7 @@ class Saver:
             self._release()  # the old memory comes back before the new is taken
             pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
             self._file = StagedFile(plan, pinned=pinned, in_process=self._config.async_mode == "process", room=room)
+            self._file.prepare()
         return self._file
 
     def staged(self) -> tuple[StateDict, dict[str, LazyTensor]]:
@@ -186,7 +195,6 @@ class Saver:
         """
         assert self.has_staged(step) and self.exports_in_flight is None
         saved = self.in_flight
-        handle = self.exports_in_flight = SaveHandle(step)
 
         def make_after_save() -> None:
             of_ranks = self._coordinator.gather(f"is step {step} saved", saved is None or saved.succeeded())
@@ -195,7 +203,8 @@ class Saver:
             else:  # the save's own handle has its error
                 logger.warning("the exports of step %d are left out, because its save has failed", step)
 
-        handle.start(make_after_save, f"titan_ckpt export {step}")
+        self.exports_in_flight = SaveHandle(step, make_after_save, "export")
+        self.exports_in_flight.start()
 
     def _state_files(self, snapshot: Snapshot) -> tuple[dict[str, bytes], Snapshot]:
         """Return the JSON files that this rank writes, and the snapshot with the names of its tensors. Collective.
@@ -223,41 +232,42 @@ class Saver:
         return self._coordinator.together("state files", encoded), snapshot
 
     def wait_staged(self) -> None:
-        """Wait until the save in flight has copied the live tensors; they may change then. Raises: the copy's error."""
-        staging, self._staging = self._staging, None
-        if staging is not None:
+        """Wait until the save in flight has copied the live tensors; they may change then. The save has its errors."""
+        if self._staging is not None:
             assert self._event is not None
             with self._event.phase("stall"):
-                staging.wait()
+                self._staging.wait()
+            self._staging = None
 
     def wait(self) -> None:
-        """Wait for the save in flight and its exports. Raises: the error of either, once; the save's if both failed."""
-        self._staging = None
-        handle, self.in_flight = self.in_flight, None
-        exports, self.exports_in_flight = self.exports_in_flight, None
-        try:
+        """Wait for the save in flight and its exports; they stay known until `forget`. May be left and called again."""
+        for handle in (self.in_flight, self.exports_in_flight):
             if handle is not None:
                 handle.wait()
-        except BaseException:
+
+    def forget(self) -> None:
+        """Forget a save and its exports that have ended, so that the next one can begin."""
+        if self.in_flight is not None and self.in_flight.error is not None:
             self._staged = None
-            if exports is not None and not exports.succeeded():
-                try:
-                    exports.wait()
-                except Exception:
-                    logger.exception("the exports of step %d have failed, too", exports.step)
-            raise
-        if exports is not None:
-            exports.wait()
+        self._staging = None
+        for handle in (self.in_flight, self.exports_in_flight):
+            if handle is not None:
+                handle.hear()
+        self.in_flight = self.exports_in_flight = None
+
+    def forget_copy(self) -> None:
+        """Forget which step was copied last: the run goes back, and what it makes of that step may be another."""
+        self._staged = None
 
     def close(self) -> None:
-        """Release the staging memory; call it after `wait`."""
+        """Release the staging memory; call it after `wait`. May be left, and called again."""
         self._staged = None
         self._release()
 
     def _release(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _commit(
         self,
@@ -307,6 +317,16 @@ class Saver:
                 event.note(expired=self._directory.expire(self._config.keep))
         self.seconds.append(time.perf_counter() - started)
         logger.info("step %d saved in %.2f s", request.step, self.seconds[-1])
+
+
+def _refuse_changed(step: int, names: Sequence[str]) -> None:
+    """Raises: SaveError if there are names: those of tensors whose values at `step` are gone."""
+    if names:
+        raise SaveError(
+            f"step {step} is not saved: {listed(names, ', ', ' ')} changed while the save was reading "
+            f"{'it' if len(names) == 1 else 'them'}, outside of optimizer.step(), which waits by itself. Call "
+            "maybe_wait_for_staging() before any other code that changes weights or optimizer state"
+        )
 
 
 def _make_all(exports: Sequence[Callable[[Coordinator], None]], coordinator: Coordinator) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -40,6 +42,33 @@ class Writes(TorchDispatchMode):
         ranges = _ranges(value)
         empty = all(start == stop for start, stop in ranges)
         return empty or any(a < stop and start < b for a, b in ranges for start, stop in self._ranges)
+
+
+class Watched:
+    """Tensors, and the version that torch counts up whenever it changes one.
+
+    Not noticed: changes through `.data`, by numpy, by foreign kernels and by torch.optim's fused kernels, and changes
+    of inference tensors.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._parts = list(_versioned(tensors))
+        self._versions = [part._version for _, part in self._parts]  # noqa: SLF001 - torch has no other name for it
+
+    def changed(self) -> list[str]:
+        """Return the names of the tensors that have changed since this object was made."""
+        pairs = zip(self._parts, self._versions, strict=True)
+        names = (name for (name, part), version in pairs if part._version != version)  # noqa: SLF001
+        return list(dict.fromkeys(names))
+
+
+def _versioned(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what has a version; a DTensor has one of its own, beside that of the tensor on this rank."""
+    for name, value in tensors.items():
+        if not value.is_inference():
+            yield name, value
+            if isinstance(value, DTensor):
+                yield name, local_tensor(value)
 
 
 def is_live(value: object, live: torch.Tensor | None) -> bool:

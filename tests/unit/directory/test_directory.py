@@ -686,6 +686,7 @@ def test_a_clean_up_of_a_writer_that_was_succeeded_spares_the_save_of_its_succes
     old._store._has_leftovers = True
     mine = old._store.open()
     check = mine.check
+    attempt: Any = None
 
     def check_then_sleep() -> None:
         nonlocal attempt
@@ -697,7 +698,6 @@ def test_a_clean_up_of_a_writer_that_was_succeeded_spares_the_save_of_its_succes
             attempt = new.begin(2)
             write_files(attempt, 0)
 
-    attempt: Any = None
     mine.check = check_then_sleep  # type: ignore[method-assign]
     with pytest.raises(CommitConflictError, match="taken over"):
         old.begin(3)

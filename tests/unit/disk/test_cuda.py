@@ -109,8 +109,8 @@ def test_every_thread_uses_the_device_and_the_stream_of_its_caller(fake: FakeCud
     seen.clear()
     with meanwhile(lambda: seen.update({0: fake.stream.name})):
         pass
-    handle = SaveHandle(1)
-    handle.start(lambda: seen.update({1: fake.stream.name}), "save")
+    handle = SaveHandle(1, lambda: seen.update({1: fake.stream.name}), "save")
+    handle.start()
     handle.wait()
     assert seen == {0: "training", 1: "training"}
 
@@ -152,7 +152,7 @@ def test_what_training_waits_for_is_enqueued_without_waiting(fake: FakeCuda, mon
     enqueue = Segments.enqueue
 
     def when_waited_for(*arguments: Any) -> None:
-        eventually(lambda: handles[0]._is_waited_for.is_set() if handles else False)
+        eventually(lambda: handles[0]._is_waited_for if handles else False)
         enqueue(*arguments)
 
     monkeypatch.setattr(Segments, "enqueue", when_waited_for)

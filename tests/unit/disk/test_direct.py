@@ -62,8 +62,8 @@ def test_a_save_for_which_no_thread_can_be_started_is_made_before_it_returns(mon
 
     monkeypatch.setattr(threading.Thread, "start", cannot_start)
     done: list[str] = []
-    handle = SaveHandle(1)
-    handle.start(lambda: done.append("save"), "titan_ckpt save 1")
+    handle = SaveHandle(1, lambda: done.append("save"), "save")
+    handle.start()
     handle.wait()
     with meanwhile(lambda: done.append("beside")):
         done.append("block")

@@ -10,12 +10,13 @@ memory.
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from titan_ckpt.disk import cuda
+from titan_ckpt.disk.background import BackgroundCall, Latch
 from titan_ckpt.disk.direct import IO_BYTES, num_copy_workers, run_workers
 from titan_ckpt.disk.memory import ALIGNMENT, Buffer, SharedBuffer, round_up
 from titan_ckpt.formats.native.segments import Places, Segments
@@ -31,17 +32,25 @@ around the processor's cache, which takes little more than half the time: the ta
 
 
 class StagingHandle:
-    """A running copy into the arena."""
+    """A copy into the arena, in a thread."""
 
-    def __init__(self, segments: Segments, arena: Arena) -> None:
-        """Start the copy, after all work that this thread has enqueued on the tensors' devices."""
+    def __init__(self, segments: Segments, arena: Arena, changed: Callable[[], list[str]]) -> None:
+        """Prepare a copy that follows all work which this thread has enqueued on the tensors' devices.
+
+        `changed` returns the names of the tensors that have changed since they were to be copied.
+        """
         self._segments: Segments | None = segments
         self._streams = cuda.CopyStreams(segments.devices) if segments.devices else None
-        self._is_waited_for = threading.Event()
-        self._is_issued = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._copy, args=(arena,), name="titan_ckpt-staging", daemon=True)
-        self._thread.start()
+        self._changed = changed
+        self._verdict: dict[str, list[str]] = {}
+        """What `changed` has returned, under one key: the first answer is the one that counts."""
+        self._is_waited_for = False
+        self._is_issued = Latch()
+        self._copying = BackgroundCall(partial(self._copy, arena), "titan_ckpt-staging", late=False, daemon=True)
+
+    def start(self) -> None:
+        """Start the copy. Raises: RuntimeError if no thread can be started."""
+        self._copying.start()
 
     def _copy(self, arena: Arena) -> None:
         assert self._segments is not None
@@ -50,8 +59,7 @@ class StagingHandle:
                 arena.copy_from_host(self._segments)
             else:
                 self._copy_from_devices(self._segments, self._streams, arena)
-        except BaseException as error:
-            self._error = error
+            self._look()
         finally:
             self._is_issued.set()
 
@@ -62,35 +70,44 @@ class StagingHandle:
         try:
             for start in range(0, arena.num_bytes, COPY_BYTES):
                 segments.enqueue(start, min(start + COPY_BYTES, arena.num_bytes), target, start)
-                streams.end_piece(wait=not self._is_waited_for.is_set())
+                streams.end_piece(wait=not self._is_waited_for)
             self._is_issued.set()
         finally:
             streams.finish()
 
+    def _look(self) -> None:
+        """Note what has changed, unless it is noted: what changes after `wait` has returned has every right to."""
+        if not self._verdict:
+            self._verdict.setdefault("changed", self._changed())
+
     def wait(self) -> None:
         """Return when the live tensors may change again. Called right before the optimizer step.
 
-        For tensors on a device only the current stream waits for the copy. Raises: what the copy raised.
+        For tensors on a device only the current stream waits for the copy. If the copy has failed, they may change too:
+        the writing thread raises its error, on all ranks.
         """
-        self._is_waited_for.set()
-        self._is_issued.wait()
-        if self._error is not None:
-            raise self._error
+        self._is_waited_for = True
+        self._copying.see_to_start()
+        if not self._copying.done:
+            self._is_issued.wait()
         if self._streams is not None:
             self._streams.join()
+        self._look()  # last: an interrupt before it leaves the look to the copying thread, which is not done yet
 
-    def finish(self) -> None:
+    def finish(self) -> list[str]:
         """Block until the arena holds all bytes. Called by the writing thread. Raises: what the copy raised.
 
         Until then the tensors are kept, also those that nobody else holds: a copy may still read them.
+        Return the names of the tensors that changed before they were copied: the copy is that of no step.
         """
         self.join()
-        if self._error is not None:
-            raise self._error
+        if self._copying.error is not None:
+            raise self._copying.error
+        return self._verdict["changed"]
 
     def join(self) -> None:
         """Block until nothing is being copied any more."""
-        self._thread.join()
+        self._copying.wait()
         self._segments = None
 
 
@@ -100,7 +117,7 @@ class Arena:
     def __init__(
         self, num_bytes: int, *, pinned: bool, beside: bytes = b"", shared: bool = False, room: int = 0
     ) -> None:
-        """Map the memory, and begin to touch and page-lock it in a thread.
+        """Map the memory. `prepare` makes it ready; otherwise its first use does.
 
         `num_bytes`: size of the data section. `beside`: bytes that are put behind it, at `beside_at`. `shared`: another
         process can map the memory. `room`: bytes by which both may grow.
@@ -114,23 +131,20 @@ class Arena:
         self._buffer.view[self.beside_at : self.beside_at + len(beside)] = beside
         self._pinned = False
         self._copying: StagingHandle | None = None
-        self._as_here = cuda.as_here()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._prepare, args=(pinned,), name="titan_ckpt-arena", daemon=True)
-        self._thread.start()
+        self._preparing = BackgroundCall(partial(self._prepare, pinned), "titan_ckpt-arena", daemon=True)
+
+    def prepare(self) -> None:
+        """Begin to touch and page-lock the memory in a thread."""
+        self._preparing.start()
 
     def _prepare(self, pinned: bool) -> None:
         """Touch the memory, then page-lock it, or take page-locked memory of CUDA's own in its place."""
-        try:
-            self._as_here()
-            run_workers(range(0, self.num_bytes, IO_BYTES), self._touch, num_copy_workers())
-            if not pinned:
-                return
-            self._pinned = cuda.pin(self._buffer)
-            if not self._pinned and self.shared is None:  # shared memory has to stay where it is
-                self._buffer = cuda.allocate_pinned(len(self._buffer.view)) or self._buffer
-        except BaseException as error:
-            self._error = error
+        run_workers(range(0, self.num_bytes, IO_BYTES), self._touch, num_copy_workers())
+        if not pinned:
+            return
+        self._pinned = cuda.pin(self._buffer)
+        if not self._pinned and self.shared is None:  # shared memory has to stay where it is
+            self._buffer = cuda.allocate_pinned(len(self._buffer.view)) or self._buffer
 
     def _touch(self, start: int) -> None:
         self._buffer.tensor[start : min(start + IO_BYTES, self.num_bytes)].zero_()
@@ -138,9 +152,9 @@ class Arena:
     @property
     def buffer(self) -> Buffer:
         """Return the memory when it is ready. Raises: what kept it from being so."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self._preparing.wait()
+        if self._preparing.error is not None:
+            raise self._preparing.error
         return self._buffer
 
     def refit(self, num_bytes: int, beside: bytes) -> bool:
@@ -150,18 +164,24 @@ class Arena:
         """
         if round_up(num_bytes) + round_up(len(beside)) > len(self._buffer.view):
             return False
-        self._thread.join()
+        self._preparing.wait()
         if self._copying is not None:
             self._copying.join()
         self.num_bytes, self.beside_at = num_bytes, round_up(num_bytes)
         self._buffer.view[self.beside_at : self.beside_at + len(beside)] = beside
-        return self._error is None
+        return self._preparing.error is None
 
-    def stage(self, places: Places, tensors: Sequence[torch.Tensor]) -> StagingHandle:
-        """Start to copy the tensors. They must not change before `wait` of the handle returns."""
+    def stage(
+        self, places: Places, tensors: Sequence[torch.Tensor], changed: Callable[[], list[str]] = list
+    ) -> StagingHandle:
+        """Start to copy the tensors. They must not change before `wait` of the handle returns.
+
+        `changed`: see StagingHandle. Raises: RuntimeError if no thread can be started.
+        """
         if self._copying is not None:  # a save has failed before it needed the copy
             self._copying.join()
-        self._copying = StagingHandle(Segments(places, tensors), self)
+        self._copying = StagingHandle(Segments(places, tensors), self, changed)  # known before it runs
+        self._copying.start()
         return self._copying
 
     def copy_from_host(self, segments: Segments) -> None:
@@ -176,12 +196,12 @@ class Arena:
 
     def close(self) -> None:
         """Unlock the pages when no copy is under way. The memory is freed with the last view of it."""
-        self._thread.join()
+        self._preparing.wait()
         if self._copying is not None:
             self._copying.join()
         if self._pinned:
             cuda.unpin(self._buffer)
             self._pinned = False
-        if self.shared is not None:
-            os.close(self.shared.fd)
-            self.shared = None
+        shared, self.shared = self.shared, None  # first: closed twice, the number may be that of another file
+        if shared is not None:
+            os.close(shared.fd)

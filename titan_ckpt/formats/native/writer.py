@@ -5,7 +5,7 @@ Owns which rank writes what, and where in the file. Names no folders and commits
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -69,21 +69,25 @@ class WritePlan:
     ) -> WritePlan:
         coordinator.together("plan/dtypes", lambda: _check(tensors))
         division = divide(tensors, coordinator, buffers)
-        shares = tuple(sorted(division.shares, key=lambda s: -s.info.dtype.itemsize))
-        elsewhere = {}
-        if coordinator.rank == 0:
-            own = {share.fqn for share in shares}
-            elsewhere = {fqn: info for fqn, info in division.tensors.items() if fqn not in own}
-        chunks = [(s.fqn, s.info, s.chunk) for s in shares]
-        return cls(
-            shares,
-            lay_out(chunks, coordinator.rank, coordinator.world_size, elsewhere),
-            Places.of([(s.info.dtype, s.chunk.sizes) for s in shares]),
-            division.replicas,
-            rank_file_name(coordinator.rank),
-            [(fqn, v.shape, v.dtype, sharding_of(v)) for fqn, v in tensors.items()],
-            any(isinstance(value, DTensor) for value in tensors.values()),
-        )
+
+        def planned() -> WritePlan:
+            shares = tuple(sorted(division.shares, key=lambda s: -s.info.dtype.itemsize))
+            elsewhere = {}
+            if coordinator.rank == 0:
+                own = {share.fqn for share in shares}
+                elsewhere = {fqn: info for fqn, info in division.tensors.items() if fqn not in own}
+            chunks = [(s.fqn, s.info, s.chunk) for s in shares]
+            return cls(
+                shares,
+                lay_out(chunks, coordinator.rank, coordinator.world_size, elsewhere),
+                Places.of([(s.info.dtype, s.chunk.sizes) for s in shares]),
+                division.replicas,
+                rank_file_name(coordinator.rank),
+                [(fqn, v.shape, v.dtype, sharding_of(v)) for fqn, v in tensors.items()],
+                any(isinstance(value, DTensor) for value in tensors.values()),
+            )
+
+        return coordinator.together("plan/layout", planned)
 
     def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Return whether these are the planned tensors. Fast, because every save calls it."""
@@ -129,7 +133,7 @@ class StagedFile:
     """Memory for a copy of the planned tensors, from which the file is written. One save uses it at a time."""
 
     def __init__(self, plan: WritePlan, *, pinned: bool = False, in_process: bool = False, room: int = 0) -> None:
-        """Allocate and touch the memory. `pinned`: tensors are on a device. `in_process`: another process writes.
+        """Map the memory. `pinned`: tensors are on a device. `in_process`: another process writes.
 
         `room`: bytes by which the file of another plan may be larger.
         """
@@ -137,6 +141,10 @@ class StagedFile:
         beside = plan.layout.template if in_process else b""
         self._arena = Arena(plan.layout.data_bytes, pinned=pinned, beside=beside, shared=in_process, room=room)
         self._process: WriterProcess | None = None
+
+    def prepare(self) -> None:
+        """Begin to make the memory ready, in the background."""
+        self._arena.prepare()
 
     def refit(self, plan: WritePlan) -> bool:
         """Use the memory for another plan if it is large enough, and return whether it is. No save may be using it."""
@@ -146,14 +154,17 @@ class StagedFile:
         self.plan = plan
         return True
 
-    def begin(self, tensors: Mapping[str, torch.Tensor]) -> StagingHandle:
-        """Start to copy the tensors in the background; they must not change before `wait` of the handle."""
-        if self._process is not None and not self._process.alive:
+    def begin(self, tensors: Mapping[str, torch.Tensor], changed: Callable[[], list[str]] = list) -> StagingHandle:
+        """Start to copy the tensors in the background; they must not change before `wait` of the handle.
+
+        `changed` returns the names of those that have changed all the same.
+        """
+        if self._process is not None and not self._process.is_idle:
             self._process.close()
             self._process = None
         if self._arena.shared is not None and self._process is None:
             self._process = WriterProcess(self._arena.shared)
-        return self._arena.stage(self.plan.places, self.plan.bind(tensors))
+        return self._arena.stage(self.plan.places, self.plan.bind(tensors), changed)
 
     def tensors(self, live: Mapping[str, torch.Tensor]) -> dict[str, LazyTensor]:
         """Return the copies of the live tensors: on every rank the chunks that it writes, no replicas.

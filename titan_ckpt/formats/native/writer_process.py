@@ -45,8 +45,10 @@ class WriterProcess:
 
     def __init__(self, shared: SharedBuffer) -> None:
         """Start a process that maps `shared`."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_TRAINER)  # inherited, so blocked from the start
-        try:
+        self._is_answering = False
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        try:  # the call that blocks them may raise: it lets a signal that came before it be handled
+            signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_TRAINER)  # inherited, so blocked from the start
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _MAIN, str(shared.fd), str(len(shared.buffer.view)), str(os.getpid())],
                 stdin=subprocess.PIPE,
@@ -62,8 +64,9 @@ class WriterProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
+    def is_idle(self) -> bool:
+        """Return whether it can take a request: it lives, and an interrupt has left no answer in the pipe."""
+        return self._process.poll() is None and not self._is_answering
 
     def write(self, path: Location, layout: Layout, header_at: int) -> str:
         """Let the process write a file and return its digest. The file is durable then.
@@ -79,6 +82,7 @@ class WriterProcess:
             "data_bytes": layout.data_bytes,
             "header_at": header_at,
         }
+        self._is_answering = True
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
@@ -88,6 +92,7 @@ class WriterProcess:
         if not answer:
             code = self._process.wait()
             raise SaveError(f"{path}: the writer process ended with {_cause(code)}; the next save starts another")
+        self._is_answering = False
         result = json.loads(answer)
         if "errno" in result:
             raise OSError(result["errno"], result["message"], str(path))

@@ -1,0 +1,254 @@
+"""Weights that other code than optimizer.step() changes while a save reads them. Real copies, real steps on disk."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.optim import Optimizer
+
+from titan_ckpt.components.optimizer_content import PROVED
+from titan_ckpt.config import CheckpointConfig, SaveConfig
+from titan_ckpt.errors import PeerError, SaveError
+from titan_ckpt.formats.native import writer
+from titan_ckpt.formats.native.segments import Segments
+from titan_ckpt.manager import CheckpointManager
+from titan_ckpt.testing import distributed
+from titan_ckpt.weights.live_memory import Watched
+
+MODES = pytest.mark.parametrize("mode", ["disabled", "thread", "process"])
+
+
+def manager_of(folder: Path, model: nn.Module, optimizers: list[Any], mode: Any = "thread") -> CheckpointManager:
+    config = CheckpointConfig(save=SaveConfig(interval=1, async_mode=mode, timeout_seconds=60))
+    return CheckpointManager(config, model_parts=[model], optimizers=optimizers, base_folder=folder)
+
+
+def take_step(model: nn.Module, optimizer: Any) -> None:
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def steps_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+
+
+@contextmanager
+def before_each_copy(act: Callable[[], object]) -> Iterator[None]:
+    """Call `act` in the threads that read the weights for a save, before they do."""
+    fill = Segments.fill
+
+    def late(*arguments: Any) -> None:
+        act()
+        fill(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Segments, "fill", late)
+        yield
+
+
+def in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.weight.copy_(torch.full_like(model.weight, 7.0))
+
+
+def in_inference_mode(model: nn.Module) -> None:
+    with torch.inference_mode():
+        model.weight.mul_(7.0)
+
+
+@MODES
+@pytest.mark.parametrize("change", [in_place, in_inference_mode])
+def test_a_weight_that_changes_while_a_save_reads_it_fails_the_save_by_name(
+    tmp_path: Path, mode: str, change: Callable[[nn.Module], None]
+) -> None:
+    """The value of that step is gone, so nothing is committed; the run goes on, and the next save is exact."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    once = iter([lambda: change(model)])
+    with manager_of(tmp_path, model, [optimizer], mode) as manager:
+        take_step(model, optimizer)
+        reason = r"step 1 is not saved: model\.weight changed .* maybe_wait_for_staging\(\)"
+
+        def go_on() -> None:
+            manager.save(1)
+            take_step(model, optimizer)  # waits for the copy, and does not raise: only this rank would
+            manager.wait()
+
+        with before_each_copy(lambda: next(once, lambda: None)()), pytest.raises(SaveError, match=reason):
+            go_on()
+        assert steps_in(tmp_path) == []
+        manager.save(2)
+        wanted = copy.deepcopy(model.state_dict())
+        take_step(model, optimizer)
+        manager.wait()
+        manager.load(2)
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+
+
+class TwoSetsOfWeights(torch.optim.SGD):
+    """An optimizer whose `train` and `eval` exchange weights, as schedulefree's do; torch sees no version change."""
+
+    def train(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(-1)
+
+    eval = train
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_an_optimizer_that_may_change_weights_elsewhere_lets_save_wait_for_the_copy(tmp_path: Path, mode: str) -> None:
+    """eval, save, train, as schedulefree prescribes: what is saved are the weights of evaluation."""
+    model = nn.Linear(3, 2)
+    optimizer = TwoSetsOfWeights(model.parameters(), lr=0.1)
+    with manager_of(tmp_path, model, [optimizer], mode) as manager:
+        take_step(model, optimizer)
+        optimizer.eval()
+        wanted = copy.deepcopy(model.state_dict())
+        with before_each_copy(lambda: time.sleep(0.2)):
+            manager.save(1)
+            optimizer.train()
+            manager.wait()
+        manager.load(1)
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+
+
+def optimizers_of_torch() -> list[type[Optimizer]]:
+    kinds = (getattr(torch.optim, name) for name in dir(torch.optim))
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer]
+
+
+@pytest.mark.parametrize("kind", optimizers_of_torch(), ids=lambda kind: kind.__name__)
+def test_no_method_but_step_of_a_proved_optimizer_changes_weights(kind: type[Optimizer]) -> None:
+    """Every class of torch.optim is on the list, and each of its public methods leaves every bit of the weights."""
+    assert kind in PROVED
+    weight = nn.Parameter(torch.randn(4, 4))
+    optimizer = kind([weight])  # type: ignore[call-arg]
+
+    def loss() -> float:
+        dense = torch.ones(4, 4)
+        weight.grad = dense.to_sparse() if kind is torch.optim.SparseAdam else dense
+        return 1.0
+
+    loss()
+    optimizer.step(loss)
+    before, version = weight.detach().clone(), weight._version
+    arguments: dict[str, tuple[Any, ...]] = {
+        "load_state_dict": (optimizer.state_dict(),),
+        "add_param_group": ({"params": [nn.Parameter(torch.zeros(2, 2))]},),
+        "profile_hook_step": (lambda *_: None,),
+    }
+    for name in sorted(dir(optimizer), key=lambda name: name == "add_param_group"):
+        method = getattr(optimizer, name)
+        if not name.startswith("_") and name != "step" and inspect.isroutine(method):
+            method(*arguments.get(name, (lambda *_: None,) if name.startswith("register_") else ()))
+    optimizer.state_dict(), repr(optimizer)
+    assert torch.equal(weight, before) and weight._version == version
+
+
+@pytest.mark.parametrize("swap", ["copy_", "data", "moments"])
+def test_a_marked_step_whose_weights_were_exchanged_is_not_saved(tmp_path: Path, swap: str) -> None:
+    """Averaged weights are in place for an evaluation when the run is stopped: they are not the ones of the step."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with manager_of(tmp_path, model, [optimizer]) as manager:
+        take_step(model, optimizer)
+        manager.last_step.complete(1)
+        if swap == "copy_":
+            in_place(model)
+        elif swap == "data":
+            model.weight.data = torch.zeros(2, 3)
+        else:
+            optimizer.state[model.weight]["exp_avg"].zero_()
+        with pytest.raises(SaveError, match=r"step 1 can no longer be saved: .*(weight|state) changed after its end"):
+            manager.last_step.save()
+        take_step(model, optimizer)
+        manager.last_step.complete(2)
+        manager.last_step.save()
+    assert steps_in(tmp_path) == ["step-2"]
+
+
+@distributed(nproc=2, timeout_seconds=60)
+def test_a_copy_that_fails_on_one_rank_ends_the_save_on_all(tmp_path: Path) -> None:
+    """optimizer.step() raises nowhere; the next wait raises on both, for an error of the copy and for a shard."""
+    rank = dist.get_rank()
+    model = nn.Linear(4, 4, bias=False)
+    mesh = init_device_mesh("cpu", (2,))
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    def change() -> None:
+        with torch.no_grad():
+            model.weight.copy_(model.weight * 2)
+
+    with manager_of(tmp_path, model, [optimizer]) as manager:
+        for step, act, own in ((1, fail, MemoryError), (2, change, SaveError)):
+            go_on = threading.Event()
+            with before_each_copy(lambda go_on=go_on, act=act: go_on.wait(60) and act is fail and rank == 1 and act()):
+                manager.save(step)
+                if act is change:
+                    manager._coordinator.barrier("both have begun")
+                    act()  # both ranks: an operation of DTensor may be collective
+                go_on.set()
+                take_step(model, optimizer)
+                with pytest.raises(own if act is change or rank == 1 else PeerError, match=r"no room|model\.weight"):
+                    manager.wait()
+        manager.save(3)
+        manager.wait()
+    assert steps_in(tmp_path) == ["step-3"]
+
+
+@distributed(nproc=2, timeout_seconds=60)
+def test_a_plan_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    """The other rank does not go on to exchanges that this one never comes to."""
+    model = nn.Linear(4, 4)
+
+    def broken(*_: Any) -> Any:
+        raise MemoryError("no room for the header")
+
+    expected = MemoryError if dist.get_rank() == 1 else PeerError
+    with manager_of(tmp_path, model, []) as manager:
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(writer, "lay_out", broken)
+            with pytest.raises(expected, match="no room for the header"):
+                manager.save(1)
+        manager.save(2)
+    assert steps_in(tmp_path) == ["step-2"]
+
+
+def test_versions_tell_of_every_change_that_torch_makes() -> None:
+    """Views, foreach kernels and detached aliases share a version; inference tensors have none."""
+    weight = nn.Parameter(torch.randn(4, 4))
+    with torch.inference_mode():
+        without = torch.zeros(2)
+    named = {"weight": weight.detach(), "without": without}
+    changes: list[Callable[[], object]] = [
+        lambda: torch._foreach_mul_([weight], 2),
+        lambda: weight[1:].zero_(),
+        lambda: weight.detach().reshape(-1)[3:].add_(1),
+        lambda: nn.init.normal_(weight),
+    ]
+    with torch.no_grad():
+        for change in changes:
+            watched = Watched(named)
+            assert watched.changed() == []
+            change()
+            assert watched.changed() == ["weight"]

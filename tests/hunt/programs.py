@@ -79,38 +79,44 @@ class Program:
         return Program(int(ranks), mode, optimizer, tuple(map(Act, filter(None, acts.split("; ")))))  # type: ignore[arg-type]
 
 
-def _drawn(names: str, *suffixes: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+def _act(names: str, *suffixes: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     return st.tuples(st.sampled_from(names.split()), *suffixes).map("".join)
 
 
-_HOLD = st.sampled_from(("", "/copy", "/piece", "/begin", "/write", "/commit", "/export"))
+_HOLD = st.sampled_from(("", *(f"/{point}" for point in HOLDS)))
 _AT = st.one_of(st.integers(0, 200), st.integers(0, 1000), st.integers(0, 4000)).map(lambda at: f"!saving@{at}")
 _ANYWHERE = st.integers(0, 80_000).map(lambda at: f"!all@{at}")
 _IN_A_WAIT = st.one_of(st.just("!wait"), _AT)
+
+_SAVE = _act("save save save:export", _HOLD)
+_EXPORT = _act("export save:export export:last")
+_CHANGE = _act("eval train write:copy_ write:data write:assign write:numpy swap:copy_ swap:assign")
+_GO_BACK = _act("rollback:1 rollback:2 load")
 _PLAIN = st.one_of(
-    _drawn("save save save:export", _HOLD),
-    _drawn("step step"),
-    _drawn("eval train"),
-    _drawn("write:copy_ write:data write:assign write:numpy swap:copy_ swap:assign"),
-    _drawn("wait ready time"),
-    _drawn("export export:last"),
-    _drawn("load rollback:1 rollback:2 close"),
-    _drawn("fork:exit fork:live"),
+    _SAVE, _act("step"), _CHANGE, _act("wait ready time"), _EXPORT, _GO_BACK, _act("close fork:exit fork:live")
 )
 _INTERRUPTED = st.one_of(
-    _drawn("wait step ready close", _IN_A_WAIT),
-    _drawn("save save:export", _HOLD, _IN_A_WAIT),
-    _drawn("export export:last load rollback:1", _IN_A_WAIT),
-    _drawn("save export load close", _ANYWHERE),
+    _act("wait step ready close", _IN_A_WAIT),
+    _act("save save:export", _HOLD, _IN_A_WAIT),
+    _act("export export:last load rollback:1", _IN_A_WAIT),
+    _act("save export load close", _ANYWHERE),
 )
-_INTERRUPTED_RANK = _drawn("wait step ready", _IN_A_WAIT)
+_INTERRUPTED_RANK = _act("wait step ready", _IN_A_WAIT)
 """On two ranks one alone is interrupted, where it waits: in an exchange, the others would wait for their time limit."""
 
 
-def _acts(ranks: int) -> st.SearchStrategy[tuple[Act, ...]]:
-    interrupted = _INTERRUPTED if ranks == 1 else _INTERRUPTED_RANK
-    one = st.one_of(_PLAIN, _PLAIN, _PLAIN, interrupted).map(Act)
-    return st.lists(one, min_size=1, max_size=12).map(tuple)
+def _phrases(interrupted: st.SearchStrategy[str]) -> st.SearchStrategy[tuple[str, ...]]:
+    """Draw acts that belong together: one alone would seldom meet the other."""
+    step = st.just("step")
+    return st.one_of(
+        _PLAIN.map(lambda act: (act,)),
+        st.tuples(_SAVE, _CHANGE),
+        st.tuples(st.just("eval"), _SAVE, st.just("train")),
+        st.tuples(_SAVE, interrupted),
+        st.tuples(_SAVE, interrupted, step, _SAVE),
+        st.tuples(_SAVE, step, _SAVE, _GO_BACK),
+        st.tuples(_GO_BACK, step, _EXPORT),
+    )
 
 
 @st.composite
@@ -119,4 +125,5 @@ def programs(draw: st.DrawFn) -> Program:
     ranks = draw(st.sampled_from((1, 1, 1, 1, 1, 2)))
     mode = draw(st.sampled_from(("thread", "thread", "process", "disabled")))
     optimizer = draw(st.sampled_from(("adamw", "sgd", "schedulefree", "own")))
-    return Program(ranks, mode, optimizer, draw(_acts(ranks)))
+    phrases = draw(st.lists(_phrases(_INTERRUPTED if ranks == 1 else _INTERRUPTED_RANK), min_size=1, max_size=8))
+    return Program(ranks, mode, optimizer, tuple(Act(text) for phrase in phrases for text in phrase))

@@ -36,13 +36,13 @@ class Slow:
 
     def __init__(self) -> None:
         self.thread = threading.main_thread()
-        self.flows = False
-        """Nothing is held any more."""
+        self._flows = False
         self.sends_interrupt = False
         """The thread gets SIGINT when it waits; taken off when it is sent."""
         self._holds: set[str] = set()
         self._pieces = 0
         self._guard = threading.Lock()
+        self._is_held = threading.Event()
 
     def install(self) -> None:
         """Route every change of the disk and every piece of a copy through this object, and make pieces small."""
@@ -62,8 +62,14 @@ class Slow:
         setattr(kind, name, call)
 
     def hold(self, point: str) -> None:
-        """Let the save that begins now stand still at a point."""
-        self._holds, self._pieces, self.flows = {point} - {""}, 0, False
+        """Let the save that begins now stand still at a point. One before it that is held stays so."""
+        self._holds |= {point} - {""}
+        self._pieces, self._flows = 0, False
+
+    def flow(self) -> None:
+        """Hold nothing any more, until a save is to be held."""
+        self._holds.clear()
+        self._flows = True
 
     def _on_disk(self, name: str, operation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         of_export = threading.current_thread().name.startswith("titan_ckpt export")
@@ -77,28 +83,44 @@ class Slow:
     def _on_piece(self) -> None:
         with self._guard:
             self._pieces += 1
-            point = {1: "copy", 3: "piece"}.get(self._pieces, "")
-        self._reach(point)
+            is_late = self._pieces >= 3
+        self._reach("copy")
+        if is_late:
+            self._reach("piece")
 
     def _reach(self, point: str) -> None:
+        """Stand still here, if this is the point, until the thread waits for something."""
         if threading.current_thread() is self.thread or point not in self._holds:
             return
-        self._holds.discard(point)
+        self._is_held.set()
         deadline = time.monotonic() + _PATIENCE_SECONDS
         seen: tuple[int, int] | None = None
         times = 0
-        while not self.flows and time.monotonic() < deadline:
+        while point in self._holds and not self._flows and time.monotonic() < deadline:
             frame = sys._current_frames().get(self.thread.ident or 0)
             now = None if frame is None else (id(frame), frame.f_lasti)
             times = times + 1 if now == seen and frame is not None and _waits(frame) else 0
             seen = now
             if times >= 3:
                 if not self.sends_interrupt:
-                    return
+                    break
                 self.sends_interrupt, times = False, 0
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.005)
             time.sleep(0.001)
+        self._holds.discard(point)
+        self._is_held.clear()
+
+    def stand_still(self) -> None:
+        """Wait until what runs in the background is held or has ended, so that every run of a program is the same."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not self._is_held.is_set() and time.monotonic() < deadline and background_threads():
+            time.sleep(0.001)
+
+
+def background_threads() -> list[threading.Thread]:
+    """Return the threads of the manager that still run."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("titan_ckpt")]
 
 
 def _waits(frame: FrameType) -> bool:

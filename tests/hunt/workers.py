@@ -17,9 +17,9 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from tests.faults.scenarios import quick_folder
 from tests.hunt.programs import Program
 from titan_ckpt.testing import ranks
 
-HANG_SECONDS = 60.0
+HANG_SECONDS = 30.0
 """An act that takes longer hangs."""
 
 
@@ -41,7 +41,8 @@ class Workers:
         self._folder = tempfile.TemporaryDirectory(prefix="hunt-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if world > 1 else None
         port = self._store.port if self._store is not None else 0
-        self._lines, self._processes = [], []
+        self._lines: list[Any] = []
+        self._processes = []
         for rank in range(world):
             line, other = ranks._context().Pipe()
             arguments = (other, rank, world, port, str(self._stack(rank)), os.getpid())
@@ -61,27 +62,39 @@ class Workers:
             for _ in ("carried out", "checked"):
                 for line in self._lines:
                     line.send(words)
-                answers = [self._answer(rank, line) for rank, line in enumerate(self._lines)]
-                if wrong := [text for kind, text in answers if kind == "wrong"]:
-                    return "\n".join(wrong)
-                words = ("check", not any(text for _, text in answers))
+                kind, text = self._answers()
+                if kind == "wrong":
+                    return text
+                words = ("check", text)
         return None
 
-    def _answer(self, rank: int, line: Any) -> tuple[str, str]:
-        doing = "nothing"
-        while line.poll(HANG_SECONDS):
-            try:
-                kind, text = line.recv()
-            except EOFError:
-                return "wrong", f"rank {rank} died in: {doing}"
-            if kind == "done":
-                return kind, text
-            if kind == "wrong":
-                return kind, f"rank {rank}, in {doing}: {text}"
-            doing = text
+    def _answers(self) -> tuple[str, str]:
+        """Wait until all ranks are done, or one is wrong or hangs. Return which, and what it says."""
+        doing = {line: (rank, "nothing") for rank, line in enumerate(self._lines)}
+        said = ""
+        while doing:
+            ready = connection.wait([*doing], HANG_SECONDS)
+            if not ready:
+                return "wrong", "\n".join(self._why_hung(*about) for about in doing.values())
+            for line in ready:
+                rank, act = doing[line]
+                try:
+                    kind, text = line.recv()
+                except EOFError:
+                    return "wrong", f"rank {rank} died in {act}"
+                if kind == "wrong":
+                    return kind, f"rank {rank}, in {act}: {text}"
+                if kind == "done":
+                    del doing[line]
+                    said = said or text
+                else:
+                    doing[line] = rank, text
+        return "done", said
+
+    def _why_hung(self, rank: int, act: str) -> str:
         os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
-        self._processes[rank].join(1.0)
-        return "wrong", f"rank {rank} hangs in: {doing}\n{self._stack(rank).read_text()}"
+        self._processes[rank].join(0.5)
+        return f"rank {rank} hangs in {act}, at\n{self._stack(rank).read_text()}"
 
     def close(self) -> None:
         for process in self._processes:
@@ -126,15 +139,15 @@ def _serve(line: Any, rank: int, world: int, port: int, stack: str, parent: int)
             line.send(("doing", "close"))
             run.finish()
             line.send(("done", "out of step" if run.is_out_of_step else ""))
-            _, resumes = line.recv()
+            _, said = line.recv()
             line.send(("doing", "the check at the end"))
-            run.check(resumes=resumes)
+            run.check(resumes=not said)
             line.send(("done", ""))
         except BaseException as error:
             text = str(error) if isinstance(error, Wrong) else traceback.format_exc()
             line.send(("wrong", text))
         finally:
-            slow.flows = True
+            slow.flow()
             if run is not None:
                 run.leave()
 

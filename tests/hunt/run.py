@@ -38,11 +38,11 @@ Values = dict[str, torch.Tensor]
 _FAILED = object()
 
 
-class Wrong(Exception):
+class WrongError(Exception):
     """A promise was broken."""
 
 
-class OutOfStep(Exception):
+class OutOfStepError(Exception):
     """A rank was interrupted or left behind, so that the ranks can no longer act together: the program ends."""
 
 
@@ -280,28 +280,28 @@ class Run:
             if not self.is_a_reference():
                 with suppress(HalfLoadedError):
                     self.manager.save(self.counters.step + 1000, export=False)
-                    raise Wrong("an interrupted load left a mixture, and save() took it")
+                    raise WrongError("an interrupted load left a mixture, and save() took it")
             self.load()
 
     def call(self, act: Callable[[], Any]) -> Any:
         """Call the manager. An error must be named and have a reason; what was not waited for is not acknowledged then.
 
-        Return _FAILED after such an error. Raises: OutOfStep if ranks no longer make the same calls.
+        Return _FAILED after such an error. Raises: OutOfStepError if ranks no longer make the same calls.
         """
         try:
             return act()
         except HalfLoadedError as error:
             if not self.may_be_half_loaded:
-                raise Wrong(f"nothing was half loaded: {error}") from error
+                raise WrongError(f"nothing was half loaded: {error}") from error
             self.load()
         except CheckpointError as error:
             if self.may_be_out_of_step or isinstance(error, PeerError):
                 self.is_out_of_step = True
-                raise OutOfStep from error
+                raise OutOfStepError from error
             self.started, self.exporting = None, []
             is_there = "committed already" in str(error) or "is there already" in str(error)
             if not (self.may_fail or is_there):
-                raise Wrong(f"a failure without a reason: {type(error).__name__}: {error}") from error
+                raise WrongError(f"a failure without a reason: {type(error).__name__}: {error}") from error
             self.may_fail = False
         return _FAILED
 
@@ -346,12 +346,12 @@ class Run:
         if result is _FAILED:  # by the save in flight: the load comes now
             result = self.settle(lambda: self.manager.load(target))
         if result is _FAILED:
-            raise Wrong("load() fails again after it has raised the error of the save in flight")
+            raise WrongError("load() fails again after it has raised the error of the save in flight")
         self.may_be_half_loaded = False
         steps = self.committed()
         wanted = target if target >= 0 else max(steps, default=0)
         if result.step != wanted:
-            raise Wrong(f"load({target}) resumed step {result.step} where {wanted} was right; there are {steps}")
+            raise WrongError(f"load({target}) resumed step {result.step} where {wanted} was right; there are {steps}")
         if not steps:
             self.counters.step = 0
             self.step()
@@ -359,7 +359,7 @@ class Run:
         known = self.references.get(wanted, []) + self.abandoned.get(wanted, [])
         reference = next((r for r in known if r.nonce == self.counters.nonce), None)
         if reference is None:
-            raise Wrong(f"load({target}) gives step {wanted} counters of no save of it: {self.counters.nonce}")
+            raise WrongError(f"load({target}) gives step {wanted} counters of no save of it: {self.counters.nonce}")
         self.compare(self.values(), reference, f"the run after load({target}) of step {wanted}")
         for step in [n for n in self.abandoned if n <= wanted]:  # a rollback that has committed nothing is taken back
             self.references[step] = self.references.get(step, []) + self.abandoned.pop(step)
@@ -389,11 +389,11 @@ class Run:
         if started is not None:
             step, nonce = started
             if step not in self.committed():
-                raise Wrong(f"step {step} was acknowledged and is not committed; there are {self.committed()}")
+                raise WrongError(f"step {step} was acknowledged and is not committed; there are {self.committed()}")
             self.abandoned.clear()
             found = self.check_step(step)
             if found is not None and found != nonce:
-                raise Wrong(f"step {step} holds the save of act {found}, and that of act {nonce} was acknowledged")
+                raise WrongError(f"step {step} holds the save of act {found}, and that of act {nonce} was acknowledged")
         for step in self.committed():
             self.check_step(step)
         self.check_exports(exporting)
@@ -413,7 +413,7 @@ class Run:
             known = self.references.get(step, []) + self.abandoned.get(step, [])
             reference = next((r for r in known if r.nonce == nonce), None)
             if reference is None:
-                raise Wrong(f"step {step} holds counters of no save of it: those after act {nonce}")
+                raise WrongError(f"step {step} holds counters of no save of it: those after act {nonce}")
             if mark in self.checked:
                 return nonce
             stored = {n: _tensor(v) for n, v in read_step.read_tensors(folder, manifest).items()}
@@ -423,7 +423,9 @@ class Run:
         (group,) = state["optimizer"][0]
         for name, value in (group["hyperparameters"] | group["shared"]).items():
             if reference.settings[name] != _plain(value):
-                raise Wrong(f"step {step} has {name} = {value}, and the call of save() had {reference.settings[name]}")
+                raise WrongError(
+                    f"step {step} has {name} = {value}, and the call of save() had {reference.settings[name]}"
+                )
         self.checked.add(mark)
         return nonce
 
@@ -431,7 +433,7 @@ class Run:
         """Compare every export with the states of its step; `acknowledged` ones are there, and of this branch."""
         for step in acknowledged:
             if not (self.folder / "exports" / f"step-{step}").is_dir():
-                raise Wrong(f"the export of step {step} was acknowledged and is not there")
+                raise WrongError(f"the export of step {step} was acknowledged and is not there")
         for path in (self.folder / "exports").glob("step-*"):
             step = int(path.name.removeprefix("step-"))
             known = self.references.get(step, [])
@@ -441,7 +443,7 @@ class Run:
             holds = {n: [r.nonce for r in known if torch.equal(v, r.values[f"model.{n}"])] for n, v in values.items()}
             if not set.intersection(*map(set, holds.values())):
                 acts = [r.nonce for r in known]
-                raise Wrong(f"export {step} is of none of the acts {acts} of its step and branch: {holds}")
+                raise WrongError(f"export {step} is of none of the acts {acts} of its step and branch: {holds}")
 
     def _exported(self, path: Path) -> Values:
         mark = path.name, path.stat().st_ino
@@ -480,7 +482,7 @@ class Run:
     def compare(self, found: Values, reference: Reference, what: str) -> None:
         own = reference.values
         if missing := sorted(own.keys() ^ found.keys()):
-            raise Wrong(f"{what}: has or lacks {missing}")
+            raise WrongError(f"{what}: has or lacks {missing}")
         if self.same(found, own):
             return
         wrong = [
@@ -488,14 +490,14 @@ class Run:
             for name, value in found.items()
             if not torch.equal(value, own[name])
         ]
-        raise Wrong(f"{what}, differs in {', '.join(wrong)}")
+        raise WrongError(f"{what}, differs in {', '.join(wrong)}")
 
     # the end
 
     def finish(self) -> None:
         """Close the manager."""
         self.clock += 1
-        with suppress(OutOfStep):
+        with suppress(OutOfStepError):
             self.close()
         self.flow()
 
@@ -508,7 +510,7 @@ class Run:
             self.check_exports()
         if resumes:
             self.build()
-            with suppress(OutOfStep):
+            with suppress(OutOfStepError):
                 self.load()
                 self.manager.close()
         for pid, lives in self.children:
@@ -516,7 +518,7 @@ class Run:
                 os.kill(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
             if status and not lives:
-                raise Wrong(f"a forked child that dropped the manager ended with status {status}")
+                raise WrongError(f"a forked child that dropped the manager ended with status {status}")
 
     def leave(self) -> None:
         """End the children that live."""

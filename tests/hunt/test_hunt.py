@@ -52,7 +52,7 @@ def hunt() -> Iterator[Hunt]:
 
 @pytest.mark.timeout(14_400 if NUMBER > 200 else 900)
 def test_every_committed_step_and_export_is_the_state_of_its_save(hunt: Hunt) -> None:
-    """Whatever a program writes, interrupts, forks, rolls back and closes: no step and no export holds another state."""
+    """Whatever a program writes, interrupts, forks or rolls back, no step and no export holds another state."""
 
     @seed(SEED)
     @settings(

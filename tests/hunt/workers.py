@@ -114,9 +114,9 @@ def _serve(line: Any, rank: int, world: int, port: int, stack: str, parent: int)
     torch.set_num_threads(1)
     file = open(stack, "w")  # noqa: SIM115 - for the whole life of the process
     faulthandler.register(signal.SIGUSR1, file=file)
-    from tests.hunt.run import OutOfStep, Run, Wrong  # noqa: PLC0415 - only here, where the server has imported all
-    from tests.hunt.slow import Slow  # noqa: PLC0415
-    from titan_ckpt.formats.native import writer_process  # noqa: PLC0415
+    from tests.hunt.run import OutOfStepError, Run, WrongError
+    from tests.hunt.slow import Slow
+    from titan_ckpt.formats.native import writer_process
 
     writer_process.subprocess = _Forking(_Zygote())  # type: ignore[assignment]
     slow = Slow()
@@ -132,7 +132,7 @@ def _serve(line: Any, rank: int, world: int, port: int, stack: str, parent: int)
         try:
             line.send(("doing", "the start"))
             run = Run(program, Path(folder), rank, slow)
-            with suppress(OutOfStep):
+            with suppress(OutOfStepError):
                 for number, act in enumerate(program.acts, start=1):
                     line.send(("doing", f"act {number}, {act.text}"))
                     run.act(act)
@@ -144,7 +144,7 @@ def _serve(line: Any, rank: int, world: int, port: int, stack: str, parent: int)
             run.check(resumes=not said)
             line.send(("done", ""))
         except BaseException as error:
-            text = str(error) if isinstance(error, Wrong) else traceback.format_exc()
+            text = str(error) if isinstance(error, WrongError) else traceback.format_exc()
             line.send(("wrong", text))
         finally:
             slow.flow()

@@ -13,7 +13,7 @@ WORKERS := -n 4 --dist loadfile --no-loadscope-reorder
 # Tests start many processes: what one of them has compiled, the others read, whatever the caller's shell says.
 test-here test-torchtitan: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-here test-torchtitan test-gpu dry-gpu lint site check bench soak zoo clean
+.PHONY: demo test test-here test-torchtitan test-gpu dry-gpu lint site check bench soak hunt zoo clean
 
 demo: $(READY)
 	$(BIN)/python -m docs.examples.demo
@@ -60,7 +60,11 @@ bench: $(READY) $(SERVERS)/.bench
 
 soak: $(READY) $(SERVERS)/.ready
 	TITAN_CKPT_SOAK=1 $(BIN)/python -m pytest --timeout=14400 -o faulthandler_timeout=14000 tests/faults tests/distributed \
-		tests/stores
+		tests/stores tests/hunt
+
+# Drawn programs of saves, writes, interrupts and rollbacks: tests/hunt/programs.py.
+hunt: $(READY)
+	TITAN_CKPT_HUNT_PROGRAMS=2000 $(BIN)/python -m pytest --timeout=14400 -o faulthandler_timeout=14000 tests/hunt
 
 # The table of docs/compatibility.md: everything that the installed libraries offer, about half an hour on two cores.
 zoo: $(READY)

@@ -1,0 +1,251 @@
+"""Processes that carry out programs, one for each rank, forked once and used for many programs.
+
+A process that hangs or breaks a promise is killed with its children, and the next program gets another. A writer
+process is forked from one that has imported everything, because to start an interpreter takes seconds.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.faults.scenarios import quick_folder
+from tests.hunt.programs import Program
+from titan_ckpt.testing import ranks
+
+HANG_SECONDS = 30.0
+"""An act that takes longer hangs."""
+
+
+class Workers:
+    """The processes of one number of ranks."""
+
+    def __init__(self, world: int) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="hunt-")
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if world > 1 else None
+        port = self._store.port if self._store is not None else 0
+        self._lines: list[Any] = []
+        self._processes = []
+        for rank in range(world):
+            line, other = ranks._context().Pipe()
+            arguments = (other, rank, world, port, str(self._stack(rank)), os.getpid())
+            process = ranks._context().Process(target=_serve, args=arguments, name=f"hunt {rank}")
+            process.start()
+            other.close()
+            self._lines.append(line)
+            self._processes.append(process)
+
+    def _stack(self, rank: int) -> Path:
+        return Path(self._folder.name, f"rank-{rank}.txt")
+
+    def run(self, program: Program) -> str | None:
+        """Carry out a program; return what was wrong, or None. These processes are of no use after that."""
+        with quick_folder() as folder:
+            words: tuple[object, ...] = (str(program), str(folder))
+            for _ in ("carried out", "checked"):
+                for line in self._lines:
+                    line.send(words)
+                kind, text = self._answers()
+                if kind == "wrong":
+                    return text
+                words = ("check", text)
+        return None
+
+    def _answers(self) -> tuple[str, str]:
+        """Wait until all ranks are done, or one is wrong or hangs. Return which, and what it says."""
+        doing = {line: (rank, "nothing") for rank, line in enumerate(self._lines)}
+        said = ""
+        while doing:
+            ready = connection.wait([*doing], HANG_SECONDS)
+            if not ready:
+                return "wrong", "\n".join(self._why_hung(*about) for about in doing.values())
+            for line in ready:
+                rank, act = doing[line]
+                try:
+                    kind, text = line.recv()
+                except EOFError:
+                    return "wrong", f"rank {rank} died in {act}"
+                if kind == "wrong":
+                    return kind, f"rank {rank}, in {act}: {text}"
+                if kind == "done":
+                    del doing[line]
+                    said = said or text
+                else:
+                    doing[line] = rank, text
+        return "done", said
+
+    def _why_hung(self, rank: int, act: str) -> str:
+        os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
+        self._processes[rank].join(0.5)
+        return f"rank {rank} hangs in {act}, at\n{self._stack(rank).read_text()}"
+
+    def close(self) -> None:
+        for process in self._processes:
+            ranks._kill(process)
+        for line in self._lines:
+            line.close()
+        self._folder.cleanup()
+
+
+def _serve(line: Any, rank: int, world: int, port: int, stack: str, parent: int) -> None:
+    """Carry out programs until the line is closed."""
+    os.setsid()
+    gc.freeze()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    file = open(stack, "w")  # noqa: SIM115 - for the whole life of the process
+    faulthandler.register(signal.SIGUSR1, file=file)
+    from tests.hunt.run import OutOfStepError, Run, WrongError
+    from tests.hunt.slow import Slow
+    from titan_ckpt.formats.native import writer_process
+
+    writer_process.subprocess = _Forking(_Zygote())  # type: ignore[assignment]
+    slow = Slow()
+    slow.install()
+    if world > 1:
+        os.environ.update(GLOO_SOCKET_IFNAME="lo")
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+
+    def carry_out(text: str, folder: str) -> None:
+        program = Program.parse(text)
+        run = None
+        try:
+            line.send(("doing", "the start"))
+            run = Run(program, Path(folder), rank, slow)
+            with suppress(OutOfStepError):
+                for number, act in enumerate(program.acts, start=1):
+                    line.send(("doing", f"act {number}, {act.text}"))
+                    run.act(act)
+            line.send(("doing", "close"))
+            run.finish()
+            line.send(("done", "out of step" if run.is_out_of_step else ""))
+            _, said = line.recv()
+            line.send(("doing", "the check at the end"))
+            run.check(resumes=not said)
+            line.send(("done", ""))
+        except BaseException as error:
+            text = str(error) if isinstance(error, WrongError) else traceback.format_exc()
+            line.send(("wrong", text))
+        finally:
+            slow.flow()
+            if run is not None:
+                run.leave()
+
+    while True:
+        try:
+            carry_out(*line.recv())
+        except (EOFError, OSError):
+            os._exit(0)
+
+
+class _Zygote:
+    """A process that forks writer processes: it has one thread, and this process has many."""
+
+    def __init__(self) -> None:
+        self._line, line = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._line.close()
+            _fork_writers(line)
+        line.close()
+
+    def start(self, arguments: list[str], fds: list[int]) -> int:
+        text = "\0".join([*arguments[1:], str(fds[2])]).encode()
+        socket.send_fds(self._line, [text], fds)
+        return int(self._line.recv(32))
+
+    def status(self, pid: int, wait: bool) -> int | None:
+        self._line.send(f"{pid} {int(wait)}".encode())
+        answer = self._line.recv(32).decode()
+        return None if answer == "alive" else int(answer)
+
+
+def _fork_writers(line: socket.socket) -> None:
+    while True:
+        text, fds, _, _ = socket.recv_fds(line, 65536, 3)
+        if not text:
+            os._exit(0)
+        if not fds:
+            pid, wait = map(int, text.split())
+            done, status = os.waitpid(pid, 0 if wait else os.WNOHANG)
+            line.send(str(os.waitstatus_to_exitcode(status)).encode() if done else b"alive")
+            continue
+        zygote = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            line.close()
+            _be_writer(text.decode().split("\0"), fds, zygote)
+        for fd in fds:
+            os.close(fd)
+        line.send(str(pid).encode())
+
+
+def _be_writer(arguments: list[str], fds: list[int], parent: int) -> None:
+    """Become what `python -c program shared-fd size trainer` is, with the pipes as standard input and output."""
+    code = 1
+    try:
+        _, program, _, size, _, wanted = arguments
+        high = [os.dup(fd) for fd in fds]
+        for fd, to in zip(high, (0, 1, int(wanted)), strict=True):
+            os.dup2(fd, to)
+        sys.stdin, sys.stdout = os.fdopen(0, "r"), os.fdopen(1, "w")
+        sys.argv = ["-c", wanted, size, str(parent)]
+        exec(program, {"__name__": "writer"})
+        code = 0
+    finally:
+        os._exit(code)
+
+
+class _Forking:
+    """`subprocess` as the writer's module sees it."""
+
+    PIPE = subprocess.PIPE
+
+    def __init__(self, zygote: _Zygote) -> None:
+        self._zygote = zygote
+
+    def Popen(self, arguments: list[str], *, pass_fds: list[int], **_: Any) -> _Writer:  # noqa: N802
+        return _Writer(self._zygote, arguments, pass_fds[0])
+
+
+class _Writer:
+    """A writer process, with the methods of subprocess.Popen."""
+
+    def __init__(self, zygote: _Zygote, arguments: list[str], shared: int) -> None:
+        own, its = os.pipe(), os.pipe()
+        self._zygote, self.returncode = zygote, None
+        self.pid = zygote.start(arguments, [own[0], its[1], shared])
+        os.close(own[0])
+        os.close(its[1])
+        self.stdin, self.stdout = os.fdopen(own[1], "w"), os.fdopen(its[0], "r")
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._zygote.status(self.pid, wait=False)  # type: ignore[assignment]
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self.returncode = self._zygote.status(self.pid, wait=True)  # type: ignore[assignment]
+        assert self.returncode is not None
+        return self.returncode

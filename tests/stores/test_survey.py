@@ -56,7 +56,7 @@ class Memory:
         for key in keys:
             self.moments.append({k: content for k, content in self.moments[-1].items() if k != key})
 
-    def read(self, key: str) -> tuple[bytes, Version]:
+    def read(self, key: str, max_bytes: int = 0) -> tuple[bytes, Version]:
         return _read(self.moments[-1], key)
 
     def content(self, key: str) -> bytes | None:
@@ -96,7 +96,7 @@ class Reader(Memory):
             self.asked.append(moment)
         return _listed(self.moments[moment], prefix)
 
-    def read(self, key: str) -> tuple[bytes, Version]:
+    def read(self, key: str, max_bytes: int = 0) -> tuple[bytes, Version]:
         return _read(self.moments[self._reads_at if len(self.asked) == 2 else self.asked[-1]], key)
 
 

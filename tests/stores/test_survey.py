@@ -369,7 +369,7 @@ def test_no_run_takes_the_last_file_of_another_ones_export_for_its_own() -> None
         bucket.create = create  # type: ignore[method-assign]
         other = second.begin("step-1")
         bucket.create("e/step-1/model.safetensors", b"weights")
-        bucket.read = lambda key: publish_then_read(key, other)  # type: ignore[method-assign]
+        bucket.read = lambda key, max_bytes=0: publish_then_read(key, other)  # type: ignore[method-assign]
         return create(key, data)
 
     def publish_then_read(key: str, other: str) -> tuple[bytes, Version]:

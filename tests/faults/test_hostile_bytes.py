@@ -188,7 +188,7 @@ def telemetry(folder: Path) -> tuple[Any, Callable[[bytes], object]]:
         "phases": {"queued": 0.1}, "step": 3,
     }  # fmt: skip
     read = in_file(folder / "telemetry.jsonl", lambda: write_report(folder, folder / "report.html"))
-    return document, lambda text: read(text + b"\n" + json.dumps(document).encode() + b"\n")
+    return document, lambda text: read(json.dumps(document).encode() + b"\n" + text + b"\n")
 
 
 def lease(folder: Path) -> tuple[Any, Callable[[bytes], object]]:

@@ -56,7 +56,7 @@ class Memory:
         for key in keys:
             self.moments.append({k: content for k, content in self.moments[-1].items() if k != key})
 
-    def read(self, key: str) -> tuple[bytes, Version]:
+    def read(self, key: str, max_bytes: int = 0) -> tuple[bytes, Version]:
         return _read(self.moments[-1], key)
 
     def content(self, key: str) -> bytes | None:
@@ -96,7 +96,7 @@ class Reader(Memory):
             self.asked.append(moment)
         return _listed(self.moments[moment], prefix)
 
-    def read(self, key: str) -> tuple[bytes, Version]:
+    def read(self, key: str, max_bytes: int = 0) -> tuple[bytes, Version]:
         return _read(self.moments[self._reads_at if len(self.asked) == 2 else self.asked[-1]], key)
 
 
@@ -369,7 +369,7 @@ def test_no_run_takes_the_last_file_of_another_ones_export_for_its_own() -> None
         bucket.create = create  # type: ignore[method-assign]
         other = second.begin("step-1")
         bucket.create("e/step-1/model.safetensors", b"weights")
-        bucket.read = lambda key: publish_then_read(key, other)  # type: ignore[method-assign]
+        bucket.read = lambda key, max_bytes=0: publish_then_read(key, other)  # type: ignore[method-assign]
         return create(key, data)
 
     def publish_then_read(key: str, other: str) -> tuple[bytes, Version]:

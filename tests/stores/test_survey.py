@@ -16,7 +16,7 @@ from tests.stores.test_manager_in_bucket import _forget_leases, manifest_of, sav
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, ExportError
+from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, CorruptCheckpointError, ExportError
 from titan_ckpt.formats.publish.bucket_record import BucketExports
 from titan_ckpt.saving.saver import _write_all
 from titan_ckpt.stores.bucket import BucketPath, ObjectFacts, StoreError, Version
@@ -246,6 +246,43 @@ def test_test_saves_that_were_cut_short_go_after_a_day_and_never_one_that_may_be
     save(steps, 1)
     left = [key for key in bucket.moments[-1] if "probe-" in key]
     assert left == ["run/data/probe-notes", f"run/data/probe-{'b' * 32}", f"run/data/probe-{'b' * 32}/00001"]
+
+
+def test_a_place_that_lost_its_commits_is_no_fresh_start_and_loses_nothing_more() -> None:
+    """Somebody has deleted `commits/`, or copied `data/` alone. A first save that was interrupted is no such loss."""
+    bucket = Memory()
+    steps = steps_in(bucket)
+    attempt = steps.begin(1, 10)
+    write(attempt)
+    _forget_leases()
+    steps = steps_in(bucket)
+    for step in (1, 2):
+        save(steps, step)
+    assert not [key for key in bucket.moments[-1] if attempt.id in key and "/data/" in key]
+    steps.close()
+    bucket.delete([key for key in bucket.moments[-1] if key.startswith("run/commits/")])
+    files = {key for key in bucket.moments[-1] if key.startswith("run/data/")}
+    directory = CheckpointDirectory(steps.root, Coordinator(0, 1, None, "", 10.0))
+    for act in (directory.steps, lambda: directory.begin(3), steps_in(bucket).open):
+        with pytest.raises(CorruptCheckpointError, match=r"data/step-1/[0-9a-f]{32}: its files are there, and"):
+            act()
+    assert {key for key in bucket.moments[-1] if key.startswith("run/data/")} == files
+
+
+def test_the_age_of_a_fence_is_counted_by_the_clock_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose clock is years off deletes no fence that is needed, and keeps none for ever."""
+    bucket = Memory()
+    fences = [f"run/commits/step-{days}.{'a' * 32}.json" for days in (6, 8)]
+    for days, key in zip((6, 8), fences, strict=True):
+        bucket.create(key, b'{"format": "titan_ckpt fence", "by": "x", "id": "y"}')
+        bucket.seconds[key] = 1e9 - days * 86400
+    bucket.seconds["run/lease.json"] = 1e9
+    for now in (9e9, 0.0):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        steps = steps_in(bucket)
+        steps.open()
+        steps.close()
+        assert [key for key in fences if key in bucket.moments[-1]] == fences[:1]
 
 
 def test_a_save_whose_tensors_fail_says_so_while_small_files_are_still_tried() -> None:

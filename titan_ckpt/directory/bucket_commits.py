@@ -23,6 +23,8 @@ from titan_ckpt.stores.bucket import BucketPath, ObjectFacts, Version
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,18})\.([0-9a-f]{32})\.(json|pinned|abandoned|removal)")
 _FENCE = "titan_ckpt fence"
+_OPENED = "opened"
+"""Name of an object that the first run puts before its first attempt: `commits/` is never empty where files are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class Look:
     """Names of other objects."""
     removals: list[tuple[int, str]]
     """(step, attempt) of the removals that are under way, or were cut short; of some the commit is deleted already."""
+    is_empty: bool
+    """Whether nothing at all is listed."""
     widowed: list[ObjectFacts]
     """Pins, and marks of what was set aside, in whose place is no commit. They never come before it."""
 
@@ -100,7 +104,8 @@ class Commits:
     def look(self) -> Look:
         """List `commits/` by one request, and read what is new; fences, too. Raises: OSError."""
         matches = {f.key: (_NAME.fullmatch(f.key.rpartition("/")[2]), f) for f in self._all()}
-        strangers = [key.rpartition("/")[2] for key, (match, _) in matches.items() if match is None]
+        names = [key.rpartition("/")[2] for key, (match, _) in matches.items() if match is None]
+        strangers = [name for name in names if name != _OPENED]
         marks = {(m[3], int(m[1]), m[2]) for m, _ in matches.values() if m}
         wanted = {key: (m, facts) for key, (m, facts) in matches.items() if m and m[3] == "json"}
         self._read(facts for _, facts in wanted.values())
@@ -117,7 +122,9 @@ class Commits:
         held = {(n, a) for mark, n, a in marks if mark == "json"} - {(c.step, c.attempt) for c in commits if c.is_fence}
         pins_and_marks = [(m, facts) for m, facts in matches.values() if m and m[3] in ("pinned", "abandoned")]
         widowed = [facts for match, facts in pins_and_marks if (int(match[1]), match[2]) not in held]
-        return Look(sorted(commits, key=lambda commit: (commit.step, commit.attempt)), strangers, removals, widowed)
+        return Look(
+            sorted(commits, key=lambda commit: (commit.step, commit.attempt)), strangers, removals, not matches, widowed
+        )
 
     def _all(self) -> list[ObjectFacts]:
         return self._bucket.list_objects((self._root / COMMITS).key)
@@ -135,6 +142,11 @@ class Commits:
 
         new = [key for key in listed if key not in self._seen]
         run_workers(new, read, min(len(new), self._bucket.settings.concurrency))
+
+    def mark_opened(self) -> None:
+        """Put what shows, once attempts have files, that `commits/` was not lost. Raises: StoreError."""
+        with contextlib.suppress(FileExistsError):
+            self._bucket.create((self._root / COMMITS / _OPENED).key, uuid.uuid4().hex.encode())
 
     def commit(self, step: int, attempt: str, content: bytes) -> None:
         """Put a manifest into an attempt's place. Raises: FileExistsError for a fence; StoreError, as `create`."""

@@ -18,7 +18,7 @@ from itertools import groupby
 
 from titan_ckpt.directory.bucket_commits import Commit, Commits, Look
 from titan_ckpt.directory.bucket_lease import LEASE_OBJECT, BucketLease, bucket_holder
-from titan_ckpt.directory.bucket_survey import ATTEMPT, listed_sizes, survey
+from titan_ckpt.directory.bucket_survey import ATTEMPT, listed_sizes, lost, survey
 from titan_ckpt.directory.lease import Holder, refuse_living
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import DATA, CommittedStep, Survey, step_name, step_of
@@ -29,8 +29,9 @@ from titan_ckpt.errors import (
     CommitConflictError,
     CorruptCheckpointError,
     SaveError,
+    listed,
 )
-from titan_ckpt.stores.bucket import BucketPath, ObjectFacts, StoreError
+from titan_ckpt.stores.bucket import BucketPath, StoreError
 from titan_ckpt.stores.probe import probe
 from titan_ckpt.stores.source import fetched
 
@@ -41,7 +42,7 @@ _FENCE_SECONDS = 7 * 86400.0
 """A fence, or a pin whose commit is gone, stays so long: no request to commit what a fence fences arrives later, but
 from a process that was suspended."""
 _PROBE_SECONDS = 86400.0
-"""A test save that is so old is not under way any more."""
+"""A test save that is so old when the lease is taken is not under way any more, also of the holder before."""
 _AWAY_SECONDS = 3600.0
 """A commit that took longer than this may have been fenced so long ago that the fence is gone."""
 
@@ -295,7 +296,8 @@ class BucketSteps(Steps):
         """Fence the attempts that are not committed, delete their files, and finish removals that were cut short.
 
         Old fences, marks of steps that are gone, and test saves that were cut short are deleted, too.
-        Raises: CommitConflictError if another process has taken the lease meanwhile, whose attempts these may be.
+        Raises: CommitConflictError if another process has taken the lease meanwhile, whose attempts these may be;
+        CorruptCheckpointError, before anything is deleted, if `commits/` was lost.
         """
         prefix = (self.root / DATA).key
         facts = self._bucket.list_objects(prefix)
@@ -303,8 +305,14 @@ class BucketSteps(Steps):
         look = self._commits.look()
         places = {(commit.step, commit.attempt): commit for commit in look.commits}
         names = (f.key.removeprefix(f"{prefix}/").rpartition("/")[0].partition("/") for f in facts)
-        with_files = {(step_of(folder), attempt) for (folder, _, attempt), _ in groupby(names)}
-        for step, attempt in sorted((n, a) for n, a in with_files if n is not None and ATTEMPT.fullmatch(a)):
+        found = {(step_of(folder), attempt) for (folder, _, attempt), _ in groupby(names) if ATTEMPT.fullmatch(attempt)}
+        with_files = {(step, attempt) for step, attempt in found if step is not None}
+        if faults := lost(look, with_files):
+            lines = listed([f"{name}: {reason}" for name, reason in faults], "\n  ", "\n  ")
+            raise CorruptCheckpointError(f"{self.root}: nothing is deleted:\n  {lines}", str(self.root))
+        if look.is_empty:
+            self._commits.mark_opened()
+        for step, attempt in sorted(with_files):
             commit = places.get((step, attempt))
             if commit is None or commit.is_fence:
                 lease.check()
@@ -314,26 +322,20 @@ class BucketSteps(Steps):
         for step, attempt in look.removals:
             lease.check()
             self._finish_removal(step, attempt, places.get((step, attempt)))
-        old = time.time() - _FENCE_SECONDS
-        fences = [commit for commit in look.commits if commit.is_fence and commit.unix_seconds < old]
-        gone = [fence.path.key for fence in fences if (fence.step, fence.attempt) not in with_files]
-        widowed = [mark.key for mark in look.widowed if mark.unix_seconds < old]
-        self._bucket.delete([*gone, *widowed, *self._old_probes(facts)])
+        fences = [commit for commit in look.commits if commit.is_fence]
+        aged = [(f.path.key, f.unix_seconds) for f in fences if (f.step, f.attempt) not in with_files]
+        aged += [(mark.key, mark.unix_seconds) for mark in look.widowed]
+        probes = [f for f in facts if _PROBE.fullmatch(f.key.removeprefix(f"{prefix}/").partition("/")[0])]
+        old = [(key, seconds + _FENCE_SECONDS) for key, seconds in aged]
+        old += [(f.key, f.unix_seconds + _PROBE_SECONDS) for f in probes]
+        taken = self._taken() if old else 0.0
+        self._bucket.delete([key for key, until in old if until < taken])
         self._in_doubt.clear()
 
-    def _old_probes(self, facts: Sequence[ObjectFacts]) -> list[str]:
-        """Return the objects of test saves that were cut short. `facts`: what is below `data/`.
-
-        A process that lost the lease a moment ago may be at its test save, so they are a day older, by the store's
-        clock, than this process's lease.
-        """
-        prefix = f"{(self.root / DATA).key}/"
-        probes = [f for f in facts if _PROBE.fullmatch(f.key.removeprefix(prefix).partition("/")[0])]
-        if not probes:
-            return []
-        lease = (self.root / LEASE_OBJECT).key
-        taken = min((f.unix_seconds for f in self._bucket.list_files(self.root.key) if f.key == lease), default=0.0)
-        return [f.key for f in probes if f.unix_seconds < taken - _PROBE_SECONDS]
+    def _taken(self) -> float:
+        """Return when this process took the lease, by the store's clock, whatever this machine's says."""
+        key = (self.root / LEASE_OBJECT).key
+        return min((f.unix_seconds for f in self._bucket.list_files(self.root.key) if f.key == key), default=0.0)
 
     def _finish_removal(self, step: int, attempt: str, commit: Commit | None) -> None:
         if commit is not None and not commit.is_fence and not commit.is_pinned:

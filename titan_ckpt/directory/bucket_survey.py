@@ -7,11 +7,20 @@ the objects below `commits/` mean.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from titan_ckpt.directory.bucket_commits import Commit, Commits, Look
 from titan_ckpt.directory.bucket_lease import bucket_holder
-from titan_ckpt.directory.names import DATA, PIN_NAME, CommittedStep, Survey, looks_like_a_step, step_name, step_of
+from titan_ckpt.directory.names import (
+    COMMITS,
+    DATA,
+    PIN_NAME,
+    CommittedStep,
+    Survey,
+    looks_like_a_step,
+    step_name,
+    step_of,
+)
 from titan_ckpt.directory.steps import faults_of
 from titan_ckpt.disk.direct import meanwhile
 from titan_ckpt.errors import CorruptCheckpointError, listed
@@ -75,8 +84,14 @@ def _survey_of(root: BucketPath, look: Look, sizes: Sizes) -> Survey:
             older, steps[commit.step] = sorted((other, committed), key=lambda c: c.manifest.created_unix_seconds)
             rejected.append((f"{step_name(commit.step)}.{older.manifest.attempt}", "an older save of this step"))
     if not look.commits:
-        rejected += _strangers(root, look.strangers)
+        rejected += [*_strangers(root, look.strangers), *lost(look, sizes)]
     return Survey(tuple(steps[step] for step in sorted(steps)), (), tuple(rejected))
+
+
+def lost(look: Look, attempts: Iterable[tuple[int, str]]) -> list[tuple[str, str]]:
+    """Return (name, reason) of every attempt that has files where all of `commits/` was deleted, or not copied."""
+    reason = f"its files are there, and {COMMITS}/, which says whether they are a whole step, is empty: put it back"
+    return [(f"{DATA}/{step_name(step)}/{attempt}", reason) for step, attempt in sorted(attempts) if look.is_empty]
 
 
 def _strangers(root: BucketPath, strangers: list[str]) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from titan_ckpt.directory import store as step_store
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.directory.names import CommittedStep, step_name, step_of
-from titan_ckpt.directory.steps import SAME, Attempt, Steps
+from titan_ckpt.directory.steps import NO_FOLDER, SAME, Attempt, Steps
 from titan_ckpt.directory.store import StepStore
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import require_local
@@ -259,8 +260,10 @@ class CheckpointDirectory:
     def _await_same_view(self, manifest: Manifest, expected: bytes, names: Sequence[str]) -> Location:
         """Wait until every rank sees the save that rank 0 chose: network file systems cache listings for seconds.
 
+        A rank that does not even see the folder has another disk there, and is not waited for. That ranks see different
+        saves is no damage of the step: no older one is loaded in its place.
         Return where its files are.
-        Raises: CheckpointNotFoundError; CorruptCheckpointError; StoreError, and PeerError on the other ranks.
+        Raises: CheckpointNotFoundError; StoreError, and PeerError on the other ranks.
         """
         deadline = time.monotonic() + step_store.VISIBLE_SECONDS
         step, path = manifest.step, self.step_path(manifest.step)
@@ -270,21 +273,21 @@ class CheckpointDirectory:
             nonlocal view, files
             view, files = self._store.view(manifest, expected, names)
             is_same = view == SAME
-            return [is_same, not (is_same or self._store.has(step)), time.monotonic() > deadline]
+            is_late = time.monotonic() > deadline or view == NO_FOLDER
+            return [is_same, not (is_same or self._store.has(step)), is_late]
 
         while True:
             of_ranks = self._coordinator.gather_results(f"view of step {step}", look)
             if all(is_same for is_same, _, _ in of_ranks):
                 return files
-            _, is_gone, is_late = of_ranks[0]  # rank 0 decides for all
-            if is_gone:
+            if of_ranks[0][1]:  # rank 0 decides for all
                 raise CheckpointNotFoundError(f"{path}: was deleted while it was being opened; load another step")
-            if is_late:
+            if any(is_late for _, _, is_late in of_ranks):
                 break
             time.sleep(0.1)
-        error = CorruptCheckpointError(
-            f"{path}: rank {self._coordinator.rank} sees {view}, rank 0 a committed step. Is the folder on a file "
-            "system that all ranks share?"
+        error = CheckpointNotFoundError(
+            f"{path}: rank {self._coordinator.rank} on {socket.gethostname()} sees {view}, rank 0 a committed step. Is "
+            "the folder on a file system that all ranks share, and mounted on this machine?"
         )
         self._coordinator.barrier(f"different views of step {step}", None if view == SAME else error)
         raise AssertionError("some rank has raised")

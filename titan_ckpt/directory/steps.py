@@ -25,6 +25,8 @@ from titan_ckpt.stores.bucket import Location
 logger = logging.getLogger(__name__)
 
 SAME = "the save that rank 0 sees"
+NO_FOLDER = "no such folder"
+"""How a process sees a step if even the folder of all steps is not there."""
 PROBE = bytes(range(256)) * 16
 """Each rank writes these bytes in a test save."""
 
@@ -80,7 +82,7 @@ class Steps(ABC):
     def view(self, manifest: Manifest, expected: bytes, names: Sequence[str]) -> tuple[str, Location]:
         """Return how this process sees a step whose manifest is `expected` to rank 0, and where its files are.
 
-        The first is SAME, or a description. `names`: as in `CheckpointDirectory.committed`.
+        The first is SAME, NO_FOLDER or a description. `names`: as in `CheckpointDirectory.committed`.
         Raises: StoreError for a bucket that does not answer, which says nothing about the step.
         """
 

@@ -37,7 +37,7 @@ from titan_ckpt.directory.names import (
     step_name,
     survey,
 )
-from titan_ckpt.directory.steps import PROBE, SAME, Attempt, Steps, faults_of
+from titan_ckpt.directory.steps import NO_FOLDER, PROBE, SAME, Attempt, Steps, faults_of
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import (
     CheckpointNotFoundError,
@@ -92,7 +92,7 @@ class StepStore(Steps):
         except (CorruptCheckpointError, OSError) as error:
             if may_pass(error):
                 raise
-            return "nothing", path
+            return "nothing" if self.root.is_dir() else NO_FOLDER, path
         return SAME if content == expected else "another save", path
 
     def inspect(self, step: int) -> CommittedStep:

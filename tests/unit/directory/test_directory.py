@@ -912,7 +912,9 @@ def test_f7_a_folder_that_is_not_shared_is_found_at_the_preflight(tmp_path: Path
 
 @distributed(nproc=2)
 def test_ranks_that_see_different_saves_do_not_load_a_mix(tmp_path: Path) -> None:
-    """Rank 1's view of step 10 is another attempt, or nothing: every rank refuses, naming rank 1."""
+    """Rank 1's view of a step is another attempt, or nothing: every rank refuses, naming rank 1, and at once if rank 1
+    does not even see the folder. The step is not called damaged, so that no older one is loaded in its place.
+    """
     step_store.VISIBLE_SECONDS = 0.5
     line = Coordinator.current(20)
     root = tmp_path / f"view-of-rank-{line.rank}"
@@ -924,9 +926,15 @@ def test_ranks_that_see_different_saves_do_not_load_a_mix(tmp_path: Path) -> Non
     directory = CheckpointDirectory(root, line)
     assert directory.steps() == [10, 20]
     for step, seen in ((10, "another save"), (20, "nothing")):
-        with pytest.raises(CorruptCheckpointError if line.rank == 1 else PeerError, match=f"rank 1 sees {seen}"):
+        with pytest.raises(CheckpointNotFoundError if line.rank == 1 else PeerError, match=f"rank 1 on .* sees {seen}"):
             directory.committed(step)
     directory.close()
+    step_store.VISIBLE_SECONDS = 10_000.0
+    root = tmp_path / "view-of-rank-0" if line.rank == 0 else tmp_path / "not-mounted"
+    with pytest.raises(
+        CheckpointNotFoundError if line.rank == 1 else PeerError, match=r"rank 1 on .* sees no such folder"
+    ):
+        CheckpointDirectory(root, line).committed(20)
 
 
 @distributed(nproc=2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -141,6 +143,7 @@ class CheckpointManager:
         self._exported_step: int | None = None
         self._knows_folder = False
         self._closed = False
+        _managers.add(self)
 
     # load
 
@@ -488,6 +491,12 @@ class CheckpointManager:
             self._coordinator.close()
             self.telemetry.finish()
 
+    def forget(self) -> None:
+        """Be closed, and wait for nothing: called for the copy in a forked process, such as a dataloader's worker."""
+        self._closed = True
+        if self._saver is not None:
+            self._saver.forget()
+
     def _check_keepable(self, what: str) -> None:
         """Raises: CheckpointError once the manager is closed; HalfLoadedError, which begins with `what`."""
         self._check_open()
@@ -508,3 +517,14 @@ class CheckpointManager:
                 raise
             # the run's own error must reach the user
             logger.exception("the last save failed while the run was stopping because of another error")
+
+
+_managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for manager in tuple(_managers):
+        manager.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -98,7 +98,7 @@ class Lease:
                 lease = Lease(path, fd, Holder.current())
                 lease._claim(folder)
             except BaseException:
-                os.close(fd)
+                posix.close(fd)
                 raise
             _held[lease._identity] = os.getpid()
         return lease

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import stat
 import uuid
@@ -19,7 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titan_ckpt.disk.kernel import libc
+from titan_ckpt.disk import descriptors
+from titan_ckpt.disk.kernel import libc, map_memory
 
 MUTATING: set[str] = set()
 """Names of the functions of this module that change a file system."""
@@ -37,19 +37,18 @@ def _mutating(function: _Function) -> _Function:
 
 
 @_mutating
-def open_exclusive(path: str | os.PathLike[str], extra_flags: int = 0) -> int:
-    """Create a new file and return its descriptor, open for reading and writing; `extra_flags` may add O_DIRECT.
+def open_exclusive(path: str | os.PathLike[str]) -> int:
+    """Create a new file and return its descriptor, open for reading and writing.
 
     Raises: FileExistsError, also where a dangling link has the name.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW | extra_flags
-    return os.open(path, flags, 0o644)
+    return descriptors.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
 
 
 @_mutating
 def open_or_create(path: str | os.PathLike[str]) -> int:
     """Open a file for reading and writing, creating it empty where it is absent; never through a symbolic link."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    return descriptors.open_file(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
 
 
 @_mutating
@@ -68,12 +67,12 @@ def pwrite_all(fd: int, buffer: Any, offset: int) -> None:
 
 
 @_mutating
-def map_shared(fd: int, offset: int, num_bytes: int) -> mmap.mmap:
+def map_shared(fd: int, offset: int, num_bytes: int) -> memoryview:
     """Map part of a file that is open for reading and writing; stores into the memory change the file.
 
     The range must be allocated: a store that finds the disk full ends the process.
     """
-    return mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+    return map_memory(num_bytes, fd, offset, shared=True)
 
 
 @_mutating
@@ -84,12 +83,16 @@ def truncate(fd: int, num_bytes: int) -> None:
 
 @_mutating
 def fallocate(fd: int, num_bytes: int) -> None:
-    """Reserve the first `num_bytes` where the file system can, so that a full disk fails before anything is written."""
-    try:
-        os.posix_fallocate(fd, 0, num_bytes)
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            raise
+    """Give the file this size, its bytes reserved where the file system can, so that a full disk fails at once.
+
+    The C library's posix_fallocate writes one byte to every block of 4 KiB where the file system cannot reserve any.
+    """
+    while code := _fallocate(fd, num_bytes):
+        if code in _UNSUPPORTED:
+            os.ftruncate(fd, num_bytes)
+            return
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
 
 
 @_mutating
@@ -101,7 +104,7 @@ def fsync(fd: int) -> None:
 @_mutating
 def close(fd: int) -> None:
     """Close a descriptor that was written to. Raises: OSError; network file systems report late write errors now."""
-    os.close(fd)
+    descriptors.close(fd)
 
 
 @_mutating
@@ -265,6 +268,11 @@ def lock(fd: int) -> bool | None:
             return None
         raise
     return True
+
+
+def _fallocate(fd: int, num_bytes: int) -> int:
+    """Return 0, or the errno of fallocate(2)."""
+    return 0 if libc().fallocate(fd, 0, 0, num_bytes) == 0 else ctypes.get_errno()
 
 
 def _renameat2(source: str, target: str) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -78,3 +79,4 @@ def _report_unheard() -> None:
 
 
 atexit.register(_report_unheard)
+os.register_at_fork(after_in_child=_unheard.clear)  # the process that saves says it

@@ -249,6 +249,10 @@ class Saver:
         self._staged = None
         self._release()
 
+    def forget(self) -> None:
+        """Know of no save and no memory; called in a forked process, which has neither their threads nor the memory."""
+        self.in_flight = self.exports_in_flight = self._staging = self._file = self._staged = None
+
     def _release(self) -> None:
         file, self._file = self._file, None
         if file is not None:

@@ -9,13 +9,12 @@ memory.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 
 import torch
 
-from titan_ckpt.disk import cuda
+from titan_ckpt.disk import cuda, descriptors
 from titan_ckpt.disk.direct import IO_BYTES, num_copy_workers, run_workers
 from titan_ckpt.disk.memory import ALIGNMENT, Buffer, SharedBuffer, round_up
 from titan_ckpt.formats.native.segments import Places, Segments
@@ -108,7 +107,6 @@ class Arena:
         size = self.beside_at + round_up(len(beside))
         self.shared = SharedBuffer.allocate(max(size, ALIGNMENT)) if shared else None
         self._buffer = self.shared.buffer if self.shared else Buffer.allocate(size)
-        self._buffer.keep_from_children()
         self._buffer.view[self.beside_at : self.beside_at + len(beside)] = beside
         self._pinned = False
         self._copying: StagingHandle | None = None
@@ -167,5 +165,5 @@ class Arena:
             cuda.unpin(self._buffer)
             self._pinned = False
         if self.shared is not None:
-            os.close(self.shared.fd)
+            descriptors.close(self.shared.fd)
             self.shared = None

@@ -156,8 +156,10 @@ def serve(shared: Buffer, trainer: int) -> None:
             answer = {"errno": error.errno, "message": error.strerror or str(error)}
         except Exception as error:
             answer = {"message": f"{type(error).__name__}: {error}"}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+        try:
+            os.write(1, json.dumps(answer).encode() + b"\n")  # not by sys.stdout, which would try again at the exit
+        except BrokenPipeError:  # the trainer has ended
+            return
 
 
 def _requests(trainer: int) -> Iterator[str]:

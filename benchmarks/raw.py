@@ -15,7 +15,7 @@ from titan_ckpt.disk.memory import Buffer, move_bytes
 def write_direct(path: Path, num_bytes: int, buffers: list[Buffer]) -> None:
     """Write a new file in whole blocks around the page cache, from memory that is there already, and fsync it."""
     path.unlink(missing_ok=True)
-    fd = posix.open_exclusive(path, os.O_DIRECT)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
     posix.fallocate(fd, num_bytes)
     run_workers(
         range(0, num_bytes // IO_BYTES * IO_BYTES, IO_BYTES),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -145,6 +147,7 @@ class CheckpointManager:
         self._exported_step: int | None = None
         self._knows_folder = False
         self._closed = False
+        _managers.add(self)
 
     # load
 
@@ -508,6 +511,12 @@ class CheckpointManager:
         self._closed = True
         _raise(error)
 
+    def leave_to_parent(self) -> None:
+        """Be closed, and wait for nothing: called for the copy in a forked process, such as a dataloader's worker."""
+        self._closed = True
+        if self._saver is not None:
+            self._saver.leave_to_parent()
+
     def _check_keepable(self, what: str) -> None:
         """Raises: CheckpointError once the manager is closed; HalfLoadedError, which begins with `what`."""
         self._check_open()
@@ -534,3 +543,14 @@ class CheckpointManager:
 def _raise(error: BaseException | None) -> None:
     if error is not None:
         raise error
+
+
+_managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for manager in tuple(_managers):
+        manager.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -53,8 +53,10 @@ def test_a_fault_of_the_writer_process_fails_the_save(monkeypatch: pytest.Monkey
         assert ManagerWriter("disabled").load(root) == (30, 3)
 
 
-def test_a_writer_process_that_outlives_its_trainer_commits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer is killed while its writer is stopped within a file; a new run goes on; the writer wakes."""
+def test_a_writer_process_that_outlives_its_trainer_commits_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The trainer is killed while its writer is stopped within a file; a new run goes on; the writer wakes and ends."""
     with quick_folder() as folder:
         root = folder / "checkpoints"
         ManagerWriter("disabled").run(root, [(10, 1)], lambda _: None)
@@ -68,6 +70,7 @@ def test_a_writer_process_that_outlives_its_trainer_commits_nothing(monkeypatch:
         before = read_tree(root)
         os.kill(writer, signal.SIGCONT)
         await_end(writer)
+        assert "Traceback" not in capfd.readouterr().err
         after = read_tree(root)
         assert {path for path in after if path.startswith("step")} == {
             path for path in before if path.startswith("step")

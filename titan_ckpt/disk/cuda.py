@@ -58,11 +58,9 @@ def as_here() -> Callable[[], None]:
 def pin(buffer: Buffer) -> bool:
     """Page-lock memory that was touched before; return whether CUDA has accepted all of it.
 
-    A forked child does not inherit the memory: after a write, its pages and the ones that the device writes to would no
-    longer be the same. CUDA keeps a refusal for the thread's next check, which may be that of a kernel of training; so
+    CUDA keeps a refusal for the thread's next check, which may be that of a kernel of training; so
     it is called in a thread that then ends.
     """
-    buffer.keep_from_children()
     try:
         with ThreadPoolExecutor(1, "titan_ckpt-pin", as_here()) as thread:
             status = thread.submit(_register, buffer).result()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import stat
 import threading
@@ -23,8 +22,8 @@ from typing import Self, TypeVar
 
 import torch
 
-from titan_ckpt.disk import cuda, posix
-from titan_ckpt.disk.kernel import libc
+from titan_ckpt.disk import cuda, descriptors, posix
+from titan_ckpt.disk.kernel import advise, libc, map_memory
 from titan_ckpt.disk.memory import ALIGNMENT, Buffer, round_up
 from titan_ckpt.errors import CorruptCheckpointError
 
@@ -35,7 +34,7 @@ _CACHESTAT = 451
 """Number of the system call, which the C library does not name."""
 
 _POPULATE_READ = 22
-"""MADV_POPULATE_READ of Linux 5.14, which Python's mmap does not name yet."""
+"""MADV_POPULATE_READ of Linux 5.14, which Python does not name yet."""
 
 _MAX_VIEWS = 1024
 """Buffers of one preadv; Linux accepts no more (IOV_MAX)."""
@@ -208,9 +207,9 @@ def finish_uploads() -> None:
 def open_direct(path: Path, flags: int) -> int:
     """Open an existing file with O_DIRECT; return -1 where the file system cannot. Raises: OSError."""
     try:
-        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
+        return descriptors.open_file(path, flags | os.O_NOFOLLOW | os.O_DIRECT)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
         return -1
 
@@ -223,13 +222,11 @@ class FileWriter:
 
     def __init__(self, path: Path, num_bytes: int) -> None:
         self.num_bytes = num_bytes
+        self._fd = posix.open_exclusive(path)  # without O_DIRECT: where that is refused, the file is there nevertheless
         try:
-            self._fd = posix.open_exclusive(path, os.O_DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._fd = posix.open_exclusive(path)
-        try:
+            if (direct := open_direct(path, os.O_RDWR)) >= 0:
+                os.dup2(direct, self._fd, inheritable=False)
+                descriptors.close(direct)
             posix.fallocate(self._fd, round_up(num_bytes))
         except BaseException:
             self.close()
@@ -274,7 +271,7 @@ class FileReader:
     def __init__(self, path: Path) -> None:
         """Open the file. Raises: OSError, also for a symbolic link; CorruptCheckpointError if it is no regular file."""
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        self._fd = descriptors.open_file(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         self._direct_fd = -1
         self._refuses_direct = False
         """Whether reads through `_direct_fd` fail; it stays open meanwhile, because other threads may be at it."""
@@ -349,19 +346,18 @@ class FileReader:
         self.read_aligned(view[first:stop], offset + first, stop - first)
         self.read_into([view[stop:]], offset + stop)
 
-    def map(self, offset: int, num_bytes: int) -> mmap.mmap:
+    def map(self, offset: int, num_bytes: int) -> memoryview:
         """Map bytes of the file, from a multiple of the allocation granularity on; the page tables are filled at once.
 
         The mapping is private and writable, because torch wraps only writable memory; nothing writes to it.
         Raises: EOFError if the file is too short.
         """
         cut_short = f"{self.path} ends before byte {offset + num_bytes}"
+        if os.fstat(self._fd).st_size < offset + num_bytes:
+            raise EOFError(cut_short)
+        mapping = map_memory(num_bytes, self._fd, offset)
         try:
-            mapping = mmap.mmap(self._fd, num_bytes, mmap.MAP_PRIVATE, offset=offset)
-        except ValueError as error:
-            raise EOFError(cut_short) from error
-        try:
-            mapping.madvise(_POPULATE_READ)
+            advise(mapping, _POPULATE_READ)
         except OSError as error:
             if error.errno == errno.EFAULT:
                 raise EOFError(cut_short) from error
@@ -393,5 +389,5 @@ class FileReader:
     def close(self) -> None:
         """Close the file; idempotent."""
         for fd in {self._fd, self._direct_fd} - {-1}:
-            os.close(fd)
+            descriptors.close(fd)
         self._fd = self._direct_fd = -1

@@ -1,18 +1,29 @@
-"""The running kernel: its C library and the id of this boot."""
+"""The running kernel: its C library, the id of this boot, and memory that it maps."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
+import os
+import weakref
 from pathlib import Path
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 @functools.cache
 def libc() -> ctypes.CDLL:
     """Return the C library; a failed call sets `ctypes.get_errno`."""
-    return ctypes.CDLL(None, use_errno=True)
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    library.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+    return library
 
 
 def boot_id() -> str:
@@ -21,3 +32,34 @@ def boot_id() -> str:
         return BOOT_ID.read_text().strip()
     except OSError:
         return ""
+
+
+def map_memory(num_bytes: int, fd: int = -1, offset: int = 0, *, shared: bool = False) -> memoryview:
+    """Map zero pages, or bytes of an open file; they are unmapped with the last view of them.
+
+    Processes that are forked from now on have no such memory: a fork would share its pages, the next write to each
+    would copy it first, and a worker would keep a deleted file on the disk. A forked process does not unmap it either,
+    because memory of its own may be at that address. Python's mmap would, and it holds a descriptor that is inherited.
+    Raises: OSError.
+    """
+    flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | (mmap.MAP_ANONYMOUS if fd < 0 else 0)
+    address = libc().mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
+    if address == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    libc().madvise(address, num_bytes, mmap.MADV_DONTFORK)
+    memory = (ctypes.c_char * num_bytes).from_address(address)
+    weakref.finalize(memory, _unmap, os.getpid(), address, num_bytes).atexit = False
+    return memoryview(memory).cast("B")
+
+
+def advise(view: memoryview, advice: int) -> None:
+    """Call madvise for memory of `map_memory`. Raises: OSError."""
+    if libc().madvise(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view), advice):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def _unmap(pid: int, address: int, num_bytes: int) -> None:
+    if os.getpid() == pid:
+        libc().munmap(address, num_bytes)

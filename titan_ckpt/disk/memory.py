@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from titan_ckpt.disk import descriptors
+from titan_ckpt.disk.kernel import advise, map_memory
+
 ALIGNMENT = 4096
 """Bytes. Direct I/O needs offsets, lengths and memory aligned to the device's logical block; 4 KiB suits all."""
 
@@ -35,25 +38,16 @@ class Buffer:
     @staticmethod
     def allocate(num_bytes: int) -> Buffer:
         """Map anonymous zero pages, huge ones where the kernel gives them; they are not touched yet."""
-        return Buffer.of(mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), num_bytes)
+        return Buffer.of(map_memory(max(num_bytes, 1)), num_bytes)
 
     @staticmethod
-    def of(mapping: mmap.mmap, num_bytes: int) -> Buffer:
-        """Wrap a writable mapping, which lives as long as the tensor or the view."""
-        if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= 2 << 20:
+    def of(mapping: memoryview, num_bytes: int) -> Buffer:
+        """Wrap memory of `map_memory`, which lives as long as the tensor or the view."""
+        if num_bytes >= 2 << 20:
             with contextlib.suppress(OSError):  # a kernel without huge pages copies a little slower
-                mapping.madvise(mmap.MADV_HUGEPAGE)
+                advise(mapping, mmap.MADV_HUGEPAGE)
         tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=max(num_bytes, 1))[:num_bytes]
-        return Buffer(memoryview(mapping)[:num_bytes], tensor, tensor.data_ptr() if num_bytes else 0)
-
-    def keep_from_children(self) -> None:
-        """Leave the memory out of processes that are forked from now on, which never use it.
-
-        A fork would share its pages, and the next write to each would copy it first.
-        """
-        mapping = self.view.obj
-        if isinstance(mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTFORK"):
-            mapping.madvise(mmap.MADV_DONTFORK)
+        return Buffer(mapping[:num_bytes], tensor, tensor.data_ptr() if num_bytes else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +60,9 @@ class SharedBuffer:
     @staticmethod
     def allocate(num_bytes: int) -> SharedBuffer:
         """Map unnamed memory; it is freed with its last descriptor and view."""
-        fd = os.memfd_create("titan_ckpt-arena", os.MFD_CLOEXEC)
+        fd = descriptors.keep_from_children(os.memfd_create("titan_ckpt-arena", os.MFD_CLOEXEC))
         os.ftruncate(fd, num_bytes)
-        return SharedBuffer(Buffer.of(mmap.mmap(fd, num_bytes), num_bytes), fd)
+        return SharedBuffer(Buffer.of(map_memory(num_bytes, fd, shared=True), num_bytes), fd)
 
 
 def bytes_at(address: int, num_bytes: int) -> memoryview:

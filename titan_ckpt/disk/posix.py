@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import stat
 import struct
@@ -20,7 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titan_ckpt.disk.kernel import libc
+from titan_ckpt.disk import descriptors
+from titan_ckpt.disk.kernel import libc, map_memory
 
 MUTATING: set[str] = set()
 """Names of the functions of this module that change a file system."""
@@ -32,8 +32,6 @@ _RENAME_NOREPLACE = 1
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 _WHOLE_FILE = struct.pack("hhqqq", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 """Linux's struct flock for a write lock."""
-_locked: set[int] = set()
-"""Descriptors with a lock."""
 
 
 def _mutating(function: _Function) -> _Function:
@@ -42,19 +40,18 @@ def _mutating(function: _Function) -> _Function:
 
 
 @_mutating
-def open_exclusive(path: str | os.PathLike[str], extra_flags: int = 0) -> int:
-    """Create a new file and return its descriptor, open for reading and writing; `extra_flags` may add O_DIRECT.
+def open_exclusive(path: str | os.PathLike[str]) -> int:
+    """Create a new file and return its descriptor, open for reading and writing.
 
     Raises: FileExistsError, also where a dangling link has the name.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW | extra_flags
-    return os.open(path, flags, 0o644)
+    return descriptors.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
 
 
 @_mutating
 def open_or_create(path: str | os.PathLike[str]) -> int:
     """Open a file for reading and writing, creating it empty where it is absent; never through a symbolic link."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    return descriptors.open_file(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
 
 
 @_mutating
@@ -73,12 +70,12 @@ def pwrite_all(fd: int, buffer: Any, offset: int) -> None:
 
 
 @_mutating
-def map_shared(fd: int, offset: int, num_bytes: int) -> mmap.mmap:
+def map_shared(fd: int, offset: int, num_bytes: int) -> memoryview:
     """Map part of a file that is open for reading and writing; stores into the memory change the file.
 
     The range must be allocated: a store that finds the disk full ends the process.
     """
-    return mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+    return map_memory(num_bytes, fd, offset, shared=True)
 
 
 @_mutating
@@ -89,12 +86,16 @@ def truncate(fd: int, num_bytes: int) -> None:
 
 @_mutating
 def fallocate(fd: int, num_bytes: int) -> None:
-    """Reserve the first `num_bytes` where the file system can, so that a full disk fails before anything is written."""
-    try:
-        os.posix_fallocate(fd, 0, num_bytes)
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            raise
+    """Give the file this size, its bytes reserved where the file system can, so that a full disk fails at once.
+
+    The C library's posix_fallocate writes one byte to every block of 4 KiB where the file system cannot reserve any.
+    """
+    while code := _fallocate(fd, num_bytes):
+        if code in _UNSUPPORTED:
+            os.ftruncate(fd, num_bytes)
+            return
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
 
 
 @_mutating
@@ -106,8 +107,7 @@ def fsync(fd: int) -> None:
 @_mutating
 def close(fd: int) -> None:
     """Close a descriptor that was written to. Raises: OSError; network file systems report late write errors now."""
-    _locked.discard(fd)
-    os.close(fd)
+    descriptors.close(fd)
 
 
 @_mutating
@@ -310,23 +310,12 @@ def lock(fd: int) -> bool | None:
         if error.errno in (errno.ENOLCK, *_UNSUPPORTED):
             return None
         raise
-    _locked.add(fd)
     return True
 
 
-def _leave_locks_to_parent() -> None:
-    """In a forked child, let locked descriptors lead nowhere: a worker that outlives its parent must not keep a lock.
-
-    Their numbers stay taken, because objects that the child has inherited may close them.
-    """
-    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for fd in _locked:
-        os.dup2(nowhere, fd, inheritable=False)
-    os.close(nowhere)
-    _locked.clear()
-
-
-os.register_at_fork(after_in_child=_leave_locks_to_parent)
+def _fallocate(fd: int, num_bytes: int) -> int:
+    """Return 0, or the errno of fallocate(2)."""
+    return 0 if libc().fallocate(fd, 0, 0, num_bytes) == 0 else ctypes.get_errno()
 
 
 def _renameat2(source: str, target: str) -> int:

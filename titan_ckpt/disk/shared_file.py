@@ -16,7 +16,7 @@ import os
 import threading
 from pathlib import Path
 
-from titan_ckpt.disk import posix
+from titan_ckpt.disk import descriptors, posix
 from titan_ckpt.disk.direct import open_direct
 from titan_ckpt.disk.memory import ALIGNMENT
 
@@ -30,7 +30,7 @@ class SharedFile:
     def __init__(self, path: Path, direct: bool) -> None:
         """Open the file; `direct` bypasses the page cache where the file system can. Raises: OSError."""
         self.path = path
-        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self.fd = descriptors.open_file(path, os.O_RDWR | os.O_NOFOLLOW)
         """Descriptor for mappings, which are coherent with all writes."""
         self._direct_fd = open_direct(path, os.O_RDWR) if direct else -1
         self._put_off: list[tuple[int, bytes]] = []

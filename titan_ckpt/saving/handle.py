@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 from collections.abc import Callable
 
 from titan_ckpt.disk.background import BackgroundCall
@@ -49,3 +50,4 @@ def _report_unheard() -> None:
 
 
 atexit.register(_report_unheard)
+os.register_at_fork(after_in_child=_unheard.clear)  # the process that saves says it

@@ -264,6 +264,10 @@ class Saver:
         self._staged = None
         self._release()
 
+    def leave_to_parent(self) -> None:
+        """Know of no save and no memory; called in a forked process, which has neither their threads nor the memory."""
+        self.in_flight = self.exports_in_flight = self._staging = self._file = self._staged = None
+
     def _release(self) -> None:
         if self._file is not None:
             self._file.close()

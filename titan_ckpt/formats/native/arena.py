@@ -9,13 +9,12 @@ memory.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
-from titan_ckpt.disk import cuda
+from titan_ckpt.disk import cuda, descriptors
 from titan_ckpt.disk.background import BackgroundCall, Latch
 from titan_ckpt.disk.direct import IO_BYTES, num_copy_workers, run_workers
 from titan_ckpt.disk.memory import ALIGNMENT, Buffer, SharedBuffer, round_up
@@ -127,7 +126,6 @@ class Arena:
         size = self.beside_at + round_up(len(beside)) + round_up(room)
         self.shared = SharedBuffer.allocate(max(size, ALIGNMENT)) if shared else None
         self._buffer = self.shared.buffer if self.shared else Buffer.allocate(size)
-        self._buffer.keep_from_children()
         self._buffer.view[self.beside_at : self.beside_at + len(beside)] = beside
         self._pinned = False
         self._copying: StagingHandle | None = None
@@ -204,4 +202,4 @@ class Arena:
             self._pinned = False
         shared, self.shared = self.shared, None  # first: closed twice, the number may be that of another file
         if shared is not None:
-            os.close(shared.fd)
+            descriptors.close(shared.fd)

@@ -2,24 +2,25 @@
 
 Owns both ends of the pipes to the process. The arena is shared memory, so no tensor is sent: a request names a file and
 the layout of its bytes, the answer is the file's digest or the error. The process commits nothing, the trainer does: if
-the process is killed or outlives its trainer, it leaves an attempt that nobody commits. It ends when its input is
-closed, or when its trainer has ended: processes that the trainer forked, such as dataloader workers, may live on and
-hold the pipe open.
+the process is killed or outlives its trainer, it leaves an attempt that nobody commits. It ends when it is told to, or
+when its trainer has ended: a process that the trainer forked may live on and hold the pipe open.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import select
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 
+from titan_ckpt.disk import descriptors
+from titan_ckpt.disk.kernel import map_memory
 from titan_ckpt.disk.memory import Buffer, SharedBuffer, round_up
 from titan_ckpt.errors import SaveError
 from titan_ckpt.formats.native.layout import Layout
@@ -35,6 +36,9 @@ _MAIN = f"from {__name__} import main; main()"
 
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": ""}
 """The process sees no device, so that nothing it imports can take memory of one."""
+
+_END = "\n"
+"""The line that ends the process, where a request would be."""
 
 _LOOK_SECONDS = 1.0
 """Longest time that a writer outlives its trainer if its input stays open."""
@@ -53,7 +57,7 @@ class WriterProcess:
                 [sys.executable, "-c", _MAIN, str(shared.fd), str(len(shared.buffer.view)), str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                text=True,
+                bufsize=0,  # without a lock, which a forked process would inherit locked
                 pass_fds=[shared.fd],
                 env=os.environ
                 | _ENVIRONMENT
@@ -62,6 +66,11 @@ class WriterProcess:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._pipes = (self._process.stdin, self._process.stdout)
+        for pipe in self._pipes:
+            descriptors.keep_from_children(pipe.fileno())
+        _running.add(self)
 
     @property
     def is_idle(self) -> bool:
@@ -74,7 +83,7 @@ class WriterProcess:
         The shared memory holds the data at its start and the unsealed header at `header_at`.
         Raises: OSError as the process met it; SaveError if the process died.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
+        requests, answers = self._pipes
         request = {
             "path": str(path),
             "store": asdict(path.bucket.settings) if isinstance(path, BucketPath) else {},
@@ -84,11 +93,10 @@ class WriterProcess:
         }
         self._is_answering = True
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
+            requests.write(json.dumps(request).encode() + b"\n")
+            answer = answers.readline()
         except BrokenPipeError:
-            answer = ""
+            answer = b""
         if not answer:
             code = self._process.wait()
             raise SaveError(f"{path}: the writer process ended with {_cause(code)}; the next save starts another")
@@ -102,11 +110,31 @@ class WriterProcess:
 
     def close(self) -> None:
         """End the process after its current write."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        requests, answers = self._pipes
+        for pipe in self._pipes:
+            descriptors.forget(pipe.fileno())
         with suppress(BrokenPipeError):
-            self._process.stdin.close()
+            requests.write(_END.encode())
+        requests.close()
         self._process.wait()
-        self._process.stdout.close()
+        answers.close()
+
+    def disown(self) -> None:
+        """Let the copy of this object in a forked process, whose child the process is not, have nothing to do."""
+        self._process.returncode = 0
+        for pipe in self._pipes:
+            pipe.close()
+
+
+_running: weakref.WeakSet[WriterProcess] = weakref.WeakSet()
+
+
+def _disown_in_child() -> None:
+    for writer in tuple(_running):
+        writer.disown()
+
+
+os.register_at_fork(after_in_child=_disown_in_child)
 
 
 def _cause(code: int) -> str:
@@ -114,7 +142,7 @@ def _cause(code: int) -> str:
 
 
 def serve(shared: Buffer, trainer: int) -> None:
-    """Answer requests from standard input until it is closed or the process `trainer` has ended."""
+    """Answer requests from standard input until it ends or the process `trainer` has ended."""
     for line in _requests(trainer):
         request = json.loads(line)
         header_at, start = request["header_at"], request["data_start"]
@@ -133,8 +161,10 @@ def serve(shared: Buffer, trainer: int) -> None:
             answer = {"errno": error.errno, "message": error.strerror or str(error)}
         except Exception as error:
             answer = {"message": f"{type(error).__name__}: {error}"}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+        try:
+            os.write(1, json.dumps(answer).encode() + b"\n")  # not by sys.stdout, which would try again at the exit
+        except BrokenPipeError:  # the trainer has ended
+            return
 
 
 def _requests(trainer: int) -> Iterator[str]:
@@ -142,7 +172,7 @@ def _requests(trainer: int) -> Iterator[str]:
     while os.getppid() == trainer:
         if select.select([sys.stdin], [], [], _LOOK_SECONDS)[0]:
             line = sys.stdin.readline()
-            if not line:
+            if line in ("", _END):
                 return
             yield line
 
@@ -150,4 +180,4 @@ def _requests(trainer: int) -> Iterator[str]:
 def main() -> None:
     """Map the trainer's arena and serve. The trainer's signals were blocked before this process started."""
     fd, size, trainer = map(int, sys.argv[1:4])
-    serve(Buffer.of(mmap.mmap(fd, size), size), trainer)
+    serve(Buffer.of(map_memory(size, fd, shared=True), size), trainer)

@@ -20,7 +20,7 @@ from titan_ckpt.geometry.chunks import Chunk
 _MAP_BYTES = 16 << 20
 """Bytes of a file that are mapped at a time."""
 
-MapBytes = Callable[[int, int], mmap.mmap | memoryview]
+MapBytes = Callable[[int, int], memoryview]
 """(offset, num_bytes) -> mapping; the offset is a multiple of the allocation granularity."""
 
 

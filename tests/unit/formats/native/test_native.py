@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import json
 import os
 import threading
@@ -262,28 +263,57 @@ def test_without_direct_io_the_same_bytes_are_written_and_read(tmp_path: Path, m
     (tmp_path / "direct").mkdir()
     save(tmp_path / "direct", tensors)
     refused = []
-    real_open, real_exclusive = os.open, posix.open_exclusive
-
-    def check(flags: int) -> None:
-        if flags & os.O_DIRECT:
-            refused.append(flags)
-            raise OSError(errno.EINVAL, "Invalid argument")
+    real_open = os.open
 
     def without_direct(path: Any, flags: int, *rest: Any, **named: Any) -> int:
-        check(flags)
-        return real_open(path, flags, *rest, **named)
-
-    def exclusive_without_direct(path: Any, flags: int = 0) -> int:
-        check(flags)
-        return real_exclusive(path, flags)
+        fd = real_open(path, flags & ~os.O_DIRECT, *rest, **named)  # a file that is to be created is there, then
+        if flags & os.O_DIRECT:
+            refused.append(flags)
+            os.close(fd)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return fd
 
     monkeypatch.setattr(os, "open", without_direct)
-    monkeypatch.setattr(posix, "open_exclusive", exclusive_without_direct)
     (tmp_path / "buffered").mkdir()
     save(tmp_path / "buffered", tensors)
     drop_from_page_cache(tmp_path / "buffered")
     load(tmp_path / "buffered", tensors)
     assert len(refused) >= 2
+    assert (tmp_path / "buffered" / FILE).read_bytes() == (tmp_path / "direct" / FILE).read_bytes()
+
+
+def test_where_direct_writes_reads_and_reserved_space_are_refused_the_same_bytes_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O_DIRECT passes at the open and is refused at the first write and read; fallocate(2) is not there at all."""
+    tensors = every_kind()
+    (tmp_path / "direct").mkdir()
+    save(tmp_path / "direct", tensors)
+    refused: list[str] = []
+
+    def refusing(name: str) -> Any:
+        real = getattr(os, name)
+
+        def call(fd: int, *rest: Any) -> Any:
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                refused.append(name)
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return real(fd, *rest)
+
+        return call
+
+    def no_fallocate(fd: int, num_bytes: int) -> int:
+        refused.append("fallocate")
+        return errno.EOPNOTSUPP
+
+    for name in ("pwrite", "preadv"):
+        monkeypatch.setattr(os, name, refusing(name))
+    monkeypatch.setattr(posix, "_fallocate", no_fallocate)
+    (tmp_path / "buffered").mkdir()
+    save(tmp_path / "buffered", tensors)
+    drop_from_page_cache(tmp_path / "buffered")
+    load(tmp_path / "buffered", tensors)
+    assert set(refused) == {"pwrite", "preadv", "fallocate"}
     assert (tmp_path / "buffered" / FILE).read_bytes() == (tmp_path / "direct" / FILE).read_bytes()
 
 

@@ -15,7 +15,7 @@ import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
@@ -102,8 +102,9 @@ def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_w
             thread.join()
     except BaseException as error:  # an interrupt, after which `join` takes threads for ended that still run
         errors.append(error)
-        with changed:
-            changed.wait_for(lambda: busy <= {threading.get_ident()})
+        while busy - {threading.get_ident()}:  # whatever interrupts this: they use what the caller then closes
+            with suppress(BaseException), changed:
+                changed.wait(1.0)
     if errors:
         raise errors[0]
 

@@ -24,8 +24,6 @@ BOUND = 6.0
 """For a silent rank. Many worlds run at once on few cores, so a shorter one would take a slow rank for a silent one."""
 HEALTHY = 60.0
 """Where no rank is silent."""
-LATEST = 4 * (1.0 + 0.05 * BOUND)
-"""Seconds that waiting for a verdict may add to the bound."""
 
 
 def save_together(root: Path, line: Coordinator, step: int, value: int) -> None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from operator import sub
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.common import parse
 from titan_ckpt.directory.manifest import FileRecord, Manifest
 from titan_ckpt.distributed import sharing as ownership
-from titan_ckpt.distributed.coordinator import Coordinator, packed
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.native.header import parse_header
 from titan_ckpt.formats.native.layout import lay_out
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
@@ -101,7 +103,8 @@ class _Gathered(Coordinator):
 
     def __init__(self, run: Run) -> None:
         super().__init__(0, run.world_size, None, "", 1.0)
-        self.exchanged_bytes = 0
+        self.exchanged_bytes: dict[str, int] = {}
+        """Exchange -> bytes that rank 0 reads from the store and writes to it: all posts, and the verdict."""
         self._of = run
         per_stage = prod(run.mesh)
         self._stage = [rank // per_stage for rank in range(run.world_size)]
@@ -118,17 +121,46 @@ class _Gathered(Coordinator):
     ) -> list[Any]:
         if error is not None:
             raise error
-        if tag == "plan/lists/digests":
-            answer: list[Any] = [value if stage == 0 else {"list": f"{stage:032x}"} for stage in self._stage]
+        name = tag.removesuffix("/digests")
+        if name != tag:
+            (key,) = value
+            answer: list[Any] = [value if stage == 0 else {key: f"{stage:032x}"} for stage in self._stage]
         elif tag == "plan/lists":
-            first = {stage: self._stage.index(stage) for stage in range(1, self._of.stages)}
-            answer = [value, *[packed({})] * (self.world_size - 1)]
-            for stage, rank in first.items():
-                answer[rank] = packed({"list": self._lists[stage]})
+            answer = self._of_stages(value, [{"list": listed} for listed in self._lists])
+        elif tag == "load-plan":
+            answer = self._of_stages(value, [{"0": [[], self.strangers(stage)]} for stage in range(self._of.stages)])
+        elif tag == "written":
+            files = [(record["name"].replace("00000", "{:05d}"), record) for record in value]
+            answer = [
+                [{**record, "name": name.format(rank), "digest": token_hex(16)} for name, record in files]
+                for rank in range(self.world_size)
+            ]
         else:
             answer = [value, [*map(sub, self._whole, value)], *[[0, 0]] * (self.world_size - 2)]
-        self.exchanged_bytes += len(json.dumps(answer))
+        sizes: dict[int, int] = {}
+        num_bytes = _compressed(answer)
+        for post in answer:
+            if id(post) not in sizes:
+                sizes[id(post)] = _compressed(post)
+            num_bytes += sizes[id(post)]
+        self.exchanged_bytes[name] = self.exchanged_bytes.get(name, 0) + num_bytes
         return answer
+
+    def _of_stages(self, own: Any, posts: list[Any]) -> list[Any]:
+        """Return what all ranks post: the lowest rank of each stage its list, the others nothing."""
+        answer = [own, *[{}] * (self.world_size - 1)]
+        for stage in range(1, self._of.stages):
+            answer[self._stage.index(stage)] = posts[stage]
+        return answer
+
+    def strangers(self, stage: int) -> list[str]:
+        """Return the tensors of a checkpoint that a rank of this stage has no use for: those of all other stages."""
+        return [name for other, listed in enumerate(self._lists) if other != stage for name in listed["names"]]
+
+
+def _compressed(value: Any) -> int:
+    """Return the bytes of a value in the store, as titan_ckpt/distributed/coordinator.py makes them."""
+    return len(zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1))
 
 
 def _ranks(run: Run, stage: int) -> torch.Tensor:
@@ -169,6 +201,10 @@ def measure(run: Run) -> dict[str, Any]:
         elsewhere = {fqn: info for fqn, info in division.tensors.items() if fqn not in here}
         layout = lay_out(chunks, 0, run.world_size, elsewhere)
         planned = time.perf_counter()
+        gathered.gather_distinct("load-plan", lambda: {"0": [[], gathered.strangers(0)]})
+        names_of_files = ("rank-00000.safetensors", "rank-00000.json")
+        gathered.gather("written", [{"name": n, "num_bytes": 10**10, "digest": token_hex(16)} for n in names_of_files])
+        exchanged = time.perf_counter()
         header, _ = layout.seal(["0" * 32] * layout.num_blocks)
         begin_open = time.perf_counter()
         parsed = parse_header(header, layout.num_bytes, "rank-00000.safetensors")
@@ -181,7 +217,8 @@ def measure(run: Run) -> dict[str, Any]:
             "tensors": names,
             "tensors_here": len(state),
             "plan_seconds": round(planned - begin, 3),
-            "exchanged_mib": round(gathered.exchanged_bytes / 2**20, 2),
+            "exchanged_mib": {name: round(n / 2**20, 2) for name, n in gathered.exchanged_bytes.items()},
+            "exchange_seconds": round(exchanged - planned, 3),
             "header_mib": round(len(header) / 2**20, 2),
             "file_gib": round(layout.num_bytes / 2**30, 2),
             "open_seconds": round(opened - begin_open, 3),

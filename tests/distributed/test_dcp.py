@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import LoadMismatchError, PeerError
+from titan_ckpt.errors import ExportError, LoadMismatchError, PeerError
 from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.loading.external import ExternalLoad
@@ -151,6 +152,31 @@ class LoadsWhenItIsSaved:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class Holds:
+    """A user's state of one tensor."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@distributed(nproc=2)
+def test_a_tensor_of_a_state_that_differs_between_ranks_is_not_exported(tmp_path: Path) -> None:
+    """A DCP folder has one place for it; the error names it, and what ranks have alike is exported."""
+    config = CheckpointConfig(export=(ExportConfig("dcp", training_state=True),))
+    for step, value in ((1, torch.ones(3)), (2, torch.ones(3) * dist.get_rank())):
+        states = {"own": Holds(value)}
+        refused = pytest.raises(ExportError, match=r"1 value differs between ranks.*own\.value")
+        manager = CheckpointManager(config, model_parts=[Net()], states=states, base_folder=tmp_path)
+        with manager, refused if step == 2 else nullcontext():
+            manager.export(step, last_step=True)
+        assert (tmp_path / "exports" / f"step-{step}").exists() == (step == 1)
 
 
 @distributed(nproc=2)

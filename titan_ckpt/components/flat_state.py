@@ -15,6 +15,7 @@ import xxhash
 
 from titan_ckpt.components import optimizer_content
 from titan_ckpt.components.run_state import RunState
+from titan_ckpt.distributed.replicas import digest_of
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import ExportError, listed
 from titan_ckpt.geometry.requests import StoredValue
@@ -28,6 +29,13 @@ _IN_GROUP = frozenset({"params", "param_names"})
 def flat_tensors(run: RunState) -> StateDict:
     """Return the tensors of the training state: live memory of the optimizers, and those of other states."""
     return {".".join(path): value for path, value in _leaves(run) if isinstance(value, torch.Tensor)}
+
+
+def state_digests(run: RunState) -> dict[str, str]:
+    """Return a digest of each tensor in user states that is not sharded: ranks must have them alike."""
+    leaves = [leaf for name, state in run.states.items() for leaf in _nested((name,), state.state_dict())]
+    plain = {path: v for path, v in leaves if type(v) is torch.Tensor and v.layout is torch.strided}
+    return {".".join(path): digest_of(value.detach()) for path, value in plain.items()}
 
 
 def flat_values(run: RunState, model_values: Mapping[str, Any]) -> dict[str, StoredValue]:

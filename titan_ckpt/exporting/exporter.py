@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from titan_ckpt.components.flat_state import flat_tensors, flat_values
+from titan_ckpt.components.flat_state import flat_tensors, flat_values, state_digests
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import ExportConfig, InitialLoadConfig
@@ -249,7 +249,8 @@ class Exporter:
             tensors = self._dcp_names(config, tensors)
             values = flat_values(self._run, self.model.state("full").values) if config.training_state else {}
             dtype = None if config.dtype is None else getattr(torch, config.dtype)
-            writer = DcpExport(cast_all(tensors, dtype), values)
+            digests = state_digests(self._run) if config.training_state else {}
+            writer = DcpExport(cast_all(tensors, dtype), values, digests)
         else:
             hooks, dtype = self.model.hooks, _dtype(config, None)
             adapter = None if hooks is None else hooks.state_dict_adapter()

@@ -51,6 +51,8 @@ class DcpExport:
 
     tensors: StateDict
     values: Mapping[str, StoredValue] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Digests of tensors that ranks might hold with values of their own, which the format has no place for."""
     groups: tuple[FileGroup, ...] = ()
     """The tensors whose columns ranks put together: none, because shards are written as they are."""
 
@@ -81,7 +83,7 @@ class DcpExport:
 
         def own_parts() -> dict[str, Any]:
             held = {} if alone else {name: _offsets(value) for name, value in self.tensors.items()}
-            return {"held": held, "values": {name: value.digest for name, value in self.values.items()}}
+            return {"held": held, "values": {**{name: v.digest for name, v in self.values.items()}, **self.digests}}
 
         of_ranks = coordinator.gather_results("dcp-chunks", own_parts)
         writers = _writers([of_rank["held"] for of_rank in of_ranks])

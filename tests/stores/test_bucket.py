@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import urllib.request
@@ -15,6 +16,7 @@ from tests.stores import servers
 from tests.stores.conftest import behind, place_in, through
 from tests.stores.servers import Answer, Server, refusal
 from titan_ckpt.config import InitialLoadConfig
+from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.names import read_file
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.encoding.toml import read_toml
@@ -377,3 +379,23 @@ def test_an_endpoint_with_a_password_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('folder = "s3://AKIA:pw@box/x\n')
     with pytest.raises(ConfigError, match=r"s3://\*\*\*@box/x"):
         read_toml(tmp_path / "run.toml")
+
+
+class _Weakening(servers.Proxy):
+    """A proxy that makes ETags weak, as nginx does when it compresses."""
+
+    async def _forward(self, head: str, body: bytes) -> bytes:
+        head_of, end, content = (await super()._forward(head, body)).partition(b"\r\n\r\n")
+        return re.sub(rb'(?i)\r\netag: "', b'\r\nETag: W/"', head_of) + end + content
+
+
+def test_a_weak_etag_is_no_second_writer(s3: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """The error names the ETag and the proxy, and no other process that would have to be stopped."""
+    with _Weakening(s3.endpoint, lambda *_: None) as proxy:
+        place = through(place_in(s3), proxy)
+        steps = BucketSteps(place)
+        steps.open()
+        steps.close()
+        assert any("is not given back" in line and 'W/"' in line for line in caplog.messages)
+        with pytest.raises(StoreError, match=r'names W/".* as its version, and refuses to replace that'):
+            BucketSteps(place).open()

@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, listed
 from titan_ckpt.stores.answers import StoreError, lacks_bucket, store_error
 from titan_ckpt.stores.environment import endpoint_of, require_usable_keys, shared_credentials
 from titan_ckpt.stores.settings import SCHEMES, StoreConfig, split_url
@@ -88,7 +88,10 @@ class Bucket:
         return self._put_once(key, data, "create")
 
     def replace(self, key: str, data: bytes, version: Version) -> None:
-        """Put an object over the content of that version only; otherwise as `create`."""
+        """Put an object over the content of that version only; otherwise as `create`.
+
+        Raises: also StoreError if nobody has changed that content, and the store refuses all the same.
+        """
         self._put_once(key, data, dict(version))
 
     def _put_once(self, key: str, data: bytes, mode: Any) -> Version:
@@ -106,6 +109,14 @@ class Bucket:
                 content = self.content(key)
                 if content == data:  # an answer was lost, and this is the second request
                     return {}
+                if isinstance(mode, dict) and content is not None and self.read(key)[1] == mode:  # nobody changed it
+                    raise StoreError(
+                        errno.EINVAL,
+                        f"{self.url(key)}: the store names {listed([*mode.values()], ', ')} as its version, and "
+                        "refuses to replace that. An ETag that begins with W/ was made weak by a proxy, for example by "
+                        "one that compresses: reach the store without it",
+                        is_final=True,
+                    ) from None
                 if content is not None or mode != "create":
                     raise FileExistsError(errno.EEXIST, "another writer's content is there", self.url(key)) from None
                 failure = store_error(error, "write", self.url(key), time.monotonic() - started)

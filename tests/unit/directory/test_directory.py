@@ -36,6 +36,7 @@ from titan_ckpt.directory.directory import CheckpointDirectory, open_steps
 from titan_ckpt.directory.lease import LEASE_NAME, Holder, holder_of
 from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
 from titan_ckpt.directory.names import read_manifest_bytes, survey
+from titan_ckpt.directory.steps import Attempt
 from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import (
@@ -686,22 +687,21 @@ def test_a_clean_up_of_a_writer_that_was_succeeded_spares_the_save_of_its_succes
     old._store._has_leftovers = True
     mine = old._store.open()
     check = mine.check
-    attempt: Any = None
+    attempts: list[Attempt] = []
 
     def check_then_sleep() -> None:
-        nonlocal attempt
         mine.check = check  # type: ignore[method-assign]
         check()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(lease, "held", held)
             patch.setattr(posix, "lock", lambda fd: None)
-            attempt = new.begin(2)
-            write_files(attempt, 0)
+            attempts.append(new.begin(2))
+            write_files(attempts[0], 0)
 
     mine.check = check_then_sleep  # type: ignore[method-assign]
     with pytest.raises(CommitConflictError, match="taken over"):
         old.begin(3)
-    assert attempt.folder.exists()
+    assert attempts[0].folder.exists()
     old.close()
     new.close()
 

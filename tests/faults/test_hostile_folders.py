@@ -244,12 +244,9 @@ def test_a_name_that_is_no_text_is_refused(tmp_path: Path, capsys: pytest.Captur
 
 def owned_names() -> set[str]:
     """Return a name of each kind that this package takes for its own, as its modules spell them."""
-    patterns = [value for module in (names, unpublished_folder) for value in vars(module).values()]
-    return {
-        find(from_regex(pattern, fullmatch=True), lambda _: True)
-        for pattern in patterns
-        if isinstance(pattern, re.Pattern)
-    }
+    values = [value for module in (names, unpublished_folder) for value in vars(module).values()]
+    patterns: list[re.Pattern[str]] = [value for value in values if isinstance(value, re.Pattern)]
+    return {find(from_regex(pattern, fullmatch=True), lambda _: True) for pattern in patterns}
 
 
 def train(run: Path, steps: range, resume: int = -1) -> None:

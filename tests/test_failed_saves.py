@@ -179,7 +179,7 @@ def test_a_lack_of_space_that_is_foreseen_is_a_failure_of_the_disk(
     """Each save asks for the space that it takes; nothing is written if it is not there."""
     with manager_in(RunFolder(tmp_path), async_mode="disabled", on_failure="warn") as manager:
         assert manager.save(1)
-        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=1, f_bavail=0, f_frsize=1))
         assert not manager.save(2)
         monkeypatch.undo()
         assert manager.save(3)

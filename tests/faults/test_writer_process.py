@@ -56,7 +56,7 @@ def test_a_fault_of_the_writer_process_fails_the_save(monkeypatch: pytest.Monkey
 def test_a_writer_process_that_outlives_its_trainer_commits_nothing(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The trainer is killed while its writer is stopped within a file; a new run goes on; the writer wakes and ends."""
+    """The trainer is killed while its writer is stopped in a file; a new run goes on; the writer then wakes quietly."""
     with quick_folder() as folder:
         root = folder / "checkpoints"
         ManagerWriter("disabled").run(root, [(10, 1)], lambda _: None)

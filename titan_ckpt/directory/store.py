@@ -272,7 +272,7 @@ class StepStore(Steps):
         status = os.statvfs(self.root)
         free = status.f_bavail * status.f_frsize
         wanted = int(num_bytes * SPACE_FACTOR)
-        if free < wanted:
+        if status.f_blocks and free < wanted:  # without blocks the file system does not say, as ramfs
             failure = PreflightError(
                 f"{self.root}: a save takes {_mib(num_bytes)} MiB and wants {_mib(wanted)} MiB free, found "
                 f"{_mib(free)} MiB. Free some space, keep fewer steps, or choose another folder"

@@ -248,7 +248,7 @@ def _load_unverified(folder: Path, state: StateDict, coordinator: Coordinator) -
 
     with (
         patch.object(transfers, "xxhash", SimpleNamespace(xxh3_128=lambda *_: Unhashed())),
-        patch.object(transfers.BlockReader, "_verified", lambda *_: True),
+        patch.object(transfers.BlockReader, "_is_right", lambda *_: True),
     ):
         _load(folder, state, coordinator)
 

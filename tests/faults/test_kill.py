@@ -120,7 +120,7 @@ def test_the_matrix_catches_each_broken_promise(monkeypatch: pytest.MonkeyPatch)
         patch.setattr(StepStore, "commit", expire_first)
         assert any("valid steps are left" in fault for fault in violations(writer, NEXT, 3))
     with monkeypatch.context() as patch:
-        patch.setattr(trash, "recover", lambda root: [])
+        patch.setattr(trash, "recover", lambda root, check: [])
         assert any("left behind" in fault for fault in violations(writer, NEXT, 3))
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,11 +119,11 @@ def test_a_step_that_vanishes_from_a_listing_is_no_damage(tmp_path: Path, monkey
     root = tmp_path / "checkpoints"
     inspect = names.inspect
 
-    def replaced(path: Path, step: int) -> names.CommittedStep:
+    def replaced(path: Path, step: int, **waits: Any) -> names.CommittedStep:
         monkeypatch.undo()
         path.rename(tmp_path / "gone")
         save(tmp_path, 2)
-        return inspect(path, step)
+        return inspect(path, step, **waits)
 
     monkeypatch.setattr(names, "inspect", replaced)
     assert CheckpointDirectory(root, Coordinator.current()).steps() == [2]

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from titan_ckpt.disk.posix import read_whole
+from titan_ckpt.disk import posix
 from titan_ckpt.encoding import special_floats, strict_json
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.models.layers import INIT_STD
@@ -81,7 +81,7 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
     """Return the contents of a Hugging Face folder's config.json. Raises: ConfigError."""
     path = Path(folder) / "config.json"
     try:
-        data = read_whole(os.path.realpath(path), strict_json.MAX_BYTES_BY_HAND)
+        data = posix.read_whole(os.path.realpath(path), strict_json.MAX_BYTES_BY_HAND)
         config = special_floats.decode(strict_json.loads_by_hand(data))
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError([f"model.folder: {path} is not there; expected a Hugging Face folder"]) from None

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from titan_ckpt.disk.posix import read_whole
+from titan_ckpt.disk import posix
 from titan_ckpt.encoding.strict_json import MAX_BYTES_BY_HAND, loads_by_hand
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.models.llama3 import Llama3Config, RopeScaling
@@ -27,7 +27,7 @@ def config_json(model_config: Any, assets: str | None) -> dict[str, Any]:
     path = Path(assets) / "config.json" if assets else None
     if path is not None and path.is_file():
         try:
-            given: Any = loads_by_hand(read_whole(os.path.realpath(path), MAX_BYTES_BY_HAND))
+            given: Any = loads_by_hand(posix.read_whole(os.path.realpath(path), MAX_BYTES_BY_HAND))
         except (ValueError, OSError) as error:
             raise ConfigError([f"hf_assets_path: {path} is not JSON: {error}"]) from None
         if not isinstance(given, dict):

@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
-from titan_ckpt.disk.posix import read_whole
+from titan_ckpt.disk import posix
 from titan_ckpt.encoding.strict_json import MAX_BYTES_BY_HAND, loads_by_hand
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.data.cache import cached_folder
@@ -94,7 +94,7 @@ def read_tokenizer(folder: Path, setting: str = "data.tokenizer.folder") -> Text
     if not file.is_file():
         raise ConfigError([f"{setting}: {file} is not there; expected a folder that AutoTokenizer loads"])
     try:
-        data = read_whole(os.path.realpath(file), _MAX_BYTES)
+        data = posix.read_whole(os.path.realpath(file), _MAX_BYTES)
         backend = tokenizers.Tokenizer.from_str(data.decode())
     except Exception as error:  # tokenizers raises nothing narrower
         raise ConfigError([f"{setting}: {file} is no tokenizer: {error}"]) from None
@@ -128,7 +128,7 @@ def _special(backend: tokenizers.Tokenizer, folder: Path, kind: str) -> int | No
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = loads_by_hand(read_whole(os.path.realpath(path), MAX_BYTES_BY_HAND))
+        value = loads_by_hand(posix.read_whole(os.path.realpath(path), MAX_BYTES_BY_HAND))
     except FileNotFoundError:
         return {}
     except (ValueError, OSError) as error:

@@ -133,7 +133,7 @@ def test_a_rank_that_is_far_ahead_waits_for_the_slowest(s3: Server, monkeypatch:
     for thread in threads:
         thread.join()
     assert not errors and len(held) == 2 and max(held) <= 4
-    assert (place / "f").read() == half * 80
+    assert (place / "f").read(len(half) * 80) == half * 80
 
 
 class LongHeader(FolderFormat):

@@ -229,7 +229,7 @@ def test_credentials_that_expire_end_no_run_that_is_to_go_on(
                 manager.save(step)
                 manager.wait()
     commits = [key.split("/")[2].partition(".")[0] for key in keys(place) if "/commits/" in key]
-    assert commits == ["step-1", "step-5", "step-6"]
+    assert commits == ["opened", "step-1", "step-5", "step-6"]
     assert {f"exports/step-{n}/.metadata" for n in (1, 5, 6)} <= {*keys(place)}
     assert [n for n in range(1, 7) if f"step {n} is not saved" in caplog.text] == [2, 3, 4]
 

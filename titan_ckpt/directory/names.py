@@ -17,7 +17,6 @@ import xxhash
 
 from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, FileRecord, Manifest
 from titan_ckpt.disk import posix
-from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.stores.bucket import BucketPath, Location
 from titan_ckpt.stores.second_look import may_pass, read_twice
@@ -37,6 +36,8 @@ _OF_A_STEP = re.compile(r"MANIFEST\.json|state\.json|rank-[0-9]{5,}\.(?:safetens
 _LOOKS_LIKE_A_STEP = re.compile(r"(?i).*(?:step|checkpoint|ckpt|epoch|iter)[-_.]?[0-9]+.*")
 _WAS_LEFT = "set aside when its run went back to an earlier step; `titan-ckpt prune RUN --set-aside` deletes it"
 _MAX_LISTED = 10
+_MAX_STATE_BYTES = 256 * 2**20
+"""The limit of typed JSON, whose module imports torch: a list of steps does not wait for that."""
 
 
 def step_name(step: int) -> str:
@@ -86,7 +87,7 @@ def read_committed(path: Location, record: FileRecord) -> bytes:
     """
 
     def read(path: Location) -> bytes:
-        data = read_file(path, min(record.num_bytes, typed_json.MAX_BYTES))
+        data = read_file(path, min(record.num_bytes, _MAX_STATE_BYTES))
         if (digest := xxhash.xxh3_128_hexdigest(data)) != record.digest:
             raise CorruptCheckpointError(
                 f"{path}: digest {digest}, {record.digest} was committed. Take another checkpoint", str(path)

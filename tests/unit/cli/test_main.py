@@ -173,10 +173,10 @@ def test_steps_that_a_rollback_left_are_offered_and_deleted_on_request(
     assert main(["ls", run]) == 0
     assert "set aside when its run went back" in " ".join(capsys.readouterr().out.split())
     assert main(["prune", run, *policy]) == 0
-    assert "kept 3 steps that a rollback set aside" in capsys.readouterr().out
+    assert "kept 3 folders that a rollback set aside" in capsys.readouterr().out
     assert main(["prune", run, "--set-aside", "--dry-run"]) == 1
     said = capsys.readouterr().out
-    assert "would delete 2 steps that a rollback" in said and "holds what is not ours: PINNED" in said
+    assert "would delete 2 folders that a rollback" in said and "holds what is not ours: PINNED" in said
     assert aside() == ["step-2", "step-3", "step-4"]
     assert main(["prune", run, "--set-aside"]) == 1
     said = capsys.readouterr().out

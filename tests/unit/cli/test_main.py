@@ -180,7 +180,7 @@ def test_steps_that_a_rollback_left_are_offered_and_deleted_on_request(
     assert aside() == ["step-2", "step-3", "step-4"]
     assert main(["prune", run, "--set-aside"]) == 1
     said = capsys.readouterr().out
-    assert "deleted 2 steps that a rollback" in said
+    assert "deleted 2 folders that a rollback" in said
     assert "holds what is not ours: PINNED" in said
     assert aside() == ["step-4"]
     next((tmp_path / "checkpoints").glob("*.abandoned-*/PINNED")).unlink()

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -798,6 +799,16 @@ def test_f7_too_little_space_is_found_before_anything_is_written(tmp_path: Path)
         with pytest.raises(PreflightError, match=r"wants [\d.]+ MiB free, found [\d.]+ MiB"):
             act(free)
     assert os.listdir(tmp_path / ".staging") == []
+    directory.close()
+
+
+def test_a_file_system_that_does_not_say_its_size_takes_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as ramfs, which reports no blocks at all: neither the pre-flight nor a save finds it full."""
+    nothing = SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _: nothing)
+    directory = open_directory(tmp_path)
+    directory.preflight(1_000_000)
+    commit_step(directory, 1)
     directory.close()
 
 

@@ -13,7 +13,7 @@ WORKERS := -n 4 --dist loadfile --no-loadscope-reorder
 # Tests start many processes: what one of them has compiled, the others read, whatever the caller's shell says.
 test-here test-torchtitan: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-here test-torchtitan test-gpu dry-gpu lint site check bench soak hunt zoo clean
+.PHONY: demo test test-here test-torchtitan test-gpu dry-gpu lint site check bench soak hunt zoo filesystems clean
 
 demo: $(READY)
 	$(BIN)/python -m docs.examples.demo
@@ -69,6 +69,10 @@ hunt: $(READY)
 # The table of docs/compatibility.md: everything that the installed libraries offer, about half an hour on two cores.
 zoo: $(READY)
 	$(BIN)/python -m tests.zoo
+
+# The table of docs/troubleshooting.md. It mounts, so only root can run it; Debian's bindfs is its FUSE mount.
+filesystems: $(READY)
+	$(BIN)/python -m tests.filesystems
 
 clean:
 	rm -rf outputs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -368,7 +368,10 @@ def export_columns(state: StateDict, folder: Path, coordinator: Coordinator) -> 
 
 @distributed(nproc=2)
 def test_columns_are_put_together_or_written_through_mappings(tmp_path: Path) -> None:
-    """Ranks that gloo connects, whatever host they say they are on, and ranks that it cannot, write what one writes."""
+    """Ranks that gloo connects, whatever host they say they are on, and ranks that it cannot, write what one writes.
+
+    Where the file system reserves no space, rows are written: nothing is stored to a mapping.
+    """
     state = lasting_columns()
     whole = {fqn: value.full_tensor() for fqn, value in state.items() if isinstance(value, DTensor)}
     mapped, true_map = [], posix.map_shared
@@ -388,9 +391,14 @@ def test_columns_are_put_together_or_written_through_mappings(tmp_path: Path) ->
         patch.setattr(Coordinator, "gloo_group", refused)
         export_columns(state, tmp_path / "mapped", Coordinator.current(60.0))
         assert mapped
+        mapped.clear()
+        patch.setattr(posix, "_fallocate", lambda *_: errno.EOPNOTSUPP)
+        export_columns(state, tmp_path / "unreserved", Coordinator.current(60.0))
+        assert not mapped, "a full disk would end the process"
     if dist.get_rank() == 0:
         export_columns(dict(whole), tmp_path / "one", Coordinator(0, 1, None, "", 60.0))
-        assert contents(tmp_path / "together") == contents(tmp_path / "mapped") == contents(tmp_path / "one")
+        one = contents(tmp_path / "one")
+        assert [contents(tmp_path / name) for name in ("together", "mapped", "unreserved")] == [one] * 3
 
 
 class Tampered:

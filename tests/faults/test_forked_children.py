@@ -21,7 +21,9 @@ from titan_ckpt.disk import posix
 from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.disk.shared_file import SharedFile
 from titan_ckpt.disk.unpublished_folder import StagedFolder
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointError
+from titan_ckpt.guard.notices import NoticeBoard
 from titan_ckpt.manager import CheckpointManager
 
 ARENA_BYTES = 8 << 20
@@ -138,6 +140,10 @@ def test_a_worker_that_is_forked_during_a_save_waits_for_nothing(
     reader, shared = FileReader(tmp_path / "a"), SharedFile(tmp_path / "a", direct=True)
     mappings = reader.map(0, 4096), posix.map_shared(shared.fd, 0, 4096)
     staged = StagedFolder.begin(tmp_path / "export")
+    board = NoticeBoard(
+        Coordinator(0, 1, None, "", 60.0), answer_seconds=lambda _: 60.0, hang_seconds=None,
+        on_signal=lambda _: None, on_idle=lambda: None,
+    )  # fmt: skip
 
     def act() -> bool:
         with pytest.raises(CheckpointError, match="is closed"):
@@ -147,11 +153,15 @@ def test_a_worker_that_is_forked_during_a_save_waits_for_nothing(
         manager.close()
         reader.close()
         shared.close()
+        os.write(board.signal_fd, b"x")  # as a signal of the worker alone would
         return True
 
     worker = Worker(act, tmp_path, before)
     assert worker.answer is True
     assert worker.kept() == []
+    with pytest.raises(BlockingIOError):
+        os.read(board.wake, 1)
+    board.close()
     os.kill(writer, signal.SIGCONT)
     manager.close()
     assert [mapping[:4096] == bytes(4096) for mapping in mappings] == [True, True]

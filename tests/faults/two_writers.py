@@ -21,8 +21,8 @@ from tests.faults.scenarios import SOAK
 from tests.faults.shim import intercepted
 from titan_ckpt.config import CheckpointConfig, KeepConfig, ResumeConfig, SaveConfig
 from titan_ckpt.directory import lease
-from titan_ckpt.directory.lease import Holder
 from titan_ckpt.disk import posix
+from titan_ckpt.disk.holder import Holder
 from titan_ckpt.errors import SaveError
 from titan_ckpt.manager import CheckpointManager
 

@@ -12,7 +12,8 @@ import logging
 import os
 from dataclasses import asdict, replace
 
-from titan_ckpt.directory.lease import Holder, held, holder_from, refuse_living
+from titan_ckpt.directory.lease import held, refuse_living
+from titan_ckpt.disk.holder import Holder, holder_from
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CommitConflictError, PreflightError
 from titan_ckpt.stores.bucket import BucketPath, Version

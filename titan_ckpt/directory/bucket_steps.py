@@ -19,11 +19,12 @@ from itertools import groupby
 from titan_ckpt.directory.bucket_commits import Commit, Commits, Look
 from titan_ckpt.directory.bucket_lease import LEASE_OBJECT, BucketLease, bucket_holder
 from titan_ckpt.directory.bucket_survey import ATTEMPT, listed_sizes, lost, survey
-from titan_ckpt.directory.lease import Holder, refuse_living
+from titan_ckpt.directory.lease import refuse_living
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import DATA, CommittedStep, Survey, step_name, step_of
 from titan_ckpt.directory.steps import PROBE, SAME, Attempt, Steps, faults_of
 from titan_ckpt.disk.direct import meanwhile, run_workers
+from titan_ckpt.disk.holder import Holder
 from titan_ckpt.errors import (
     CheckpointNotFoundError,
     CommitConflictError,

@@ -9,61 +9,22 @@ nothing left to rename.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import socket
 import stat
-import uuid
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.kernel import boot_id
+from titan_ckpt.disk.holder import Holder, read_holder
 from titan_ckpt.errors import CommitConflictError, PreflightError
 from titan_ckpt.stores.bucket import Location
 
 LEASE_NAME = ".lease"
 
-_MAX_BYTES = 4096
 held: set[str] = set()
 """Paths and URLs of the leases that this process has."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """Identity of a process, unique over machines and time."""
-
-    id: str
-    host: str
-    boot: str
-    pid_namespace: str
-    pid: int
-    started: str
-    """Clock ticks from boot to the process's start; a later process with the same pid has a different value."""
-
-    @staticmethod
-    def current() -> Holder:
-        """Describe this process, under a new id."""
-        return Holder(
-            uuid.uuid4().hex, socket.gethostname(), boot_id(), _pid_namespace(), os.getpid(), _started(os.getpid())
-        )
-
-    def lives_here(self) -> bool:
-        """Return whether this process is known to be alive on this machine; False if that cannot be told."""
-        same_machine = (self.boot, self.pid_namespace) == (boot_id(), _pid_namespace()) and self.boot != ""
-        return same_machine and self.started != "" and _started(self.pid) == self.started
-
-    def may_live_elsewhere(self) -> bool:
-        """Return whether this process may be alive where this machine cannot see it: in another container or host."""
-        if self.host != socket.gethostname():
-            return True
-        return self.boot == boot_id() and self.pid_namespace != _pid_namespace()
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
 
 
 class Lease:
@@ -104,7 +65,7 @@ class Lease:
             status = os.stat(self._path)
         except FileNotFoundError:
             raise CommitConflictError(f"{self._path} is gone: the folder was moved or cleared under this run") from None
-        holder = _read(self._fd)
+        holder = read_holder(self._fd)
         if (status.st_dev, status.st_ino) != self._identity or holder != self._holder:
             raise CommitConflictError(
                 f"{self._path.parent}: taken over by {holder or 'another process'} while this one, {self._holder}, was "
@@ -121,7 +82,7 @@ class Lease:
         held.discard(str(self._path))
         try:
             try:
-                if _read(self._fd) == self._holder:
+                if read_holder(self._fd) == self._holder:
                     posix.truncate(self._fd, 0)
             finally:
                 posix.close(self._fd)
@@ -130,7 +91,7 @@ class Lease:
 
     def _claim(self, folder: Path) -> None:
         locked = posix.lock(self._fd)
-        before = _read(self._fd)
+        before = read_holder(self._fd)
         if before is not None:
             refuse_living(folder, self._path, before)
         if locked is False:
@@ -139,10 +100,7 @@ class Lease:
             logger.warning(
                 "%s: taking over from %s, which did not close it; its unfinished saves are discarded", folder, before
             )
-        record = json.dumps(asdict(self._holder)).encode()
-        posix.pwrite_all(self._fd, record, 0)
-        posix.truncate(self._fd, len(record))
-        posix.fsync(self._fd)
+        self._holder.write(self._fd)
 
 
 def refuse_living(folder: Location, lease: Location, holder: Holder) -> None:
@@ -168,7 +126,7 @@ def holder_of(folder: Path) -> Holder | None:
     except OSError:
         return None
     try:
-        return _read(fd)
+        return read_holder(fd)
     except OSError:  # a pipe, for one
         return None
     finally:
@@ -179,39 +137,3 @@ def _require_file(path: Path) -> None:
     """Check that `path` is absent or a regular file. Raises: PreflightError for a link, a folder or a pipe."""
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         raise PreflightError(f"{path}: must be a regular file, found something else of that name. Move it away")
-
-
-def holder_from(value: object) -> Holder | None:
-    """Return the holder that JSON describes; None for anything else."""
-    try:
-        holder = Holder(**value) if isinstance(value, dict) else None
-    except TypeError:
-        return None
-    if holder is None:
-        return None
-    known = all(type(getattr(holder, field.name)) is (int if field.name == "pid" else str) for field in fields(Holder))
-    return holder if known else None
-
-
-def _read(fd: int) -> Holder | None:
-    """Return the holder named in the file; None if the file is empty or was torn by a crash."""
-    try:
-        return holder_from(json.loads(os.pread(fd, _MAX_BYTES, 0)))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _pid_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
-def _started(pid: int) -> str:
-    """Return field 22 of /proc/<pid>/stat; "" if there is no such process or it is dead but not yet reaped."""
-    try:
-        after_name = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return after_name[19] if len(after_name) > 19 and after_name[0] not in ("Z", "X") else ""

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory.bucket_lease import BucketLease
-from titan_ckpt.directory.lease import Holder, Lease
+from titan_ckpt.directory.lease import Lease
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import CommittedStep, Survey, step_name, step_of
 from titan_ckpt.directory.retention import StepFacts, expired_steps
+from titan_ckpt.disk.holder import Holder
 from titan_ckpt.errors import CheckpointError, CommitConflictError, PreflightError
 from titan_ckpt.stores.bucket import Location
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_ckpt.directory import trash
-from titan_ckpt.directory.lease import LEASE_NAME, Holder, Lease, holder_of, refuse_living
+from titan_ckpt.directory.lease import LEASE_NAME, Lease, holder_of, refuse_living
 from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
 from titan_ckpt.directory.names import (
     PIN_NAME,
@@ -39,6 +39,7 @@ from titan_ckpt.directory.names import (
 )
 from titan_ckpt.directory.steps import NO_FOLDER, PROBE, SAME, Attempt, Steps, faults_of
 from titan_ckpt.disk import posix
+from titan_ckpt.disk.holder import Holder
 from titan_ckpt.errors import (
     CheckpointNotFoundError,
     CommitConflictError,

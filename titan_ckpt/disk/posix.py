@@ -73,7 +73,7 @@ def pwrite_all(fd: int, buffer: Any, offset: int) -> None:
 def map_shared(fd: int, offset: int, num_bytes: int) -> memoryview:
     """Map part of a file that is open for reading and writing; stores into the memory change the file.
 
-    The range must be allocated: a store that finds the disk full ends the process.
+    The range must be reserved by `fallocate`: a store that finds the disk full ends the process.
     """
     return map_memory(num_bytes, fd, offset, shared=True)
 
@@ -85,17 +85,18 @@ def truncate(fd: int, num_bytes: int) -> None:
 
 
 @_mutating
-def fallocate(fd: int, num_bytes: int) -> None:
-    """Give the file this size, its bytes reserved where the file system can, so that a full disk fails at once.
+def fallocate(fd: int, num_bytes: int) -> bool:
+    """Give the file this size, so that a full disk fails at once; return False where space cannot be reserved.
 
     The C library's posix_fallocate writes one byte to every block of 4 KiB where the file system cannot reserve any.
     """
     while code := _fallocate(fd, num_bytes):
         if code in _UNSUPPORTED:
             os.ftruncate(fd, num_bytes)
-            return
+            return False
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
+    return True
 
 
 @_mutating

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from functools import cached_property
 from pathlib import Path
 
 from titan_ckpt.disk import descriptors, posix
@@ -42,10 +43,19 @@ class SharedFile:
         """Return whether whole blocks bypass the page cache, and so must be aligned in memory as in the file."""
         return self._direct_fd >= 0
 
+    @cached_property
+    def is_reserved(self) -> bool:
+        """Return whether the space of the whole file is reserved, so that it may be mapped and stored to.
+
+        The file system is asked here, because another rank has created the file. Raises: OSError.
+        """
+        return posix.fallocate(self.fd, os.fstat(self.fd).st_size)
+
     def write(self, view: memoryview, offset: int) -> None:
         """Write bytes; whole blocks bypass the page cache, partial blocks are copied and written by `flush`.
 
-        The caller makes the memory address equal to the offset modulo ALIGNMENT. Raises: OSError.
+        Where memory address and offset differ modulo ALIGNMENT, a disk refuses the direct write, and all bytes go
+        through the page cache. Raises: OSError.
         """
         first = -offset % ALIGNMENT
         stop = len(view) - (offset + len(view)) % ALIGNMENT

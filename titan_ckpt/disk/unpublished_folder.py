@@ -4,7 +4,9 @@ Owns the staging folder's name, lock, removal and publication. Knows no tensors 
 publishes the folder, other processes may write into it meanwhile.
 
 `.staging-<id>` is a sibling of the target, on the same file system. Its process holds the lock on `.staging-<id>.lock`,
-so that a later export can tell the leftovers of a killed process from a folder that is being written.
+so that a later export can tell the leftovers of a killed process from a folder that is being written. The file
+also names the process, because some mounts (NFS with `nolock`, Lustre with `localflock`) keep locks within one host:
+what a process of another host or container may still write stays for some days.
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ from functools import partial
 from pathlib import Path
 
 from titan_ckpt.disk import posix
+from titan_ckpt.disk.holder import Holder, read_holder
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = ".staging-"
 _LOCK = ".lock"
 _COPY_BYTES = 4 << 20
+_MAX_EXPORT_SECONDS = 2 * 24 * 3600
+"""No export takes longer: an older folder is taken for a leftover, wherever its process may be."""
 _LOCK_NAME = re.compile(re.escape(_PREFIX) + "[0-9a-f]{32}" + re.escape(_LOCK))
 
 
@@ -45,9 +50,9 @@ class StagedFolder:
         if os.path.lexists(target):
             raise FileExistsError(f"{target} is there already; remove it or choose another folder")
         posix.make_folders(target.parent)
-        _sweep(target.parent)
         staged = StagedFolder._claim(target)
         try:
+            _sweep(staged)
             posix.mkdir(staged.path)
         except BaseException:
             staged.release()
@@ -60,8 +65,15 @@ class StagedFolder:
         while True:
             path = target.parent / f"{_PREFIX}{uuid.uuid4().hex}"
             staged = StagedFolder(target, path, posix.open_exclusive(_lock_of(path)))
-            if posix.lock(staged.lock_fd) is not False and _lock_of(path).exists():
-                return staged
+            try:
+                is_ours = posix.lock(staged.lock_fd) is not False
+                if is_ours:
+                    Holder.current().write(staged.lock_fd)
+                if is_ours and _lock_of(path).exists():
+                    return staged
+            except BaseException:
+                staged.release()
+                raise
             staged.release()  # the sweep of another process took the unlocked file for a dead one's
 
     def publish(self) -> None:
@@ -109,24 +121,34 @@ def copy_file(source: Path, path: Path) -> None:
         posix.write_blocks(path, iter(partial(file.read, _COPY_BYTES), b""))
 
 
-def _sweep(parent: Path) -> None:
+def _sweep(staged: StagedFolder) -> None:
     """Remove staging folders whose process is gone; keep locked ones, and all where the file system has no locks."""
-    for name in filter(_LOCK_NAME.fullmatch, posix.list_folder(parent)):
-        folder = (parent / name).with_suffix("")
+    now = os.fstat(staged.lock_fd).st_mtime  # the file system's own clock: hosts' clocks may differ
+    for name in filter(_LOCK_NAME.fullmatch, posix.list_folder(staged.path.parent)):
+        folder = staged.path.with_name(name).with_suffix("")
+        if folder == staged.path:
+            continue
         try:
-            _remove_if_dead(folder)
+            _remove_if_dead(folder, now)
         except FileNotFoundError:  # another process has removed it
             continue
         except OSError as error:  # such as a folder of another user; the export goes on
             logger.warning("%s stays as it is: %s", folder, error)
 
 
-def _remove_if_dead(folder: Path) -> None:
+def _remove_if_dead(folder: Path, now: float) -> None:
     fd = os.open(_lock_of(folder), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        if posix.lock(fd):
+        if not posix.lock(fd):
+            return
+        if os.path.lexists(folder):
+            holder = read_holder(fd)
+            is_new = now - os.fstat(fd).st_mtime < _MAX_EXPORT_SECONDS
+            if is_new and (holder is None or holder.may_live_elsewhere()):
+                logger.warning("%s stays: %s may still write it. Remove it if not", folder, holder or "some process")
+                return
             _remove(folder)
-            posix.unlink(_lock_of(folder))
+        posix.unlink(_lock_of(folder))
     finally:
         posix.close(fd)
 

@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from titan_ckpt.disk import descriptors
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import PeerError
 
@@ -64,7 +65,7 @@ class NoticeBoard:
         time without a tick, a rank starts a roll call. `on_signal` gets the number of every signal, and `on_idle` is
         called repeatedly; both run in the watcher's thread.
         """
-        self.wake, self._write = os.pipe()
+        self.wake, self._write = map(descriptors.keep_from_children, os.pipe())
         os.set_blocking(self.wake, False)
         os.set_blocking(self._write, False)
         self._line = line
@@ -125,8 +126,8 @@ class NoticeBoard:
         if self._thread.ident is not None:
             self._thread.join(2.0)
         if not self._thread.is_alive():  # otherwise it waits for dead ranks, and ends with this process
-            os.close(self.wake)
-            os.close(self._write)
+            descriptors.close(self.wake)
+            descriptors.close(self._write)
 
     def _watch(self) -> None:
         number = 0

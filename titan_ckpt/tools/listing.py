@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from titan_ckpt.directory.lease import LEASE_NAME, Holder, holder_of
+from titan_ckpt.directory.lease import LEASE_NAME, holder_of
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.directory.names import (
     COMMITS,
@@ -23,6 +23,7 @@ from titan_ckpt.directory.names import (
     survey,
 )
 from titan_ckpt.disk import posix
+from titan_ckpt.disk.holder import Holder
 from titan_ckpt.encoding.strict_json import MAX_BYTES_BY_HAND, loads_by_hand
 from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
 from titan_ckpt.formats.publish.bucket_record import LOADABLE, BucketExports

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,11 +34,12 @@ from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory import lease
 from titan_ckpt.directory import store as step_store
 from titan_ckpt.directory.directory import CheckpointDirectory, open_steps
-from titan_ckpt.directory.lease import LEASE_NAME, Holder, holder_of
+from titan_ckpt.directory.lease import LEASE_NAME, holder_of
 from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
 from titan_ckpt.directory.names import read_manifest_bytes, survey
 from titan_ckpt.directory.steps import Attempt
 from titan_ckpt.disk import posix
+from titan_ckpt.disk.holder import Holder
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import (
     CheckpointNotFoundError,
@@ -798,6 +800,16 @@ def test_f7_too_little_space_is_found_before_anything_is_written(tmp_path: Path)
         with pytest.raises(PreflightError, match=r"wants [\d.]+ MiB free, found [\d.]+ MiB"):
             act(free)
     assert os.listdir(tmp_path / ".staging") == []
+    directory.close()
+
+
+def test_a_file_system_that_does_not_say_its_size_takes_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as ramfs, which reports no blocks at all: neither the pre-flight nor a save finds it full."""
+    nothing = SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _: nothing)
+    directory = open_directory(tmp_path)
+    directory.preflight(1_000_000)
+    commit_step(directory, 1)
     directory.close()
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from tests.forked import fork
 from titan_ckpt.disk import posix
+from titan_ckpt.disk.holder import Holder
 from titan_ckpt.disk.unpublished_folder import StagedFolder
 
 DEAD = ".staging-" + "a" * 32
+RECORD = json.dumps(asdict(Holder.current()))
+"""What the lock of a process of this machine holds."""
 
 
 def publish(target: Path) -> None:
@@ -29,7 +34,7 @@ def test_only_folders_of_exactly_such_a_name_are_removed(tmp_path: Path) -> None
     for name in (DEAD, ".staging-area", f"{DEAD}0", f"{DEAD}.old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").write_text("")
-        (tmp_path / f"{name}.lock").write_text("")
+        (tmp_path / f"{name}.lock").write_text(RECORD)
     publish(tmp_path / "step-1")
     left = {name for name in os.listdir(tmp_path) if not name.endswith(".lock")}
     assert left == {".staging-area", f"{DEAD}0", f"{DEAD}.old", "step-1"}
@@ -80,7 +85,7 @@ def test_a_sweep_between_a_locks_creation_and_its_locking(
 def test_two_that_remove_the_same_rest_are_both_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process has removed a dead one's folder after this one has found its lock."""
     (tmp_path / DEAD).mkdir()
-    (tmp_path / f"{DEAD}.lock").write_text("")
+    (tmp_path / f"{DEAD}.lock").write_text(RECORD)
     lock = posix.lock
 
     def late(fd: int) -> bool | None:
@@ -91,3 +96,26 @@ def test_two_that_remove_the_same_rest_are_both_made(tmp_path: Path, monkeypatch
     monkeypatch.setattr(posix, "lock", late)
     publish(tmp_path / "mine")
     assert sorted(os.listdir(tmp_path)) == ["mine", "other"]
+
+
+def test_a_folder_of_another_host_stays_for_days_where_locks_do_not_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS with nolock gives each host its own locks: another host's live export is left, and a long dead one goes."""
+    with monkeypatch.context() as elsewhere:
+        holder = Holder("1" * 32, "elsewhere", "other-boot", "", os.getpid(), "1")
+        elsewhere.setattr(Holder, "current", staticmethod(lambda: holder))
+        staged = StagedFolder.begin(tmp_path / "theirs")
+    unnamed = tmp_path / DEAD
+    unnamed.mkdir()
+    lock = unnamed.with_name(f"{DEAD}.lock")
+    lock.write_text("")
+    monkeypatch.setattr(posix, "lock", lambda _: True)
+    publish(tmp_path / "step-1")
+    assert staged.path.exists()
+    assert unnamed.exists(), "its process may not have been known yet on this host"
+    for path in (lock, staged.path.with_name(f"{staged.path.name}.lock")):
+        os.utime(path, (0, os.stat(path).st_mtime - 3 * 24 * 3600))
+    publish(tmp_path / "step-2")
+    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2"]
+    staged.release()

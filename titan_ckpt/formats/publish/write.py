@@ -6,7 +6,8 @@ other files.
 A slice that is one run of the file is cut into blocks, which several threads cast and write. Strided slices (shards of
 columns) are put together with those of other ranks (columns.py). If that is impossible, or if the values are computed
 while they are written, they are copied through a mapping of the file, which measured twice as fast as a write per row.
-Every byte is digested in memory on its way, so reading the file back proves it.
+Where a file system cannot reserve space, each row is written: a store to a mapping that finds the disk full would end
+the process. Every byte is digested in memory on its way, so reading the file back proves it.
 """
 
 from __future__ import annotations
@@ -274,7 +275,7 @@ class ExportWriter:
         name = self._plan.files.file_of[piece.key]
         file = self._shared(piece.key) if self._uploads is None else UploadedFile(self._uploads, name)
         step = RUN_BYTES // dtype.itemsize
-        if not is_one_run and isinstance(file, UploadedFile):
+        if not is_one_run and (isinstance(file, UploadedFile) or not file.is_reserved):
             yield from self._strided_blocks(piece, entry, file, written)
             return
         if not is_one_run:

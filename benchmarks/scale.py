@@ -29,6 +29,7 @@ from benchmarks.common import parse
 from titan_ckpt.directory.manifest import FileRecord, Manifest
 from titan_ckpt.distributed import sharing as ownership
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.formats.dcp.writer import gather_tables
 from titan_ckpt.formats.native.header import parse_header
 from titan_ckpt.formats.native.layout import lay_out
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
@@ -129,6 +130,10 @@ class _Gathered(Coordinator):
             answer = self._of_stages(value, [{"list": listed} for listed in self._lists])
         elif tag == "load-plan":
             answer = self._of_stages(value, [{"0": [[], self.strangers(stage)]} for stage in range(self._of.stages)])
+        elif tag in ("dcp-chunks", "dcp-places"):
+            answer = self._of_stages(value, [{"rows": [one["names"], one["kind_of"]]} for one in self._lists])
+        elif tag.endswith("/kinds"):
+            answer = [self.facts(rank, tag.removesuffix("/kinds")) for rank in range(self.world_size)]
         elif tag == "written":
             files = [(record["name"].replace("00000", "{:05d}"), record) for record in value]
             answer = [
@@ -153,9 +158,35 @@ class _Gathered(Coordinator):
             answer[self._stage.index(stage)] = posts[stage]
         return answer
 
+    @property
+    def names_and_kinds(self) -> tuple[list[str], list[int]]:
+        """Return the tensors of rank 0's stage."""
+        return self._lists[0]["names"], self._lists[0]["kind_of"]
+
     def strangers(self, stage: int) -> list[str]:
         """Return the tensors of a checkpoint that a rank of this stage has no use for: those of all other stages."""
         return [name for other, listed in enumerate(self._lists) if other != stage for name in listed["names"]]
+
+    def facts(self, rank: int, tag: str) -> list[Any]:
+        """Return what a rank posts in a DCP export: for each kind of tensor its chunks, or the places of them."""
+        places = [
+            _chunk_at(tuple(shape), placements, self._of.mesh, rank % prod(self._of.mesh))
+            for _, shape, _, placements in self._lists[self._stage[rank]]["kinds"]
+        ]
+        return places if tag == "dcp-places" else [[offsets] for offsets, _, _ in places]
+
+
+def _chunk_at(shape: tuple[int, ...], placements: list[str], mesh: tuple[int, ...], position: int) -> list[Any]:
+    """Return offsets, sizes and bytes in a DCP file of the chunk that the rank at a position of a mesh holds."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    for axis, placement in enumerate(placements):
+        if "Shard" in placement:
+            dim = int(placement[-2])
+            index = position // prod(mesh[axis + 1 :]) % mesh[axis]
+            size = -(-sizes[dim] // mesh[axis])
+            begin = min(index * size, sizes[dim])
+            offsets[dim], sizes[dim] = offsets[dim] + begin, min(size, sizes[dim] - begin)
+    return [offsets, sizes, prod(sizes) * 4 + 1344]
 
 
 def _compressed(value: Any) -> int:
@@ -204,6 +235,10 @@ def measure(run: Run) -> dict[str, Any]:
         gathered.gather_distinct("load-plan", lambda: {"0": [[], gathered.strangers(0)]})
         names_of_files = ("rank-00000.safetensors", "rank-00000.json")
         gathered.gather("written", [{"name": n, "num_bytes": 10**10, "digest": token_hex(16)} for n in names_of_files])
+        of_stage = gathered.facts(0, "dcp-places")
+        for tag in ("dcp-chunks", "dcp-places"):  # also of replicas, which write less
+            rows = [(name, of_stage[kind]) for name, kind in zip(*gathered.names_and_kinds, strict=True)]
+            gather_tables(gathered, tag, lambda rows=rows: {"rows": rows})  # type: ignore[misc]
         exchanged = time.perf_counter()
         header, _ = layout.seal(["0" * 32] * layout.num_blocks)
         begin_open = time.perf_counter()

@@ -15,9 +15,11 @@ from tests.test_manager import Run
 from titan_ckpt.config import KeepConfig, SaveConfig, StoreConfig
 from titan_ckpt.directory import lease
 from titan_ckpt.directory.bucket_steps import BucketSteps
+from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import FileRecord, Manifest
 from titan_ckpt.directory.steps import Attempt
-from titan_ckpt.errors import CommitConflictError, CorruptCheckpointError
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import CommitConflictError, CorruptCheckpointError, SaveError
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.stores.bucket import Bucket, BucketPath
 
@@ -171,8 +173,10 @@ def test_what_a_dead_run_left_is_cleared_and_cannot_be_committed_any_more(server
     assert not [key for key in keys(place) if key.startswith("data/step-5")]
 
 
-def test_a_commit_whose_answer_is_lost_for_good_is_kept_and_one_that_never_arrives_is_fenced(s3: Server) -> None:
-    """A run that does not know whether it has committed deletes no file of a committed step."""
+def test_a_commit_whose_answer_is_lost_for_good_is_kept_and_one_that_never_arrives_is_fenced(
+    s3: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that does not know whether it has committed asks the store again, and says what it then knows."""
     place = place_in(s3)
     for step, fault in ((1, "cut"), (2, "stall")):
         with behind(s3, fault, "PUT", f"commits/step-{step}[^/]*json", times=99) as proxy:  # type: ignore[arg-type]
@@ -181,11 +185,24 @@ def test_a_commit_whose_answer_is_lost_for_good_is_kept_and_one_that_never_arriv
             write(attempt)
             broken = through(place, proxy, retry_seconds=0.5).bucket
             broken.content = lambda key: None  # type: ignore[method-assign]  # nor can it be read back
-            steps._bucket = steps._commits._bucket = broken
-            with pytest.raises(OSError, match="could not write it"):
-                steps.commit(attempt, manifest_of(attempt))
-            steps._bucket = steps._commits._bucket = place.bucket
-            steps.abandon(attempt)
+            commit = steps.commit
+
+            def commit_without_answer(attempt: Attempt, manifest: Manifest) -> None:
+                steps._bucket = steps._commits._bucket = broken  # noqa: B023
+                try:
+                    commit(attempt, manifest)  # noqa: B023
+                finally:
+                    steps._bucket = steps._commits._bucket = place.bucket  # noqa: B023
+
+            steps.commit = commit_without_answer  # type: ignore[method-assign]
+            directory = CheckpointDirectory(place, Coordinator.current())
+            directory._store = steps
+            if step == 1:
+                directory.commit(attempt, manifest_of(attempt))
+                assert "is committed, although the answer was lost" in caplog.text
+            else:
+                with pytest.raises(SaveError, match=r"step 2 was not saved.*could not write it"):
+                    directory.commit(attempt, manifest_of(attempt))
         steps.close()
     left = BucketSteps(place).survey().steps
     assert [committed.step for committed in left] == [1]

@@ -181,20 +181,15 @@ class BucketSteps(Steps):
         files = self._commits.files(attempt.step, attempt.id)
         return {f.key.rpartition("/")[2]: f.num_bytes for f in self._bucket.list_objects(files.key)}
 
-    def abandon(self, attempt: Attempt) -> None:
+    def abandon(self, attempt: Attempt) -> bool:
         self._has_leftovers = True  # a request of any rank may still be on its way
         try:
-            if attempt.id in self._in_doubt:  # the request may still be on its way
-                committed = self._fence(attempt.step, attempt.id)
-                if committed:
-                    logger.warning(
-                        "%s: its files stay: the store has committed step %d, although its answer was lost and the "
-                        "save failed", attempt.path, attempt.step
-                    )  # fmt: skip
-                    return
+            if attempt.id in self._in_doubt and self._fence(attempt.step, attempt.id):
+                return True
             self._discard(attempt.step, attempt.id)
         except OSError as error:
             self._report([f"{attempt.path}: {error}"])
+        return False
 
     def remove(self, step: CommittedStep) -> None:
         self.open().check()

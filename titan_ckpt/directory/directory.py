@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import socket
 import time
@@ -33,6 +34,7 @@ from titan_ckpt.errors import (
 )
 from titan_ckpt.stores.bucket import BucketPath, Location
 
+logger = logging.getLogger(__name__)
 _Value = TypeVar("_Value")  # JSON
 
 
@@ -214,7 +216,8 @@ class CheckpointDirectory:
         """Make the attempt a committed step; every rank's files are durable and rank 0's `manifest` lists them.
 
         When this returns, the step survives a power failure. When it raises, the attempt is gone and nothing else has
-        changed; but a bucket that stopped answering may have committed it.
+        changed; but a bucket that stopped answering for good may have committed it, and a folder that can neither be
+        synced nor renamed back stays, which the error says.
         Raises: SaveError naming files that are missing, unexpected or of a wrong size; CommitConflictError; PeerError.
         """
         assert (manifest.step, manifest.attempt) == (attempt.step, attempt.id)
@@ -222,9 +225,10 @@ class CheckpointDirectory:
         def finish() -> None:
             try:
                 self._store.commit(attempt, manifest)
-            except BaseException:
-                self._store.abandon(attempt)
-                raise
+            except BaseException as error:
+                if not (self._store.abandon(attempt) and isinstance(error, Exception)):
+                    raise
+                logger.warning("%s: is committed, although the answer was lost: %s", attempt.path, error)
 
         what = f"{self.root}: step {attempt.step} was not saved"
         self._on_rank_0(f"commit of step {attempt.step}", finish, SaveError, what)

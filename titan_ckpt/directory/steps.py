@@ -119,8 +119,8 @@ class Steps(ABC):
         """Make a whole attempt a committed step. Raises: SaveError; CommitConflictError; OSError."""
 
     @abstractmethod
-    def abandon(self, attempt: Attempt) -> None:
-        """Remove an attempt that is not committed, as far as possible."""
+    def abandon(self, attempt: Attempt) -> bool:
+        """Remove an attempt that is not committed, as far as possible; return whether it turns out to be committed."""
 
     @abstractmethod
     def remove(self, step: CommittedStep) -> None:

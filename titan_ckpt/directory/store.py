@@ -164,19 +164,21 @@ class StepStore(Steps):
         posix.fsync_folder(folder)
         posix.fsync_folder(folder.parent)
         self._lease.check()
-        posix.rename_noreplace(folder, self.step_path(attempt.step))
         try:
+            posix.rename_noreplace(folder, self.step_path(attempt.step))
             posix.fsync_folder(self.root)
-        except BaseException:
-            self._undo(attempt)
+        except BaseException as error:
+            if (left := self._undo(attempt)) and isinstance(error, OSError):
+                raise SaveError(left) from error
             raise
 
-    def abandon(self, attempt: Attempt) -> None:
+    def abandon(self, attempt: Attempt) -> bool:
         try:
             if (folder := attempt.folder).exists():
                 self._report(trash.discard(self.root, folder, "dead"))
         except OSError as error:
             self._report([f"{attempt.path}: {error}"])
+        return False
 
     def _for_retention(self) -> list[CommittedStep]:
         """Return the committed steps; inspect only those that are new or have changed since the last call.
@@ -328,13 +330,19 @@ class StepStore(Steps):
             raise CommitConflictError(f"{path} is in the way and is not a checkpoint: {error}. Move it away") from None
         self._refuse_step_beside(step, [step])
 
-    def _undo(self, attempt: Attempt) -> None:
-        """Rename a step whose commit failed back into staging, as far as possible."""
+    def _undo(self, attempt: Attempt) -> str:
+        """Rename a step whose commit failed or was interrupted back into staging; return, and log, what is left."""
+        step = self.step_path(attempt.step)
         try:
-            posix.rename_noreplace(self.step_path(attempt.step), attempt.folder)
-            posix.fsync_folder(self.root)
+            if not os.path.lexists(attempt.folder):  # else the rename has failed
+                posix.rename_noreplace(step, attempt.folder)
+                posix.fsync_folder(self.root)
         except OSError as error:
-            self._report([f"step {attempt.step}: {error}"])
+            where = "may be there" if os.path.lexists(attempt.folder) else "is there, but may be gone"
+            left = f"{step}: {where} after a power failure, because it could not be taken back: {error}"
+            logger.warning("%s", left)
+            return left
+        return ""
 
 
 def _require_exactly(path: Path, manifest: Manifest) -> None:

@@ -813,6 +813,55 @@ def test_a_file_system_that_does_not_say_its_size_takes_saves(tmp_path: Path, mo
     directory.close()
 
 
+def _failing_at_the_commit(
+    monkeypatch: pytest.MonkeyPatch, root: Path, error: BaseException, *, undo_fails: bool
+) -> None:
+    """Let the commit's rename work and what follows it raise; then also the rename back, if `undo_fails`."""
+    rename = posix.rename_noreplace
+
+    def rename_then_fail(source: Path, target: Path) -> None:
+        if undo_fails and source.parent == root:
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+        if isinstance(error, KeyboardInterrupt) and target.parent == root:
+            raise error
+
+    def fail_to_sync(folder: Path) -> None:
+        if folder == root and (root / "step-1").exists():
+            raise error
+
+    monkeypatch.setattr(posix, "rename_noreplace", rename_then_fail)
+    monkeypatch.setattr(posix, "fsync_folder", fail_to_sync)
+
+
+def test_a_commit_that_is_interrupted_behind_its_rename_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interrupt ends the save, so the step is not there, and the next save makes it."""
+    directory = open_directory(tmp_path)
+    with monkeypatch.context() as patch:
+        _failing_at_the_commit(patch, tmp_path, KeyboardInterrupt(), undo_fails=False)
+        with pytest.raises(KeyboardInterrupt):
+            commit_step(directory, 1, 1)
+    assert directory.steps() == [] and os.listdir(tmp_path / ".staging") == []
+    commit_step(directory, 1, 1)
+    assert directory.steps() == [1]
+    directory.close()
+
+
+def test_a_step_that_can_neither_be_synced_nor_taken_back_is_said_to_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error does not call a step lost that the next resume finds."""
+    directory = open_directory(tmp_path)
+    with monkeypatch.context() as patch:
+        _failing_at_the_commit(patch, tmp_path, OSError(errno.EIO, "Input/output error"), undo_fails=True)
+        with pytest.raises(SaveError, match="step-1: is there, but may be gone after a power failure"):
+            commit_step(directory, 1, 1)
+    assert directory.steps() == [1]
+    directory.close()
+
+
 @pytest.mark.parametrize("name", ["mkdir", "open_exclusive", "pwrite_all", "fsync", "fsync_folder", "rename_noreplace"])
 def test_f7_a_folder_where_saves_fail_is_found_at_the_preflight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -6,8 +6,9 @@ Source: torch/distributed/checkpoint/{metadata,filesystem,planner_helpers}.py.
 
 from __future__ import annotations
 
+import json
 import pickle
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
@@ -82,16 +83,16 @@ class DcpExport:
         alone = coordinator.world_size == 1  # then the layout of lazy tensors is not needed before they are written
 
         def own_parts() -> dict[str, Any]:
-            held = {} if alone else {name: _offsets(value) for name, value in self.tensors.items()}
-            return {"held": held, "values": {**{name: v.digest for name, v in self.values.items()}, **self.digests}}
+            held = [] if alone else [(name, _offsets(value)) for name, value in self.tensors.items()]
+            return {"rows": held, "values": {**{name: v.digest for name, v in self.values.items()}, **self.digests}}
 
-        of_ranks = coordinator.gather_results("dcp-chunks", own_parts)
-        writers = _writers([of_rank["held"] for of_rank in of_ranks])
+        of_ranks = gather_tables(coordinator, "dcp-chunks", own_parts)
+        writers = _writers([of_rank["rows"] for of_rank in of_ranks])
         own = {name: {c for c, rank in chunks.items() if rank == coordinator.rank} for name, chunks in writers.items()}
         first = _first_holders([of_rank["values"] for of_rank in of_ranks])
         mine = {name: value for name, value in self.values.items() if first[name] == coordinator.rank}
         share = sum(info_of(value).nbytes for value in self.tensors.values()) + sum(len(v.data) for v in mine.values())
-        file = DigestedFile(unpublished.path / f"__{coordinator.rank}_0.distcp", share)
+        file = DigestedFile(unpublished.path / _file_name(coordinator.rank), share)
         counted = 0
 
         def count_written(num_bytes: int) -> None:
@@ -102,12 +103,12 @@ class DcpExport:
         def write() -> dict[str, Any]:
             infos = {name: info_of(value) for name, value in self.tensors.items()}
             return {
-                "places": _write_chunks(file, self.tensors, None if alone else own, mine, count_written),
+                "rows": _write_chunks(file, self.tensors, None if alone else own, mine, count_written),
                 "infos": {name: [list(info.shape), dtype_name(info.dtype)] for name, info in infos.items()},
                 "paths": {name: list(value.path) for name, value in mine.items()},
             }
 
-        written = coordinator.gather_results("dcp-places", write)
+        written = gather_tables(coordinator, "dcp-places", write)
 
         def prove() -> None:
             if coordinator.rank == 0:
@@ -117,6 +118,38 @@ class DcpExport:
             )  # pickles are larger than tensors
 
         coordinator.together("dcp-prove", prove)
+
+
+def gather_tables(coordinator: Coordinator, tag: str, act: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Call `act` on every rank and return the tables of all ranks, with (name, fact) in "rows". Collective.
+
+    1. Every rank posts digests of its names, of which kind of fact each has, and of all else in the table; one rank
+    posts each that differs. 2. Every rank posts its kinds of facts, which are few, because tensors of one shape are
+    sharded alike. So a rank's post does not grow with the number of tensors. Raises: as `Coordinator.gather`.
+    """
+    kinds: dict[str, int] = {}
+
+    def split() -> dict[str, Any]:
+        table = act()
+        rows = table.pop("rows")
+        kind_of = [kinds.setdefault(json.dumps(fact), len(kinds)) for _, fact in rows]
+        return {**table, "rows": [[name for name, _ in rows], kind_of]}
+
+    distinct = coordinator.gather_distinct(tag, split)
+    facts: list[Any] = coordinator.gather(f"{tag}/kinds", [json.loads(kind) for kind in kinds])
+    tables: list[dict[str, Any]] = [{} for _ in facts]
+    for field_name, values in distinct.items():
+        for ranks, value in values.items():
+            for rank in ranks:
+                tables[rank][field_name] = value
+    for table, of_rank in zip(tables, facts, strict=True):
+        names, kind_of = table["rows"]
+        table["rows"] = zip(names, map(of_rank.__getitem__, kind_of), strict=True)
+    return tables
+
+
+def _file_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
 
 
 def _first_holders(tables: list[Any]) -> dict[str, int]:
@@ -139,7 +172,7 @@ def _writers(tables: list[Any]) -> dict[str, dict[tuple[int, ...], int]]:
     """Return tensor -> offsets of a chunk -> the rank that writes it: the lowest of those that hold it."""
     writers: dict[str, dict[tuple[int, ...], int]] = {}
     for rank, table in enumerate(tables):
-        for name, chunks in table.items():
+        for name, chunks in table:
             for offsets in chunks:
                 writers.setdefault(name, {}).setdefault(tuple(offsets), rank)
     return writers
@@ -151,13 +184,14 @@ def _write_chunks(
     own: Mapping[str, Collection[tuple[int, ...]]] | None,
     values: Mapping[str, StoredValue],
     count: progress.Count,
-) -> list[Json]:
-    """Create the file, write chunks and values to it, sync and close it; return the place of each.
+) -> list[tuple[str, list[Any]]]:
+    """Create the file, write chunks and values to it, sync and close it; return of each
+    its name and its offsets, sizes and bytes, in the order of the file.
 
     `own`: tensor -> offsets of the chunks that this rank writes; None: all chunks. Lazy tensors that are collective are
     resolved after an error too, because other ranks cannot resolve them alone. Raises: the first error.
     """
-    places: list[Json] = []
+    places: list[tuple[str, list[Any]]] = []
     todo = iter(tensors.items())
     try:
         with file:
@@ -166,10 +200,11 @@ def _write_chunks(
                 for block in blocks_of(value):
                     if own is None or block.chunk.offsets in own.get(name, ()):
                         count(block.data.nbytes)
-                        place = file.append(name, partial(torch.save, _alone(block.data)))
-                        places.append([name, [*block.chunk.offsets], [*block.chunk.sizes], *place])
+                        _, _, length = file.append(name, partial(torch.save, _alone(block.data)))
+                        places.append((name, [[*block.chunk.offsets], [*block.chunk.sizes], length]))
             for name, stored in values.items():
-                places.append([name, None, None, *file.append(name, methodcaller("write", stored.data))])
+                _, _, length = file.append(name, methodcaller("write", stored.data))
+                places.append((name, [None, None, length]))
             file.sync()
     except Exception:
         for _, value in todo:
@@ -202,12 +237,14 @@ def _write_metadata(unpublished: Unpublished[None], gathered: list[Any]) -> None
     paths: dict[str, tuple[str, ...]] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     infos: dict[str, TensorInfo] = {}
-    for of_rank in gathered:
+    for rank, of_rank in enumerate(gathered):
+        file, end = _file_name(rank), 0
         for name, (shape, dtype) in of_rank["infos"].items():
             info = infos.setdefault(name, TensorInfo(tuple(shape), getattr(torch, dtype)))
             entries.setdefault(name, TensorStorageMetadata(TensorProperties(info.dtype), torch.Size(shape), []))
         paths |= {name: tuple(path) for name, path in of_rank["paths"].items()}
-        for name, offsets, sizes, file, position, length in of_rank["places"]:
+        for name, (offsets, sizes, length) in of_rank["rows"]:
+            position, end = end, end + length
             if offsets is None:
                 entries[name] = BytesStorageMetadata()
                 storage[MetadataIndex(name)] = _StorageInfo(file, position, length)

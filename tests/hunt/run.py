@@ -60,6 +60,8 @@ class Reference:
 class Net(nn.Module):
     """One tensor of four pieces, one of another dtype, small ones, and a buffer."""
 
+    mean: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.big = nn.Parameter(torch.arange(32_768.0).view(256, 128) / 1000)
@@ -105,8 +107,8 @@ def _optimizer(name: str, net: Net) -> torch.optim.Optimizer:
         return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     if name == "own":
         return Own(net.parameters())
-    optimizer = schedulefree.AdamWScheduleFree(net.parameters(), lr=0.1)
-    optimizer.train()
+    optimizer: torch.optim.Optimizer = schedulefree.AdamWScheduleFree(net.parameters(), lr=0.1)
+    optimizer.train()  # type: ignore[attr-defined]
     return optimizer
 
 
@@ -450,7 +452,7 @@ class Run:
         if mark not in self.exports:
             values: Values = {}
             reader = dcp.FileSystemReader(path)
-            _load_state_dict(values, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)  # type: ignore[arg-type]
+            _load_state_dict(values, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
             self.exports[mark] = values
         return self.exports[mark]
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import titan_ckpt
 from tests.faults import shim
@@ -46,7 +47,7 @@ class Slow:
 
     def install(self) -> None:
         """Route every change of the disk and every piece of a copy through this object, and make pieces small."""
-        arena.IO_BYTES = PIECE_BYTES  # type: ignore[misc]
+        mock.patch.object(arena, "IO_BYTES", PIECE_BYTES).start()
         shim.intercepted(self._on_disk).__enter__()
         self._before(Segments, "fill", self._on_piece)
         self._before(WriterProcess, "write", lambda: self._reach("write"))
@@ -155,7 +156,7 @@ def interrupted(slow: Slow, interrupt: str) -> Iterator[None]:
             left -= 1
             if left < 0:
                 sys.settrace(None)
-                raise KeyboardInterrupt(f"at {frame.f_code.co_qualname}:{frame.f_lineno}")  # type: ignore[attr-defined]
+                raise KeyboardInterrupt(f"at {frame.f_code.co_qualname}:{frame.f_lineno}")
         return trace
 
     sys.settrace(trace)

@@ -401,7 +401,11 @@ class Run:
         self.check_exports(exporting)
 
     def committed(self) -> list[int]:
-        names = [p.name.removeprefix("step-") for p in (self.folder / "checkpoints").glob("step-*")]
+        return self.steps("checkpoints")
+
+    def steps(self, folder: str) -> list[int]:
+        """Return the steps in a folder; what a rollback gave up has the names step-N.abandoned-ID."""
+        names = [path.name.removeprefix("step-") for path in (self.folder / folder).glob("step-*")]
         return sorted(int(name) for name in names if name.isdigit())
 
     def check_step(self, step: int) -> int | None:
@@ -436,8 +440,8 @@ class Run:
         for step in acknowledged:
             if not (self.folder / "exports" / f"step-{step}").is_dir():
                 raise WrongError(f"the export of step {step} was acknowledged and is not there")
-        for path in (self.folder / "exports").glob("step-*"):
-            step = int(path.name.removeprefix("step-"))
+        for step in self.steps("exports"):
+            path = self.folder / "exports" / f"step-{step}"
             known = self.references.get(step, [])
             if step not in acknowledged:
                 known = known + self.abandoned.get(step, [])

@@ -28,6 +28,7 @@ PIECE_BYTES = 32 << 10
 _PACKAGE = str(Path(titan_ckpt.__file__).parent)
 _SAVING = tuple(f"{_PACKAGE}/{name}" for name in ("manager.py", "saving/", "exporting/", "loading/half_loaded.py"))
 _WAITS = ("threading.py", "subprocess.py", "selectors.py", "disk/background.py", "distributed/coordinator.py")
+_START = threading.Thread.start.__code__
 _PATIENCE_SECONDS = 3.0
 """A hold ends after this time in any case."""
 
@@ -125,7 +126,11 @@ def background_threads() -> list[threading.Thread]:
 
 
 def _waits(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.endswith(_WAITS)
+    """Return whether a frame waits for a save; the wait of Thread.start() is one for a thread that runs already."""
+    if not frame.f_code.co_filename.endswith(_WAITS):
+        return False
+    callers = [frame, frame.f_back, frame.f_back and frame.f_back.f_back]  # Condition.wait, Event.wait, Thread.start
+    return not any(caller is not None and caller.f_code is _START for caller in callers)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,11 +45,12 @@ class Slow:
         self._pieces = 0
         self._guard = threading.Lock()
         self._is_held = threading.Event()
+        self._disk = ExitStack()
 
     def install(self) -> None:
         """Route every change of the disk and every piece of a copy through this object, and make pieces small."""
         mock.patch.object(arena, "IO_BYTES", PIECE_BYTES).start()
-        shim.intercepted(self._on_disk).__enter__()
+        self._disk.enter_context(shim.intercepted(self._on_disk))
         self._before(Segments, "fill", self._on_piece)
         self._before(WriterProcess, "write", lambda: self._reach("write"))
 

@@ -14,6 +14,7 @@ os.environ.update(
     TRANSFORMERS_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
     WANDB_MODE="offline",
+    RES_OPTIONS="timeout:1 attempts:1",  # torch asks for the name of a peer at every connection, an answer may be lost
 )
 # Workers of pytest-xdist have these two, and a console keeps the size that they say.
 os.environ.pop("COLUMNS", None)

@@ -26,6 +26,9 @@ from typing import Any, Literal
 
 from hypothesis import strategies as st
 
+Mode = Literal["thread", "process", "disabled"]
+MODES: tuple[Mode, ...] = ("thread", "process", "disabled")
+OPTIMIZERS = ("adamw", "sgd", "schedulefree", "own")
 HOLDS = ("copy", "piece", "begin", "write", "commit", "export")
 """What is slow about a save: it is held there until the training thread waits for something.
 
@@ -59,9 +62,10 @@ class Act:
 class Program:
     """Acts of one process, or of two ranks that do the same."""
 
-    ranks: Literal[1, 2]
-    mode: Literal["thread", "process", "disabled"]
-    optimizer: Literal["adamw", "sgd", "schedulefree", "own"]
+    ranks: int
+    """1 or 2."""
+    mode: Mode
+    optimizer: str
     acts: tuple[Act, ...]
 
     def __str__(self) -> str:
@@ -76,7 +80,8 @@ class Program:
         """Return the program that `str` gives this text."""
         head, _, acts = text.partition(": ")
         ranks, mode, optimizer = head.split()
-        return Program(int(ranks), mode, optimizer, tuple(map(Act, filter(None, acts.split("; ")))))  # type: ignore[arg-type]
+        (known,) = (known for known in MODES if known == mode)
+        return Program(int(ranks), known, optimizer, tuple(map(Act, filter(None, acts.split("; ")))))
 
 
 def _act(names: str, *suffixes: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
@@ -123,7 +128,7 @@ def _phrases(interrupted: st.SearchStrategy[str]) -> st.SearchStrategy[tuple[str
 def programs(draw: st.DrawFn) -> Program:
     """Draw a program; one of six is of two ranks."""
     ranks = draw(st.sampled_from((1, 1, 1, 1, 1, 2)))
-    mode = draw(st.sampled_from(("thread", "thread", "process", "disabled")))
-    optimizer = draw(st.sampled_from(("adamw", "sgd", "schedulefree", "own")))
+    mode = draw(st.sampled_from(("thread", *MODES)))
+    optimizer = draw(st.sampled_from(OPTIMIZERS))
     phrases = draw(st.lists(_phrases(_INTERRUPTED if ranks == 1 else _INTERRUPTED_RANK), min_size=1, max_size=8))
     return Program(ranks, mode, optimizer, tuple(Act(text) for phrase in phrases for text in phrase))

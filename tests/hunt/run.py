@@ -60,6 +60,8 @@ class Reference:
 class Net(nn.Module):
     """One tensor of four pieces, one of another dtype, small ones, and a buffer."""
 
+    mean: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.big = nn.Parameter(torch.arange(32_768.0).view(256, 128) / 1000)
@@ -105,8 +107,8 @@ def _optimizer(name: str, net: Net) -> torch.optim.Optimizer:
         return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     if name == "own":
         return Own(net.parameters())
-    optimizer = schedulefree.AdamWScheduleFree(net.parameters(), lr=0.1)
-    optimizer.train()
+    optimizer: torch.optim.Optimizer = schedulefree.AdamWScheduleFree(net.parameters(), lr=0.1)
+    optimizer.train()  # type: ignore[attr-defined]
     return optimizer
 
 
@@ -399,7 +401,11 @@ class Run:
         self.check_exports(exporting)
 
     def committed(self) -> list[int]:
-        names = [p.name.removeprefix("step-") for p in (self.folder / "checkpoints").glob("step-*")]
+        return self.steps("checkpoints")
+
+    def steps(self, folder: str) -> list[int]:
+        """Return the steps in a folder; what a rollback gave up has the names step-N.abandoned-ID."""
+        names = [path.name.removeprefix("step-") for path in (self.folder / folder).glob("step-*")]
         return sorted(int(name) for name in names if name.isdigit())
 
     def check_step(self, step: int) -> int | None:
@@ -434,8 +440,8 @@ class Run:
         for step in acknowledged:
             if not (self.folder / "exports" / f"step-{step}").is_dir():
                 raise WrongError(f"the export of step {step} was acknowledged and is not there")
-        for path in (self.folder / "exports").glob("step-*"):
-            step = int(path.name.removeprefix("step-"))
+        for step in self.steps("exports"):
+            path = self.folder / "exports" / f"step-{step}"
             known = self.references.get(step, [])
             if step not in acknowledged:
                 known = known + self.abandoned.get(step, [])
@@ -450,7 +456,7 @@ class Run:
         if mark not in self.exports:
             values: Values = {}
             reader = dcp.FileSystemReader(path)
-            _load_state_dict(values, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)  # type: ignore[arg-type]
+            _load_state_dict(values, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
             self.exports[mark] = values
         return self.exports[mark]
 

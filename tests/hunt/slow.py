@@ -12,10 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import titan_ckpt
 from tests.faults import shim
@@ -26,7 +27,8 @@ from titan_ckpt.formats.native.writer_process import WriterProcess
 PIECE_BYTES = 32 << 10
 _PACKAGE = str(Path(titan_ckpt.__file__).parent)
 _SAVING = tuple(f"{_PACKAGE}/{name}" for name in ("manager.py", "saving/", "exporting/", "loading/half_loaded.py"))
-_WAITS = ("threading.py", "subprocess.py", "selectors.py", "distributed/coordinator.py")
+_WAITS = ("threading.py", "subprocess.py", "selectors.py", "disk/background.py", "distributed/coordinator.py")
+_START = threading.Thread.start.__code__
 _PATIENCE_SECONDS = 3.0
 """A hold ends after this time in any case."""
 
@@ -43,11 +45,12 @@ class Slow:
         self._pieces = 0
         self._guard = threading.Lock()
         self._is_held = threading.Event()
+        self._disk = ExitStack()
 
     def install(self) -> None:
         """Route every change of the disk and every piece of a copy through this object, and make pieces small."""
-        arena.IO_BYTES = PIECE_BYTES  # type: ignore[misc]
-        shim.intercepted(self._on_disk).__enter__()
+        mock.patch.object(arena, "IO_BYTES", PIECE_BYTES).start()
+        self._disk.enter_context(shim.intercepted(self._on_disk))
         self._before(Segments, "fill", self._on_piece)
         self._before(WriterProcess, "write", lambda: self._reach("write"))
 
@@ -124,7 +127,11 @@ def background_threads() -> list[threading.Thread]:
 
 
 def _waits(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.endswith(_WAITS)
+    """Return whether a frame waits for a save; the wait of Thread.start() is one for a thread that runs already."""
+    if not frame.f_code.co_filename.endswith(_WAITS):
+        return False
+    callers = [frame, frame.f_back, frame.f_back and frame.f_back.f_back]  # Condition.wait, Event.wait, Thread.start
+    return not any(caller is not None and caller.f_code is _START for caller in callers)
 
 
 @contextmanager
@@ -155,7 +162,7 @@ def interrupted(slow: Slow, interrupt: str) -> Iterator[None]:
             left -= 1
             if left < 0:
                 sys.settrace(None)
-                raise KeyboardInterrupt(f"at {frame.f_code.co_qualname}:{frame.f_lineno}")  # type: ignore[attr-defined]
+                raise KeyboardInterrupt(f"at {frame.f_code.co_qualname}:{frame.f_lineno}")
         return trace
 
     sys.settrace(trace)

@@ -22,6 +22,7 @@ from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -70,25 +71,24 @@ class Workers:
 
     def _answers(self) -> tuple[str, str]:
         """Wait until all ranks are done, or one is wrong or hangs. Return which, and what it says."""
-        doing = {line: (rank, "nothing") for rank, line in enumerate(self._lines)}
+        doing = dict.fromkeys(range(len(self._lines)), "nothing")
         said = ""
         while doing:
-            ready = connection.wait([*doing], HANG_SECONDS)
+            ready = connection.wait([self._lines[rank] for rank in doing], HANG_SECONDS)
             if not ready:
-                return "wrong", "\n".join(self._why_hung(*about) for about in doing.values())
-            for line in ready:
-                rank, act = doing[line]
+                return "wrong", "\n".join(self._why_hung(*about) for about in doing.items())
+            for rank in [rank for rank in doing if self._lines[rank] in ready]:
                 try:
-                    kind, text = line.recv()
+                    kind, text = self._lines[rank].recv()
                 except EOFError:
-                    return "wrong", f"rank {rank} died in {act}"
+                    return "wrong", f"rank {rank} died in {doing[rank]}"
                 if kind == "wrong":
-                    return kind, f"rank {rank}, in {act}: {text}"
+                    return kind, f"rank {rank}, in {doing[rank]}: {text}"
                 if kind == "done":
-                    del doing[line]
+                    del doing[rank]
                     said = said or text
                 else:
-                    doing[line] = rank, text
+                    doing[rank] = text
         return "done", said
 
     def _why_hung(self, rank: int, act: str) -> str:
@@ -118,7 +118,7 @@ def _serve(line: Any, rank: int, world: int, port: int, stack: str, parent: int)
     from tests.hunt.slow import Slow
     from titan_ckpt.formats.native import writer_process
 
-    writer_process.subprocess = _Forking(_Zygote())  # type: ignore[assignment]
+    mock.patch.object(writer_process, "subprocess", _Forking(_Zygote())).start()
     slow = Slow()
     slow.install()
     if world > 1:
@@ -237,7 +237,7 @@ class _Writer:
         self.pid = zygote.start(arguments, [own[0], its[1], shared])
         os.close(own[0])
         os.close(its[1])
-        self.stdin, self.stdout = os.fdopen(own[1], "w"), os.fdopen(its[0], "r")
+        self.stdin, self.stdout = os.fdopen(own[1], "wb", 0), os.fdopen(its[0], "rb", 0)
 
     def poll(self) -> int | None:
         if self.returncode is None:

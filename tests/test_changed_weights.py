@@ -60,12 +60,12 @@ def before_each_copy(act: Callable[[], object]) -> Iterator[None]:
         yield
 
 
-def in_place(model: nn.Module) -> None:
+def in_place(model: Any) -> None:
     with torch.no_grad():
         model.weight.copy_(torch.full_like(model.weight, 7.0))
 
 
-def in_inference_mode(model: nn.Module) -> None:
+def in_inference_mode(model: Any) -> None:
     with torch.inference_mode():
         model.weight.mul_(7.0)
 
@@ -201,7 +201,13 @@ def test_a_copy_that_fails_on_one_rank_ends_the_save_on_all(tmp_path: Path) -> N
     with manager_of(tmp_path, model, [optimizer]) as manager:
         for step, act, own in ((1, fail, MemoryError), (2, change, SaveError)):
             go_on = threading.Event()
-            with before_each_copy(lambda go_on=go_on, act=act: go_on.wait(60) and act is fail and rank == 1 and act()):
+
+            def before(go_on: threading.Event = go_on, act: Any = act) -> None:
+                go_on.wait(60)
+                if act is fail and rank == 1:
+                    act()
+
+            with before_each_copy(before):
                 manager.save(step)
                 if act is change:
                     manager._coordinator.barrier("both have begun")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import mmap
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -376,7 +375,7 @@ def test_columns_are_put_together_or_written_through_mappings(tmp_path: Path) ->
     whole = {fqn: value.full_tensor() for fqn, value in state.items() if isinstance(value, DTensor)}
     mapped, true_map = [], posix.map_shared
 
-    def counted(fd: int, offset: int, num_bytes: int) -> mmap.mmap:
+    def counted(fd: int, offset: int, num_bytes: int) -> memoryview:
         mapped.append(num_bytes)
         return true_map(fd, offset, num_bytes)
 

@@ -192,9 +192,10 @@ def snapshot_of_mark(run_state: RunState, mark: Mark, model: ModelState) -> Snap
     large = {name: live[name] for name in mark.versions if name in live}
     changed = [n for n, value in large.items() if value._version != mark.versions[n]]  # noqa: SLF001
     if (trained := _trained(run_state))[1:] != mark.trained[1:]:
-        names = run_state.model.parameter_names()
-        pairs = zip(trained[0], zip(*trained[1:3], strict=True), zip(*mark.trained[1:3], strict=True), strict=False)
-        changed += [MODEL + names[p] for p, trace, marked in pairs if trace != marked] or ["the optimizer's state"]
+        names = {id(parameter): MODEL + fqn for parameter, fqn in run_state.model.parameter_names().items()}
+        pairs = zip(trained[0], zip(*trained[1:3], strict=False), zip(*mark.trained[1:3], strict=False), strict=False)
+        moved = [p for p, trace, marked in pairs if trace != marked]
+        changed += [names.get(id(p), "a parameter beside the model") for p in moved] or ["the optimizer's state"]
     attributes = plain_attributes(run_state.model.parts)
     within = tuple(own.prefix for own in model.own if own.made)
     changed += [n for n, marked in mark.attributes.items() if n.startswith(within) and attributes.get(n) != marked]

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -473,16 +473,13 @@ class CheckpointManager:
         elif exports is not None and failed is None:
             of_exports = self._failures.verdict("exported", exports.step, exports.error, is_last=is_last)
             self._failed_exports = self._failed_exports or of_exports
-        try:
-            _raise(failed)
-        finally:
-            self._saver.forget()
+        _raise(failed, then=self._saver.forget)
 
     def _raise_failed_exports(self) -> None:
-        try:
-            _raise(self._failed_exports)
-        finally:
+        def forget() -> None:
             self._failed_exports = None
+
+        _raise(self._failed_exports, then=forget)
 
     def close(self) -> None:
         """Finish the save in flight and release the folder; idempotent. Raises: the error of that save, once.
@@ -540,9 +537,16 @@ class CheckpointManager:
             logger.exception("the last save failed while the run was stopping because of another error")
 
 
-def _raise(error: BaseException | None) -> None:
-    if error is not None:
-        raise error
+def _raise(error: BaseException | None, then: Callable[[], None] = lambda: None) -> None:
+    """Raise an error if there is one. `then` forgets it once it was raised, and not if an interrupt came before."""
+    try:
+        if error is not None:
+            raise error
+    except BaseException as raised:
+        if raised is error:
+            then()
+        raise
+    then()
 
 
 _managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dis
+import errno
 import random
 import signal
 import sys
@@ -10,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import titan_ckpt
+from tests.faults.scenarios import SOAK
 from tests.faults.shim import intercepted
+from tests.run_folder import Disk
 from titan_ckpt.config import CheckpointConfig, ExportConfig, SaveConfig
 from titan_ckpt.disk.direct import run_workers
+from titan_ckpt.errors import SaveError
 from titan_ckpt.formats.native.segments import Segments
 from titan_ckpt.manager import CheckpointManager
 
@@ -29,7 +35,11 @@ PACKAGE = str(Path(titan_ckpt.__file__).parent)
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt in this thread before the n-th bytecode of the package that the block runs."""
+    """Raises KeyboardInterrupt in this thread before the n-th bytecode of the package that the block runs.
+
+    RERAISE is left out: Python looks for signals at calls, jumps and the starts of functions. None of them is between
+    the end of a handler, where an exception is in no `__context__` any more, and this bytecode, which raises it again.
+    """
 
     def __init__(self, at: int) -> None:
         self.at, self.seen = at, 0
@@ -39,7 +49,7 @@ class Interrupt:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode":
+        if event == "opcode" and frame.f_code.co_code[frame.f_lasti] != dis.opmap["RERAISE"]:
             self.seen += 1
             if self.seen == self.at:
                 sys.settrace(None)
@@ -61,17 +71,17 @@ class Interrupt:
 
 
 @contextmanager
-def slow(gate: threading.Event) -> Iterator[None]:
-    """Let copies and writes begin only when the gate is open."""
+def slow() -> Iterator[None]:
+    """Let copies and the writes of other threads begin late, so that whoever waits for them does wait."""
     fill = Segments.fill
 
     def late(*arguments: Any) -> None:
-        gate.wait(60)
+        time.sleep(0.005)
         fill(*arguments)
 
     def write(name: str, operation: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         if name == "pwrite_all" and threading.current_thread() is not threading.main_thread():
-            gate.wait(60)
+            time.sleep(0.005)
         return operation(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, intercepted(write):
@@ -115,28 +125,108 @@ class Notebook:
                 assert all(torch.equal(v, self.wanted[step][n]) for n, v in other.state_dict().items()), step
 
 
+WAITS: list[Callable[[Notebook], object]] = [
+    Notebook.train,
+    lambda run: run.manager.maybe_wait_for_staging(),
+    lambda run: run.manager.wait(),
+]
+
+
 def points(total: int, most: int) -> list[int]:
-    """Return some of the bytecodes 1 to `total`: the last ones, which clear away, and others by chance."""
-    return sorted({*random.sample(range(1, total + 1), min(total, most)), *range(max(1, total - 10), total + 1)})
+    """Return bytecodes of 1 to `total`: the last ones, which clear away, and `most` others by chance; in a soak all."""
+    every = range(1, total + 1)
+    return [*every] if SOAK else sorted({*random.Random(total).sample(every, min(total, most)), *every[-4:]})
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_an_interrupt_at_any_bytecode_of_a_wait_leaves_the_save_known(tmp_path: Path, mode: str) -> None:
+    """The step in flight is committed with its own weights, and so are those after it, whatever the next cell does."""
+    run = Notebook(tmp_path, mode, exports=True)
+    step = 0
+    with slow():
+        for wait in WAITS:
+            todo = [10**9]  # the first time through counts the bytecodes
+            while todo:
+                interrupt, step = Interrupt(todo.pop()), step + 1
+                run.train()
+                run.save(step)
+                was_interrupted = interrupt.around(partial(wait, run))
+                if step % 2:
+                    run.train()
+                if not was_interrupted:
+                    todo = points(interrupt.seen, 3)
+        run.manager.close()
+    run.check({*range(1, step + 1)})
+    assert {path.name for path in (tmp_path / "exports").iterdir()} == {f"step-{n}" for n in range(1, step + 1)}
+
+
+def test_an_interrupt_in_a_save_or_at_its_end_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
+    """The step of the interrupted call is whole or not there; every other step is there, and exact."""
+    for mode in ("thread", "disabled"):
+        run = Notebook(tmp_path / mode, mode)
+        todo, step = [10**9], 0
+        sure: set[int] = set()
+        while todo:
+            interrupt, step = Interrupt(todo.pop()), step + 2
+            run.train()
+            was_interrupted = interrupt.around(partial(run.save, step))
+            run.train()
+            run.save(step + 1)
+            sure.add(step + 1)
+            if not was_interrupted:
+                todo = points(interrupt.seen, 30)
+        run.manager.close()
+        run.check(sure)
 
 
 def test_an_interrupted_close_can_be_called_again(tmp_path: Path) -> None:
     """Nothing is released while the save is in flight, and all of it afterwards."""
     todo, number = [10**9], 0
-    while todo:
-        gate, interrupt, number = threading.Event(), Interrupt(todo.pop()), number + 1
-        run = Notebook(tmp_path / str(number), "thread")
-        with slow(gate):
+    with slow():
+        while todo:
+            interrupt, number = Interrupt(todo.pop()), number + 1
+            run = Notebook(tmp_path / str(number), "thread")
             run.train()
             run.save(1)
-            opens = threading.Timer(0.005, gate.set)
-            opens.start()
             was_interrupted = interrupt.around(run.manager.close)
-            opens.join()
+            run.manager.close()
+            run.check({1})
+            if not was_interrupted:
+                todo = points(interrupt.seen, 15)
+
+
+def test_a_failed_save_is_raised_although_the_wait_for_it_was_interrupted(tmp_path: Path) -> None:
+    """It is raised by the wait that was interrupted, as the cause of the interrupt, or by the next one."""
+    disk = Disk(only="/.staging/")
+    run = Notebook(tmp_path, "thread")
+    todo, step = [10**9], 0
+    with disk.inserted():
+        while todo:
+            interrupt, step = Interrupt(todo.pop()), step + 2
+            run.train()
+            run.save(step)
+            run.manager.wait()
+            disk.error = errno.ENOSPC
+            run.manager.save(step + 1)
+            raised: list[BaseException] = []
+            was_interrupted = interrupt.around(lambda: raised.extend(error_of(run.manager.wait)))  # noqa: B023
+            raised += [] if raised else error_of(run.manager.wait)
+            raised += [e.__context__ for e in interrupt.raised if e.__context__ is not None]
+            assert any("No space left" in str(error) for error in raised), interrupt.at
+            disk.error = 0
+            assert run.manager.last_step.saved == step
+            if not was_interrupted:
+                todo = points(interrupt.seen, 20)
         run.manager.close()
-        run.check({1})
-        if not was_interrupted:
-            todo = points(interrupt.seen, 15)
+    run.check(set(run.wanted))
+
+
+def error_of(act: Callable[[], object]) -> list[BaseException]:
+    try:
+        act()
+    except SaveError as error:
+        return [error]
+    return []
 
 
 def test_a_second_interrupt_leaves_no_worker_behind() -> None:

@@ -168,7 +168,7 @@ class StepStore(Steps):
             posix.rename_noreplace(folder, self.step_path(attempt.step))
             posix.fsync_folder(self.root)
         except BaseException as error:
-            if (left := self._undo(attempt)) and isinstance(error, OSError):
+            if (left := self._undo(attempt, manifest)) and isinstance(error, OSError):
                 raise SaveError(left) from error
             raise
 
@@ -330,11 +330,16 @@ class StepStore(Steps):
             raise CommitConflictError(f"{path} is in the way and is not a checkpoint: {error}. Move it away") from None
         self._refuse_step_beside(step, [step])
 
-    def _undo(self, attempt: Attempt) -> str:
-        """Rename a step whose commit failed or was interrupted back into staging; return, and log, what is left."""
+    def _undo(self, attempt: Attempt, manifest: Manifest) -> str:
+        """Rename a step whose commit failed or was interrupted back into staging; return, and log, what is left.
+
+        The rename may have failed because a successor has removed the attempt. Then the step that is there has another
+        manifest, and stays: it is the successor's.
+        """
         step = self.step_path(attempt.step)
         try:
-            if not os.path.lexists(attempt.folder):  # else the rename has failed
+            there = step / MANIFEST_NAME
+            if os.path.lexists(there) and there.read_bytes() == manifest.to_bytes():
                 posix.rename_noreplace(step, attempt.folder)
                 posix.fsync_folder(self.root)
         except OSError as error:

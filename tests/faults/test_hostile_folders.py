@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, KeepCo
 from titan_ckpt.cli.main import main
 from titan_ckpt.directory import names
 from titan_ckpt.disk import unpublished_folder
+from titan_ckpt.disk.holder import Holder
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Chunk
@@ -277,7 +279,7 @@ def test_nothing_of_ours_is_reached_through_a_link(tmp_path: Path, caplog: pytes
             link.symlink_to(other)
             links.append(link)
             if name.endswith(".lock"):
-                (run / folder / name).write_text("")
+                (run / folder / name).write_text(json.dumps(asdict(Holder.current())))  # of this host, not locked
     whole = {path: path.is_dir() or path.read_bytes() for path in other.rglob("*")}
     train(run, range(3, 6))
     train(run, range(5, 7), resume=4)

@@ -72,7 +72,7 @@ _make_record = logging.getLogRecordFactory()
 def _printable_record(*args: Any, **options: Any) -> logging.LogRecord:
     """Return a record for the log; a name in a foreign file must not move a terminal's cursor or forge a line."""
     record = _make_record(*args, **options)
-    if record.name.startswith(f"{__name__}."):
+    if (record.name or "").startswith(f"{__name__}."):  # logging.makeLogRecord makes one without a name
         record.msg, record.args = printable(record.getMessage()), ()
     return record
 

@@ -124,8 +124,12 @@ class CheckpointManager:
         self._step_hooks = [  # so that a loop without maybe_wait_for_staging() saves no mixture of two steps
             optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()) for optimizer in hooked
         ]
-        self._may_copy_later = bool(hooked) and all(type(optimizer) in PROVED for optimizer in hooked)
-        """Whether the weights change in optimizer.step() alone, which waits for a copy that is under way."""
+        renorms = any(getattr(m, "max_norm", None) is not None for part in model_parts for m in part.modules())
+        self._may_copy_later = bool(hooked) and not renorms and all(type(o) in PROVED for o in hooked)
+        """Whether the weights change in optimizer.step() alone, which waits for a copy that is under way.
+
+        The forward pass of an embedding with `max_norm` changes its rows.
+        """
         self.last_step = LastStep(
             self._run,
             self._saver,

@@ -119,9 +119,9 @@ class BucketSteps(Steps):
         return self._lease
 
     def close(self) -> None:
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.release()
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None  # only now: an interrupt may come before
 
     def begin(self, step: int, num_bytes: int) -> Attempt:
         lease = self.open()

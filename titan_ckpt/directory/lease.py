@@ -73,19 +73,26 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Give the lease back, once; does nothing in a forked process or if another process took the lease.
+        """Give the lease back; does nothing in a forked process or if another process took the lease.
 
+        An interrupt may leave it, and it is called again then.
         A disk that refuses it is logged: it must not hide why a save failed, and the next process takes the lease over.
         """
         if os.getpid() != self._holder.pid:
             return
         held.discard(str(self._path))
+        with contextlib.suppress(OSError):
+            status = os.fstat(self._fd)
+            if (status.st_dev, status.st_ino) != self._identity:
+                return  # closed by a call that was interrupted right after it
         try:
             try:
                 if read_holder(self._fd) == self._holder:
                     posix.truncate(self._fd, 0)
-            finally:
+            except OSError:
                 posix.close(self._fd)
+                raise
+            posix.close(self._fd)
         except OSError as error:
             logger.warning("%s is not given back: %s", self._path, error)
 

@@ -136,9 +136,9 @@ class StepStore(Steps):
 
     def close(self) -> None:
         """Give the lease back; idempotent."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.release()
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None  # only now: an interrupt may come before
 
     def begin(self, step: int, num_bytes: int) -> Attempt:
         """Make the staging folder of a save of `num_bytes`. Raises: CommitConflictError; PreflightError; OSError."""

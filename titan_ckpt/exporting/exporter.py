@@ -220,7 +220,7 @@ class Exporter:
         copies = {_memory_of(value): staged[name] for name, value in stored.items()}
         parameters = set(self.model.parameter_names().values())
         base = self.model.state_dict("base")
-        constant = {_memory_of(value) for fqn, value in base.items() if fqn in parameters}
+        constant = {_memory_of(v) for fqn, v in base.items() if fqn in parameters and MODEL + fqn not in stored}
 
         def stage(value: torch.Tensor) -> torch.Tensor | LazyTensor:
             if not local_tensor(value).numel():

@@ -93,6 +93,8 @@ class Saver:
         self.in_flight: SaveHandle | None = None
         self.exports_in_flight: SaveHandle | None = None
         self._staging: StagingHandle | None = None
+        self._changed: Callable[[], list[str]] = list
+        """Returns the names of the tensors that have changed since the last snapshot."""
         self._staged: tuple[int, StateDict] | None = None
         """The step whose copy is in the arena, and the live tensors it was copied from."""
         self.seconds: deque[float] = deque(maxlen=8)
@@ -103,8 +105,8 @@ class Saver:
         return any(handle is not None and handle.is_running for handle in (self.in_flight, self.exports_in_flight))
 
     def has_staged(self, step: int) -> bool:
-        """Return whether the arena holds a copy of this step."""
-        return self._staged is not None and self._staged[0] == step
+        """Return whether the arena holds a copy of this step, as the live tensors still are."""
+        return self._staged is not None and self._staged[0] == step and not self._changed()
 
     @gc_paused()
     def save(self, request: SaveRequest, snapshot: Snapshot, event: Event) -> None:
@@ -158,7 +160,7 @@ class Saver:
         # known before it runs, so that an interrupt cannot come between
         self.in_flight = SaveHandle(request.step, lambda: commit(write_staged), "save")
         self.in_flight.start()
-        self._staged = request.step, snapshot.tensors
+        self._staged, self._changed = (request.step, snapshot.tensors), snapshot.watched.changed
 
     def prepare(self, snapshot: Snapshot) -> None:
         """Plan saves of these tensors, and begin to make memory for their copies ready in the background. Collective.

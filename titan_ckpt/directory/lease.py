@@ -9,6 +9,7 @@ nothing left to rename.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat

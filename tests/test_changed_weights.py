@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from schedulefree import AdamWScheduleFree
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -124,6 +125,26 @@ def test_an_optimizer_that_may_change_weights_elsewhere_lets_save_wait_for_the_c
             optimizer.train()
             manager.wait()
         manager.load(1)
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+
+
+def test_the_recipe_of_schedulefree_saves_the_weights_of_evaluation(tmp_path: Path) -> None:
+    """In the default mode, with the real optimizer: eval, save, train. Every weight has the bits of evaluation."""
+    model = nn.Linear(64, 64)
+    optimizer = AdamWScheduleFree(model.parameters(), lr=0.1)
+    config = CheckpointConfig(save=SaveConfig(interval=1))
+    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path) as manager:
+        optimizer.train()
+        for _ in range(3):
+            take_step(model, optimizer)
+        optimizer.eval()
+        wanted = copy.deepcopy(model.state_dict())
+        with before_each_copy(lambda: time.sleep(0.2)):
+            manager.save(3)
+            optimizer.train()
+            assert not torch.equal(model.weight, wanted["weight"])
+            manager.wait()
+        manager.load(3)
     assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
 
 

@@ -197,7 +197,8 @@ class TitanCheckpoint:
                 owner.save_pretrained(folder)
         came_from = Path(getattr(processing, "name_or_path", ""))
         for path in [*came_from.glob("*.py"), *came_from.glob("LICENSE*")] if str(came_from) != "." else []:
-            shutil.copy(path, folder)
+            if path.is_file():
+                shutil.copy(path, folder)
         return folder
 
 

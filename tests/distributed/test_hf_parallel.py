@@ -369,7 +369,7 @@ def export_columns(state: StateDict, folder: Path, coordinator: Coordinator) -> 
 def test_columns_are_put_together_or_written_through_mappings(tmp_path: Path) -> None:
     """Ranks that gloo connects, whatever host they say they are on, and ranks that it cannot, write what one writes.
 
-    Where the file system reserves no space, rows are written: nothing is stored to a mapping.
+    Where the file system reserves no space, ranks write rows and store nothing to a mapping.
     """
     state = lasting_columns()
     whole = {fqn: value.full_tensor() for fqn, value in state.items() if isinstance(value, DTensor)}

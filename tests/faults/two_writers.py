@@ -79,7 +79,7 @@ class Baton:
 
 @dataclass
 class Run:
-    """What the two did: steps that were acknowledged, the step that the successor resumed, and errors."""
+    """The outcome of two writers: acknowledged steps, the step that the successor resumed, and errors."""
 
     acknowledged: list[int] = field(default_factory=list)
     resumed: int | None = None
@@ -89,7 +89,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Case:
-    """What the two do where steps 10 and 20 are. `resume`, `named`: the step that a setting names, of either."""
+    """The acts of two writers in a folder with steps 10 and 20. `resume`, `named`: the step in each one's setting."""
 
     name: str
     saves: tuple[int, ...]

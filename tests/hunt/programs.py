@@ -30,7 +30,7 @@ Mode = Literal["thread", "process", "disabled"]
 MODES: tuple[Mode, ...] = ("thread", "process", "disabled")
 OPTIMIZERS = ("adamw", "sgd", "schedulefree", "own")
 HOLDS = ("copy", "piece", "begin", "write", "commit", "export")
-"""What is slow about a save: it is held there until the training thread waits for something.
+"""Slow saves: a save is held at a drawn point until the training thread waits for something.
 
 The first or the third piece of the copy, the staging folder, the first file, the rename, or the export's first folder.
 """

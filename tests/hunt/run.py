@@ -1,7 +1,7 @@
 """Run: one rank of a program, and the model of what is right.
 
 Owns a tiny model, its optimizer and its manager, and a copy of the whole state at every call of save() and export().
-What is in the folder is read by tests/format_programs, which know this package's format from its documentation alone.
+tests/format_programs read the folder; they know this package's format from its documentation alone.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Reference:
     """Different after every act; the run keeps it among its counters."""
     values: Values
     settings: dict[str, Any]
-    """Of the optimizer: settings of its group, and the number of steps that torch counts per parameter."""
+    """Settings of the optimizer's group, and the number of steps that torch counts per parameter."""
 
 
 class Net(nn.Module):
@@ -86,7 +86,7 @@ class Own(torch.optim.Optimizer):
 
 
 class Counters:
-    """What a user keeps beside the model: counters, and the average of a weight."""
+    """State that a user keeps beside the model: counters, and the average of a weight."""
 
     def __init__(self, big: torch.Tensor) -> None:
         self.step = self.nonce = 0

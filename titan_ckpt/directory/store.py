@@ -114,9 +114,11 @@ class StepStore(Steps):
             refuse_living(self.root, self.root / LEASE_NAME, holder)
 
     def present(self) -> list[tuple[int, str]]:
-        steps = listed_steps(self.root) if self.root.is_dir() else []
-        folders = [(step, self.step_path(step)) for step in steps]
-        return [(step, str(path.lstat().st_ino)) for step, path in folders if os.path.lexists(path)]
+        found: list[tuple[int, str]] = []
+        for step in listed_steps(self.root) if self.root.is_dir() else []:
+            with contextlib.suppress(FileNotFoundError):  # its writer has just removed it
+                found.append((step, str(self.step_path(step).lstat().st_ino)))
+        return found
 
     def open(self) -> Lease:
         """Take the lease and clear away what interrupted processes left; a second call only returns the lease.

@@ -7,6 +7,7 @@ and decides which steps go.
 from __future__ import annotations
 
 import logging
+import stat
 import uuid
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -39,8 +40,11 @@ def discard(root: Path, folder: Path, why: str, content: Collection[str] | None 
 
 
 def require_real(folder: Path) -> None:
-    """Raise SaveError for a link or a file that has the name of one of our folders: what it leads to is not ours."""
-    if not posix.is_real_folder(folder):
+    """Raise SaveError for a link or a file that has the name of one of our folders: what it leads to is not ours.
+
+    Raises: FileNotFoundError if there is nothing.
+    """
+    if not stat.S_ISDIR(folder.lstat().st_mode):
         raise SaveError(f"{folder}: is not a folder of its own, but a link or a file. Move it away")
 
 

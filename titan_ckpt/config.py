@@ -255,6 +255,9 @@ class CheckpointConfig(Checked):
     """Loaded in order, if the folder holds no checkpoint. An adapter-only checkpoint takes its base from these."""
     export: tuple[ExportConfig, ...] = ()
     """Exports; [[checkpoint.export]] gives several; absent: none."""
+    allow: tuple[NonEmpty, ...] = ()
+    """Classes, such as "lightning.pytorch.callbacks.timer.Timer", whose objects may lose their state at a resume;
+    absent: a run that holds one that is not known to resume exactly is refused before it starts. Steps record them."""
 
     @property
     def external(self) -> bool:
@@ -281,6 +284,8 @@ class CheckpointConfig(Checked):
         yield from (export.folder for export in self.export)
 
     def problems(self) -> Iterator[str]:
+        if len(set(self.allow)) != len(self.allow):
+            yield "allow: a class is named twice"
         if self.components is not None and not self.components:
             yield "components: name one or more; absent: everything"
         if self.external and self.initial_load:

@@ -387,6 +387,7 @@ class CheckpointManager:
             base=None if self.config.external or model_only else self._base.identity,
             resumed_from=self._resumed_from,
             metrics=dict(due.metrics),
+            allowed=self.config.allow,
             expire=mark is None,
         )
 

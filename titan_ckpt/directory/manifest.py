@@ -63,6 +63,9 @@ class Manifest:
     files: tuple[FileRecord, ...]
     metrics: dict[str, float] = field(default_factory=dict)
     """Finite values that the run passed with this save, for retention of the best steps."""
+    allowed: tuple[str, ...] = ()
+    """Names of classes that the run's settings allow although their state is not saved; written only if there are any.
+    """
     schema_version: int = SCHEMA_VERSION
 
     def to_bytes(self) -> bytes:
@@ -72,6 +75,8 @@ class Manifest:
         """
         values: dict[str, Any] = {"format": _FORMAT, "schema_version": self.schema_version}
         values |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in values}
+        if not self.allowed:
+            del values["allowed"]
         values["files"] = "FILES"
         try:
             lines = ",\n".join(f"{to_text(name)}: {to_text(value)}" for name, value in values.items())
@@ -127,11 +132,13 @@ def _validate(document: Json) -> Manifest:
         raise ValueError(
             f"schema_version {version!r:.40} is not {SCHEMA_VERSION}: take the titan_ckpt version that wrote it"
         )
-    expected = {"format", "digest", *_READERS}
+    expected = {"format", "digest", *_READERS} - ({"allowed"} - document.keys())
     if document.keys() != expected:
         raise ValueError(f"fields {sorted(document.keys() ^ expected)} are missing or unknown")
     values: dict[str, Any] = {}
     for name, read in _READERS.items():
+        if name not in document:
+            continue
         try:
             values[name] = read(document[name])
         except (TypeError, ValueError) as error:
@@ -209,6 +216,13 @@ def _components(value: Json) -> tuple[str, ...]:
     return names
 
 
+def _names(value: Json) -> tuple[str, ...]:
+    names = tuple(as_str(name) for name in as_list(value))
+    if not 0 < len(names) <= 1000 or len(set(names)) != len(names) or not all(0 < len(name) <= 1000 for name in names):
+        raise ValueError("expected 1 to 1000 names, each once")
+    return names
+
+
 def _object(value: Json) -> dict[str, Any]:
     if not isinstance(value, dict) or len(json.dumps(value)) > _MAX_TEXT:
         raise TypeError(f"expected an object, found {value!r:.80}")
@@ -272,5 +286,6 @@ _READERS: dict[str, Callable[[Json], Any]] = {
     "resumed_from": _resumed_from,
     "files": _files,
     "metrics": _metrics,
+    "allowed": _names,
     "schema_version": as_int,
 }

@@ -70,6 +70,7 @@ class SaveRequest:
     base: dict[str, Any] | None = None
     resumed_from: dict[str, Any] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    allowed: tuple[str, ...] = ()
     expire: bool = True
     """Expire older steps after the commit. Not after a save that an exception caused: its state may be broken."""
 
@@ -314,6 +315,7 @@ class Saver:
             resumed_from=request.resumed_from,
             files=tuple(FileRecord(**record) for rank in gathered for record in rank),
             metrics=request.metrics,
+            allowed=request.allowed,
         )
         event.note(num_bytes=sum(file.num_bytes for file in manifest.files), world_size=manifest.world_size)
         with event.phase("commit"):

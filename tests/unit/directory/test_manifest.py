@@ -51,6 +51,17 @@ def test_a_manifest_comes_back_exactly() -> None:
     assert Manifest.from_bytes(example(base=None, resumed_from=None, converters=[]).to_bytes()).base is None
 
 
+def test_allowed_classes_are_written_only_if_there_are_any() -> None:
+    assert "allowed" not in json.loads(example().to_bytes())
+    named = example(allowed=("a.B", "c.D"))
+    assert Manifest.from_bytes(named.to_bytes()) == named
+    document = json.loads(example().to_bytes())
+    del document["digest"]
+    for wrong in ([], ["a", "a"], [""], [1], "a"):
+        with pytest.raises(CorruptCheckpointError, match="allowed"):
+            Manifest.from_bytes(seal({**document, "allowed": wrong}))
+
+
 def test_two_thousand_ranks_fit_easily() -> None:
     """The manifest grows by files, a hundred-odd bytes each, and stays far below its cap."""
     files = tuple(FileRecord(f"rank-{rank:05d}.safetensors", 10**12, f"{rank:032x}") for rank in range(2048))

@@ -1,0 +1,140 @@
+"""unsaved_state: which objects of a run are exact, and which are refused by name."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import io
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from titan_ckpt.components.unsaved_state import class_name, faults
+
+MODEL = nn.Sequential(nn.Linear(2, 2))
+SEEN = 0
+
+
+class Plain:
+    """Holds nothing that changes, and works on what it is given."""
+
+    def __init__(self, *held: Any) -> None:
+        self.held = held
+        self.every = 10
+
+    def called(self, control: Any) -> None:
+        control.stop = True
+        control.count += 1
+
+
+class Sets(Plain):
+    def called(self, control: Any) -> None:
+        self.last = control
+
+
+class Counts(Plain):
+    def called(self, control: Any) -> None:
+        self.every += 1
+
+
+class Within(Plain):
+    def called(self, control: Any) -> None:
+        def later() -> None:
+            self.every += control
+
+        later()
+
+
+class SetsGlobal(Plain):
+    def called(self, control: Any) -> None:
+        global SEEN
+        SEEN += 1
+
+
+class Renamed(Plain):
+    def called(this, control: Any) -> None:  # noqa: N805 - the name of the first argument does not matter
+        this.last = control
+
+
+class WithProperty(Plain):
+    @property
+    def smallest(self) -> int:
+        self.every = 1
+        return 1
+
+
+class OfLibrary(RandomSampler):
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+
+def found(value: Any, **settings: Any) -> list[str]:
+    settings.setdefault("known", {})
+    settings.setdefault("allow", ())
+    return [*faults([("callback", value)], **settings)]
+
+
+@pytest.mark.parametrize("kind", [Sets, Counts, Within, SetsGlobal, Renamed, WithProperty])
+def test_code_that_sets_an_attribute_is_refused(kind: type) -> None:
+    (line,) = found(kind())[:1]
+    assert line.startswith(f"callback {class_name(kind())}: its code sets ")
+    assert f'checkpoint.allow = ["{class_name(kind())}"]' in line
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        [], {}, set(), collections.deque(), torch.zeros(1), torch.Generator(), nn.Linear(1, 1), iter([1]), bytearray(),
+        np.zeros(1), np.random.default_rng(0), random.Random(0), Counts(), ("a", [1]),
+        torch.optim.SGD(MODEL.parameters()),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_what_can_change_is_refused_by_the_name_of_its_attribute(held: Any) -> None:
+    (line,) = found(Plain(held), live=[MODEL])[:1]
+    assert "self.held" in line
+    assert "no step holds it" in line
+
+
+@pytest.mark.parametrize(
+    "held",
+    [1, "a", None, (1, ("b",)), MODEL, MODEL[0], len, Plain, functools.partial(len), io.StringIO(), Plain(MODEL)],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_change_and_what_the_run_saves_runs(held: Any) -> None:
+    assert found(Plain(held), live=[MODEL]) == []
+
+
+def test_an_object_that_gives_its_state_runs() -> None:
+    assert found(Counts(), gives_state=lambda value: isinstance(value, Counts)) == []
+
+
+def test_a_class_of_a_library_is_exact_only_if_it_is_listed() -> None:
+    sampler, name = RandomSampler([1]), "torch.utils.data.sampler.RandomSampler"
+    (line,) = found(sampler)
+    assert line.startswith(f"callback {name}: it was not proved to continue exactly")
+    assert found(sampler, known={name: ""}) == []
+    (line,) = found(sampler, known={name: "it keeps an epoch"})
+    assert line.startswith(f"callback {name}: it keeps an epoch, or allow")
+    assert found(SequentialSampler([1]), known={name: ""}), "another class of the same package"
+
+
+def test_a_class_that_extends_one_of_a_library_needs_that_one_listed() -> None:
+    own, name = OfLibrary([1]), "torch.utils.data.sampler.RandomSampler"
+    assert f"its base {name} was not proved" in found(own)[0]
+    assert f"its base {name} was not proved" in found(own, gives_state=lambda _: True)[0]
+    assert found(own, known={name: ""}) == [], "what RandomSampler sets is proved with it"
+    own.seen = []  # type: ignore[attr-defined]
+    assert found(own, known={name: ""})[0].startswith(f"callback {class_name(own)}: self.seen is a list")
+
+
+def test_a_name_that_is_allowed_runs_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert found(Counts(), allow=(class_name(Counts()),)) == []
+    assert f"{class_name(Counts())}: its code sets self.every" in caplog.text
+    assert "checkpoint.allow lets it run" in caplog.text

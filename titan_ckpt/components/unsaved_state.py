@@ -1,0 +1,168 @@
+"""Decides whether the objects that a run holds beside what its steps save, such as callbacks, continue exactly.
+
+A class of a library is exact if it was proved so and is listed by the integration; a class that is not listed is
+refused. A class of the user is exact if its objects hold nothing that changes, or give their state themselves. Either
+can be allowed by name, with `checkpoint.allow`; then the log and every step say so.
+"""
+
+from __future__ import annotations
+
+import dis
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
+from io import IOBase
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+LIBRARIES = frozenset(
+    {
+        "accelerate", "datasets", "lightning", "lightning_fabric", "peft", "pytorch_lightning", "torch", "torchao",
+        "torchdata", "torchmetrics", "torchtitan", "transformers", "trl",
+    }
+)  # fmt: skip
+"""Packages whose classes are listed one by one; a class of any other package is looked at as the user's own."""
+
+MAX_DEPTH = 8
+"""Objects within objects that are followed; what is deeper counts as something that changes."""
+
+_CONSTANT = (str, bytes, int, float, complex, type(None), type, FunctionType, partial, torch.dtype, torch.device)
+_BUILDS = ("__init__", "__new__", "__post_init__", "__set_name__", "__init_subclass__", "__setstate__")
+
+
+def class_name(value: Any) -> str:
+    """Return the full name of an object's class, such as "lightning.pytorch.callbacks.timer.Timer"."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def faults(
+    held: Iterable[tuple[str, Any]],
+    known: Mapping[str, str],
+    allow: Collection[str],
+    *,
+    live: Iterable[nn.Module] = (),
+    gives_state: Callable[[Any], bool] = lambda _: False,
+) -> Iterator[str]:
+    """Yield one line for each object whose state a resumed run would lose, as far as that is known.
+
+    `held`: (what it is, the object), such as ("callback", EarlyStopping()). `known`: full name of a library's class ->
+    why it is not exact; "" if it was proved exact. `allow`: names that are let through. `live`: modules that the run
+    saves, which an object may hold. `gives_state`: whether an object of the user's own class returns its state, which
+    the integration saves and restores.
+    """
+    saved = {id(module) for root in live for module in root.modules()}
+    for role, value in held:
+        name = class_name(value)
+        reason = _reason(value, known, saved, gives_state)
+        if reason is None:
+            continue
+        if name in allow:
+            logger.warning("%s %s: %s; checkpoint.allow lets it run", role, name, reason)
+        else:
+            yield f'{role} {name}: {reason}, or allow that a resumed run loses it: checkpoint.allow = ["{name}"]'
+
+
+def _reason(
+    value: Any, known: Mapping[str, str], saved: Collection[int], gives_state: Callable[[Any], bool]
+) -> str | None:
+    """Return why an object is not exact and the next step, or None."""
+    of_library = next((kind for kind in type(value).__mro__ if _package(kind) in LIBRARIES), None)
+    if of_library is not None:
+        listed = known.get(f"{of_library.__module__}.{of_library.__qualname__}")
+        if listed:
+            return listed
+        if listed is None:
+            what = "it" if of_library is type(value) else f"its base {of_library.__module__}.{of_library.__qualname__}"
+            return f"{what} was not proved to continue exactly after a resume: leave it out"
+    if of_library is type(value) or gives_state(value):
+        return None
+    if changing := next(_changing(value, of_library, saved, "", 0), None):
+        return f"{changing}, and no step holds it: let the object return its state and take it back"
+    return None
+
+
+def _changing(value: Any, of_library: type | None, saved: Collection[int], path: str, depth: int) -> Iterator[str]:
+    """Yield what may change in an object of the user's own class: an attribute that its code sets, or that can change.
+
+    `of_library`: the listed class that it extends, whose own attributes do not count.
+    """
+    kinds = type(value).__mro__
+    own = kinds if of_library is None else kinds[: kinds.index(of_library)]
+    methods = [m for kind in own for name, m in vars(kind).items() if name not in _BUILDS]
+    where = f" of self{path}" if path else ""
+    yield from (f"its code{where} sets {name}" for method in methods for name in _stored(method))
+    inherited = {name for kind in kinds[len(own) :] for method in vars(kind).values() for name in _stored(method)}
+    for name, item in getattr(value, "__dict__", {}).items():
+        if f"self.{name}" not in inherited:
+            yield from _changing_item(item, saved, f"{path}.{name}", depth + 1)
+
+
+def _changing_item(item: Any, saved: Collection[int], path: str, depth: int) -> Iterator[str]:
+    if isinstance(item, _CONSTANT) or id(item) in saved:
+        return
+    if isinstance(item, (tuple, frozenset)) and depth < MAX_DEPTH:
+        for part in item:
+            yield from _changing_item(part, saved, path, depth + 1)
+    elif _holds_data(item):
+        yield f"self{path} is a {type(item).__qualname__}, which can change"
+    elif _package(type(item)) in LIBRARIES or type(item).__module__ == "builtins":
+        return  # a tokenizer, a dataset, a file: what the run's own libraries keep in it is theirs
+    elif depth >= MAX_DEPTH:
+        yield f"self{path} is nested too deeply to be looked at"
+    else:
+        yield from _changing(item, None, saved, path, depth)
+
+
+def _holds_data(item: Any) -> bool:
+    """Return whether an object of a library is there to hold values that change."""
+    if isinstance(item, IOBase):
+        return False
+    kinds = (list, dict, set, bytearray, torch.Tensor, torch.Generator, nn.Module, torch.optim.Optimizer, Iterator)
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(item).__mro__}
+    foreign = {
+        "numpy.ndarray",
+        "numpy.random._generator.Generator",
+        "numpy.random.mtrand.RandomState",
+        "_random.Random",
+    }
+    return isinstance(item, kinds) or not names.isdisjoint(
+        foreign | {"collections.deque", "torchmetrics.metric.Metric"}
+    )
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _stored(method: Any) -> Iterator[str]:
+    """Yield what the code of a function, method or property sets or deletes: attributes of its object, and globals."""
+    members = (method.fget, method.fset, method.fdel) if isinstance(method, property) else (method,)
+    codes = (getattr(getattr(member, "__func__", member), "__code__", None) for member in members)
+    pending = [code for code in codes if isinstance(code, CodeType) and code.co_varnames]
+    owners = {code.co_varnames[0] for code in pending}
+    while pending:
+        code = pending.pop()
+        pending += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        yield from _stored_by(code, owners)
+
+
+def _stored_by(code: CodeType, owners: Collection[str]) -> Iterator[str]:
+    """Yield the same of one code object. The load of the object precedes a store, or the COPY of `self.n += 1`."""
+    before: Any = None
+    copied: list[Any] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "STORE_GLOBAL":
+            yield f"the global {instruction.argval}"
+        if instruction.opname == "COPY":
+            copied.append(before)
+        if instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
+            load = copied.pop() if copied and before.opname == "SWAP" else before
+            loaded = load.argval if load is not None else None
+            if loaded in owners or (isinstance(loaded, tuple) and loaded[-1] in owners):
+                yield f"self.{instruction.argval}"
+        before = instruction

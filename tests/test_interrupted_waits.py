@@ -7,6 +7,7 @@ import dis
 import errno
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -197,6 +199,19 @@ def test_an_interrupted_close_can_be_called_again(tmp_path: Path) -> None:
             run.check({1})
             if interrupt.at == UNREACHED:
                 todo = points(interrupt.seen, 8)
+
+
+def test_a_close_that_was_interrupted_while_the_writer_process_ends_can_be_called_again(tmp_path: Path) -> None:
+    """It closes each pipe once, waits for the process, and gives the folder back."""
+    run = Notebook(tmp_path, "process")
+    run.train()
+    run.save(1)
+    run.manager.wait()
+    with mock.patch.object(subprocess.Popen, "wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        run.manager.close()
+    run.manager.close()
+    assert run.manager._closed
+    run.check({1})
 
 
 def test_a_failed_save_is_raised_although_the_wait_for_it_was_interrupted(tmp_path: Path) -> None:

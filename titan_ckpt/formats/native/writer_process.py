@@ -109,15 +109,17 @@ class WriterProcess:
         return str(result["digest"])
 
     def close(self) -> None:
-        """End the process after its current write."""
+        """End the process after its current write. An interrupt may leave it, and it is called again then."""
         requests, answers = self._pipes
-        for pipe in self._pipes:
-            descriptors.forget(pipe.fileno())
-        with suppress(BrokenPipeError):
-            requests.write(_END.encode())
-        requests.close()
+        if not requests.closed:
+            with suppress(BrokenPipeError):
+                requests.write(_END.encode())
+            descriptors.forget(requests.fileno())
+            requests.close()
         self._process.wait()
-        answers.close()
+        if not answers.closed:
+            descriptors.forget(answers.fileno())
+            answers.close()
 
     def disown(self) -> None:
         """Let the copy of this object in a forked process, whose child the process is not, have nothing to do."""

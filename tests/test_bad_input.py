@@ -271,7 +271,7 @@ def test_what_is_in_the_way_of_a_runs_own_files_is_bad_input(
 ) -> None:
     """Folders in their places and files that nobody may read are all named before the first step, and stay."""
     path = write_config(tmp_path, {})
-    names = ["metrics.jsonl", "stopped.json", "telemetry.jsonl", "wandb-run-id", "save-answer.json"]
+    names = ["metrics.jsonl", "stopped.json", "telemetry.jsonl", "wandb-run-id", "save-answer.json", "save-taker.json"]
     for name in names:
         (tmp_path / "run" / name).mkdir(parents=True)
     assert main([str(path)]) == 2

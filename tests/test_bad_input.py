@@ -168,6 +168,13 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "evaluation: too short": (
         {"evaluation": {"interval": 1, "corpus": "short.txt"}}, r"evaluation\.corpus: its 4 tokens are no sequence"
     ),
+    "keep: no evaluation": (
+        {"checkpoint": {"save": {"interval": 1, "keep": {"best": 2, "metric": "eval/loss"}}}},
+        r"keep\.metric: eval/loss is never measured; it needs the table \[evaluation\]; this run measures loss",
+    ),
+    "keep: a typo": (
+        {"checkpoint": {"save": {"interval": 1, "keep": {"best": 2, "metric": "los"}}}}, r"metric: los is never m"
+    ),
     "profiling: no such rank": (
         {"profiling": {"interval": 2, "ranks": [0, 5]}}, r"profiling\.ranks: 5 is no rank of .*; name ranks from"
     ),
@@ -264,7 +271,7 @@ def test_what_is_in_the_way_of_a_runs_own_files_is_bad_input(
 ) -> None:
     """Folders in their places and files that nobody may read are all named before the first step, and stay."""
     path = write_config(tmp_path, {})
-    names = ["metrics.jsonl", "stopped.json", "telemetry.jsonl", "wandb-run-id", "save-answer.json"]
+    names = ["metrics.jsonl", "stopped.json", "telemetry.jsonl", "wandb-run-id", "save-answer.json", "save-taker.json"]
     for name in names:
         (tmp_path / "run" / name).mkdir(parents=True)
     assert main([str(path)]) == 2

@@ -166,6 +166,25 @@ def test_the_best_step_stays(run_folder: RunFolder) -> None:
     assert run_folder.steps() == [2, 4]
 
 
+def test_nothing_expires_by_a_metric_that_no_save_has_had(
+    run_folder: RunFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A name that is misspelled is said once, when it matters; the first step with the metric lets others go."""
+    run = Run()
+    with run.manager(run_folder, save=SaveConfig(interval=1, keep=KeepConfig(best=1, metric="eval/loss"))) as manager:
+        manager.load()
+        for step in (1, 2, 3):
+            run.step()
+            manager.save(step, metrics={"eval_loss": 1.0})
+        manager.wait()
+        assert run_folder.steps() == [1, 2, 3]
+        assert caplog.text.count("no save has had eval/loss so far") == 1
+        assert "the metrics are eval_loss" in caplog.text
+        run.step()
+        manager.save(4, metrics={"eval/loss": 1.0})
+    assert run_folder.steps() == [4]
+
+
 def test_a5_a_run_without_a_save_table_writes_nothing(run_folder: RunFolder) -> None:
     """Load-only: it resumes, and leaves the folder as it was."""
     run = Run()

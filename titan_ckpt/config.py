@@ -40,7 +40,8 @@ class KeepConfig(Checked):
     best: PositiveInt | None = None
     """Number of steps with the best `metric` that stay."""
     metric: NonEmpty = "loss"
-    """Name of the value from save(metrics=...) that `best` compares; a step without it is not among the best."""
+    """Name of the value from save(metrics=...) that `best` compares; a step without it is not among the best. No step
+    expires until one has it."""
     mode: Literal["min", "max"] = "min"
     """Whether the smallest or the largest value is best."""
 

@@ -69,8 +69,11 @@ def test_f4_every_format_is_inspected_and_verified(root: Path, kind: str, ask: A
 
 
 def test_tables_fit_80_columns(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every line of every table, with all that a step has to show."""
+    """Every line of every table, with all that a step has to show; without COLUMNS, what is piped is not cut."""
     monkeypatch.chdir(root)
+    assert main(["inspect", "run2/checkpoints/step-1"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) > 80
+    monkeypatch.setenv("COLUMNS", "80")
     for words in ("ls run1", "inspect run2/checkpoints/step-1", "inspect hf --all", "inspect peft1", "diff dcp hf"):
         assert main(words.split()) == 0
         lines = capsys.readouterr().out.splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -53,5 +54,13 @@ def test_a_pinned_save_is_never_taken_by_retention(
     assert code == 0
     assert sorted(int(p.name[5:]) for p in (tmp_path / "checkpoints").glob("step-*")) == [saved, step]
     assert (tmp_path / f"checkpoints/step-{saved}/PINNED").is_file()
+    assert main(["save", "--run", str(tmp_path), "--pin", "--timeout-seconds", "600"]) == 2
+    assert "no run is in its training loop here: there is no save-taker.json" in capsys.readouterr().err
+    outside_request.announce(tmp_path)
     assert main(["save", "--run", str(tmp_path), "--pin", "--timeout-seconds", "0.3"]) == 1
     assert "no answer" in capsys.readouterr().err
+    taker = tmp_path / outside_request.TAKER
+    taker.write_text(taker.read_text().replace('"started": "', '"started": "1'))
+    assert main(["save", "--run", str(tmp_path), "--timeout-seconds", "600"]) == 2
+    assert f"process {os.getpid()} on " in (said := capsys.readouterr().err)
+    assert "has ended" in said

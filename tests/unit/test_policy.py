@@ -124,6 +124,13 @@ def test_the_best_stay(facts: dict[int, StepFacts], best: int, mode: str) -> Non
         assert sorted(stay, reverse=True)[best - 1] >= max(gone)
 
 
+@given(histories(), some)
+def test_nothing_expires_for_a_metric_that_has_not_come(facts: dict[int, StepFacts], best: int) -> None:
+    """A metric may come with the first evaluation, or never, because its name is misspelled."""
+    keep = KeepConfig(best=best, latest=1, metric="eval/loss")
+    assert expired_steps(list(facts), keep, frozenset(), facts) == []
+
+
 @given(histories(), st.floats(0.1, 50.0))
 def test_one_step_of_each_span_stays(facts: dict[int, StepFacts], hours: float) -> None:
     """Every step that goes has one that stays at most a span before it."""

@@ -51,13 +51,17 @@ _RETRY_SECONDS = 30.0
 _OF_PLACES = Ls | Inspect | Verify | Prune | Pin | Unpin
 """Commands that take the URL of a place in a bucket, too."""
 
+_PIPED_COLUMNS = 1000
+"""Width of what goes to a file or another program, which would otherwise get rows that are cut at 80 columns."""
+
 SAME, DIFFERENT, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: fine or the same; different, damaged or refused; wrong use, or input that cannot be read; Ctrl-C."""
 
 
 def run(command: Command) -> int:
     """Run a command and return the exit code; an error is one line on standard error."""
-    console = Output(markup=True, emoji=False)
+    is_shown = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Output(markup=True, emoji=False, width=None if is_shown else _PIPED_COLUMNS)
     try:
         (require_places if isinstance(command, _OF_PLACES) else require_local)(dict(_paths(command)))
         return _run(command, console)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -28,7 +28,7 @@ def expired_steps(
     """Return the steps to remove, oldest first; `steps` are committed, valid steps.
 
     `protected` steps, such as pinned ones and the one resumed from, always stay. A rule that uses `facts` keeps no step
-    that has none.
+    that has none, but all steps stay until one has the metric of `keep.best`.
     """
     if keep is None:
         return []
@@ -40,7 +40,14 @@ def _kept(ascending: Sequence[int], keep: KeepConfig, facts: Mapping[int, StepFa
     newest = set(ascending[-(keep.latest or 1) :])
     every = {step for step in ascending if keep.every is not None and step % keep.every == 0}
     known = [step for step in ascending if step in facts]
+    if lacks_metric(keep, [facts[step] for step in known]):
+        return set(ascending)
     return newest | every | _first_of_each_span(known, keep, facts) | _best(known, keep, facts)
+
+
+def lacks_metric(keep: KeepConfig, facts: Iterable[StepFacts]) -> bool:
+    """Return whether no step has the metric that decides which are the best: it may come, or be misspelled."""
+    return keep.best is not None and all(keep.metric not in of_step.metrics for of_step in facts)
 
 
 def _first_of_each_span(ascending: Sequence[int], keep: KeepConfig, facts: Mapping[int, StepFacts]) -> set[int]:

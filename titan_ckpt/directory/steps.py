@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from titan_ckpt.directory.bucket_lease import BucketLease
 from titan_ckpt.directory.lease import Lease
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import CommittedStep, Survey, step_name, step_of
-from titan_ckpt.directory.retention import StepFacts, expired_steps
+from titan_ckpt.directory.retention import StepFacts, expired_steps, lacks_metric
 from titan_ckpt.disk.holder import Holder
 from titan_ckpt.errors import CheckpointError, CommitConflictError, PreflightError
 from titan_ckpt.stores.bucket import Location
@@ -204,8 +204,21 @@ class Steps(ABC):
         for weights_only in (False, True):
             group = {step.step: step for step in steps if (step.manifest.kind == "model") is weights_only}
             facts = {n: StepFacts(s.manifest.created_unix_seconds, s.manifest.metrics) for n, s in group.items()}
+            if lacks_metric(keep, facts.values()) and len(group) > (keep.latest or 1):
+                self._report_metric(keep.metric, facts.values())
             expired += [group[step] for step in expired_steps(sorted(group), keep, stay, facts)]
         return expired
+
+    def _report_metric(self, metric: str, facts: Iterable[StepFacts]) -> None:
+        """Log once that no save has the metric that retention compares, and which metrics saves have."""
+        if ("metric", metric) not in self._reported:
+            self._reported.add(("metric", metric))
+            logger.warning(
+                "%s: no save has had %s so far, by which keep.best chooses, so no step expires; the metrics are %s",
+                self.root,
+                metric,
+                ", ".join(sorted({name for of_step in facts for name in of_step.metrics})) or "no metrics",
+            )
 
     def _for_retention(self) -> Sequence[CommittedStep]:
         """Return the committed steps, ascending. Raises: OSError."""

@@ -1,6 +1,6 @@
-"""Requests to a running job to save: a request file in its folder, and a file with the answer.
+"""Requests to a running job to save: files in its folder with the request, the answer, and the process that takes it.
 
-Owns the two files. Knows no manager and sends no signal: any user who may write into the run's folder may ask.
+Owns the three files. Knows no manager and sends no signal: any user who may write into the run's folder may ask.
 
 Only the name of the file `save-request` counts, so `touch` makes one; its text, if any, names the request in the
 answer.
@@ -16,10 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titan_ckpt.disk import posix
+from titan_ckpt.disk.holder import Holder, holder_from
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SaveError
 
 REQUEST = "save-request"
 ANSWER = "save-answer.json"
+TAKER = "save-taker.json"
+"""The process that takes requests; it is there as long as the run is in its loop, and longer if it was killed."""
 PIN = " pin"
 """End of the text of a request whose step is to be pinned."""
 _MAX_BYTES = 1 << 16
@@ -37,10 +40,17 @@ class Answer:
 def ask(run: Path, *, pin: bool = False) -> str:
     """Write a request and return its name. `pin`: the run pins the step before it may expire.
 
-    Raises: CheckpointNotFoundError; CheckpointError if one is waiting.
+    Raises: CheckpointNotFoundError if no run can be there; CheckpointError if a request is waiting.
     """
     if not run.is_dir():
         raise CheckpointNotFoundError(f"{run} is no folder; name the folder that the run writes into (output_folder)")
+    taker = _taker(run)
+    if taker is None or not (taker.lives_here() or taker.may_live_elsewhere()):
+        was = "there is no save-taker.json" if taker is None else f"{taker} has ended"
+        raise CheckpointNotFoundError(
+            f"{run}: no run is in its training loop here: {was}. Start it again, or name the folder it writes into "
+            "(output_folder, or the manager's base_folder); a loop of your own needs a RunGuard"
+        )
     name = uuid.uuid4().hex
     draft = run / f".{REQUEST}-{name}"
     name += PIN if pin else ""
@@ -53,6 +63,24 @@ def ask(run: Path, *, pin: bool = False) -> str:
             f"{run / REQUEST}: another request is waiting to be taken. If nothing runs there, remove it"
         ) from None
     return name
+
+
+def announce(run: Path) -> None:
+    """Say that this process takes requests. Raises: OSError."""
+    posix.replace_file(run / TAKER, json.dumps(asdict(Holder.current())).encode())
+
+
+def retire(run: Path) -> None:
+    """Say that no process takes requests any more."""
+    with suppress(OSError):
+        posix.unlink(run / TAKER)
+
+
+def _taker(run: Path) -> Holder | None:
+    try:
+        return holder_from(json.loads(posix.read_whole(run / TAKER, _MAX_BYTES)))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
 
 
 def take(run: Path) -> str | None:

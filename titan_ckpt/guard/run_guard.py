@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -79,6 +80,7 @@ class RunGuard:
         """The end of the run's time, on this rank's monotonic clock."""
         self._step_seconds: deque[float] = deque(maxlen=8)
         self._step_began = 0.0
+        self._announced = False
         self._asked: str | None = None
         self._refused = ""
         """Why the file `save-request` is no request, as last logged."""
@@ -232,9 +234,18 @@ class RunGuard:
             self._posted = True
             self._board.post("stop", TIME_IS_UP)
 
+    def _announce(self) -> None:
+        """Say in the run's folder that requests are taken; the first save may make the folder."""
+        run = self._manager.base_folder
+        if not self._announced and run.is_dir():
+            self._announced = True
+            with suppress(OSError):  # then no request can be taken either
+                save_request.announce(run)
+
     def _look_for_requests(self) -> None:
         """Take a request to save, and answer the previous one when its save has ended; in rank 0's watcher."""
         run = self._manager.base_folder
+        self._announce()
         if self._answering is not None:
             name, step, handle = self._answering
             if handle is not None and not handle.done:
@@ -275,6 +286,8 @@ class RunGuard:
         left = [hours * 3600] if hours is not None else []
         left += [moment - time.time()] if moment is not None else []
         self._limit = now + min(left) if left else None
+        if self._line.rank == 0:
+            self._announce()
         self._board.start()
         self._install()
         return self
@@ -295,6 +308,8 @@ class RunGuard:
         finally:
             self._restore()
             self._board.close()
+            if self._announced:
+                save_request.retire(self._manager.base_folder)
             if self._line.rank == 0 and self._asked is not None:
                 self._answer(save_request.Answer(self._asked, 0, "the run ended before it could save"))
             elif self._line.rank == 0 and self._answering is not None:

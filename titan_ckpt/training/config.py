@@ -226,6 +226,10 @@ class TrainingConfig(Checked):
             yield f"global_batch_size: {whole} is no multiple of training.batch_size {self.batch_size}; change one"
 
 
+EVALUATED = ("eval/loss", "eval/perplexity")
+"""What an evaluation measures."""
+
+
 @dataclass(frozen=True, slots=True)
 class EvaluationConfig(Checked):
     """[evaluation]: measures the loss on held-out text. It does not change the training run."""
@@ -362,3 +366,15 @@ class RunConfig(Checked):
         if self.training.epochs is not None and (self.data.streaming or self.data.corpus == "dummy"):
             kind = "a stream's length is not known" if self.data.streaming else "random tokens have no end"
             yield f"training.epochs: {kind}; set training.steps, or data.streaming = false for a corpus"
+        keep = self.checkpoint.save.keep if self.checkpoint.save is not None else None
+        if keep is not None and keep.best is not None and not (self.callbacks or self.trainer):
+            yield from self._faults_of_metric(keep.metric)
+
+    def _faults_of_metric(self, metric: str) -> Iterator[str]:
+        """Yield why no save of this run has a metric. Callbacks of one's own may measure any."""
+        measured = ["loss", *EVALUATED] if self.evaluation is not None else ["loss"]
+        groups = ("moe/" if self.monitoring.load_balance else "", "memory/" if self.monitoring.memory else "")
+        if metric not in measured and not any(group and metric.startswith(group) for group in groups):
+            need = "; it needs the table [evaluation]" if metric in EVALUATED else ""
+            names = ", ".join(measured)
+            yield f"checkpoint.save.keep.metric: {metric} is never measured{need}; this run measures {names}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.guard.outside_request import ANSWER
+from titan_ckpt.guard.outside_request import ANSWER, TAKER
 from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.telemetry.events import TELEMETRY
 from titan_ckpt.training.callbacks.console import METRICS
@@ -16,7 +16,7 @@ from titan_ckpt.training.callbacks.trackers import RUN_ID
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.outcome import STOPPED
 
-FILES = (METRICS, STOPPED, TELEMETRY, RUN_ID, ANSWER)
+FILES = (METRICS, STOPPED, TELEMETRY, RUN_ID, ANSWER, TAKER)
 """Files that a run writes into its output folder itself."""
 
 

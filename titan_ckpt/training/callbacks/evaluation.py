@@ -13,7 +13,7 @@ import torch
 
 from titan_ckpt.rng import RandomState
 from titan_ckpt.training.callbacks.base import Callback, StepMetrics
-from titan_ckpt.training.config import EvaluationConfig
+from titan_ckpt.training.config import EVALUATED, EvaluationConfig
 from titan_ckpt.training.data.batch import Batch, without_labels
 from titan_ckpt.training.data.sequences import IndexedDataset
 from titan_ckpt.training.loss import num_predicted
@@ -34,7 +34,7 @@ class Evaluation(Callback):
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         if metrics.step % self._config.interval == 0 or metrics.step == trainer.num_steps:
             loss = self.evaluate(trainer)
-            values = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+            values = dict(zip(EVALUATED, (loss, math.exp(min(loss, 700.0))), strict=True))
             trainer.measurements |= values
             trainer.callbacks.on_evaluate(trainer, metrics.step, values)
 

@@ -22,7 +22,7 @@ from titan_ckpt.integrations.transformers import completions
 from titan_ckpt.integrations.transformers.attach import TitanCheckpoint
 from titan_ckpt.integrations.transformers.loader import TrainerLoader
 from titan_ckpt.integrations.transformers.progress import RankProgress
-from titan_ckpt.integrations.transformers.refusals import problems
+from titan_ckpt.integrations.transformers.refusals import HOOKS, problems
 
 RUNS = {
     "Trainer within an epoch": Run("run", 1, 3, 8),
@@ -95,8 +95,7 @@ def trainer(**changed: Any) -> Any:
     )
     plugin = SimpleNamespace(fsdp_version=changed.pop("fsdp_version", 2))
     state = SimpleNamespace(distributed_type=SimpleNamespace(value="NO"), fsdp_plugin=plugin)
-    hooks = dict.fromkeys(("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch"))
-    values = {"is_deepspeed_enabled": False, "is_fsdp_enabled": False, "_save_checkpoint": None, **hooks, **changed}
+    values = {"is_deepspeed_enabled": False, "is_fsdp_enabled": False, **dict.fromkeys(HOOKS), **changed}
     return SimpleNamespace(args=arguments, accelerator=SimpleNamespace(state=state), **values)
 
 
@@ -137,7 +136,8 @@ def test_the_metrics_of_a_step_are_those_of_every_evaluation_set() -> None:
     """The Trainer logs an entry for the step and one for each set: none may be missed by keep.best."""
     sets = [{f"eval_{name}_loss": float(number), "step": 4} for number, name in enumerate("abcdefg")]
     state = SimpleNamespace(log_history=[{"loss": 9.0, "step": 3}, {"loss": 1.0, "step": 4}, *sets])
-    checkpoint = TitanCheckpoint(SimpleNamespace(state=state), CheckpointConfig(), only_adapter=False)  # type: ignore[arg-type]
+    running: Any = SimpleNamespace(state=state, callback_handler=SimpleNamespace(callbacks=[]))
+    checkpoint = TitanCheckpoint(running, CheckpointConfig(), only_adapter=False)
     found = checkpoint._metrics(4)
     assert found == {"step": 4.0, "loss": 1.0, **{f"eval_{name}_loss": float(n) for n, name in enumerate("abcdefg")}}
     assert checkpoint._metrics(5) == {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from io import IOBase
@@ -55,7 +56,8 @@ def faults(
     saves, which an object may hold. `gives_state`: whether an object of the user's own class returns its state, which
     the integration saves and restores.
     """
-    saved = {id(module) for root in live for module in root.modules()}
+    held = list(held)
+    saved = {id(module) for root in live for module in root.modules()} | {id(value) for _, value in held}
     for role, value in held:
         name = class_name(value)
         reason = _reason(value, known, saved, gives_state)
@@ -110,8 +112,8 @@ def _changing_item(item: Any, saved: Collection[int], path: str, depth: int) -> 
             yield from _changing_item(part, saved, path, depth + 1)
     elif _holds_data(item):
         yield f"self{path} is a {type(item).__qualname__}, which can change"
-    elif _package(type(item)) in LIBRARIES or type(item).__module__ == "builtins":
-        return  # a tokenizer, a dataset, a file: what the run's own libraries keep in it is theirs
+    elif _package(type(item)) in LIBRARIES or _package(type(item)) in sys.stdlib_module_names:
+        return  # a tokenizer, a dataset, a path, a logger: what libraries keep in it is theirs
     elif depth >= MAX_DEPTH:
         yield f"self{path} is nested too deeply to be looked at"
     else:
@@ -129,6 +131,8 @@ def _holds_data(item: Any) -> bool:
         "numpy.random._generator.Generator",
         "numpy.random.mtrand.RandomState",
         "_random.Random",
+        "types.SimpleNamespace",
+        "queue.Queue",
     }
     return isinstance(item, kinds) or not names.isdisjoint(
         foreign | {"collections.deque", "torchmetrics.metric.Metric"}

@@ -5,8 +5,11 @@ from __future__ import annotations
 import collections
 import functools
 import io
+import logging
 import random
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -91,7 +94,7 @@ def test_code_that_sets_an_attribute_is_refused(kind: type) -> None:
     "held",
     [
         [], {}, set(), collections.deque(), torch.zeros(1), torch.Generator(), nn.Linear(1, 1), iter([1]), bytearray(),
-        np.zeros(1), np.random.default_rng(0), random.Random(0), Counts(), ("a", [1]),
+        np.zeros(1), np.random.default_rng(0), random.Random(0), Counts(), ("a", [1]), SimpleNamespace(),
         torch.optim.SGD(MODEL.parameters()),
     ],
     ids=lambda value: type(value).__name__,
@@ -104,7 +107,21 @@ def test_what_can_change_is_refused_by_the_name_of_its_attribute(held: Any) -> N
 
 @pytest.mark.parametrize(
     "held",
-    [1, "a", None, (1, ("b",)), MODEL, MODEL[0], len, Plain, functools.partial(len), io.StringIO(), Plain(MODEL)],
+    [
+        1,
+        "a",
+        None,
+        (1, ("b",)),
+        MODEL,
+        MODEL[0],
+        len,
+        Plain,
+        functools.partial(len),
+        io.StringIO(),
+        Plain(MODEL),
+        Path(),
+        logging.getLogger(),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_what_cannot_change_and_what_the_run_saves_runs(held: Any) -> None:

@@ -8,6 +8,7 @@ Source: transformers 5, trainer.py `_inner_training_loop` and the methods that i
 
 from __future__ import annotations
 
+import logging
 import numbers
 import shutil
 import sys
@@ -18,18 +19,23 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer_callback import ExportableState
 
+from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.integrations.transformers.adapter import BaseWeights, adapter_part, is_adapter_model
+from titan_ckpt.integrations.transformers.followers import Followers
 from titan_ckpt.integrations.transformers.loader import TrainerLoader
 from titan_ckpt.integrations.transformers.progress import RankProgress, RunProgress
-from titan_ckpt.integrations.transformers.refusals import problems
+from titan_ckpt.integrations.transformers.refusals import gives_state, problems, unsaved
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.hf_keys import find_key_map
 from titan_ckpt.types import Stateful
 from titan_ckpt.weights.transforms import StateDictTransforms
+
+_log = logging.getLogger(__name__)
 
 
 def attach(trainer: Trainer, config: CheckpointConfig) -> TitanCheckpoint:
@@ -47,7 +53,11 @@ def attach(trainer: Trainer, config: CheckpointConfig) -> TitanCheckpoint:
     if isinstance(trainer, _Attached):
         raise ConfigError(["this trainer is attached already: give the first call all settings"])
     only_adapter = is_adapter_model(trainer.model) and not (config.save is not None and config.save.include_base)
-    if faults := [*problems(trainer, config, has_adapter=is_adapter_model(trainer.model))]:
+    has_adapter = is_adapter_model(trainer.model)
+    if faults := [
+        *problems(trainer, config, has_adapter=has_adapter),
+        *unsaved(trainer, config, has_adapter=has_adapter),
+    ]:
         raise ConfigError(faults)
     checkpoint = TitanCheckpoint(trainer, config, only_adapter=only_adapter)
     own = type(trainer)
@@ -70,6 +80,8 @@ class TitanCheckpoint:
         self._opened = ExitStack()
         self._completed = 0
         self._is_asked = False
+        self._callbacks = [*trainer.callback_handler.callbacks]
+        """Those that were there, and were judged, when the trainer was attached."""
 
     @property
     def stopped(self) -> str | None:
@@ -91,21 +103,42 @@ class TitanCheckpoint:
 
     def resume(self, max_steps: int, num_epochs: int) -> tuple[int, int]:
         """Load when model, optimizer and scheduler are built. Return the epoch and the batch at which to begin."""
+        trainer = self._trainer
+        is_changed = trainer.callback_handler.callbacks != self._callbacks
+        if is_changed and (faults := [*unsaved(trainer, self._config, has_adapter=is_adapter_model(trainer.model))]):
+            raise ConfigError(faults)
         self._guard = None
+        self._run = RunProgress(self._trainer)
         self._rank = RankProgress(self._trainer, self.loader)
+        self._followers = Followers(self._trainer)
         self.manager = self._opened.enter_context(self._new_manager())
         step = self.manager.load().step
         self._guard = self._opened.enter_context(RunGuard(self.manager))
         self._trainer.state.global_step = self._completed = step
-        if step >= max_steps:
+        if self._run.ended and step < max_steps:
+            _log.warning(
+                f"nothing is left to train: a callback ended the run at step {step}. To train on, change the callback "
+                "and resume from a step before (checkpoint.resume.step)"
+            )
+        if step >= max_steps or self._run.ended:
             self.manager.save(step, last_step=True)  # its exports may be missing
             return num_epochs, 0
         return self.loader.epoch, self.loader.num_batches
 
+    @property
+    def is_resumed(self) -> bool:
+        """Return whether a step was loaded."""
+        return self._completed > 0
+
+    def begin(self) -> None:
+        """Set what the Trainer and its callbacks have made when the training began; again, it does nothing."""
+        self._rank.begin()
+        self._followers.begin()
+
     @contextmanager
     def epoch(self) -> Iterator[None]:
         """Let the loader skip batches, instead of transformers, and complete the last step of the epoch."""
-        self._rank.begin()
+        self.begin()
         trainer_module: Any = sys.modules[Trainer.__module__]
         skip = trainer_module.skip_first_batches
         trainer_module.skip_first_batches = lambda loader, _: loader
@@ -136,6 +169,7 @@ class TitanCheckpoint:
             return
         self._completed = step
         metrics = self._metrics(step)
+        self._run.ended = is_last and step < self._trainer.state.max_steps
         is_last = is_last or step >= self._trainer.state.max_steps
         self.manager.save(step, last_step=is_last, force=self._is_asked and not is_last, metrics=metrics)
         self._is_asked = False
@@ -153,11 +187,15 @@ class TitanCheckpoint:
 
     def _new_manager(self) -> CheckpointManager:
         trainer = self._trainer
-        states: dict[str, Stateful] = {"trainer": RunProgress(trainer)}
+        states: dict[str, Stateful] = {"trainer": self._run, **self._followers.states}
+        own = [trainer, *trainer.callback_handler.callbacks]
+        states |= {
+            f"{class_name(value)} {number}": value
+            for number, value in enumerate(own)
+            if gives_state(value) and not isinstance(value, ExportableState)
+        }
         if trainer.accelerator.scaler is not None:
             states["scaler"] = trainer.accelerator.scaler
-        if getattr(trainer.args, "sync_ref_model", False):
-            states["ref_model"] = trainer.ref_model  # TRL moves it towards the model
         if self._only_adapter:
             states["base"] = BaseWeights(trainer.model)
         return CheckpointManager(
@@ -213,6 +251,8 @@ class _Attached(Trainer):
             raise ConfigError(
                 [f"resume_from_checkpoint: {newest}: leave it out; checkpoint.resume.step names an older step"]
             )
+        if (args and args[0] is not None) or kwargs.get("trial") is not None:
+            raise ConfigError(["trial: each trial would resume from the one before: search without titan_ckpt"])
         return super().train(None, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
@@ -233,6 +273,19 @@ class _Attached(Trainer):
 
     def _prepare_for_training(self, *_: Any) -> Any:
         return self._prepared
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
+        """Leave out the evaluation of `eval_on_start` in a resumed run, which has made it."""
+        if skip_scheduler and self.titan_ckpt.is_resumed:
+            return {}
+        own: Any = super()
+        return own._evaluate(trial, ignore_keys_for_eval, skip_scheduler)  # type: ignore[no-any-return]  # noqa: SLF001 - its own
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Set what was loaded, if there was nothing left to train."""
+        self.titan_ckpt.begin()
+        own: Any = super()
+        return own._finalize_training(*args, **kwargs)  # noqa: SLF001 - its own
 
     def _run_epoch(self, **arguments: Any) -> None:  # type: ignore[override]  # the Trainer names every argument
         own: Any = super()

@@ -1,7 +1,8 @@
 """The completions that TRL's trainers generate once and use for several steps, as part of a rank's progress.
 
-Owns what a save holds of them between two generations: the completions, how often they were used, and the coefficient
-that GRPOTrainer adapts. A save where the next step generates anew holds no completion.
+Owns what a save holds of them between two generations: the completions, how often they were used, and what trainers
+adapt or estimate from them, such as GRPOTrainer's coefficient. A save where the next step
+generates anew holds no completion.
 Source: trl 1.16, trainer/grpo_trainer.py `_prepare_inputs`, which rloo_trainer.py and distillation_trainer.py share.
 """
 
@@ -18,14 +19,20 @@ from titan_ckpt.encoding.typed_json import MAX_BYTES, MAX_INLINE_BYTES
 
 _log = logging.getLogger(__name__)
 
-_COEFFICIENTS = ("entropy_coef", "_last_world_entropy")
+_COUNTERS = ("_step", "_buffer_step")
+_COEFFICIENTS = (
+    "entropy_coef", "_last_world_entropy", "_optimal_values",
+    "_buffered_on_policy", "_buffered_on_policy_flags", "_buffered_text_logs",
+)  # fmt: skip
 
 
 def state_of(trainer: Any) -> dict[str, Any] | None:
     """Return what a rank holds between two generations; None for a trainer that generates nothing."""
-    if not hasattr(trainer, "_buffered_inputs"):
-        return None
-    args, number = trainer.args, trainer._step  # noqa: SLF001 - where TRL counts forward passes
+    counter = next((name for name in _COUNTERS if hasattr(trainer, name)), None)
+    coefficients = {name: getattr(trainer, name) for name in _COEFFICIENTS if hasattr(trainer, name)}
+    if counter is None:
+        return {"number": None, "held": None, "coefficients": coefficients} if coefficients else None
+    args, number = trainer.args, getattr(trainer, counter)
     uses = getattr(args, "steps_per_generation", args.gradient_accumulation_steps) * getattr(args, "num_iterations", 1)
     held = trainer._buffered_inputs if number % uses else None  # noqa: SLF001 - where TRL keeps the completions
     if held is not None and not _fits(held):
@@ -34,14 +41,14 @@ def state_of(trainer: Any) -> dict[str, Any] | None:
             "a resume from this step generates them anew, and is not exact"
         )
         held = None
-    coefficients = {name: getattr(trainer, name) for name in _COEFFICIENTS if hasattr(trainer, name)}
     return {"number": number, "held": held, "coefficients": coefficients}
 
 
 def restore(trainer: Any, stored: dict[str, Any]) -> None:
     """Give the trainer what `state_of` has returned."""
-    trainer._step = stored["number"]  # noqa: SLF001 - as above
-    trainer._buffered_inputs = send_to_device(stored["held"], trainer.accelerator.device)  # noqa: SLF001 - as above
+    for counter in (name for name in _COUNTERS if hasattr(trainer, name)):
+        setattr(trainer, counter, stored["number"])
+        trainer._buffered_inputs = send_to_device(stored["held"], trainer.accelerator.device)  # noqa: SLF001 - as above
     for name, value in stored["coefficients"].items():
         setattr(trainer, name, value)
 

@@ -6,17 +6,24 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerControl
+from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
+from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.transformers import completions
+from titan_ckpt.integrations.transformers.known import KEPT
 from titan_ckpt.integrations.transformers.loader import TrainerLoader
 
+_SUMS = (
+    "_metrics", "_stored_metrics", "stats", "_total_train_tokens", "_diagnostic_counters",
+    "_on_policy_loss_total", "_on_policy_step_equiv", "_off_policy_loss_total", "_off_policy_step_equiv",
+    "_matched_sum", "_matched_step_eq", "_unmatched_sum", "_unmatched_step_eq",
+)  # fmt: skip
+"""Attributes in which TRL's trainers sum up what the next log says."""
 _FIELDS = ("epoch", "best_metric", "best_global_step", "num_input_tokens_seen", "total_flos")
 
 
@@ -26,6 +33,8 @@ class RunProgress:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._history: list[str] = []
+        self.ended = False
+        """Whether a callback has ended the training before its last step."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return counters, the log as lines of JSON, because it is copied at every step, and callbacks' attributes."""
@@ -36,12 +45,13 @@ class RunProgress:
         return {
             **{name: _plain(getattr(state, name)) for name in _FIELDS},
             "log_history": [*self._history],
-            "callbacks": json.dumps([[name, c.state()["attributes"]] for name, c in self._callbacks()], default=float),
+            "callbacks": [[name, _attributes(callback)] for name, callback in self._callbacks()],
+            "ended": self.ended,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the TrainerState and the callbacks. Raises: ConfigError if other callbacks have state."""
-        stored, own = json.loads(state_dict["callbacks"]), self._callbacks()
+        stored, own = state_dict["callbacks"], self._callbacks()
         if [name for name, _ in stored] != [name for name, _ in own]:
             before, now = ([name for name, _ in found] for found in (stored, own))
             raise ConfigError(
@@ -51,12 +61,19 @@ class RunProgress:
             vars(callback).update(attributes)
         for name in _FIELDS:
             setattr(self._trainer.state, name, state_dict[name])
+        self.ended = state_dict["ended"]
         self._trainer.state.log_history = [json.loads(line) for line in state_dict["log_history"]]
 
-    def _callbacks(self) -> list[tuple[str, ExportableState]]:
-        found = self._trainer.callback_handler.callbacks
-        stateful = [c for c in found if isinstance(c, ExportableState) and not isinstance(c, TrainerControl)]
-        return [(type(callback).__name__, callback) for callback in stateful]
+    def _callbacks(self) -> list[tuple[str, Any]]:
+        found = [(class_name(callback), callback) for callback in self._trainer.callback_handler.callbacks]
+        return [(n, c) for n, c in found if isinstance(c, ExportableState) or n in KEPT]
+
+
+def _attributes(callback: Any) -> dict[str, Any]:
+    """Return the attributes of a callback that training changes."""
+    if isinstance(callback, ExportableState):
+        return dict(callback.state()["attributes"])
+    return {name: getattr(callback, name) for name in KEPT[class_name(callback)]}
 
 
 class RankProgress:
@@ -70,15 +87,14 @@ class RankProgress:
         self._completions: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the sums. TRL's trainers keep metrics and a number of tokens of their own."""
+        """Return the position and the sums."""
         trainer: Any = self._trainer
-        own = getattr(trainer, "_metrics", None)
+        sums = {name: _plain(getattr(trainer, name)) for name in _SUMS if hasattr(trainer, name)}
         since_log = {
             "loss": trainer._tr_loss.item(),  # noqa: SLF001 - Trainer logs from it
             "step": trainer._globalstep_last_logged,  # noqa: SLF001 - as above
             "flos": trainer.current_flos,
-            "metrics": {mode: _plain(dict(values)) for mode, values in own.items()} if own else None,
-            "tokens": _plain(getattr(trainer, "_total_train_tokens", None)),
+            "sums": sums,
         }
         return {
             "loader": self.loader.state_dict(),
@@ -118,11 +134,16 @@ class RankProgress:
         trainer._total_loss_scalar -= since_log["loss"]  # noqa: SLF001 - train_loss is that of the steps of this process
         trainer._globalstep_last_logged = since_log["step"]  # noqa: SLF001 - as above
         trainer.current_flos = since_log["flos"]
-        if since_log["metrics"] is not None:
-            for mode, values in since_log["metrics"].items():
-                trainer._metrics[mode] = defaultdict(list, values)  # noqa: SLF001 - where TRL keeps them
-        if since_log["tokens"] is not None:
-            trainer._total_train_tokens = since_log["tokens"]  # noqa: SLF001 - as above
+        _fill(vars(trainer), since_log["sums"])
+
+
+def _fill(live: Any, stored: dict[str, Any]) -> None:
+    """Set the values of nested dicts, which stay the objects that they are, such as a defaultdict."""
+    for key, value in stored.items():
+        if isinstance(value, dict):
+            _fill(live[key], value)
+        else:
+            live[key] = value
 
 
 def _plain(value: Any) -> Any:

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import MISSING, fields
 from typing import Any
 
 import transformers
-from transformers import Trainer
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
+from titan_ckpt.components.unsaved_state import LIBRARIES, faults
 from titan_ckpt.config import CheckpointConfig
+from titan_ckpt.integrations.transformers.known import ARGUMENTS, CALLBACKS, REFUSED_ARGUMENTS, TRAINERS
 
-_HOOKS = ("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch", "_save_checkpoint")
+HOOKS = (
+    "_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch", "_save_checkpoint",
+    "_evaluate", "_finalize_training",
+)  # fmt: skip
 """Methods of Trainer that an attached one extends."""
 
 
 def problems(trainer: Trainer, config: CheckpointConfig, *, has_adapter: bool) -> Iterator[str]:
     """Yield one line for each setting of the trainer that does not work with titan_ckpt."""
-    if lacking := [name for name in _HOOKS if not hasattr(trainer, name)]:
+    if lacking := [name for name in HOOKS if not hasattr(trainer, name)]:
         yield (
             f"transformers {transformers.__version__}: its Trainer has no {', '.join(lacking)}: install a version that "
             'pip install "titan-ckpt[transformers]" allows'
         )
     yield from _of_the_strategy(trainer)
-    yield from _of_the_arguments(trainer.args)
+    yield from _of_the_arguments(trainer.args, config.allow)
     if has_adapter and config.export:
         yield (
             "checkpoint.export: PEFT itself writes the adapter of a PEFT model: leave the exports out, and call "
@@ -46,19 +54,54 @@ def _of_the_strategy(trainer: Any) -> Iterator[str]:
         yield f"{state.distributed_type.value}: only DDP, FSDP2 and a single process are supported"
 
 
-def _of_the_arguments(args: Any) -> Iterator[str]:
-    if args.save_strategy != "no":
+def _of_the_arguments(args: Any, allow: Collection[str]) -> Iterator[str]:
+    for name, (works, reason) in REFUSED_ARGUMENTS.items():
+        if (value := getattr(args, name, works)) != works:
+            yield f"{name} is {getattr(value, 'value', value)!r}: {reason}"
+    known = ARGUMENTS | REFUSED_ARGUMENTS.keys()
+    for field in fields(TrainingArguments):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.name not in known and getattr(args, field.name, default) != default:
+            yield f"{field.name}: this version of titan_ckpt does not know the argument: leave it out"
+    if getattr(args, "use_vllm", False) and "vllm" not in allow:
         yield (
-            f'save_strategy is "{args.save_strategy.value}", so the Trainer would write checkpoints of its own too: '
-            'set save_strategy="no"; checkpoint.save.interval says when titan_ckpt saves'
+            "use_vllm: no step holds the random state of vLLM: leave it out, or allow that a resumed run samples other "
+            'completions: checkpoint.allow = ["vllm"]'
         )
-    if args.load_best_model_at_end:
-        yield "load_best_model_at_end: leave it out; checkpoint.save.keep.best keeps the best steps"
-    if args.auto_find_batch_size:
-        yield "auto_find_batch_size: a resumed run would read different batches: set per_device_train_batch_size"
-    if getattr(args, "enable_jit_checkpoint", False):
-        yield "enable_jit_checkpoint: leave it out; checkpoint.stop saves when a signal comes"
     if args.n_gpu > 1:
         yield f"nn.DataParallel over {args.n_gpu} GPUs: start one process for each, with torchrun or accelerate launch"
     if args.accelerator_config.dispatch_batches:
         yield "accelerator_config.dispatch_batches: rank 0 would read ahead for all: leave it out"
+
+
+def unsaved(trainer: Any, config: CheckpointConfig, *, has_adapter: bool) -> Iterator[str]:
+    """Yield one line for each object of the trainer whose state a resumed run would lose."""
+    callbacks = [("callback", callback) for callback in trainer.callback_handler.callbacks]
+    live = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
+    held = [("trainer", trainer), *callbacks]
+    yield from faults(held, TRAINERS | CALLBACKS, config.allow, live=live, gives_state=gives_state)
+    functions = [
+        ("compute_loss_func", getattr(trainer, "compute_loss_func", None)),
+        ("data_collator", trainer.data_collator),
+    ]
+    functions += [("reward function", function) for function in getattr(trainer, "reward_funcs", None) or []]
+    for role, function in functions:
+        owner = getattr(function, "__self__", function)
+        if owner is not None and owner is not trainer and not isinstance(owner, nn.Module):
+            of_libraries = {f"{kind.__module__}.{kind.__qualname__}": "" for kind in type(owner).__mro__}
+            yield from faults([(role, owner)], of_libraries, config.allow, live=live)
+    if getattr(trainer.data_collator, "seed", None) is not None:
+        yield "data_collator: its seed gives it random numbers of its own, which no step holds: leave the seed out"
+    moves_base = has_adapter and any(getattr(callback, "update_ref_model", False) for _, callback in callbacks)
+    if moves_base and (config.save is None or not config.save.include_base):
+        yield (
+            "callback BEMACallback: update_ref_model changes the base of the adapter, which no step holds: "
+            "SaveConfig(include_base=True)"
+        )
+
+
+def gives_state(value: Any) -> bool:
+    """Return whether an object's own class, and not one of a library, returns its state and takes it back."""
+    names = ("state",) if isinstance(value, ExportableState) else ("state_dict", "load_state_dict")
+    owners = [next((kind for kind in type(value).__mro__ if name in vars(kind)), None) for name in names]
+    return all(owner is not None and owner.__module__.partition(".")[0] not in LIBRARIES for owner in owners)

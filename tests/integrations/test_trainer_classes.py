@@ -1,0 +1,139 @@
+"""Every trainer, callback and argument of transformers, TRL and PEFT resumes exactly, or is refused by name."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from tests.integrations.trainer_cases import CASES, Counting, judge, plain
+from titan_ckpt import CheckpointConfig, SaveConfig
+from titan_ckpt.components.unsaved_state import class_name
+from titan_ckpt.directory.manifest import Manifest
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.integrations.transformers import attach
+from titan_ckpt.integrations.transformers.known import ARGUMENTS, CALLBACKS, REFUSED_ARGUMENTS, TRAINERS
+
+ALL = bool(os.environ.get("TITAN_CKPT_SOAK"))
+NAMES = [name for number, name in enumerate(CASES) if ALL or not name.startswith("argument") or number % 4 == 0]
+CONFIG = CheckpointConfig(save=SaveConfig(interval=3))
+
+
+def _modules(library: str, *words: str) -> list[str]:
+    """Return the names of a library's modules; with `words`, of those that have one of them in their names."""
+    paths = importlib.import_module(library).__path__
+    names = [module.name for module in pkgutil.walk_packages(paths, f"{library}.", onerror=lambda _: None)]
+    return [name for name in names if not words or any(word in name for word in words)]
+
+
+def classes_below(root: type[Any]) -> Iterator[str]:
+    """Yield the names of a class and of all that the installed libraries derive from it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        of_transformers = _modules("transformers", "trainer", "integration", "notebook")
+        for name in [*of_transformers, *_modules("trl"), *_modules("peft", "callback")]:
+            with suppress(ImportError, RuntimeError, AttributeError):  # it needs a package that is not installed
+                importlib.import_module(name)
+    pending = [root]
+    while pending:
+        kind = pending.pop()
+        pending += kind.__subclasses__()
+        if kind.__module__.partition(".")[0] in {"transformers", "trl", "peft"}:
+            yield f"{kind.__module__}.{kind.__qualname__}"
+
+
+@pytest.mark.parametrize(("root", "known"), [(Trainer, TRAINERS), (TrainerCallback, CALLBACKS)])
+def test_every_class_of_the_installed_libraries_is_listed(root: type[Any], known: dict[str, str]) -> None:
+    """One that a newer version adds is refused until it is listed."""
+    found = {name for name in classes_below(root) if "CallbackHandler" not in name}
+    assert found - {class_name(Unknown())} - known.keys() == set()
+
+
+def test_every_argument_of_the_installed_trainer_is_listed() -> None:
+    assert {field.name for field in fields(TrainingArguments)} <= ARGUMENTS | REFUSED_ARGUMENTS.keys()
+
+
+def test_what_is_listed_as_exact_has_a_run() -> None:
+    """But for callbacks that report to a service, and classes from which others are derived."""
+    proved = {name.partition(" ")[2] for name in CASES}
+    services = ("integrations.integration_utils", "notebook", "Weave", "RichProgress")
+    without = {name for name, reason in (TRAINERS | CALLBACKS).items() if not reason and name not in proved}
+    bases = {"_BaseTrainer", "TrainerCallback", "DefaultFlowCallback"}
+    assert {n for n in without if n.rpartition(".")[2] not in bases and not any(s in n for s in services)} == set()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_killed_run_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """Weights, log, and what callbacks keep beside the model."""
+    assert judge(name, tmp_path) == [(name, "exact", "")]
+
+
+class Storing(Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.newest = loss
+        return loss
+
+
+class Unknown(TrainerCallback):
+    __module__ = "transformers.new_callbacks"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"callbacks": [Counting]}, "callback .*Counting: its code sets self.counted, and no step holds it"),
+        ({"callbacks": [Unknown]}, r"callback transformers\.new_callbacks\.Unknown: it was not proved to continue"),
+        ({"kind": Storing}, "trainer .*Storing: its code sets self.newest"),
+        ({"ignore_data_skip": True}, "ignore_data_skip is True: a resumed run would read batches again: leave it out"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        attach(plain(tmp_path, **settings), CONFIG)
+
+
+def test_a_callback_that_is_added_later_is_judged_when_the_training_begins(tmp_path: Path) -> None:
+    trainer = plain(tmp_path)
+    attach(trainer, CONFIG)
+    trainer.add_callback(Counting())
+    with pytest.raises(ConfigError, match=r"Counting: its code sets self\.counted"):
+        trainer.train()
+
+
+def test_what_is_allowed_runs_and_every_step_records_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    name = class_name(Counting())
+    trainer = plain(tmp_path, callbacks=[Counting])
+    attach(trainer, CheckpointConfig(save=SaveConfig(interval=3), allow=(name,)))
+    trainer.train()
+    assert "checkpoint.allow lets it run" in caplog.text
+    for step in (3, 6, 7):
+        data = (tmp_path / f"checkpoints/step-{step}/MANIFEST.json").read_bytes()
+        assert Manifest.from_bytes(data).allowed == (name,)
+
+
+class StopAt4(TrainerCallback):
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 4
+
+
+def test_a_run_that_a_callback_has_ended_does_not_train_on(tmp_path: Path) -> None:
+    """Started again, it takes no step, and its weights are those it ended with."""
+    weights = []
+    for _ in range(2):
+        trainer: Any = plain(tmp_path, callbacks=[StopAt4])
+        attach(trainer, CONFIG)
+        trainer.train()
+        assert trainer.state.global_step == 4
+        weights.append([value.clone() for value in trainer.model.parameters()])
+    assert all(map(torch.equal, *weights))

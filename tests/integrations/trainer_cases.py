@@ -1,0 +1,386 @@
+"""A tiny run of every trainer, callback and argument of transformers, TRL and PEFT that is said to resume exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import signal
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from importlib import import_module
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import (
+    EarlyStoppingCallback,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PrinterCallback,
+    ProgressCallback,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import SchedulerType
+from trl import (
+    BEMACallback,
+    LogCompletionsCallback,
+    RichProgressCallback,
+)
+from trl.experimental.bema_for_ref_model.callback import BEMACallback as ReferenceCallback
+
+from tests.integrations.phases import Phase, play
+from tests.integrations.trainer_runs import (
+    SHAPE,
+    Tokens,
+    arguments,
+    kill_after,
+    model,
+    number_of_words,
+    tokenizer,
+    write,
+)
+from titan_ckpt import CheckpointConfig, SaveConfig
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.integrations.transformers import attach
+
+INTERVAL, KILLED_AT = 3, 5
+"""The killed run resumes from step 3, which is between two logs and within an epoch."""
+
+Case = Callable[[Path], Trainer]
+
+
+def settings(folder: Path, **own: Any) -> dict[str, Any]:
+    """Return arguments of a run of seven steps in two epochs."""
+    return arguments(folder, max_steps=7, **{"eval_strategy": "no", **own})
+
+
+def plain(folder: Path, *, callbacks: Any = (), kind: type[Any] = Trainer, **own: Any) -> Trainer:
+    """Return a Trainer."""
+    made = [callback() if isinstance(callback, type | partial) else callback for callback in callbacks]
+    given = {name: own.pop(name) for name in ("model_init", "compute_loss_func") if name in own}
+    network = None if "model_init" in given else model()
+    arguments_of = Seq2SeqTrainingArguments if kind is Seq2SeqTrainer else TrainingArguments
+    args = arguments_of(**settings(folder, **{"metric_for_best_model": "loss", **own}))
+    trainer: Trainer = kind(network, args, train_dataset=Tokens(18), eval_dataset=Tokens(4), callbacks=made, **given)
+    return trainer
+
+
+def texts() -> dict[str, Dataset]:
+    """Return the kinds of data that trainers of TRL take."""
+    rows = [(f"w{n} w1 w2", f" w{n % 7} w3", f" w{n % 5} w4 w5") for n in range(18)]
+    said = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b, _ in rows]
+    return {
+        "text": Dataset.from_list([{"text": a + b} for a, b, _ in rows]),
+        "messages": Dataset.from_list([{"messages": each} for each in said]),
+        "prompt": Dataset.from_list([{"prompt": a} for a, _, _ in rows]),
+        "pair": Dataset.from_list([{"prompt": a, "chosen": b, "rejected": c} for a, b, c in rows]),
+        "triple": Dataset.from_list([{"prompt": a, "chosen": b, "rejected": c, "reference": b} for a, b, c in rows]),
+        "implicit": Dataset.from_list([{"chosen": a + b, "rejected": a + c} for a, b, c in rows]),
+        "labelled": Dataset.from_list(
+            [{"prompt": a, "completion": b, "label": n % 2 == 0} for n, (a, b, _) in enumerate(rows)]
+        ),
+        "demonstration": Dataset.from_list([{"prompt": a, "privileged_context": b} for a, b, _ in rows]),
+    }
+
+
+def of_trl(
+    folder: Path, name: str, data: str, given: Mapping[str, Callable[[], Any]] | None = None, callbacks: Any = (),
+    adapter: bool = False, named: bool = False, **own: Any,
+) -> Trainer:  # fmt: skip
+    """Return a trainer of TRL, by its full name. `named`: its model comes from a folder, whose name it asks for."""
+    module = import_module(name.rpartition(".")[0])
+    kind = getattr(module, name.rpartition(".")[2])
+    config = config_of(kind)
+    fields = {field.name for field in dataclasses.fields(config)}
+    usual = {"bf16": False, "gradient_checkpointing": False, "max_length": 16, "max_completion_length": 4}
+    values = settings(folder, **{key: value for key, value in usual.items() if key in fields} | own)
+    made = {key: make() for key, make in (given or {}).items()}
+    network = made.pop("model", None) or (from_folder(folder) if named else model())
+    rows = texts()[data]
+    if adapter:
+        made["peft_config"] = LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
+    words = tokenizer()
+    words.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    trainer: Trainer = kind(
+        model=network, args=config(**values), train_dataset=rows, eval_dataset=rows.select(range(4)),
+        processing_class=words, **made,
+    )  # fmt: skip
+    for callback in callbacks:
+        trainer.add_callback(callback(trainer))
+    return trainer
+
+
+def from_folder(folder: Path) -> LlamaForCausalLM:
+    """Return the model as it is read from a folder that has a tokenizer, too."""
+    model().save_pretrained(folder / "base")
+    tokenizer().save_pretrained(folder / "base")
+    return LlamaForCausalLM.from_pretrained(folder / "base")
+
+
+def config_of(kind: type[Any]) -> Any:
+    """Return the class of arguments of a trainer of TRL, which is beside it and named after it."""
+    owner = next(
+        k for k in kind.__mro__ if hasattr(import_module(k.__module__), f"{k.__name__.removesuffix('Trainer')}Config")
+    )
+    return getattr(import_module(owner.__module__), f"{owner.__name__.removesuffix('Trainer')}Config")
+
+
+def reward_model() -> Any:
+    """Return a model with one score."""
+    torch.manual_seed(0)
+    shape: Any = {**SHAPE, "attention_dropout": 0.1, "num_labels": 1, "pad_token_id": 0}
+    kind: Any = LlamaForSequenceClassification
+    return kind(LlamaConfig(**shape))
+
+
+REWARD = {"reward_funcs": lambda: number_of_words}
+REFERENCE = {"ref_model": model}
+TEACHER = {"teacher_model": model}
+TOP: dict[str, Any] = {"distillation_topk": 4}
+GROUPS: dict[str, Any] = {"num_generations": 2, "steps_per_generation": 4, "num_iterations": 2}
+_T, _E = "trl.trainer.", "trl.experimental."
+TRAINERS: dict[str, Case] = {
+    "transformers.trainer.Trainer": plain,
+    "transformers.trainer_seq2seq.Seq2SeqTrainer": partial(plain, kind=Seq2SeqTrainer),
+    **{
+        name: partial(of_trl, name=name, data=data, **more)
+        for name, data, more in (
+            (f"{_T}sft_trainer.SFTTrainer", "text", {}),
+            (f"{_T}dpo_trainer.DPOTrainer", "pair", {"given": REFERENCE}),
+            (f"{_T}kto_trainer.KTOTrainer", "labelled", {"given": REFERENCE}),
+            (f"{_T}reward_trainer.RewardTrainer", "implicit", {"given": {"model": reward_model}}),
+            (f"{_T}grpo_trainer.GRPOTrainer", "prompt", {"given": REWARD, **GROUPS}),
+            (f"{_T}rloo_trainer.RLOOTrainer", "prompt", {"given": REWARD, "beta": 0.0, **GROUPS}),
+            (f"{_T}distillation_trainer.DistillationTrainer", "prompt", {"given": TEACHER}),
+            (f"{_E}a2po.a2po_trainer.A2POTrainer", "prompt", {"given": REWARD}),
+            (f"{_E}bema_for_ref_model.dpo_trainer.DPOTrainer", "pair", {"given": REFERENCE}),
+            (f"{_E}cpo.cpo_trainer.CPOTrainer", "pair", {}),
+            (f"{_E}gkd.gkd_trainer.GKDTrainer", "messages", {"given": TEACHER, "max_new_tokens": 4}),
+            (f"{_E}gmpo.gmpo_trainer.GMPOTrainer", "prompt", {"given": REWARD, **GROUPS}),
+            (f"{_E}online_dpo.online_dpo_trainer.OnlineDPOTrainer", "prompt", {"given": REWARD | REFERENCE}),
+            (f"{_E}orpo.orpo_trainer.ORPOTrainer", "pair", {}),
+            (f"{_E}sdft.sdft_trainer.SDFTTrainer", "demonstration", {"named": True, "num_generations": 2, **TOP}),
+            (f"{_E}sdpo.sdpo_trainer.SDPOTrainer", "demonstration", {"given": REWARD, "named": True, **GROUPS, **TOP}),
+            (f"{_E}tpo.tpo_trainer.TPOTrainer", "triple", {}),
+        )
+    },
+}
+"""Full name of a trainer's class -> its run."""
+
+_DPO = partial(of_trl, name=f"{_T}dpo_trainer.DPOTrainer", data="pair", given=REFERENCE)
+_EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1}
+
+
+def greedy(trainer: Trainer) -> LogCompletionsCallback:
+    """Return a callback that generates from the prompts of the evaluation, and keeps what it has generated."""
+    settings: Any = GenerationConfig
+    return LogCompletionsCallback(trainer, settings(max_new_tokens=2, do_sample=True), freq=1)
+
+
+CALLBACKS: dict[str, Case] = {
+    "transformers.trainer_callback.EarlyStoppingCallback": partial(
+        plain, callbacks=[partial(EarlyStoppingCallback, 3)], eval_on_start=True, **_EVALUATED
+    ),
+    "transformers.trainer_callback.ProgressCallback": partial(plain, callbacks=[ProgressCallback]),
+    "transformers.trainer_callback.PrinterCallback": partial(plain, callbacks=[PrinterCallback]),
+    "trl.trainer.callbacks.SyncRefModelCallback": partial(_DPO, sync_ref_model=True, ref_model_sync_steps=2),
+    "trl.trainer.callbacks.RichProgressCallback": partial(plain, callbacks=[RichProgressCallback], **_EVALUATED),
+    "trl.trainer.callbacks.LogCompletionsCallback": partial(_DPO, callbacks=[greedy]),
+    "trl.trainer.callbacks.BEMACallback": partial(plain, callbacks=[partial(BEMACallback, update_freq=2)]),
+    f"{_E}bema_for_ref_model.callback.BEMACallback": partial(
+        of_trl,
+        name=f"{_E}bema_for_ref_model.dpo_trainer.DPOTrainer",
+        data="pair",
+        given=REFERENCE,
+        callbacks=[lambda _: ReferenceCallback(1, update_ref_model=True, ref_model_update_freq=2)],
+    ),
+    **{
+        f"{_E}{name}.teacher_sync.{kind}": partial(
+            of_trl, name=f"{_E}{name}.{name}_trainer.{name.upper()}Trainer", data="demonstration", given=given,
+            adapter=adapter, named=True, teacher_sync_steps=2, **more, **TOP,
+        )
+        for name, given, more in (("sdft", {}, {"num_generations": 2}), ("sdpo", REWARD, GROUPS))
+        for kind, adapter in (("SyncTeacherModelCallback", False), ("PEFTAdapterEMACallback", True))
+    },
+}  # fmt: skip
+"""Full name of a callback's class -> a run with it."""
+
+
+class Averaging(Trainer):
+    """A user's trainer, which sums up losses and gives them to a step."""
+
+    mean: Any = 0.0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        value = loss[0] if isinstance(loss, tuple) else loss
+        self.mean = 0.9 * self.mean + 0.1 * value.detach()
+        self.log({"mean": self.mean.item()})
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.mean = state_dict["mean"]
+
+
+class Weighted(Trainer):
+    """A user's trainer that overrides methods and stores nothing."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+    def get_train_dataloader(self) -> Any:
+        return super().get_train_dataloader()
+
+    def create_optimizer(self, *args: Any) -> Any:
+        return super().create_optimizer(*args)
+
+
+class Counting(TrainerCallback):
+    """A user's callback, which multiplies the learning rate by what it has counted."""
+
+    def __init__(self) -> None:
+        self.counted = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        self.counted += 1
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * self.counted
+
+
+class Exporting(Counting, ExportableState):
+    """Gives its state as transformers asks for it."""
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"counted": self.counted}}
+
+
+class Giving(Counting):
+    """Gives its state as PyTorch does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counted": self.counted}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.counted = state_dict["counted"]
+
+
+OWN: dict[str, Case] = {
+    "a trainer that stores nothing": partial(plain, kind=Weighted),
+    "a trainer with state_dict": partial(plain, kind=Averaging),
+    "a callback that is an ExportableState": partial(plain, callbacks=[Exporting]),
+    "a callback with state_dict": partial(plain, callbacks=[Giving]),
+}
+"""Classes of a user that give their state, or have none."""
+
+_OF_SCHEDULES = {
+    SchedulerType.WARMUP_STABLE_DECAY: {"num_decay_steps": 2},
+    SchedulerType.COSINE_WITH_MIN_LR: {"min_lr": 1e-4},
+    SchedulerType.COSINE_WARMUP_WITH_MIN_LR: {"min_lr": 1e-4},
+}
+_VALUES: list[dict[str, Any]] = [
+    *(
+        {"lr_scheduler_type": name, "lr_scheduler_kwargs": _OF_SCHEDULES.get(name, {}), **_EVALUATED}
+        for name in SchedulerType
+    ),
+    *({"optim": name} for name in ("adafactor", "sgd", "adagrad", "rmsprop", "adamw_torch", "adamw_torch_fused")),
+    *({"optim": f"schedule_free_{name}", "lr_scheduler_type": "constant"} for name in ("adamw", "sgd", "radam")),
+    {"max_grad_norm": 0.1}, {"weight_decay": 0.1, "adam_beta1": 0.8}, {"label_smoothing_factor": 0.1}, {"bf16": True},
+    {"bf16_full_eval": True, **_EVALUATED}, {"gradient_checkpointing": True}, {"activation_checkpointing": True},
+    {"neftune_noise_alpha": 5.0}, {"include_num_input_tokens_seen": "all"}, {"logging_first_step": True},
+    {"logging_strategy": "epoch"}, {"logging_nan_inf_filter": False}, {"eval_on_start": True, **_EVALUATED},
+    {"eval_strategy": "steps", "eval_steps": 2, "eval_delay": 3}, {"batch_eval_metrics": True},
+    {"full_determinism": True}, {"seed": 7, "data_seed": 8}, {"dataloader_drop_last": True},
+    {"train_sampling_strategy": "sequential"}, {"train_sampling_strategy": "group_by_length"},
+    {"average_tokens_across_devices": False}, {"warmup_steps": 3}, {"remove_unused_columns": False},
+    {"torch_empty_cache_steps": 1}, {"restore_callback_states_from_checkpoint": True}, {"use_cache": True},
+    {"gradient_accumulation_steps": 1}, {"gradient_accumulation_steps": 4, "logging_steps": 1},
+    {"per_device_eval_batch_size": 1, "eval_accumulation_steps": 1, **_EVALUATED},
+    {"accelerator_config": {"split_batches": True}}, {"accelerator_config": {"use_seedable_sampler": False}},
+]  # fmt: skip
+ARGUMENTS: dict[str, Case] = {
+    **{", ".join(f"{k}={v}" for k, v in value.items()): partial(plain, **value) for value in _VALUES},
+    "model_init": partial(plain, model_init=model),
+    "compute_loss_func": partial(
+        plain, compute_loss_func=lambda out, labels, num_items_in_batch=None: out.logits.sum()
+    ),
+}
+"""Arguments of a Trainer -> a run with them."""
+CASES = {
+    f"{role} {name}": case
+    for role, cases in (("trainer", TRAINERS), ("callback", CALLBACKS), ("own", OWN), ("argument", ARGUMENTS))
+    for name, case in cases.items()
+}
+
+
+def run_case(folder: str, name: str, killed_at: int | None) -> None:
+    """Train, and write the result; or write why the trainer is refused."""
+    warnings.simplefilter("ignore")  # of the libraries, in this process, which is a fork
+    torch.manual_seed(0)
+    random.seed(0)
+    path, case = Path(folder), CASES[name]
+    trainer = case(path)
+    for callback in kill_after(killed_at, path, INTERVAL):
+        trainer.add_callback(callback)
+    try:
+        attach(trainer, CheckpointConfig(save=SaveConfig(interval=INTERVAL)))
+        trainer.train()
+    except ConfigError as error:
+        (path / "refused.txt").write_text(str(error))
+        return
+    write(path, trainer, 0)
+    torch.save(followers(trainer), path / "followers.pt")
+
+
+def followers(trainer: Any) -> dict[str, Any]:
+    """Return what callbacks keep beside the model, by its name."""
+    found: dict[str, Any] = {}
+    for holder in (trainer, *trainer.callback_handler.callbacks):
+        for name in ("ref_model", "teacher_model", "running_model"):
+            if isinstance(module := getattr(holder, name, None), torch.nn.Module):
+                found |= {f"{name}.{key}": value for key, value in module.state_dict().items()}
+        for name in ("shadow_weights", "table", "counted", "mean"):
+            if (value := getattr(holder, name, None)) is not None:
+                found[name] = value
+    return found
+
+
+def judge(name: str, folder: Path) -> list[tuple[str, str, str]]:
+    """Return whether a run that is killed and resumed equals one that is not."""
+    runs = (("whole", None), ("resumed", KILLED_AT), ("resumed", None))
+    phases = [Phase("run_case", str(folder / place), 1, (name, killed_at)) for place, killed_at in runs]
+    play(__name__, phases, str(folder / "codes.json"))
+    codes = [code for (code,) in json.loads((folder / "codes.json").read_text())]
+    if (refused := folder / "whole" / "refused.txt").exists():
+        return [(name, "refused", " ".join(refused.read_text().split()))]
+    if codes != [0, -signal.SIGKILL, 0]:
+        return [(name, "different", f"the runs ended with {codes}")]
+    found, expected = (torch.load(folder / place / "result-0.pt") for place in ("resumed", "whole"))
+    beside = [torch.load(folder / place / "followers.pt") for place in ("resumed", "whole")]
+    faults = [*differences(found["weights"], expected["weights"]), *differences(*beside)]
+    faults += [f"{a} in place of {b}" for a, b in zip_longest(found["logs"], expected["logs"]) if a != b]
+    return [(name, "different" if faults else "exact", "; ".join(faults)[:300])]
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> Iterator[str]:
+    """Yield the names whose values differ."""
+    for key in sorted(found.keys() | expected.keys()):
+        one: Any = found.get(key)
+        other: Any = expected.get(key)
+        pairs = ((one, other),) if not isinstance(one, dict) else zip(one.values(), other.values(), strict=True)
+        if not all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs):
+            yield key

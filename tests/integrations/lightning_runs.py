@@ -172,15 +172,13 @@ def run_two_optimizers(folder: str, interval: int, killed_at: int | None) -> Non
 
 def attached(folder: str, interval: int, **settings: Any) -> L.Trainer:
     """Return a quiet trainer with checkpoints of titan_ckpt."""
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False} | settings
     trainer = L.Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("WORLD_SIZE", "1")),
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=False,
         default_root_dir=folder,
-        **settings,
+        **quiet,
     )
     attach(trainer, CheckpointConfig(save=SaveConfig(interval=interval)))
     return trainer

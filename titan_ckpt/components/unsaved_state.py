@@ -59,14 +59,17 @@ def faults(
     held = list(held)
     saved = {id(module) for root in live for module in root.modules()} | {id(value) for _, value in held}
     for role, value in held:
-        name = class_name(value)
         reason = _reason(value, known, saved, gives_state)
-        if reason is None:
-            continue
-        if name in allow:
-            logger.warning("%s %s: %s; checkpoint.allow lets it run", role, name, reason)
-        else:
-            yield f'{role} {name}: {reason}, or allow that a resumed run loses it: checkpoint.allow = ["{name}"]'
+        if reason is not None:
+            yield from unless_allowed(f"{role} {class_name(value)}", class_name(value), reason, allow)
+
+
+def unless_allowed(what: str, name: str, reason: str, allow: Collection[str]) -> Iterator[str]:
+    """Yield the line that refuses `what`, with the way to allow it by `name`; if it is allowed, log that instead."""
+    if name in allow:
+        logger.warning("%s: %s; checkpoint.allow lets it run", what, reason)
+    else:
+        yield f'{what}: {reason}, or allow that a resumed run loses it: checkpoint.allow = ["{name}"]'
 
 
 def _reason(
@@ -95,9 +98,8 @@ def _changing(value: Any, of_library: type | None, saved: Collection[int], path:
     """
     kinds = type(value).__mro__
     own = kinds if of_library is None else kinds[: kinds.index(of_library)]
-    methods = [m for kind in own for name, m in vars(kind).items() if name not in _BUILDS]
     where = f" of self{path}" if path else ""
-    yield from (f"its code{where} sets {name}" for method in methods for name in _stored(method))
+    yield from (f"its code{where} sets {name}" for name in stored_by_code_of(own))
     inherited = {name for kind in kinds[len(own) :] for method in vars(kind).values() for name in _stored(method)}
     for name, item in getattr(value, "__dict__", {}).items():
         if f"self.{name}" not in inherited:
@@ -141,6 +143,14 @@ def _holds_data(item: Any) -> bool:
 
 def _package(kind: type) -> str:
     return kind.__module__.partition(".")[0]
+
+
+def stored_by_code_of(kinds: Iterable[type]) -> Iterator[str]:
+    """Yield what the methods of classes set or delete after the object is built, such as "self.best"."""
+    for kind in kinds:
+        for name, method in vars(kind).items():
+            if name not in _BUILDS:
+                yield from _stored(method)
 
 
 def _stored(method: Any) -> Iterator[str]:

@@ -285,7 +285,10 @@ def position_and_generators(folder: Path, step: int, rank: int = 0) -> dict[str,
 
 
 class Again(Callback):
-    """Demands that an evaluation does not depend on random numbers: dropout is off."""
+    """Demands that an evaluation does not depend on random numbers: dropout is off, and in one layer always."""
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        trainer.model.get_submodule("layers.0").eval()
 
     def on_evaluate(self, trainer: Trainer, step: int, values: Mapping[str, float]) -> None:
         assert isinstance(trainer.callbacks.evaluation, Evaluation)
@@ -302,12 +305,13 @@ class Drawing(Trainer):
 
 
 def test_d2_a_run_with_evaluation_is_the_run_without(tmp_path: Path) -> None:
-    """Losses, weights, random generators and the position in the data are the same, bit for bit, with dropout too."""
+    """Losses, weights, random generators, the position in the data and the mode of every module are the same."""
     runs = {}
     for name, tables in (("with", {"evaluation": {"interval": 1, "max_sequences": 7}}), ("without", {})):
         config = settings(tmp_path / name, data={"held_out": 0.2}, **tables)
         runs[name] = Drawing(config, from_tables(LORA_WITH_DROPOUT, "test"), [Again()])
         runs[name].run()
+        assert not runs[name].model.get_submodule("layers.0").training
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
     theirs = runs["without"].model.state_dict()
     assert all(torch.equal(value, theirs[fqn]) for fqn, value in runs["with"].model.state_dict().items())

@@ -12,7 +12,7 @@ from typing import Any
 
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.integrations.lightning.strategies import problems
+from titan_ckpt.integrations.lightning.known import plugin_faults
 from titan_ckpt.integrations.loader_position import PositionedLoader
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.types import ModelHooks, Stateful
@@ -38,7 +38,7 @@ def fabric_manager(
     is that of any CheckpointManager; do not call fabric.save and fabric.load.
     Raises: ConfigError for FSDP1, DeepSpeed, XLA, and for data whose position cannot be known.
     """
-    if faults := [*problems(fabric.strategy)]:
+    if faults := [*plugin_faults(fabric.strategy, fabric.strategy.precision)]:
         raise ConfigError(faults)
     stateful = dict(states or {})
     scaler = getattr(fabric.strategy.precision, "scaler", None)

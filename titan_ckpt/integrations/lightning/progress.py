@@ -7,32 +7,30 @@ Source: lightning 2.6, pytorch/trainer/connectors/checkpoint_connector.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from titan_ckpt.components.unsaved_state import unless_allowed
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.integrations.lightning.known import overrides
+from titan_ckpt.integrations.lightning.metrics import load_metrics, state_of_metrics
 
-_HOOKS = ("on_save_checkpoint", "on_load_checkpoint")
-
-
-def callbacks_with_hooks(callbacks: list[Any]) -> Iterator[str]:
-    """Yield why a callback that changes Lightning's own checkpoint cannot be resumed."""
-    for callback in callbacks:
-        if _overrides(callback, "callbacks.callback"):
-            yield (
-                f"{type(callback).__name__}: it changes Lightning's own checkpoint (on_save_checkpoint), which is not "
-                "written, so a resume would lose its state: leave it out, or give it state_dict and load_state_dict"
-            )
+logger = logging.getLogger(__name__)
 
 
 class Progress:
     """The counters of Lightning's loops, and the states of callbacks, module and data module, as a Stateful."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, allow: Collection[str] = ()) -> None:
+        self._trainer, self._allow = trainer, allow
+        self._accumulated: dict[str, torch.Tensor] = {}
+        if not trainer.lightning_module.automatic_optimization:
+            for optimizer in trainer.optimizers:
+                optimizer.register_step_post_hook(_note_used)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that Lightning's own checkpoint has, without weights and optimizers."""
@@ -45,7 +43,10 @@ class Progress:
             "loops": loops,
             "callbacks": {c.state_key: state for c in trainer.callbacks if (state := c.state_dict())},
             "data": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
-            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+            "present": sorted(callback.state_key for callback in trainer.callbacks),
+            "metrics": state_of_metrics(trainer),
+            "gradients": self._gradients(),
+            "should_stop": trainer.should_stop,
         }
         offered = self._checkpoint(state)
         checkpoint = dict(offered)
@@ -61,14 +62,62 @@ class Progress:
             _go_on_afresh(fit)
             # without it, the sanity check would run, and take the metrics that schedulers and callbacks monitor
             fit.epoch_loop.val_loop._restarting = True  # noqa: SLF001 - the first batch sets it to False
-        for callback in trainer.callbacks:
-            if callback.state_key in state_dict["callbacks"]:
-                callback.load_state_dict(state_dict["callbacks"][callback.state_key])
+        load_metrics(trainer, state_dict["metrics"])
+        self._accumulated = state_dict["gradients"]
+        trainer.should_stop = state_dict["should_stop"]
+        self._load_callbacks(state_dict)
         self._tell_module(state_dict)
         if trainer.datamodule is not None:
             trainer.datamodule.load_state_dict(state_dict["data"])
-        # schedulers and callbacks monitor them
-        trainer.callback_metrics.update({name: torch.tensor(v) for name, v in state_dict["metrics"].items()})
+        if trainer.should_stop:
+            logger.warning(
+                "a callback had stopped the run early, and it stays stopped. To train on, set "
+                "self.trainer.should_stop = False in on_fit_start of the module"
+            )
+
+    def _load_callbacks(self, stored: dict[str, Any]) -> None:
+        """Give callbacks their states. Raises: ConfigError for a state that no callback takes."""
+        trainer, states = self._trainer, stored["callbacks"]
+        present = {callback.state_key: callback for callback in trainer.callbacks}
+        reason = "the step holds its state, and the run has no such callback: give it to the Trainer"
+        lost = [
+            line
+            for key in sorted(states.keys() - present.keys())
+            for line in unless_allowed(f"callback {key}", key, reason, self._allow)
+        ]
+        if lost:
+            raise ConfigError(lost)
+        before = {*stored["present"]}
+        if before != present.keys():
+            added, removed = sorted(present.keys() - before), sorted(before - present.keys())
+            logger.warning("callbacks differ from those of the step: added %s, removed %s", added, removed)
+        for key in states.keys() & present.keys():
+            present[key].load_state_dict(states[key])
+        for callback in trainer.callbacks:
+            if getattr(callback, "_duration", None) is not None and hasattr(callback, "_check_time_remaining"):
+                callback._check_time_remaining(trainer)  # noqa: SLF001 - Timer's on_fit_start came before its state
+
+    def go_on(self) -> None:
+        """Set what Lightning clears when fit() begins, and what callbacks set at the start of the epoch."""
+        parameters = dict(self._trainer.lightning_module.named_parameters())
+        for name, grad in self._accumulated.items():
+            parameters[name].grad = _like(parameters[name], grad)
+        self._accumulated = {}
+        for callback in self._trainer.callbacks:
+            if hasattr(callback, "get_accumulate_grad_batches"):  # GradientAccumulationScheduler
+                callback.on_train_epoch_start(self._trainer)
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        """Return gradients that a manual optimization has accumulated since its optimizers stepped."""
+        module = self._trainer.lightning_module
+        if module.automatic_optimization:  # Lightning clears them first
+            return {}
+        of_parameters = {name: parameter.grad for name, parameter in module.named_parameters()}
+        return {
+            name: grad
+            for name, grad in of_parameters.items()
+            if grad is not None and getattr(grad, _USED, None) != grad._version  # noqa: SLF001 - torch has no other
+        }
 
     def _tell_module(self, stored: dict[str, Any]) -> None:
         """Call on_load_checkpoint when the weights are loaded. Raises: ConfigError if it changes them in the dict."""
@@ -87,7 +136,7 @@ class Progress:
     def _checkpoint(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the entries of Lightning's checkpoint, if the module looks at it."""
         trainer, module = self._trainer, self._trainer.lightning_module
-        if not _overrides(module, "core.hooks"):
+        if not overrides(module, "core.hooks"):
             return {}
         return {
             "epoch": trainer.current_epoch,
@@ -101,6 +150,25 @@ class Progress:
         }
 
 
+_USED = "_titan_ckpt_version_at_step"
+"""Attribute of a gradient: its version when an optimizer has stepped by it."""
+
+
+def _note_used(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                setattr(parameter.grad, _USED, parameter.grad._version)  # noqa: SLF001 - torch has no other
+
+
+def _like(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return a stored gradient as its parameter holds it."""
+    grad = grad.to(parameter.device)
+    if isinstance(parameter, DTensor) and not isinstance(grad, DTensor):
+        return distribute_tensor(grad, parameter.device_mesh, parameter.placements)
+    return grad
+
+
 def _go_on_afresh(loop: Any) -> None:
     """Clear the marks of a restart from a loop and those within it, as each clears its own after an iteration.
 
@@ -110,12 +178,6 @@ def _go_on_afresh(loop: Any) -> None:
     for inner in vars(loop).values():
         if hasattr(inner, "_resuming_from_checkpoint"):
             _go_on_afresh(inner)
-
-
-def _overrides(value: Any, home: str) -> bool:
-    """Return whether an object has hooks of its own, and not those of Lightning's base class in the module `home`."""
-    hooks = [getattr(value, name, None) for name in _HOOKS]  # LambdaCallback has them from its arguments
-    return any(hook is not None and not hook.__module__.endswith(home) for hook in hooks)
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -15,8 +15,8 @@ from typing import Any
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.run_guard import RunGuard
-from titan_ckpt.integrations.lightning.progress import Progress, callbacks_with_hooks
-from titan_ckpt.integrations.lightning.strategies import problems
+from titan_ckpt.integrations.lightning.known import callback_faults, own_faults, plugin_faults
+from titan_ckpt.integrations.lightning.progress import Progress
 from titan_ckpt.integrations.loader_position import PositionedLoader
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.types import Stateful
@@ -34,7 +34,10 @@ def attach(trainer: Any, config: CheckpointConfig) -> TitanCheckpoint:
     Call it once, after the trainer is built, on every rank. A step ends with a batch in which an optimizer steps.
     Raises: ConfigError listing every setting of the trainer that does not work with it.
     """
-    faults = [*problems(trainer.strategy), *callbacks_with_hooks(trainer.callbacks)]
+    faults = [
+        *plugin_faults(trainer.strategy, trainer.precision_plugin),
+        *callback_faults(trainer.callbacks, config.allow),
+    ]
     if any(isinstance(callback, TitanCheckpoint) for callback in trainer.callbacks):
         faults.append("this trainer is attached already: give the first call all settings")
     if trainer.checkpoint_callbacks:
@@ -73,12 +76,21 @@ class TitanCheckpoint:
         """Return why fit() has stopped before its last step, such as a signal, or None."""
         return None if self._guard is None else self._guard.stopped
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Look at the callbacks of the module's configure_callbacks(), before one of them trains by itself.
+
+        Raises: ConfigError for a callback that `attach` would have refused.
+        """
+        if stage == "fit" and (faults := [*callback_faults(trainer.callbacks, self._config.allow)]):
+            raise ConfigError(faults)
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Load, when the strategy has set everything up.
 
-        Raises: ConfigError for a callback of the module's configure_callbacks() that `attach` would have refused.
+        Raises: ConfigError for callbacks and metrics of the user's own whose state would be lost.
         """
-        if faults := [*callbacks_with_hooks(trainer.callbacks)]:
+        others = [callback for callback in trainer.callbacks if callback is not self]
+        if faults := [*own_faults(others, pl_module, self._config.allow)]:
             raise ConfigError(faults)
         self._guard, self._trainer, fit = None, trainer, trainer.fit_loop
         fit.setup_data()
@@ -89,12 +101,13 @@ class TitanCheckpoint:
         self._completed = step = self.manager.load().step
         self._counted = trainer.global_step
         iter(fit._data_fetcher)  # noqa: SLF001 - as above
-        for loop, then, unless in (
-            (fit.epoch_loop, self._batch_ended, _skips_validation),
-            (fit, self._epoch_ended, lambda _: False),
+        for loop, name, then, unless in (
+            (fit.epoch_loop, "on_advance_end", self._batch_ended, _skips_validation),
+            (fit, "on_advance_end", self._epoch_ended, _never),
+            (fit, "on_run_start", self._run_started, _never),
         ):
-            _extend(loop, "on_advance_end", then, unless)
-            self._opened.callback(vars(loop).pop, "on_advance_end", None)
+            _extend(loop, name, then, unless)
+            self._opened.callback(vars(loop).pop, name, None)
         if step and fit.done:
             self.manager.save(step, last_step=True)  # its exports may be missing
 
@@ -109,6 +122,10 @@ class TitanCheckpoint:
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Finish the last save."""
         self._opened.close()
+
+    def _run_started(self) -> None:
+        if self._loader.num_batches:  # within an epoch
+            self._progress.go_on()
 
     def _batch_ended(self) -> None:
         loop = self._trainer.fit_loop
@@ -138,7 +155,8 @@ class TitanCheckpoint:
             trainer.should_stop = True
 
     def _new_manager(self, trainer: Any, pl_module: Any) -> CheckpointManager:
-        states: dict[str, Stateful] = {"lightning": Progress(trainer)}
+        self._progress = Progress(trainer, self._config.allow)
+        states: dict[str, Stateful] = {"lightning": self._progress}
         if trainer.precision_plugin.state_dict():
             states["precision"] = trainer.precision_plugin
         return CheckpointManager(
@@ -176,6 +194,10 @@ def _skips_validation(loop: Any) -> bool:
     """Return whether the loop has only gone over the end of the batch that was completed before the save."""
     skips, loop._skip_next_val = loop._skip_next_val, False  # noqa: SLF001 - set by TrainingEpochLoop.advance
     return bool(skips)
+
+
+def _never(loop: Any) -> bool:
+    return False
 
 
 def _extend(loop: Any, name: str, then: Any, unless: Any) -> None:

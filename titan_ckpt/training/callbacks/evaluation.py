@@ -1,6 +1,6 @@
 """Evaluation: the loss on held-out text, which is equal every time and distributed over all ranks.
 
-It does not change the run: not its random numbers, its position in the data or its weights.
+It does not change the run: not its random numbers, its position in the data, its weights or the mode of a module.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Evaluation(Callback):
         random_state = RandomState()
         before = random_state.state_dict()
         loss, num_tokens = torch.zeros(2, dtype=torch.float64, device=trainer.ranks.device)
+        modes = [(module, module.training) for part in trainer.model_parts for module in part.modules()]
         for part in trainer.model_parts:
             part.eval()
         try:
@@ -51,8 +52,8 @@ class Evaluation(Callback):
                 num_tokens += num_predicted(batch)
                 trainer.guard.check()
         finally:
-            for part in trainer.model_parts:
-                part.train()
+            for module, mode in modes:  # a frozen part may be in eval mode in training too
+                module.training = mode
             random_state.load_state_dict(before)
         free_gathered(trainer.model_parts)
         return float(trainer.ranks.sum(loss) / trainer.ranks.sum(num_tokens, over_data=True))

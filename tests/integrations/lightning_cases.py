@@ -1,0 +1,288 @@
+"""Cases of Lightning's Trainer for the tests: each says its limits, callbacks and module, and where it is killed.
+
+A run writes what happens in it to `events-RANK.txt`: the training's hooks with their counters, and the samples read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torchmetrics
+from lightning.pytorch import callbacks as of_lightning
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from tests.integrations.lightning_runs import attached, model
+from tests.integrations.playing import Run
+
+EVENTS: list[list[Any]] = []
+
+
+def die_at(step: int, killed_at: int | None, interval: int, folder: Path) -> None:
+    """End the process by SIGKILL, when every step up to this one is committed."""
+    if step == killed_at:
+        saved = folder / "checkpoints" / f"step-{step // interval * interval}"
+        while not saved.is_dir():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    """Vectors whose reading is an event."""
+
+    def __init__(self, number: int, name: str) -> None:
+        self.values = torch.randn(number, 5, generator=torch.Generator().manual_seed(1))
+        self.name = name
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        EVENTS.append([self.name, index])
+        return self.values[index] + 0.1 * torch.rand(5)
+
+
+class Watch(L.Callback):
+    """Notes every hook of the training, with the counters at that time."""
+
+    def note(self, name: str, trainer: L.Trainer) -> None:
+        EVENTS.append([name, trainer.current_epoch, trainer.global_step, trainer.fit_loop.total_batch_idx])
+
+
+def _noting(name: str) -> Callable[..., None]:
+    return lambda self, trainer, *_: self.note(name, trainer)
+
+
+for _hook in (
+    "train_epoch_start", "train_batch_start", "train_batch_end", "train_epoch_end", "validation_start",
+    "validation_end", "train_end",
+):  # fmt: skip
+    setattr(Watch, f"on_{_hook}", _noting(_hook))
+
+
+class Logging(L.LightningModule):
+    """Follows the mean of the epoch, logs it in all ways, and holds metrics with sums of their own."""
+
+    def __init__(self, *death: Any) -> None:
+        super().__init__()
+        self.network, self.death = model(), death
+        self.mean = torchmetrics.MeanMetric()
+        self.cat = torchmetrics.CatMetric()
+        self.both = torchmetrics.MetricCollection(
+            {"mse": torchmetrics.MeanSquaredError(), "root": torchmetrics.MeanSquaredError(squared=False)}
+        )
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        die_at(self.global_step, *self.death)
+        predicted = self.network(batch[:, :4])
+        loss: torch.Tensor = (predicted - batch[:, 4:]).square().mean()
+        for reduced in ("mean", "sum", "max"):
+            self.log(f"train_{reduced}", loss, on_epoch=True, on_step=True, reduce_fx=reduced, sync_dist=True)
+        if index == 0:
+            self.log("first", loss, on_epoch=True, on_step=False)
+        self.mean.update(loss.detach())
+        self.log("metric", self.mean, on_epoch=True, on_step=False)
+        self.cat.update(loss.detach())
+        self.both.update(predicted.detach(), batch[:, 4:])
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("gathered", self.cat.compute().sum())
+        self.log_dict(self.both.compute())
+        self.cat.reset()
+        self.both.reset()
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.log("val_loss", (self.network(batch[:, :4]) - batch[:, 4:]).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.2)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "train_mean_epoch"}}
+
+
+class Accumulating(Logging):
+    """Two optimizers by hand: the second steps after every third batch, with the gradients of all three."""
+
+    def __init__(self, *death: Any) -> None:
+        super().__init__(*death)
+        self.networks, self.automatic_optimization = torch.nn.ModuleList([self.network, model()]), False
+
+    def training_step(self, batch: torch.Tensor, index: int) -> None:  # type: ignore[override]
+        die_at(self.trainer.fit_loop.total_batch_idx, *self.death)
+        optimizers: Any = self.optimizers()
+        for network, optimizer in zip(self.networks, optimizers, strict=True):
+            loss = (network(batch[:, :4]) - batch[:, 4:]).square().mean()
+            self.log("train_mean", loss, on_epoch=True, on_step=True)
+            self.manual_backward(loss)
+            if network is self.network or index % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def on_train_epoch_end(self) -> None:
+        """Nothing is gathered."""
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(network.parameters(), lr=1e-2) for network in self.networks]
+
+
+class Bringing(Logging):
+    """Brings a callback of its own, which the Trainer learns of when fit() has begun."""
+
+    def configure_callbacks(self) -> Any:
+        return [of_lightning.GradientAccumulationScheduler({0: 1, 1: 2})]
+
+
+@dataclass
+class Case:
+    """A run of the Trainer, which is killed after `killed_at` steps and resumed."""
+
+    killed_at: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    callbacks: Callable[[], list[Any]] = list
+    module: type[Logging] = Logging
+    interval: int = 1
+    ranks: int = 1
+    batches: int = 6
+    """In an epoch of each rank."""
+    logs: bool = False
+
+    @property
+    def run(self) -> Run:
+        return Run("run", self.ranks, self.interval, self.killed_at)
+
+
+class Parser:
+    """Stands for LightningCLI's parser, which writes its configuration."""
+
+    def save(self, config: Any, path: str, **_: Any) -> None:
+        Path(path).write_text("{}")
+
+
+class Writer(of_lightning.BasePredictionWriter):
+    """Writes predictions, of which a training has none."""
+
+
+CALLBACKS: dict[str, Callable[[], Any]] = {
+    "DeviceStatsMonitor": of_lightning.DeviceStatsMonitor,
+    "EarlyStopping": lambda: of_lightning.EarlyStopping("train_mean_epoch", patience=1, min_delta=0.05),
+    "GradientAccumulationScheduler": lambda: of_lightning.GradientAccumulationScheduler({0: 2, 1: 3, 2: 1}),
+    "LambdaCallback": lambda: of_lightning.LambdaCallback(on_train_batch_end=lambda *_: None),
+    "LearningRateMonitor": lambda: of_lightning.LearningRateMonitor("step"),
+    "ModelSummary": of_lightning.ModelSummary,
+    "BasePredictionWriter": Writer,
+    "ProgressBar": of_lightning.ProgressBar,
+    "RichProgressBar": of_lightning.RichProgressBar,
+    "TQDMProgressBar": of_lightning.TQDMProgressBar,
+    "RichModelSummary": of_lightning.RichModelSummary,
+    "ThroughputMonitor": lambda: of_lightning.ThroughputMonitor(batch_size_fn=len, window_size=5),
+    "Timer": lambda: of_lightning.Timer(duration=timedelta(hours=1)),
+    "SaveConfigCallback": lambda: SaveConfigCallback(Parser(), {}, overwrite=True),  # type: ignore[arg-type]
+}
+"""One of every callback of Lightning's that is listed as exact."""
+
+
+def _one(make: Callable[[], Any]) -> list[Any]:
+    return [make()]
+
+
+CASES = {
+    "an epoch's end, by epochs": Case(6, {"max_epochs": 3}),
+    "an epoch's end, by steps": Case(6, {"max_steps": 14}),
+    "an epoch's end, by steps that end an epoch": Case(12, {"max_steps": 18}),
+    "an epoch's end, by both, steps first": Case(6, {"max_steps": 14, "max_epochs": 5}),
+    "an epoch's end, by both, epochs first": Case(6, {"max_steps": 50, "max_epochs": 3}),
+    "within, by epochs": Case(8, {"max_epochs": 3}),
+    "within, by steps": Case(8, {"max_steps": 15}),
+    "within, by both": Case(8, {"max_steps": 14, "max_epochs": 3}),
+    "after the first batch of an epoch": Case(7, {"max_epochs": 2}),
+    "before the last batch of an epoch": Case(5, {"max_steps": 9}),
+    "accumulation within, by steps": Case(4, {"max_steps": 8, "accumulate_grad_batches": 2}),
+    "accumulation at an epoch's end": Case(3, {"max_epochs": 3, "accumulate_grad_batches": 2}),
+    "accumulation that an epoch's end cuts": Case(2, {"max_steps": 7, "accumulate_grad_batches": 4}),
+    "accumulation, validation within": Case(
+        4, {"max_epochs": 3, "accumulate_grad_batches": 2, "val_check_interval": 3}
+    ),
+    "validation after every 2 batches, at one": Case(8, {"max_epochs": 3, "val_check_interval": 2}),
+    "validation after every 2 batches, between": Case(9, {"max_steps": 16, "val_check_interval": 2}),
+    "validation after half an epoch, at it": Case(9, {"max_epochs": 3, "val_check_interval": 0.5}),
+    "validation after half an epoch, at its end": Case(6, {"max_steps": 14, "val_check_interval": 0.5}),
+    "validation by batches over epochs, at one": Case(
+        8, {"max_epochs": 4, "val_check_interval": 4, "check_val_every_n_epoch": None}
+    ),
+    "validation by batches over epochs, at an epoch's end": Case(
+        6, {"max_steps": 15, "val_check_interval": 4, "check_val_every_n_epoch": None}
+    ),
+    "validation every second epoch, after one": Case(12, {"max_epochs": 4, "check_val_every_n_epoch": 2}),
+    "validation every second epoch, without": Case(6, {"max_steps": 20, "check_val_every_n_epoch": 2}),
+    "limited batches, within": Case(5, {"max_epochs": 3, "limit_train_batches": 4}),
+    "limited batches, at an epoch's end": Case(4, {"max_steps": 11, "limit_train_batches": 4}),
+    "a limited share of the batches": Case(3, {"max_epochs": 3, "limit_train_batches": 0.5}),
+    "at least 4 epochs, and an early stop": Case(
+        8, {"max_epochs": 6, "min_epochs": 4},
+        lambda: [of_lightning.EarlyStopping("train_mean_epoch", patience=1, min_delta=1.0)],
+    ),
+    "at least 20 steps, and an early stop": Case(
+        13, {"max_epochs": 6, "min_steps": 20},
+        lambda: [of_lightning.EarlyStopping("train_mean_epoch", patience=1, min_delta=1.0)],
+    ),
+    "an early stop within an epoch": Case(
+        5, {"max_epochs": 6, "val_check_interval": 2},
+        lambda: [of_lightning.EarlyStopping("val_loss", patience=2, min_delta=1.0)],
+    ),
+    "2 ranks, an epoch's end": Case(6, {"max_steps": 14}, ranks=2),
+    "2 ranks, within": Case(8, {"max_epochs": 3, "val_check_interval": 2}, ranks=2, interval=3),
+    "accumulated by hand": Case(8, {"max_epochs": 2}, module=Accumulating),
+    "accumulated by hand, 2 ranks": Case(
+        8, {"max_epochs": 2, "strategy": "ddp_find_unused_parameters_true"}, module=Accumulating, ranks=2
+    ),
+    "a callback of the module": Case(8, {"max_epochs": 3}, module=Bringing),
+    "half precision": Case(8, {"max_epochs": 3, "precision": "bf16-true"}),
+    "double precision": Case(8, {"max_epochs": 3, "precision": "64-true"}),
+    "mixed precision": Case(8, {"max_epochs": 3, "precision": "bf16-mixed"}),
+} | {
+    f"{name} {where}": Case(killed_at, {"max_epochs": 4}, partial(_one, make), logs=True)
+    for name, make in CALLBACKS.items()
+    for where, killed_at in (("within an epoch", 4), ("at an epoch's end", 6))
+}  # fmt: skip
+
+
+def run(folder: str, interval: int, killed_at: int | None) -> None:
+    """Train the case that the folder above is named after."""
+    case, path = CASES[Path(folder).parent.name], Path(folder)
+    L.seed_everything(0, verbose=False)
+    module = case.module(killed_at, interval, path)
+    callbacks = [Watch(), *case.callbacks()]
+    logger = CSVLogger(folder, version=0) if case.logs else False
+    shown = {"enable_progress_bar": None, "enable_model_summary": None} if case.logs else {}
+    trainer = attached(
+        folder, interval, callbacks=callbacks, logger=logger, log_every_n_steps=1, **shown, **case.settings
+    )
+    data = DataLoader(Samples(2 * case.batches * case.ranks, "read"), batch_size=2, shuffle=True)
+    trainer.fit(module, data, DataLoader(Samples(4, "validate"), batch_size=2))
+    rank = os.environ.get("RANK", 0)
+    (path / f"events-{rank}.txt").write_text("\n".join(map(json.dumps, EVENTS)))
+    callbacks_of: Any = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it where mypy does not look
+    logs = [
+        [optimizer.state_dict()["param_groups"] for optimizer in trainer.optimizers],
+        [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        trainer.fit_loop.state_dict(),
+        trainer.accumulate_grad_batches,
+        {c.state_key: c.state_dict() for c in callbacks_of if type(c) is not of_lightning.Timer},
+        {name: float(value) for name, value in trainer.callback_metrics.items()},
+        {name: float(value) for name, value in trainer.logged_metrics.items() if "/" not in name},  # no times
+    ]
+    written = [json.dumps(log, default=lambda value: value.tolist()) for log in logs]
+    torch.save({"weights": module.state_dict(), "logs": written}, path / f"result-{rank}.pt")

@@ -1,0 +1,224 @@
+"""Which classes of Lightning, and which of the user's own, may take part in a run that is to be resumed."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import pkgutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch import callbacks as of_lightning
+from torch.utils.data import DataLoader
+
+from tests.integrations.lightning_cases import CALLBACKS
+from tests.integrations.lightning_runs import Samples, model
+from titan_ckpt import CheckpointConfig, SaveConfig
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.integrations.lightning import attach
+from titan_ckpt.integrations.lightning.known import KNOWN, callback_faults
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # a Trainer in this process warns of its loaders and of torch
+
+BASES = {
+    "callbacks": "callbacks.Callback",
+    "cli": "callbacks.Callback",
+    "serve": "callbacks.Callback",
+    "plugins.precision": "plugins.precision.Precision",
+    "strategies": "strategies.Strategy",
+}
+ABSTRACT = ("strategies.strategy.Strategy", "strategies.parallel.ParallelStrategy")
+
+
+def offered(package: str) -> Iterator[str]:
+    """Yield the full names of the public callbacks, strategies and precisions of a package."""
+    for part, base in BASES.items():
+        if package.endswith("fabric") and base.startswith("callbacks"):
+            continue
+        home, _, name = f"{package}.{base}".rpartition(".")
+        kind = getattr(importlib.import_module(home), name)
+        root = importlib.import_module(f"{package}.{part}")
+        under = pkgutil.walk_packages(getattr(root, "__path__", []), f"{root.__name__}.")
+        for module in (root, *(importlib.import_module(found.name) for found in under)):
+            for value in vars(module).values():
+                own = inspect.isclass(value) and issubclass(value, kind) and value.__module__.startswith(package)
+                if own and not value.__name__.startswith("_") and not value.__module__.startswith(f"{package}._"):
+                    yield f"{value.__module__}.{value.__qualname__}"
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"])
+def test_every_class_of_the_installed_lightning_is_listed(package: str) -> None:
+    """A callback, strategy or precision of a newer version is refused until it is listed; none is listed in vain."""
+    names = {name for name in offered(package) if not name.endswith(ABSTRACT)}
+    listed = {name for name in KNOWN if name.startswith(f"{package}.")}
+    assert names ^ listed == set()
+
+
+def test_every_callback_that_is_listed_as_exact_is_killed_and_resumed() -> None:
+    """The cases have one of each class."""
+    exact = {n for n, why in KNOWN.items() if n.startswith("lightning.pytorch.c") and not why}
+    assert {n.rpartition(".")[2] for n in exact} - {"Callback"} == CALLBACKS.keys()
+
+
+@pytest.mark.parametrize("name", [n for n, why in KNOWN.items() if n.startswith("lightning.pytorch.c") and why])
+def test_a_callback_that_is_not_exact_is_refused_with_what_to_do(name: str) -> None:
+    home, _, kind = name.rpartition(".")
+    callback = object.__new__(getattr(importlib.import_module(home), kind))
+    (line,) = callback_faults([callback], ())
+    assert line.startswith(f"callback {name}: ") and ": " in line.removeprefix(f"callback {name}: ")
+    assert line.endswith(f'checkpoint.allow = ["{name}"]')
+    assert [*callback_faults([callback], (name,))] == []
+
+
+class Simple(L.LightningModule):
+    """Counts the steps of this start."""
+
+    def __init__(self, callbacks: Callable[[], list[Any]] = list, metric: Any = None) -> None:
+        super().__init__()
+        self.network, self.bring, self.metric = model(), callbacks, metric
+        self.num_steps = 0
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        self.num_steps += 1
+        loss: torch.Tensor = (self.network(batch[:, :4]) - batch[:, 4:]).square().mean()
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+    def configure_callbacks(self) -> Any:
+        return self.bring()
+
+
+def fit(folder: Path, *callbacks: Any, epochs: int = 1, allow: tuple[str, ...] = (), **module: Any) -> int:
+    """Train in a folder, two steps an epoch, and return the number of steps that this start has trained."""
+    made = Simple(**module)
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=epochs, callbacks=[*callbacks], default_root_dir=folder, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    try:
+        attach(trainer, CheckpointConfig(save=SaveConfig(interval=1), allow=allow))
+        trainer.fit(made, DataLoader(Samples(4), batch_size=2))
+    except ConfigError:
+        assert made.num_steps == 0, "a run is refused before its first step"
+        raise
+    return made.num_steps
+
+
+class Counting(L.Callback):
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen += 1
+
+
+class Giving(Counting):
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen = state_dict["seen"]
+
+
+class Early(Giving):
+    def on_fit_start(self, *_: Any) -> None:
+        assert self.seen == 0
+
+
+class Patient(of_lightning.EarlyStopping):
+    """Gives the state of its base alone."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen = 1
+
+
+class Holding(L.Callback):
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.network.titan = None
+
+    def __init__(self, module: Any = None) -> None:
+        self.module = module
+
+
+NAME = f"{__name__}.Counting"
+
+
+@pytest.mark.parametrize(
+    ("callback", "reason"),
+    [
+        (Counting(), r"Counting: its code sets self\.seen"),
+        (Early(), "Early: its on_fit_start is called before its state is loaded"),
+        (Patient("loss"), r"Patient: its code sets self\.seen"),
+        (Holding(torch.nn.Linear(1, 1)), r"Holding: self\.module is a Linear"),
+    ],
+)
+def test_a_callback_of_the_users_own_whose_state_would_be_lost_is_refused(
+    tmp_path: Path, callback: Any, reason: str
+) -> None:
+    """Before the first step, and with the way to allow it."""
+    with pytest.raises(ConfigError, match=f"{reason}(?s:.*)checkpoint.allow"):
+        fit(tmp_path, callback)
+
+
+def test_a_callback_that_is_allowed_runs_and_every_step_says_so(tmp_path: Path) -> None:
+    assert fit(tmp_path, Counting(), Holding(), allow=(NAME,)) == 2
+    manifest = json.loads((tmp_path / "checkpoints" / "step-2" / "MANIFEST.json").read_text())
+    assert manifest["allowed"] == [NAME]
+
+
+def test_state_that_no_callback_takes_is_an_error_and_other_callbacks_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step holds the states of callbacks: a run without one of them names it, and can allow that it is dropped."""
+    fit(tmp_path, first := Giving(), Holding())
+    assert first.seen == 2
+    with pytest.raises(ConfigError, match=r"callback Giving: the step holds its state(?s:.*)allow = \[\"Giving\"\]"):
+        fit(tmp_path, epochs=2)
+    assert fit(tmp_path, second := Giving(), epochs=2) == 2
+    assert second.seen == 4
+    assert "added [], removed ['Holding']" in caplog.text
+    assert fit(tmp_path, epochs=3, allow=("Giving",)) == 2
+
+
+def test_a_callback_that_the_module_brings_is_looked_at_before_it_trains(tmp_path: Path) -> None:
+    """`configure_callbacks()` is called after `attach`."""
+    with pytest.raises(ConfigError, match=r"LearningRateFinder: it tries .*before attach"):
+        fit(tmp_path, callbacks=lambda: [of_lightning.LearningRateFinder()])
+
+
+@pytest.mark.parametrize("metric", [torchmetrics.aggregation.RunningMean(), torchmetrics.wrappers.MinMaxMetric])
+def test_a_metric_with_state_beside_its_states_is_refused(tmp_path: Path, metric: Any) -> None:
+    """Steps hold the states of add_state; what a metric keeps in other attributes would be lost."""
+    metric = metric(torchmetrics.MeanMetric()) if isinstance(metric, type) else metric
+    with pytest.raises(ConfigError, match=f"metric metric, .*{type(metric).__name__}: its code sets "):
+        fit(tmp_path, metric=metric)
+
+
+def test_a_run_that_has_stopped_early_stays_stopped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Started again, it trains no step, and says how to train on."""
+    stops = [of_lightning.EarlyStopping("loss", stopping_threshold=1e9) for _ in range(2)]
+    assert [fit(tmp_path, stop, epochs=9) for stop in stops] == [2, 0]
+    assert "self.trainer.should_stop = False in on_fit_start" in caplog.text
+
+
+def test_a_timer_counts_the_time_of_all_starts(tmp_path: Path) -> None:
+    """A start whose time is over trains no step."""
+
+    def wait(*_: Any) -> None:
+        time.sleep(0.3)
+
+    timers = [of_lightning.Timer({"seconds": 1}) for _ in range(2)]
+    slow = of_lightning.LambdaCallback(on_train_batch_end=wait)
+    assert 0 < fit(tmp_path, timers[0], slow, epochs=9) < 9
+    assert fit(tmp_path, timers[1], slow, epochs=9) == 0
+    assert timers[1].time_elapsed() > 1

@@ -1,0 +1,154 @@
+"""The classes of Lightning and Fabric, and which of them continue exactly after a resume.
+
+Owns the tables of callbacks, strategies and precisions; a class that is in none is refused. Owns also which callbacks
+and metrics of the user's own are exact. The tests compare the tables with the installed packages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, faults, stored_by_code_of, unless_allowed
+from titan_ckpt.integrations.lightning.metrics import metrics_of
+
+_OWN = "it changes Lightning's own checkpoint (on_save_checkpoint), which is not written, so a resume would lose its"
+_AVERAGE = "make torch.optim.swa_utils.AveragedModel a part of the module instead"
+_WRITES = "it writes Lightning's own checkpoints beside those of titan_ckpt: leave it out"
+_GROUPS = (
+    "it adds parameter groups to the optimizer in training, and a new process has none to load them into: give "
+    "configure_optimizers all groups, and change their rates by a scheduler"
+)
+_FSDP1 = "it is FSDP1, which flattens parameters, so none has a shard with a name: use ModelParallelStrategy (FSDP2)"
+_DEEPSPEED = (
+    "its engine keeps weights and optimizer state in partitions of its own: use ModelParallelStrategy, or DeepSpeed's "
+    "own checkpoints"
+)
+_XLA = "only CPU and CUDA devices are supported"
+_SCALES = "its weights have scales that no step is known to hold: use MixedPrecision or HalfPrecision"
+
+_OF_TRAINER = {
+    "callbacks.batch_size_finder.BatchSizeFinder": "it tries batch sizes at the start, and again at every resume: call "
+    "Tuner(trainer).scale_batch_size before attach",
+    "callbacks.callback.Callback": "",
+    "callbacks.checkpoint.Checkpoint": _WRITES,
+    "callbacks.device_stats_monitor.DeviceStatsMonitor": "",
+    "callbacks.early_stopping.EarlyStopping": "",
+    "callbacks.finetuning.BackboneFinetuning": _GROUPS,
+    "callbacks.finetuning.BaseFinetuning": _GROUPS,
+    "callbacks.gradient_accumulation_scheduler.GradientAccumulationScheduler": "",
+    "callbacks.lambda_function.LambdaCallback": "",
+    "callbacks.lr_finder.LearningRateFinder": "it tries rates at the start, and again at every resume: call "
+    "Tuner(trainer).lr_find before attach",
+    "callbacks.lr_monitor.LearningRateMonitor": "",
+    "callbacks.model_checkpoint.ModelCheckpoint": _WRITES,
+    "callbacks.model_summary.ModelSummary": "",
+    "callbacks.on_exception_checkpoint.OnExceptionCheckpoint": _WRITES,
+    "callbacks.prediction_writer.BasePredictionWriter": "",
+    "callbacks.progress.progress_bar.ProgressBar": "",
+    "callbacks.progress.rich_progress.RichProgressBar": "",
+    "callbacks.progress.tqdm_progress.TQDMProgressBar": "",
+    "callbacks.pruning.ModelPruning": f"{_OWN} masks: prune the module before the training",
+    "callbacks.rich_model_summary.RichModelSummary": "",
+    "callbacks.spike.SpikeDetection": "its load_state_dict raises an AttributeError, so no run could be resumed: leave "
+    "it out",
+    "callbacks.stochastic_weight_avg.StochasticWeightAveraging": "it exchanges the schedule in training, and a resumed "
+    f"run would step the old one: {_AVERAGE}",
+    "callbacks.throughput_monitor.ThroughputMonitor": "",
+    "callbacks.timer.Timer": "",
+    "callbacks.weight_averaging.EMAWeightAveraging": f"{_OWN} average: {_AVERAGE}",
+    "callbacks.weight_averaging.WeightAveraging": f"{_OWN} average: {_AVERAGE}",
+    "cli.SaveConfigCallback": "",
+    "serve.servable_module_validator.ServableModuleValidator": "it starts a web server before the training: validate "
+    "in a process of its own",
+    "plugins.precision.amp.MixedPrecision": "",
+    "plugins.precision.bitsandbytes.BitsandbytesPrecision": _SCALES,
+    "plugins.precision.deepspeed.DeepSpeedPrecision": _DEEPSPEED,
+    "plugins.precision.double.DoublePrecision": "",
+    "plugins.precision.fsdp.FSDPPrecision": _FSDP1,
+    "plugins.precision.half.HalfPrecision": "",
+    "plugins.precision.precision.Precision": "",
+    "plugins.precision.transformer_engine.TransformerEnginePrecision": _SCALES,
+    "plugins.precision.xla.XLAPrecision": _XLA,
+    "strategies.ddp.DDPStrategy": "",
+    "strategies.deepspeed.DeepSpeedStrategy": _DEEPSPEED,
+    "strategies.fsdp.FSDPStrategy": _FSDP1,
+    "strategies.model_parallel.ModelParallelStrategy": "",
+    "strategies.single_device.SingleDeviceStrategy": "",
+    "strategies.single_xla.SingleDeviceXLAStrategy": _XLA,
+    "strategies.xla.XLAStrategy": _XLA,
+}
+_OF_FABRIC = {name: why for name, why in _OF_TRAINER.items() if name.startswith(("plugins.", "strategies."))} | {
+    "strategies.dp.DataParallelStrategy": "it runs several devices in one process: use DDPStrategy",
+    "strategies.xla_fsdp.XLAFSDPStrategy": _XLA,
+}
+KNOWN = {
+    f"{package}.{name}": why
+    for packages, table in (
+        (("lightning.pytorch", "pytorch_lightning"), _OF_TRAINER),
+        (("lightning.fabric", "lightning_fabric"), _OF_FABRIC),
+    )
+    for package in packages
+    for name, why in table.items()
+}
+"""Full name of a class -> why it is refused, and the next step; "" if it continues exactly."""
+
+
+def plugin_faults(strategy: Any, precision: Any) -> Iterator[str]:
+    """Yield why a strategy or a precision does not work with titan_ckpt. None of them can be allowed."""
+    for value in (strategy, precision):
+        kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__]
+        reasons = [KNOWN[kind] for kind in kinds if kind in KNOWN]
+        if value is not None and (not reasons or reasons[0]):
+            yield f"{type(value).__name__}: {reasons[0] if reasons else 'it was not proved to continue exactly'}"
+
+
+def callback_faults(callbacks: Iterable[Any], allow: Collection[str]) -> Iterator[str]:
+    """Yield why callbacks of Lightning's own, and those that change its checkpoint, cannot be resumed."""
+    for callback in callbacks:
+        name = class_name(callback)
+        if _is_of_library(type(callback)):
+            yield from faults([("callback", callback)], KNOWN, allow)
+        if overrides(callback, "callbacks.callback") and not KNOWN.get(name):
+            reason = f"{_OWN} state: leave it out, or give it state_dict and load_state_dict"
+            yield from unless_allowed(f"callback {name}", name, reason, allow)
+
+
+def own_faults(callbacks: Iterable[Any], module: nn.Module, allow: Collection[str]) -> Iterator[str]:
+    """Yield why callbacks of the user's own, which may hold parts of the module, and its metrics cannot be resumed."""
+    for callback in callbacks:
+        if _is_of_library(type(callback)):
+            continue
+        yield from faults([("callback", callback)], KNOWN, allow, live=[module], gives_state=_gives_state)
+        if _gives_state(callback) and not _is_of_library(_home(callback, "on_fit_start")):
+            reason = "its on_fit_start is called before its state is loaded: name the method on_train_start"
+            yield from unless_allowed(f"callback {class_name(callback)}", class_name(callback), reason, allow)
+    for name, metric in metrics_of(module):
+        kinds = [*type(metric).__mro__]
+        kinds = kinds[: next(i for i, kind in enumerate(kinds) if kind.__module__ == "torchmetrics.metric")]
+        beside = {attribute.removeprefix("self.") for attribute in stored_by_code_of(kinds)} - metric._defaults.keys()  # noqa: SLF001 - it has no public name
+        if beside:
+            reason = f"its code sets {', '.join(sorted(beside))} beside the states of add_state: add them as states"
+            yield from unless_allowed(f"metric {name}, {class_name(metric)}", class_name(metric), reason, allow)
+
+
+def overrides(value: Any, home: str) -> bool:
+    """Return whether an object changes Lightning's checkpoint by hooks that are not those of the base in `home`."""
+    hooks = [getattr(value, name, None) for name in ("on_save_checkpoint", "on_load_checkpoint")]
+    return any(hook is not None and not hook.__module__.endswith(home) for hook in hooks)  # LambdaCallback's own too
+
+
+def _gives_state(callback: Any) -> bool:
+    """Return whether the user's own classes, and not only Lightning's, give and take the state of a callback."""
+    return not any(_is_of_library(_home(callback, name)) for name in ("state_dict", "load_state_dict"))
+
+
+def _home(value: Any, method: str) -> type:
+    """Return the class that defines a method of an object."""
+    return next(kind for kind in type(value).__mro__ if method in vars(kind))
+
+
+def _is_of_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in LIBRARIES

@@ -69,8 +69,8 @@ class BackgroundCall:
         """
         try:
             threading.Thread(target=self.run, name=self._name, daemon=self._daemon).start()
-        except RuntimeError:
-            if not self._late:
+        except RuntimeError as error:
+            if not self._late or "new thread" not in str(error):  # the handler of a signal may raise one, too
                 raise
             self.run()
         self._is_started = True

@@ -11,7 +11,6 @@ import torch
 from tests.integrations.lightning_cases import CASES
 from tests.integrations.playing import both_results, play_all
 
-
 SHARDS = 4
 """Each is one process that plays its cases in turn, so that none comes near the bound of a process."""
 NAMES = sorted(CASES)[:: 1 if os.environ.get("TITAN_CKPT_SOAK") else SHARDS]

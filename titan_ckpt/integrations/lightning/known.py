@@ -96,6 +96,16 @@ KNOWN = {
 """Full name of a class -> why it is refused, and the next step; "" if it continues exactly."""
 
 
+_SETS_UP = frozenset(
+    {
+        "configure_callbacks", "configure_model", "configure_optimizers", "configure_sharded_model", "on_fit_start",
+        "on_train_start", "predict_dataloader", "prepare_data", "setup", "teardown", "test_dataloader",
+        "train_dataloader", "val_dataloader",
+    }
+)  # fmt: skip
+"""Hooks of a module and a data module that every start calls."""
+
+
 def plugin_faults(strategy: Any, precision: Any) -> Iterator[str]:
     """Yield why a strategy or a precision does not work with titan_ckpt. None of them can be allowed."""
     for value in (strategy, precision):
@@ -132,6 +142,18 @@ def own_faults(callbacks: Iterable[Any], module: nn.Module, allow: Collection[st
         if beside:
             reason = f"its code sets {', '.join(sorted(beside))} beside the states of add_state: add them as states"
             yield from unless_allowed(f"metric {name}, {class_name(metric)}", class_name(metric), reason, allow)
+
+
+def unsaved_attributes(value: Any, hook: str) -> list[str]:
+    """Return the attributes that the code of a user's module or data module sets in training, and that no step holds.
+
+    `hook`: the method by which it gives its state; one that has it is trusted.
+    """
+    own = [kind for kind in type(value).__mro__[:-1] if not _is_of_library(kind)]
+    if any(hook in vars(kind) for kind in own):
+        return []
+    saved = {*getattr(value, "_parameters", ()), *getattr(value, "_buffers", ()), *getattr(value, "_modules", ())}
+    return sorted({*stored_by_code_of(own, _SETS_UP)} - {f"self.{name}" for name in saved})
 
 
 def overrides(value: Any, home: str) -> bool:

@@ -16,13 +16,14 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import callbacks as of_lightning
+from lightning.pytorch.strategies import Strategy
 from torch.utils.data import DataLoader
 
 from tests.integrations.lightning_runs import Samples, model
 from titan_ckpt import CheckpointConfig, SaveConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.lightning import attach
-from titan_ckpt.integrations.lightning.known import KNOWN, callback_faults
+from titan_ckpt.integrations.lightning.known import KNOWN, callback_faults, plugin_faults
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # a Trainer in this process warns of its loaders and of torch
 
@@ -67,7 +68,14 @@ class Simple(Body, L.LightningModule):
     pass
 
 
-def fit(folder: Path, *callbacks: Any, epochs: int = 1, allow: tuple[str, ...] = (), **module: Any) -> int:
+def fit(
+    folder: Path,
+    *callbacks: Any,
+    epochs: int = 1,
+    allow: tuple[str, ...] = (),
+    ckpt_path: Path | None = None,
+    **module: Any,
+) -> int:
     """Train in a folder, two steps an epoch, and return the number of steps that this start has trained."""
     made = Simple(**module)
     trainer = L.Trainer(
@@ -76,7 +84,7 @@ def fit(folder: Path, *callbacks: Any, epochs: int = 1, allow: tuple[str, ...] =
     )  # fmt: skip
     try:
         attach(trainer, CheckpointConfig(save=SaveConfig(interval=1), allow=allow))
-        trainer.fit(made, DataLoader(Samples(4), batch_size=2))
+        trainer.fit(made, DataLoader(Samples(4), batch_size=2), ckpt_path=ckpt_path)
     except ConfigError:
         assert made.num_steps == 0, "a run is refused before its first step"
         raise
@@ -159,10 +167,33 @@ def test_state_that_no_callback_takes_is_an_error_and_other_callbacks_are_named(
     assert fit(tmp_path, epochs=3, allow=("Giving",)) == 2
 
 
-def test_a_callback_that_the_module_brings_is_looked_at_before_it_trains(tmp_path: Path) -> None:
+class OwnFinder(of_lightning.LearningRateFinder):
+    """Finds a rate again and again."""
+
+
+@pytest.mark.parametrize("kind", [of_lightning.LearningRateFinder, OwnFinder])
+def test_a_callback_that_the_module_brings_is_looked_at_before_it_trains(tmp_path: Path, kind: type) -> None:
     """`configure_callbacks()` is called after `attach`."""
-    with pytest.raises(ConfigError, match=r"LearningRateFinder: it tries .*before attach"):
-        fit(tmp_path, callbacks=lambda: [of_lightning.LearningRateFinder()])
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}: it tries .*before attach"):
+        fit(tmp_path, callbacks=lambda: [kind()])
+
+
+def test_a_checkpoint_of_lightnings_is_not_loaded_over_a_step(tmp_path: Path) -> None:
+    """fit(ckpt_path=...) would give the loops and optimizers of one, and the weights of the other."""
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, logger=False, default_root_dir=tmp_path)
+    trainer.fit(Simple(), DataLoader(Samples(4), batch_size=2))
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    with pytest.raises(ConfigError, match=r"ckpt_path: Lightning would put the state of .*own\.ckpt over"):
+        fit(tmp_path, ckpt_path=tmp_path / "own.ckpt")
+
+
+def test_an_unknown_strategy_is_refused_and_can_be_allowed() -> None:
+    kind: Any = type("Fast", (Strategy,), {"__module__": "own"})
+    kind.__abstractmethods__ = frozenset()
+    strategy = object.__new__(kind)
+    (line,) = plugin_faults(strategy, None, ())
+    assert line.startswith("Fast: it was not proved") and line.endswith('checkpoint.allow = ["own.Fast"]')
+    assert [*plugin_faults(strategy, None, ("own.Fast",))] == []
 
 
 @pytest.mark.parametrize("metric", [torchmetrics.aggregation.RunningMean(), torchmetrics.wrappers.MinMaxMetric])

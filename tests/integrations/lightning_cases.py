@@ -22,9 +22,11 @@ import torchmetrics
 from lightning.pytorch import callbacks as of_lightning
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from tests.integrations.lightning_runs import attached, model
+from tests.integrations.lightning_runs import attached, model, write
 from tests.integrations.playing import Run
 
 EVENTS: list[list[Any]] = []
@@ -138,11 +140,42 @@ class Accumulating(Logging):
         return [torch.optim.SGD(network.parameters(), lr=1e-2) for network in self.networks]
 
 
+class Sharded(Accumulating):
+    """The same, with networks and gradients that FSDP2 shards."""
+
+    def configure_model(self) -> None:
+        mesh: Any = self.device_mesh
+        for network in self.networks:
+            fully_shard(network, mesh=mesh["data_parallel"])
+
+
 class Bringing(Logging):
     """Brings a callback of its own, which the Trainer learns of when fit() has begun."""
 
     def configure_callbacks(self) -> Any:
         return [of_lightning.GradientAccumulationScheduler({0: 1, 1: 2})]
+
+
+class Scheduled(Logging):
+    """Steps one schedule after every second batch and one after every epoch; skips batches and rests of epochs."""
+
+    def on_train_batch_start(self, batch: torch.Tensor, index: int) -> int | None:
+        return -1 if index == 4 and self.current_epoch % 2 else None
+
+    def training_step(self, batch: torch.Tensor, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        return None if index == 1 else loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        by_steps = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+        by_epochs = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.2)
+        return [optimizer], [
+            {"scheduler": by_steps, "interval": "step", "frequency": 2},
+            {"scheduler": by_epochs, "interval": "epoch"},
+            {"scheduler": plateau, "interval": "step", "frequency": 3, "monitor": "train_mean_step"},
+        ]
 
 
 @dataclass
@@ -249,13 +282,22 @@ CASES = {
         8, {"max_epochs": 2, "strategy": "ddp_find_unused_parameters_true"}, module=Accumulating, ranks=2
     ),
     "a callback of the module": Case(8, {"max_epochs": 3}, module=Bringing),
+    "schedules and skipped batches, within": Case(8, {"max_epochs": 4}, module=Scheduled),
+    "schedules and skipped batches, at a shortened epoch's end": Case(10, {"max_epochs": 4}, module=Scheduled),
+    "schedules and skipped batches, by steps": Case(6, {"max_steps": 17}, module=Scheduled),
+    "clipped, accumulated, with a limit of time": Case(
+        5, {"max_epochs": 4, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_time": {"hours": 1}}
+    ),
+    "overfitted batches": Case(5, {"max_epochs": 5, "overfit_batches": 3}),
+    "2 ranks, sharded": Case(8, {"max_epochs": 3, "strategy": ModelParallelStrategy(2, 1)}, module=Sharded, ranks=2),
+    "schedules of callbacks, at an epoch's end": Case(
+        3, {"max_epochs": 4}, lambda: [CALLBACKS[name]() for name in ("EarlyStopping", "GradientAccumulationScheduler")]
+    ),
     "half precision": Case(8, {"max_epochs": 3, "precision": "bf16-true"}),
     "double precision": Case(8, {"max_epochs": 3, "precision": "64-true"}),
     "mixed precision": Case(8, {"max_epochs": 3, "precision": "bf16-mixed"}),
 } | {
-    f"{name} {where}": Case(killed_at, {"max_epochs": 4}, partial(_one, make), logs=True)
-    for name, make in CALLBACKS.items()
-    for where, killed_at in (("within an epoch", 4), ("at an epoch's end", 6))
+    f"with {name}": Case(4, {"max_epochs": 4}, partial(_one, make), logs=True) for name, make in CALLBACKS.items()
 }  # fmt: skip
 
 
@@ -285,4 +327,4 @@ def run(folder: str, interval: int, killed_at: int | None) -> None:
         {name: float(value) for name, value in trainer.logged_metrics.items() if "/" not in name},  # no times
     ]
     written = [json.dumps(log, default=lambda value: value.tolist()) for log in logs]
-    torch.save({"weights": module.state_dict(), "logs": written}, path / f"result-{rank}.pt")
+    write(path, module, written, 0)

@@ -10,6 +10,9 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from titan_ckpt import CheckpointConfig, SaveConfig
@@ -44,13 +47,14 @@ def die_at(step: int, killed_at: int | None, interval: int, folder: Path) -> Non
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_fabric(folder: str, interval: int, killed_at: int | None) -> None:
+def run_fabric(folder: str, interval: int, killed_at: int | None, **settings: Any) -> None:
     """Train with a loop of Fabric."""
     data = Samples(26)
-    fabric = L.Fabric(accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", "1")))
+    fabric = L.Fabric(accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", "1")), **settings)
     fabric.launch()
     fabric.seed_everything(0, verbose=False)
-    network, optimizer = fabric.setup(bare := model(), torch.optim.AdamW(bare.parameters(), lr=1e-2))
+    network = fabric.setup_module(bare := model())  # before its optimizer, as ModelParallelStrategy demands
+    optimizer: Any = fabric.setup_optimizers(torch.optim.AdamW(network.parameters(), lr=1e-2))
     loader: Any = fabric.setup_dataloaders(DataLoader(data, batch_size=2, shuffle=True))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.optimizer, T_max=20)
     config = CheckpointConfig(save=SaveConfig(interval=interval))
@@ -75,6 +79,30 @@ def run_fabric(folder: str, interval: int, killed_at: int | None) -> None:
                 step += 1
                 manager.save(step, last_step=step == steps)
     write(Path(folder), bare, [scheduler.get_last_lr()], data.num_read)
+
+
+def run_fabric_mixed(folder: str, interval: int, killed_at: int | None) -> None:
+    """Do the same in mixed precision."""
+    run_fabric(folder, interval, killed_at, precision="bf16-mixed")
+
+
+def run_fabric_half(folder: str, interval: int, killed_at: int | None) -> None:
+    """Do the same with weights in bfloat16."""
+    run_fabric(folder, interval, killed_at, precision="bf16-true")
+
+
+def run_fabric_double(folder: str, interval: int, killed_at: int | None) -> None:
+    """Do the same with weights in float64."""
+    run_fabric(folder, interval, killed_at, precision="64-true")
+
+
+def run_fabric_sharded(folder: str, interval: int, killed_at: int | None) -> None:
+    """Do the same with weights that FSDP2 shards."""
+
+    def shard(module: Any, mesh: Any) -> Any:
+        return fully_shard(module, mesh=mesh["data_parallel"])
+
+    run_fabric(folder, interval, killed_at, strategy=ModelParallelStrategy(shard, 2, 1))
 
 
 class Regression(L.LightningModule):
@@ -186,5 +214,7 @@ def attached(folder: str, interval: int, **settings: Any) -> L.Trainer:
 
 def write(folder: Path, network: torch.nn.Module, logs: list[Any], num_read: int) -> None:
     """Write the weights, the log and the number of samples that were read, of this rank."""
-    result = {"weights": network.state_dict(), "logs": logs, "num_read": num_read}
+    state = network.state_dict().items()
+    weights = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state}
+    result = {"weights": weights, "logs": logs, "num_read": num_read}
     torch.save(result, folder / f"result-{os.environ.get('RANK', 0)}.pt")

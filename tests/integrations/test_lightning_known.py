@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
-import pkgutil
+import os
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,55 +16,16 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import callbacks as of_lightning
+from lightning.pytorch.strategies import Strategy
 from torch.utils.data import DataLoader
 
-from tests.integrations.lightning_cases import CALLBACKS
 from tests.integrations.lightning_runs import Samples, model
 from titan_ckpt import CheckpointConfig, SaveConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.lightning import attach
-from titan_ckpt.integrations.lightning.known import KNOWN, callback_faults
+from titan_ckpt.integrations.lightning.known import KNOWN, callback_faults, plugin_faults
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # a Trainer in this process warns of its loaders and of torch
-
-BASES = {
-    "callbacks": "callbacks.Callback",
-    "cli": "callbacks.Callback",
-    "serve": "callbacks.Callback",
-    "plugins.precision": "plugins.precision.Precision",
-    "strategies": "strategies.Strategy",
-}
-ABSTRACT = ("strategies.strategy.Strategy", "strategies.parallel.ParallelStrategy")
-
-
-def offered(package: str) -> Iterator[str]:
-    """Yield the full names of the public callbacks, strategies and precisions of a package."""
-    for part, base in BASES.items():
-        if package.endswith("fabric") and base.startswith("callbacks"):
-            continue
-        home, _, name = f"{package}.{base}".rpartition(".")
-        kind = getattr(importlib.import_module(home), name)
-        root = importlib.import_module(f"{package}.{part}")
-        under = pkgutil.walk_packages(getattr(root, "__path__", []), f"{root.__name__}.")
-        for module in (root, *(importlib.import_module(found.name) for found in under)):
-            for value in vars(module).values():
-                own = inspect.isclass(value) and issubclass(value, kind) and value.__module__.startswith(package)
-                if own and not value.__name__.startswith("_") and not value.__module__.startswith(f"{package}._"):
-                    yield f"{value.__module__}.{value.__qualname__}"
-
-
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"])
-def test_every_class_of_the_installed_lightning_is_listed(package: str) -> None:
-    """A callback, strategy or precision of a newer version is refused until it is listed; none is listed in vain."""
-    names = {name for name in offered(package) if not name.endswith(ABSTRACT)}
-    listed = {name for name in KNOWN if name.startswith(f"{package}.")}
-    assert names ^ listed == set()
-
-
-def test_every_callback_that_is_listed_as_exact_is_killed_and_resumed() -> None:
-    """The cases have one of each class."""
-    exact = {n for n, why in KNOWN.items() if n.startswith("lightning.pytorch.c") and not why}
-    assert {n.rpartition(".")[2] for n in exact} - {"Callback"} == CALLBACKS.keys()
 
 
 @pytest.mark.parametrize("name", [n for n, why in KNOWN.items() if n.startswith("lightning.pytorch.c") and why])
@@ -77,28 +38,44 @@ def test_a_callback_that_is_not_exact_is_refused_with_what_to_do(name: str) -> N
     assert [*callback_faults([callback], (name,))] == []
 
 
-class Simple(L.LightningModule):
-    """Counts the steps of this start."""
+class Body:
+    """Counts the steps of this start; needs the LightningModule of a package."""
 
-    def __init__(self, callbacks: Callable[[], list[Any]] = list, metric: Any = None) -> None:
+    def __init__(self, callbacks: Callable[[], list[Any]] = list, metric: Any = None, trains_on: bool = False) -> None:
         super().__init__()
+        self.network: Any
         self.network, self.bring, self.metric = model(), callbacks, metric
-        self.num_steps = 0
+        self.num_steps, self.trains_on = 0, trains_on
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         self.num_steps += 1
         loss: torch.Tensor = (self.network(batch[:, :4]) - batch[:, 4:]).square().mean()
-        self.log("loss", loss, on_epoch=True)
+        self.log("loss", loss, on_epoch=True)  # type: ignore[attr-defined]  # of the package's LightningModule
         return loss
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e-2)
+        return torch.optim.SGD(self.network.parameters(), lr=1e-2)
+
+    def on_fit_start(self) -> None:
+        if self.trains_on:
+            self.trainer.should_stop = False  # type: ignore[attr-defined]  # as below
 
     def configure_callbacks(self) -> Any:
         return self.bring()
 
 
-def fit(folder: Path, *callbacks: Any, epochs: int = 1, allow: tuple[str, ...] = (), **module: Any) -> int:
+class Simple(Body, L.LightningModule):
+    pass
+
+
+def fit(
+    folder: Path,
+    *callbacks: Any,
+    epochs: int = 1,
+    allow: tuple[str, ...] = (),
+    ckpt_path: Path | None = None,
+    **module: Any,
+) -> int:
     """Train in a folder, two steps an epoch, and return the number of steps that this start has trained."""
     made = Simple(**module)
     trainer = L.Trainer(
@@ -107,7 +84,7 @@ def fit(folder: Path, *callbacks: Any, epochs: int = 1, allow: tuple[str, ...] =
     )  # fmt: skip
     try:
         attach(trainer, CheckpointConfig(save=SaveConfig(interval=1), allow=allow))
-        trainer.fit(made, DataLoader(Samples(4), batch_size=2))
+        trainer.fit(made, DataLoader(Samples(4), batch_size=2), ckpt_path=ckpt_path)
     except ConfigError:
         assert made.num_steps == 0, "a run is refused before its first step"
         raise
@@ -190,10 +167,33 @@ def test_state_that_no_callback_takes_is_an_error_and_other_callbacks_are_named(
     assert fit(tmp_path, epochs=3, allow=("Giving",)) == 2
 
 
-def test_a_callback_that_the_module_brings_is_looked_at_before_it_trains(tmp_path: Path) -> None:
+class OwnFinder(of_lightning.LearningRateFinder):
+    """Finds a rate again and again."""
+
+
+@pytest.mark.parametrize("kind", [of_lightning.LearningRateFinder, OwnFinder])
+def test_a_callback_that_the_module_brings_is_looked_at_before_it_trains(tmp_path: Path, kind: type) -> None:
     """`configure_callbacks()` is called after `attach`."""
-    with pytest.raises(ConfigError, match=r"LearningRateFinder: it tries .*before attach"):
-        fit(tmp_path, callbacks=lambda: [of_lightning.LearningRateFinder()])
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}: it tries .*before attach"):
+        fit(tmp_path, callbacks=lambda: [kind()])
+
+
+def test_a_checkpoint_of_lightnings_is_not_loaded_over_a_step(tmp_path: Path) -> None:
+    """fit(ckpt_path=...) would give the loops and optimizers of one, and the weights of the other."""
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, logger=False, default_root_dir=tmp_path)
+    trainer.fit(Simple(), DataLoader(Samples(4), batch_size=2))
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    with pytest.raises(ConfigError, match=r"ckpt_path: Lightning would put the state of .*own\.ckpt over"):
+        fit(tmp_path, ckpt_path=tmp_path / "own.ckpt")
+
+
+def test_an_unknown_strategy_is_refused_and_can_be_allowed() -> None:
+    kind: Any = type("Fast", (Strategy,), {"__module__": "own"})
+    kind.__abstractmethods__ = frozenset()
+    strategy = object.__new__(kind)
+    (line,) = plugin_faults(strategy, None, ())
+    assert line.startswith("Fast: it was not proved") and line.endswith('checkpoint.allow = ["own.Fast"]')
+    assert [*plugin_faults(strategy, None, ("own.Fast",))] == []
 
 
 @pytest.mark.parametrize("metric", [torchmetrics.aggregation.RunningMean(), torchmetrics.wrappers.MinMaxMetric])
@@ -204,11 +204,46 @@ def test_a_metric_with_state_beside_its_states_is_refused(tmp_path: Path, metric
         fit(tmp_path, metric=metric)
 
 
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_both_packages_resume_the_sums_of_an_epoch_and_know_their_callbacks(tmp_path: Path, package: str) -> None:
+    """One table has the names of both, and a metric that was logged is made again by the package's own class."""
+    of_package = importlib.import_module(package)
+    means = []
+    for folder, steps in (("whole", 4), ("resumed", 3), ("resumed", 4)):
+        L.seed_everything(0, verbose=False)
+        trainer = of_package.Trainer(
+            accelerator="cpu", max_steps=steps, callbacks=[of_package.callbacks.EarlyStopping("loss")], logger=False,
+            default_root_dir=tmp_path / folder, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
+        )  # fmt: skip
+        attach(trainer, CheckpointConfig(save=SaveConfig(interval=1)))
+        trainer.fit(type("Own", (Body, of_package.LightningModule), {})(), DataLoader(Samples(10), batch_size=2))
+        means.append(float(trainer.callback_metrics["loss"]))
+    assert means[0] == means[2] != means[1]
+
+
+def test_attributes_that_a_module_sets_in_training_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No step holds a plain attribute of a module, and it may decide nothing: the run is told, and goes on."""
+    fit(tmp_path)
+    assert "Simple sets self.num_steps, and no step holds them" in caplog.text
+
+
 def test_a_run_that_has_stopped_early_stays_stopped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Started again, it trains no step, and says how to train on."""
-    stops = [of_lightning.EarlyStopping("loss", stopping_threshold=1e9) for _ in range(2)]
-    assert [fit(tmp_path, stop, epochs=9) for stop in stops] == [2, 0]
+    stops = [of_lightning.EarlyStopping("loss", stopping_threshold=1e9) for _ in range(3)]
+    assert [fit(tmp_path, stop, epochs=9) for stop in stops[:2]] == [2, 0]
     assert "self.trainer.should_stop = False in on_fit_start" in caplog.text
+    assert fit(tmp_path, stops[2], epochs=9, trains_on=True) == 2
+
+
+def test_a_run_that_a_signal_has_stopped_goes_on(tmp_path: Path) -> None:
+    """A stop by RunGuard is no decision of the training."""
+
+    def stop(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert fit(tmp_path, of_lightning.LambdaCallback(on_train_batch_end=stop), epochs=2) == 1
+    assert fit(tmp_path, of_lightning.LambdaCallback(), epochs=2) == 3
 
 
 def test_a_timer_counts_the_time_of_all_starts(tmp_path: Path) -> None:

@@ -145,11 +145,14 @@ def _package(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
 
-def stored_by_code_of(kinds: Iterable[type]) -> Iterator[str]:
-    """Yield what the methods of classes set or delete after the object is built, such as "self.best"."""
+def stored_by_code_of(kinds: Iterable[type], builds: Collection[str] = ()) -> Iterator[str]:
+    """Yield what the methods of classes set or delete after the object is built, such as "self.best".
+
+    `builds`: further methods that build the object.
+    """
     for kind in kinds:
         for name, method in vars(kind).items():
-            if name not in _BUILDS:
+            if name not in _BUILDS and name not in builds:
                 yield from _stored(method)
 
 

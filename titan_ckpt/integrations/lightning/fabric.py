@@ -38,7 +38,7 @@ def fabric_manager(
     is that of any CheckpointManager; do not call fabric.save and fabric.load.
     Raises: ConfigError for FSDP1, DeepSpeed, XLA, and for data whose position cannot be known.
     """
-    if faults := [*plugin_faults(fabric.strategy, fabric.strategy.precision)]:
+    if faults := [*plugin_faults(fabric.strategy, fabric.strategy.precision, config.allow)]:
         raise ConfigError(faults)
     stateful = dict(states or {})
     scaler = getattr(fabric.strategy.precision, "scaler", None)

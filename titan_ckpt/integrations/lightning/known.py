@@ -96,30 +96,43 @@ KNOWN = {
 """Full name of a class -> why it is refused, and the next step; "" if it continues exactly."""
 
 
-def plugin_faults(strategy: Any, precision: Any) -> Iterator[str]:
-    """Yield why a strategy or a precision does not work with titan_ckpt. None of them can be allowed."""
+_SETS_UP = frozenset(
+    {
+        "configure_callbacks", "configure_model", "configure_optimizers", "configure_sharded_model", "on_fit_start",
+        "on_train_start", "predict_dataloader", "prepare_data", "setup", "teardown", "test_dataloader",
+        "train_dataloader", "val_dataloader",
+    }
+)  # fmt: skip
+"""Hooks of a module and a data module that every start calls."""
+
+
+def plugin_faults(strategy: Any, precision: Any, allow: Collection[str]) -> Iterator[str]:
+    """Yield why a strategy or a precision does not work with titan_ckpt. Only one that is not known can be allowed."""
     for value in (strategy, precision):
-        kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__]
-        reasons = [KNOWN[kind] for kind in kinds if kind in KNOWN]
-        if value is not None and (not reasons or reasons[0]):
-            yield f"{type(value).__name__}: {reasons[0] if reasons else 'it was not proved to continue exactly'}"
+        reason = _listed(type(value))
+        if value is not None and reason is None:
+            unknown = "it was not proved to continue exactly after a resume: use one of Lightning's that is listed"
+            yield from unless_allowed(type(value).__name__, class_name(value), unknown, allow)
+        elif reason:
+            yield f"{type(value).__name__}: {reason}"
 
 
 def callback_faults(callbacks: Iterable[Any], allow: Collection[str]) -> Iterator[str]:
-    """Yield why callbacks of Lightning's own, and those that change its checkpoint, cannot be resumed."""
+    """Yield why callbacks cannot be resumed that are Lightning's, extend one that is refused, or change checkpoints."""
     for callback in callbacks:
-        name = class_name(callback)
-        if _is_of_library(type(callback)):
-            yield from faults([("callback", callback)], KNOWN, allow)
-        if overrides(callback, "callbacks.callback") and not KNOWN.get(name):
+        name, refused = class_name(callback), []
+        if _is_of_library(type(callback)) or _listed(type(callback)):
+            refused = [*faults([("callback", callback)], KNOWN, allow)]
+        if not refused and overrides(callback, "callbacks.callback"):
             reason = f"{_OWN} state: leave it out, or give it state_dict and load_state_dict"
-            yield from unless_allowed(f"callback {name}", name, reason, allow)
+            refused = [*unless_allowed(f"callback {name}", name, reason, allow)]
+        yield from refused
 
 
 def own_faults(callbacks: Iterable[Any], module: nn.Module, allow: Collection[str]) -> Iterator[str]:
     """Yield why callbacks of the user's own, which may hold parts of the module, and its metrics cannot be resumed."""
     for callback in callbacks:
-        if _is_of_library(type(callback)):
+        if _is_of_library(type(callback)) or _listed(type(callback)):
             continue
         yield from faults([("callback", callback)], KNOWN, allow, live=[module], gives_state=_gives_state)
         if _gives_state(callback) and not _is_of_library(_home(callback, "on_fit_start")):
@@ -132,6 +145,18 @@ def own_faults(callbacks: Iterable[Any], module: nn.Module, allow: Collection[st
         if beside:
             reason = f"its code sets {', '.join(sorted(beside))} beside the states of add_state: add them as states"
             yield from unless_allowed(f"metric {name}, {class_name(metric)}", class_name(metric), reason, allow)
+
+
+def unsaved_attributes(value: Any, hook: str) -> list[str]:
+    """Return the attributes that the code of a user's module or data module sets in training, and that no step holds.
+
+    `hook`: the method by which it gives its state; one that has it is trusted.
+    """
+    own = [kind for kind in type(value).__mro__[:-1] if not _is_of_library(kind)]
+    if any(hook in vars(kind) for kind in own):
+        return []
+    saved = {*getattr(value, "_parameters", ()), *getattr(value, "_buffers", ()), *getattr(value, "_modules", ())}
+    return sorted({*stored_by_code_of(own, _SETS_UP)} - {f"self.{name}" for name in saved})
 
 
 def overrides(value: Any, home: str) -> bool:
@@ -148,6 +173,12 @@ def _gives_state(callback: Any) -> bool:
 def _home(value: Any, method: str) -> type:
     """Return the class that defines a method of an object."""
     return next(kind for kind in type(value).__mro__ if method in vars(kind))
+
+
+def _listed(kind: type) -> str | None:
+    """Return what the table says of a class, or of the nearest one that it extends; None if it has neither."""
+    names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
+    return next((KNOWN[name] for name in names if name in KNOWN), None)
 
 
 def _is_of_library(kind: type) -> bool:

@@ -68,7 +68,9 @@ def load_metrics(trainer: Any, state: dict[str, Any]) -> None:
     for stored in state["logged"]:
         results[stored["key"]] = _logged(trainer, type(results).__module__, stored)
     # not by trainer.callback_metrics, which would compute the epoch's from the sums of a part
-    connector._callback_metrics, connector._logged_metrics = state["seen"], state["shown"]  # noqa: SLF001 - as above
+    device = trainer.strategy.root_device
+    seen, shown = ({k: v.to(device) for k, v in state[part].items()} for part in ("seen", "shown"))
+    connector._callback_metrics, connector._logged_metrics = seen, shown  # noqa: SLF001 - as above
     connector._first_loop_iter, connector._current_fx = state["first"], state["hook"]  # noqa: SLF001 - as above
 
 

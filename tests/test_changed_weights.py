@@ -14,14 +14,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from schedulefree import AdamWScheduleFree
+import torch.distributed.checkpoint
+from safetensors.torch import load_file
+from schedulefree import AdamWScheduleFree, ScheduleFreeWrapper
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from titan_ckpt.components.optimizer_content import PROVED
-from titan_ckpt.config import CheckpointConfig, SaveConfig
+from titan_ckpt.config import CheckpointConfig, ExportConfig, SaveConfig
 from titan_ckpt.errors import PeerError, SaveError
 from titan_ckpt.formats.native import writer
 from titan_ckpt.formats.native.segments import Segments
@@ -146,6 +148,65 @@ def test_the_recipe_of_schedulefree_saves_the_weights_of_evaluation(tmp_path: Pa
             manager.wait()
         manager.load(3)
     assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+
+
+def wrapped(parameters: Any, **settings: Any) -> Any:
+    return ScheduleFreeWrapper(torch.optim.SGD(parameters, **settings))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", [AdamWScheduleFree, wrapped])
+def test_the_last_export_holds_the_weights_of_evaluation_and_the_step_those_of_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any
+) -> None:
+    """An export with the training state is one to train on; the log says what exports of the interval hold."""
+    model = nn.Linear(4, 4)
+    optimizer = kind(model.parameters(), lr=0.1)
+    optimizer.train()
+    names = ("weights", "state", "interval")
+    exports = (
+        ExportConfig("dcp", folder="weights"),
+        ExportConfig("dcp", folder="state", training_state=True),
+        ExportConfig("dcp", folder="interval", interval=2),
+    )[: 3 if kind is AdamWScheduleFree else 1]
+    config = CheckpointConfig(save=SaveConfig(interval=1), export=exports)
+    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path) as manager:
+        for step in (1, 2, 3):
+            take_step(model, optimizer)
+            of_training = model.weight.detach().clone()
+            manager.save(step, last_step=step == 3)
+        of_evaluation = model.weight.detach().clone()
+        manager.load(3)
+        assert torch.equal(model.weight, of_training)
+    assert not torch.equal(of_training, of_evaluation)
+    found = []
+    for name in names[: len(exports)]:
+        read = {"weight": torch.empty(4, 4)}
+        torch.distributed.checkpoint.load(read, checkpoint_id=tmp_path / name / "step-3", no_dist=True)
+        found.append(read["weight"])
+    expected = [of_evaluation, of_training, of_evaluation][: len(exports)]
+    assert all(map(torch.equal, found, expected))
+    assert ("exports before the last step hold the weights that AdamWScheduleFree" in caplog.text) == (
+        len(exports) == 3
+    )
+
+
+def test_a_last_step_of_the_model_alone_holds_the_weights_of_evaluation(tmp_path: Path) -> None:
+    """Without the optimizer's state, nobody could compute them from those of training."""
+    model = nn.Linear(4, 4)
+    optimizer = AdamWScheduleFree(model.parameters(), lr=0.1)
+    optimizer.train()
+    config = CheckpointConfig(save=SaveConfig(interval=9, model_only_last="own"))
+    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path) as manager:
+        for step in (1, 2):
+            take_step(model, optimizer)
+            manager.save(step, last_step=step == 2)
+        manager.wait()
+        optimizer.eval()
+        wanted = model.weight.detach().clone()
+    (file,) = (tmp_path / "checkpoints" / "step-2").glob("*.safetensors")
+    (stored,) = (value for key, value in load_file(file).items() if key.endswith("weight"))
+    assert torch.equal(stored, wanted)
 
 
 def optimizers_of_torch() -> list[type[Optimizer]]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from titan_ckpt import policy
-from titan_ckpt.components.optimizer_content import PROVED, steppers
+from titan_ckpt.components.optimizer_content import PROVED, steppers, switches
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.components.snapshot import (
     Mark,
@@ -120,6 +120,13 @@ class CheckpointManager:
             self.base_folder, self._run, transforms, coordinator, storage_line, config.initial_load, config.store
         )
         check_exports(self._exporter, config.export)
+        self._switches = switches(optimizers)
+        if self._switches and any(export.interval for export in config.export):
+            logger.warning(
+                "exports before the last step hold the weights that %s trains on; that of the last step holds those "
+                "of its eval()",
+                type(self._switches[0]).__name__,
+            )
         hooked = steppers(optimizers) or []
         self._step_hooks = [  # so that a loop without maybe_wait_for_staging() saves no mixture of two steps
             optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()) for optimizer in hooked
@@ -210,7 +217,8 @@ class CheckpointManager:
     ) -> bool:
         """Save the step if it is due, make the exports that are due, and return whether it saved.
 
-        The exports of the last step are waited for. `export=False` leaves exports to a call of `export()`. `force`
+        The exports of the last step are waited for; an optimizer that has `eval()`, as schedulefree's, is in that mode
+        then. `export=False` leaves exports to a call of `export()`. `force`
         saves a step that is not due; with `last_step`, the process is about to be stopped before the run is done, and
         the step is a full one. `metrics`: values recorded with the
         step, by which retention may keep the best steps; those of rank 0 count, and values that are not finite are
@@ -235,6 +243,8 @@ class CheckpointManager:
             finite = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
             done = last_step and not force  # with both, the run is stopped, and is to be resumed from this step
             model_only = self.config.save.model_only_last if self.config.save and done else None
+            for optimizer in self._switches if model_only else ():
+                optimizer.eval()  # nobody could compute these weights without the state that is left out
             skippable = not (force or last_step)
             saved = self.save_step(DueSave(step, finite, skippable=skippable, last=last_step, model_only=model_only))
         if export:
@@ -308,7 +318,13 @@ class CheckpointManager:
         elif way == "left out":
             logger.warning("step %d is due for export and left out: what came before it is still being written", step)
         else:
+            weights = [export for export in exports if not export.training_state]
             for export in exports:
+                if export.training_state:
+                    self._export_now(export, step, last_step)
+            for optimizer in self._switches if last_step and weights else ():
+                optimizer.eval()  # the step is saved by now, with the weights of training
+            for export in weights:
                 self._export_now(export, step, last_step)
 
     def _timed_export(self, job: ExportJob, coordinator: Coordinator) -> None:

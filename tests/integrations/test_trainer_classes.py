@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from tests.integrations import trainer_grid
 from tests.integrations.trainer_cases import CASES, Counting, judge, plain
 from titan_ckpt import CheckpointConfig, SaveConfig
 from titan_ckpt.components.unsaved_state import class_name
@@ -76,6 +77,12 @@ def test_what_is_listed_as_exact_has_a_run() -> None:
 def test_a_killed_run_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     """Weights, log, and what callbacks keep beside the model."""
     assert judge(name, tmp_path) == [(name, "exact", "")]
+
+
+@pytest.mark.parametrize("number", range(60 if ALL else 6))
+def test_a_drawn_run_reads_the_samples_of_a_whole_one(number: int, tmp_path: Path) -> None:
+    """With steps or epochs as the limit, within an epoch and at its end, on one rank and on two."""
+    assert trainer_grid.judge(str(number), tmp_path) == [(str(trainer_grid.drawn(number)), "exact", "")]
 
 
 class Storing(Trainer):

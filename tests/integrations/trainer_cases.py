@@ -51,6 +51,7 @@ from tests.integrations.trainer_runs import (
     tokenizer,
     write,
 )
+from tests.zoo.worlds import Row
 from titan_ckpt import CheckpointConfig, SaveConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.transformers import attach
@@ -343,7 +344,7 @@ def run_case(folder: str, name: str, killed_at: int | None) -> None:
         (path / "refused.txt").write_text(str(error))
         return
     write(path, trainer, 0)
-    torch.save(followers(trainer), path / "followers.pt")
+    torch.save(followers(trainer), path / "beside-0.pt")
 
 
 def followers(trainer: Any) -> dict[str, Any]:
@@ -359,21 +360,28 @@ def followers(trainer: Any) -> dict[str, Any]:
     return found
 
 
-def judge(name: str, folder: Path) -> list[tuple[str, str, str]]:
+def judge(name: str, folder: Path) -> list[Row]:
     """Return whether a run that is killed and resumed equals one that is not."""
-    runs = (("whole", None), ("resumed", KILLED_AT), ("resumed", None))
-    phases = [Phase("run_case", str(folder / place), 1, (name, killed_at)) for place, killed_at in runs]
-    play(__name__, phases, str(folder / "codes.json"))
-    codes = [code for (code,) in json.loads((folder / "codes.json").read_text())]
+    return [(name, *verdict_of(__name__, "run_case", name, 1, KILLED_AT, folder))]
+
+
+def verdict_of(module: str, function: str, name: str, ranks: int, killed_at: int, folder: Path) -> tuple[str, str]:
+    """Play a run whole, killed and resumed. Return the verdict and a note."""
+    runs = (("whole", None), ("resumed", killed_at), ("resumed", None))
+    phases = [Phase(function, str(folder / place), ranks, (name, step)) for place, step in runs]
+    play(module, phases, str(folder / "codes.json"))
+    codes = json.loads((folder / "codes.json").read_text())
     if (refused := folder / "whole" / "refused.txt").exists():
-        return [(name, "refused", " ".join(refused.read_text().split()))]
-    if codes != [0, -signal.SIGKILL, 0]:
-        return [(name, "different", f"the runs ended with {codes}")]
-    found, expected = (torch.load(folder / place / "result-0.pt") for place in ("resumed", "whole"))
-    beside = [torch.load(folder / place / "followers.pt") for place in ("resumed", "whole")]
-    faults = [*differences(found["weights"], expected["weights"]), *differences(*beside)]
-    faults += [f"{a} in place of {b}" for a, b in zip_longest(found["logs"], expected["logs"]) if a != b]
-    return [(name, "different" if faults else "exact", "; ".join(faults)[:300])]
+        return "refused", " ".join(refused.read_text().split())
+    if codes != [[code] * ranks for code in (0, -signal.SIGKILL, 0)]:
+        return "different", f"the runs ended with {codes}"
+    faults: list[str] = []
+    for rank in range(ranks):
+        found, expected = (torch.load(folder / place / f"result-{rank}.pt") for place in ("resumed", "whole"))
+        beside = [torch.load(folder / place / f"beside-{rank}.pt") for place in ("resumed", "whole")]
+        faults += [*differences(found["weights"], expected["weights"]), *differences(*beside)]
+        faults += [f"{a} in place of {b}" for a, b in zip_longest(found["logs"], expected["logs"]) if a != b]
+    return "different" if faults else "exact", "; ".join(faults)[:300]
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> Iterator[str]:

@@ -8,7 +8,7 @@ has hooks on them, is asked for its state and given it back by its own methods. 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,11 +63,7 @@ def innermost(optimizer: Any) -> Optimizer:
 
     Raises: LoadMismatchError for an object that is no optimizer and wraps none.
     """
-    while any(kind.__module__.startswith(_WRAPPERS) for kind in type(optimizer).__mro__):
-        inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "base", None)
-        if inner is None:
-            break
-        optimizer = inner
+    optimizer = [*_layers(optimizer)][-1]
     if isinstance(optimizer, Optimizer) and hasattr(optimizer, "state"):
         return optimizer
     raise LoadMismatchError(
@@ -75,6 +71,24 @@ def innermost(optimizer: Any) -> Optimizer:
         "optimizer that it wraps in optimizers, and what it keeps itself, if it has state_dict and load_state_dict, "
         "in states"
     )
+
+
+def _layers(optimizer: Any) -> Iterator[Any]:
+    """Yield an optimizer and, outermost first, those inside of it."""
+    while optimizer is not None:
+        yield optimizer
+        is_wrapper = any(kind.__module__.startswith(_WRAPPERS) for kind in type(optimizer).__mro__)
+        optimizer = (getattr(optimizer, "optimizer", None) or getattr(optimizer, "base", None)) if is_wrapper else None
+
+
+def switches(optimizers: Sequence[Any]) -> list[Any]:
+    """Return the optimizers whose `eval` turns the weights of training into those of evaluation (schedulefree's).
+
+    accelerate's wrapper has an `eval` for every optimizer.
+    """
+    layers = [layer for optimizer in optimizers for layer in _layers(optimizer)]
+    own = [layer for layer in layers if not type(layer).__module__.startswith("accelerate.")]
+    return [layer for layer in own if callable(getattr(layer, "eval", None))]
 
 
 def steppers(optimizers: Sequence[Any]) -> list[Optimizer] | None:

@@ -20,7 +20,7 @@ from torchtitan.components.checkpointer import CheckpointManager as TorchtitanMa
 from titan_ckpt.converters.container import ModelConverters
 from titan_ckpt.encoding.local_path import is_uri
 from titan_ckpt.errors import ConfigError, KeyMapError
-from titan_ckpt.integrations.torchtitan import settings
+from titan_ckpt.integrations.torchtitan import held, settings
 from titan_ckpt.integrations.torchtitan.adapter import check_reads, find_key_map, with_stored_forms
 from titan_ckpt.integrations.torchtitan.hooks import adapted_modules, find_hooks, trained_beside_adapters
 from titan_ckpt.integrations.torchtitan.model_config import check_folder, config_json
@@ -142,6 +142,7 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         trained = trained_beside_adapters(model_parts, hooks)
         settings.check(config, base_folder, states, assets, adapted_modules(hooks), trained)
         self._config = config
+        self._held = partial(held.faults, states, dataloader, optimizers, lr_schedulers, config.allow)
         excluded = set(config.exclude_from_loading)
         self.manager = CheckpointManager(
             settings.translated(config, assets),
@@ -163,8 +164,11 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
     def _load(self, step: int = -1) -> bool:
         """Resume, or load the initial weights; return whether anything was loaded.
 
-        Raises: ConfigError for a run that would save steps which are older than the one that it resumed.
+        Raises: ConfigError for a run that would save steps which are older than the one that it resumed, or that holds
+        objects which are not known to resume exactly: its Trainer is complete here, and has not trained.
         """
+        if faults := self._held():
+            raise ConfigError(faults, "TitanCheckpointer")
         result = self.manager.load(step)
         resumed = result.plan.resume
         folder = self.manager.folder

@@ -29,20 +29,20 @@ def described(model: Any) -> dict[str, Any]:
 
 def foreign_classes(model: Any) -> list[str]:
     """Return the classes of args that are not torchtitan's own, whose settings are not known."""
-    kinds = (kind for args in _tree(model) for kind in type(args).__mro__)
+    kinds = (kind for args in tree(model) for kind in type(args).__mro__)
     names = (f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
     return [*dict.fromkeys(name for name in names if name.partition(".")[0] not in (*_OWN, "builtins"))]
 
 
-def _tree(args: Any) -> Iterator[Any]:
+def tree(args: Any) -> Iterator[Any]:
     """Yield the args of a model and of all its parts, as torchtitan's Config.traverse finds them."""
     if isinstance(args, (list, tuple)):
         for item in args:
-            yield from _tree(item)
+            yield from tree(item)
     elif hasattr(type(args), "traverse"):
         yield args
         for name in type(args).__dataclass_fields__:
-            yield from _tree(getattr(args, name, None))
+            yield from tree(getattr(args, name, None))
 
 
 def _one(values: Iterable[Any]) -> Any:

@@ -146,4 +146,4 @@ def test_a_config_json_of_another_model_or_none_at_all_is_refused(tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps(derived | {"my_own": 1}))
     assert config_json(model, str(tmp_path))["my_own"] == 1
     with pytest.raises(ConfigError, match="none can be derived for"):
-        config_json(FLAVOURS["qwen3_debugmodel_moe_param_groups"]().model_spec.model, None)
+        config_json(object(), None)

@@ -33,7 +33,7 @@ def test_settings_change_what_the_manager_is_told(tmp_path: Path) -> None:
         "exclude_from_loading": ["optimizer"], "enable_first_step_checkpoint": True, "last_save_model_only": False,
         "last_save_in_hf": True, "last_save_in_dcp": True, "export_dtype": "bfloat16",
         "initial_load_path": str(tmp_path), "additional_load_path": str(tmp_path), "include_base": True,
-        "store": StoreConfig(region="eu-central-1"),
+        "store": StoreConfig(region="eu-central-1"), "allow": ["a.B"],
     }  # fmt: skip
     in_bucket: dict[str, Any] = {"folder": "s3://bucket/run/checkpoint"}  # where settings of a store make sense
     plain = translated(TitanCheckpointer.Config(**in_bucket), None)

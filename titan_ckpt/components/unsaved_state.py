@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from inspect import unwrap
 from io import IOBase
 from types import CodeType, FunctionType
 from typing import Any
@@ -158,8 +159,11 @@ def stored_by_code_of(kinds: Iterable[type], builds: Collection[str] = ()) -> It
 
 def _stored(method: Any) -> Iterator[str]:
     """Yield what the code of a function, method or property sets or deletes: attributes of its object, and globals."""
-    members = (method.fget, method.fset, method.fdel) if isinstance(method, property) else (method,)
-    codes = (getattr(getattr(member, "__func__", member), "__code__", None) for member in members)
+    members: tuple[Any, ...] = (method,)
+    if isinstance(method, property):
+        members = (method.fget, method.fset, method.fdel)
+    # torch wraps the step() of each class of an optimizer
+    codes = (getattr(unwrap(getattr(member, "__func__", member)), "__code__", None) for member in members)
     pending = [code for code in codes if isinstance(code, CodeType) and code.co_varnames]
     owners = {code.co_varnames[0] for code in pending}
     while pending:

@@ -227,7 +227,10 @@ def _plan(
     if isinstance(reader, PeftReader) and (adapter := wrapper.hooks and wrapper.hooks.state_dict_adapter()):
         reader.leave_out(adapter.key_map(transforms.key_map, reader.tensors).repeats)
     if source.format == "hf":
-        check_model_config(source, reader.metadata(), transforms.hf_config or {})
+        if transforms.check_folder is not None:
+            transforms.check_folder(str(source.path), reader.metadata())
+        else:
+            check_model_config(source, reader.metadata(), transforms.hf_config or {})
         if reader.metadata().get("quantization_config") and _quantises(wrapper):
             logger.warning(
                 "load: %s holds quantised weights, and this run quantises them again, which gives other values even "

@@ -11,7 +11,7 @@ import contextlib
 import difflib
 import functools
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -239,6 +239,9 @@ class StateDictTransforms:
     assets: Path | None = None
     torchtitan: KeyMap | None = None
     """The table between the names of torchtitan's model and those in a Hugging Face folder."""
+    check_folder: Callable[[str, Mapping[str, Any]], None] | None = None
+    """Raises if the config.json of a folder to load, given with its path, does not describe the model; absent: the
+    shape in `hf_config` is compared."""
 
     def names_in_torchtitan(self, fqns: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """Return native name -> torchtitan's names of the same tensor, several for a tied one.

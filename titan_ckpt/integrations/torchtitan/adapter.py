@@ -46,7 +46,7 @@ def find_key_map(adapter: Any, shapes: Mapping[str, Shape], tied: Mapping[str, s
     problems: list[str] = []
     for layer in _layers(shapes).values():
         probes = _probes({fqn: shapes[fqn] for fqn in layer})
-        made = [adapter.to_hf(dict(probe)) for probe in probes]
+        made = [_call(adapter, "to_hf", probe) for probe in probes]
         groups, dropped = _groups(layer, made[0])
         problems += [f"{fqn}: the adapter's to_hf() drops it" for fqn in dropped]
         for fqns, keys in groups:
@@ -63,6 +63,33 @@ def find_key_map(adapter: Any, shapes: Mapping[str, Shape], tied: Mapping[str, s
             problems,
         )
     return KeyMap(tuple(rules))
+
+
+def check_reads(adapter: Any, shapes: Mapping[str, Shape], tied: Mapping[str, str]) -> None:
+    """Call the adapter's from_hf() on tensors without values, for what it checks before torchtitan would load a folder.
+
+    `shapes`, `tied`: as for `find_key_map`. Raises: KeyMapError with what from_hf() raised, or does not bring back.
+    """
+    whole = {fqn: torch.empty(shape, device="meta") for fqn, shape in shapes.items()}
+    back = {fqn: tuple(v.shape) for fqn, v in _call(adapter, "from_hf", _call(adapter, "to_hf", whole)).items()}
+    wrong = [fqn for fqn, shape in shapes.items() if back.get(fqn) != tuple(shape)]
+    wrong += [fqn for fqn in back if fqn not in shapes and fqn not in tied]
+    if wrong:
+        raise KeyMapError(
+            f"{type(adapter).__name__}: from_hf() does not give back what to_hf() took: {listed(wrong)}", wrong
+        )
+
+
+def _call(adapter: Any, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Call a method of the adapter, which may be the user's code. Raises: KeyMapError with what it raised."""
+    try:
+        made: dict[str, Any] = getattr(adapter, name)(dict(values))
+    except Exception as error:
+        raise KeyMapError(
+            f"{type(adapter).__name__}.{name}() does not take this model: {type(error).__name__}: {error}; it was "
+            f"given {listed([*values])}"
+        ) from error
+    return made
 
 
 def with_stored_forms(key_map: KeyMap, adapter: Any, subtrees: Sequence[OwnState], fqns: Collection[str]) -> KeyMap:

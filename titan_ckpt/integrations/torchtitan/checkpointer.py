@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from torchtitan.components.checkpointer import CheckpointManager as TorchtitanMa
 
 from titan_ckpt.converters.container import ModelConverters
 from titan_ckpt.encoding.local_path import is_uri
-from titan_ckpt.errors import ConfigError
-from titan_ckpt.integrations.torchtitan import settings
-from titan_ckpt.integrations.torchtitan.adapter import find_key_map, with_stored_forms
+from titan_ckpt.errors import ConfigError, KeyMapError
+from titan_ckpt.integrations.torchtitan import held, settings
+from titan_ckpt.integrations.torchtitan.adapter import check_reads, find_key_map, with_stored_forms
 from titan_ckpt.integrations.torchtitan.hooks import adapted_modules, find_hooks, trained_beside_adapters
-from titan_ckpt.integrations.torchtitan.model_config import config_json
+from titan_ckpt.integrations.torchtitan.model_config import check_folder, config_json
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.stores.settings import StoreConfig
 from titan_ckpt.types import Stateful
@@ -57,13 +58,25 @@ def _transforms(
         raise ConfigError([f"checkpoint.{name}: the model spec has no state_dict_adapter" for name in wanted])
     wrapper = ModelWrapper(model_parts, hooks)
     state = wrapper.state("base")
-    key_map = find_key_map(sd_adapter, {fqn: tuple(v.shape) for fqn, v in state.tensors.items()}, wrapper.tied)
+    shapes = {fqn: tuple(v.shape) for fqn, v in state.tensors.items()}
+    try:
+        key_map = find_key_map(sd_adapter, shapes, wrapper.tied)
+        check_reads(sd_adapter, shapes, wrapper.tied)
+    except KeyMapError as error:
+        folder = settings.initial_path(config, assets) if config.initial_load_in_hf else None
+        names = ", ".join(f"checkpoint.{name}" for name in wanted) + (f" ({folder})" if folder else "")
+        raise KeyMapError(f"{names}: {error}", error.unknown) from error
     exports = settings.exports(config)
     if peft or "peft" in exports:
         adapted = [f"{fqn}.weight" for fqn in adapted_modules(hooks)]
         key_map = with_stored_forms(key_map, sd_adapter, state.own, adapted)
-    hf_config = config_json(sd_adapter.model_config, assets) if exports else None
-    return StateDictTransforms(key_map, hf_config, Path(assets) if assets and Path(assets).is_dir() else None)
+    model = getattr(sd_adapter, "model_config", None)
+    return StateDictTransforms(
+        key_map,
+        config_json(model, assets, config.allow) if exports else None,
+        Path(assets) if assets and Path(assets).is_dir() else None,
+        check_folder=partial(check_folder, model=model, allow=config.allow),
+    )
 
 
 class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan is not there when mypy runs
@@ -87,6 +100,9 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         last_save_in_dcp: bool = False
         """Whether the last step is also written, with all training state, as torchtitan's own manager writes it: in
         the folder dcp beside the checkpoint folder."""
+        allow: list[str] = field(default_factory=list)
+        """Names that messages ask for: classes whose state a resumed run may lose, settings in config.json that may
+        differ. Steps record them."""
         store: StoreConfig = field(default_factory=StoreConfig)
         """How buckets are reached, if a folder or a source is in one."""
 
@@ -126,6 +142,7 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         trained = trained_beside_adapters(model_parts, hooks)
         settings.check(config, base_folder, states, assets, adapted_modules(hooks), trained)
         self._config = config
+        self._held = partial(held.faults, states, dataloader, optimizers, lr_schedulers, config.allow)
         excluded = set(config.exclude_from_loading)
         self.manager = CheckpointManager(
             settings.translated(config, assets),
@@ -147,8 +164,11 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
     def _load(self, step: int = -1) -> bool:
         """Resume, or load the initial weights; return whether anything was loaded.
 
-        Raises: ConfigError for a run that would save steps which are older than the one that it resumed.
+        Raises: ConfigError for a run that would save steps which are older than the one that it resumed, or that holds
+        objects which are not known to resume exactly: its Trainer is complete here, and has not trained.
         """
+        if faults := self._held():
+            raise ConfigError(faults, "TitanCheckpointer")
         result = self.manager.load(step)
         resumed = result.plan.resume
         folder = self.manager.folder

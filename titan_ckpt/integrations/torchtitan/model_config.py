@@ -1,80 +1,176 @@
-"""config.json of a torchtitan model: the one in hf_assets_path, checked against the model, or a derived one."""
+"""config.json of a Hugging Face folder beside the args of a torchtitan model: the same settings, or refused by name.
+
+Owns the comparison, for folders that are loaded and for the config.json of an export. described.py knows the models.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.disk import posix
 from titan_ckpt.encoding.strict_json import MAX_BYTES_BY_HAND, loads_by_hand
-from titan_ckpt.errors import ConfigError
-from titan_ckpt.models.llama3 import Llama3Config, RopeScaling
-from titan_ckpt.models.qwen3 import Qwen3Config
+from titan_ckpt.errors import ConfigError, LoadMismatchError
+from titan_ckpt.integrations.torchtitan.described import LOW_RANK_EPS, ROPE, described, foreign_classes
 
-_SHAPE = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-    "vocab_size", "tie_word_embeddings",
-)  # fmt: skip
+logger = logging.getLogger(__name__)
 
-
-def config_json(model_config: Any, assets: str | None) -> dict[str, Any]:
-    """Return the config.json for an export of the model.
-
-    Raises: ConfigError if hf_assets_path has none and none can be derived, or if its shape is not the model's.
-    """
-    derived = _derived(model_config)
-    path = Path(assets) / "config.json" if assets else None
-    if path is not None and path.is_file():
-        try:
-            given: Any = loads_by_hand(posix.read_whole(os.path.realpath(path), MAX_BYTES_BY_HAND))
-        except (ValueError, OSError) as error:
-            raise ConfigError([f"hf_assets_path: {path} is not JSON: {error}"]) from None
-        if not isinstance(given, dict):
-            raise ConfigError([f"hf_assets_path: {path}: expected a JSON object, found {type(given).__name__}"])
-        wrong = [
-            f"{k}: {given[k]!r} there, {v!r} here" for k, v in derived.items() if k in _SHAPE and given.get(k, v) != v
-        ]
-        if wrong:
-            raise ConfigError([f"hf_assets_path: {path} describes another model: {', '.join(wrong)}"])
-        return given
-    if not derived:
-        fault = f"no config.json in hf_assets_path ({assets}), and none can be derived for"
-        kind = type(model_config).__qualname__
-        raise ConfigError([f"checkpoint.last_save_in_hf: {fault} {kind}: put the model's config.json there"])
-    return derived
-
-
-def _derived(model: Any) -> dict[str, Any]:
-    """Return the config.json of torchtitan's dense llama3 and qwen3; empty for other models."""
-    # torchtitan's LoRA makes subclasses of configs with names of their own
-    names = {base.__qualname__.partition(".")[0] for base in type(model).__mro__}
-    kind = next((kind for kind in ("Llama3Model", "Qwen3Model") if kind in names), None)
-    if kind is None or any(layer.feed_forward is None for layer in model.layers):
-        return {}
-    layer = model.layers[0]
-    attention, rope = layer.attention, layer.attention.rope
-    shape: dict[str, Any] = {
-        "dim": model.dim,
-        "num_layers": len(model.layers),
-        "num_heads": attention.n_heads,
-        "num_kv_heads": attention.n_kv_heads or attention.n_heads,
-        "head_dim": attention.head_dim or model.dim // attention.n_heads,
-        "ffn_dim": layer.feed_forward.w1.out_features,
-        "vocab_size": model.vocab_size,
-        "max_seq_len": rope.max_seq_len,
-        "rope_theta": float(rope.theta),
-        "norm_eps": model.norm.eps,
-        "tie_embeddings": model.enable_weight_tying,
+_SHAPE = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers", "hidden_size"})
+"""Settings that decide which row belongs to what: weights of other ones are never the model's."""
+NO_EFFECT = frozenset(
+    {
+        "architectures", "attention_dropout", "auto_map", "aux_loss_alpha", "bos_token_id", "dtype", "ep_size",
+        "eos_token_id", "initializer_range", "layer_types", "max_position_embeddings", "max_window_layers",
+        "num_mtp_layers", "num_nextn_predict_layers", "output_router_logits", "pad_token_id", "pretraining_tp",
+        "quantization_config", "router_aux_loss_coef", "seq_aux", "torch_dtype", "transformers_version", "use_cache",
     }
-    if kind == "Qwen3Model":
-        return Qwen3Config(**shape).to_hf() if rope.scaling == "none" else {}
-    if rope.scaling == "yarn":
-        return {}
-    if rope.scaling == "none":
-        return Llama3Config(**shape).to_hf()
-    original = rope.original_max_position_embeddings
-    scaling = RopeScaling(rope.scaling_factor, rope.low_freq_factor, rope.high_freq_factor, original)
+)  # fmt: skip
+"""Keys of config.json that change no logits of these models, or that the reader of the weights answers for."""
+_DEFAULTS: Mapping[str, Any] = {
+    "attention_bias": False, "decoder_sparse_step": 1, "hidden_act": "silu", "mlp_bias": False, "mlp_only_layers": [],
+    "moe_layer_freq": 1, "q_lora_rank": None, "rms_norm_eps": 1e-6, "rope_interleave": True, "scoring_func": "sigmoid",
+    "sliding_window": None, "tie_word_embeddings": False, "topk_method": "noaux_tc", "use_sliding_window": False,
+    LOW_RANK_EPS: 1e-6, f"{ROPE}.attention_factor": None, f"{ROPE}.beta_fast": 32.0, f"{ROPE}.beta_slow": 1.0,
+    f"{ROPE}.mscale": None, f"{ROPE}.mscale_all_dim": None, f"{ROPE}.partial_rotary_factor": 1.0,
+    f"{ROPE}.truncate": True,
+}  # fmt: skip
+"""What transformers takes for a key that is not there."""
+_ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
+_UNSAID: Mapping[str, Any] = {
+    "attention_dropout": 0.0, "bos_token_id": None, "dtype": "float32", "eos_token_id": None,
+    "initializer_range": 0.02, "pad_token_id": None, "use_cache": True,
+}  # fmt: skip
+"""What an export's config.json says beside the model's args, if hf_assets_path has none."""
+
+
+def check_folder(path: str, config: Mapping[str, Any], model: Any, allow: Collection[str]) -> None:
+    """Check that the config.json of a folder to load describes this model.
+
+    Raises: LoadMismatchError with both values of each setting that differs and is not allowed.
+    """
+    if not config:
+        logger.warning("load: %s has no config.json, so nobody can tell whether its heads, rotary embedding and eps "
+                       "are those of this run's model", path)  # fmt: skip
+        return
+    faults, ours = [*_unknown(model, allow)], described(model)
+    faults += [] if not ours else _differing(config, ours, allow)
+    if faults:
+        raise LoadMismatchError(
+            f"{path}: its config.json is not known to describe this run's model; nothing was loaded\n  "
+            + "\n  ".join(faults)
+            + "\n  Set the args of the model spec as that folder says"
+        )
+    if ours and (unread := sorted(_flat(config).keys() - ours.keys() - NO_EFFECT - _DEFAULTS.keys())):
+        logger.warning("load: %s: config.json has keys that were not compared: %s", path, ", ".join(unread))
+
+
+def config_json(model: Any, assets: str | None, allow: Collection[str] = ()) -> dict[str, Any]:
+    """Return the config.json for an export: the model's own args, and what these do not say from hf_assets_path.
+
+    Raises: ConfigError if hf_assets_path has none and none can be derived, or if the two contradict each other.
+    """
+    ours = described(model)
+    path = Path(assets) / "config.json" if assets else None
+    given = _read(path) if path is not None and path.is_file() else None
+    if not ours and given is None:
+        fault = f"no config.json in hf_assets_path ({assets}), and none can be derived for"
+        kind = type(model).__qualname__
+        raise ConfigError([f"checkpoint.last_save_in_hf: {fault} {kind}: put the model's config.json there"])
+    faults = [f"checkpoint.last_save_in_hf: {fault}" for fault in _unknown(model, allow)]
+    if given is not None:
+        faults += [f"hf_assets_path: {path} describes another model: {f}" for f in _differing(given, ours, allow)]
+    mixed = [key for key, value in ours.items() if isinstance(value, tuple)]
+    faults += [
+        f"checkpoint.last_save_in_hf: {key} is {' and '.join(map(str, ours[key]))} in layers of one model, which "
+        "config.json cannot say; give all layers the same"
+        for key in mixed
+    ]
+    if faults:
+        raise ConfigError(faults)
+    if given is None:
+        return {**_UNSAID, **_nested(ours)}
+    differing = {key for key, _, _ in _pairs(given, ours)}
+    if any(key.startswith(ROPE) for key in differing):
+        given = {key: value for key, value in given.items() if key not in _ROTARY}
+        differing.add(ROPE)
+    return given | {key: value for key, value in _nested(ours).items() if key in differing}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        given: Any = loads_by_hand(posix.read_whole(os.path.realpath(path), MAX_BYTES_BY_HAND))
+    except (ValueError, OSError) as error:
+        raise ConfigError([f"hf_assets_path: {path} is not JSON: {error}"]) from None
+    if not isinstance(given, dict):
+        raise ConfigError([f"hf_assets_path: {path}: expected a JSON object, found {type(given).__name__}"])
+    return given
+
+
+def _unknown(model: Any, allow: Collection[str]) -> Iterator[str]:
+    """Yield the fault of each class of the model's args whose settings are not known."""
+    unknown = foreign_classes(model)
+    if not unknown and not described(model):
+        unknown = [class_name(model)]
+    for name in unknown:
+        if name in allow:
+            logger.warning("%s: config.json was not compared with its settings; checkpoint.allow lets it run", name)
+        else:
+            yield (
+                f"{name}: it is not known which keys of config.json describe its settings: compare them yourself, then "
+                f'set checkpoint.allow = ["{name}"]'
+            )
+
+
+def _differing(config: Mapping[str, Any], ours: Mapping[str, Any], allow: Collection[str]) -> Iterator[str]:
+    """Yield each setting with another value in config.json than in the model, but for those that are allowed."""
+    for key, there, here in _pairs(config, ours):
+        line = f"{key}: {there!r} there, {here!r} here"
+        if key in _SHAPE:
+            yield line
+        elif (name := f"config.json:{key}") in allow:
+            logger.warning("config.json: %s; checkpoint.allow lets it run", line)
+        else:
+            yield f'{line}; to run with it all the same: checkpoint.allow = ["{name}"]'
+
+
+def _pairs(config: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (key, value in config.json or its default, value in the model) where the two differ."""
+    theirs = _flat(config)
+    rotary = [key for key in theirs if key.startswith(ROPE)] if ours else []
+    for key in dict.fromkeys((*ours, *rotary)):
+        there, here = (values.get(key, _DEFAULTS.get(key)) for values in (theirs, ours))
+        if key not in NO_EFFECT and there != here:
+            yield key, there, here
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what config.json says, of transformers 4 or 5, as `described` does; None is a key that is not there."""
+    flat = {key: value for key, value in config.items() if key not in _ROTARY and value is not None}
+    heads, kind = config.get("num_attention_heads"), config.get("model_type")
+    if "num_local_experts" in flat and "n_routed_experts" not in flat:
+        flat.setdefault("num_experts", flat.pop("num_local_experts"))
+    if kind in ("qwen3", "qwen3_moe") and not config.get("use_sliding_window"):
+        flat.pop("sliding_window", None)
+    flat.setdefault("num_key_value_heads", heads)
+    of_heads = config["hidden_size"] // heads if heads and "hidden_size" in config else None
+    flat.setdefault("head_dim", config.get("qk_rope_head_dim", 128 if kind == "qwen3" else of_heads))
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+        return flat | {f"{ROPE}.rope_type": rope}
+    rope = {"rope_theta": config.get("rope_theta", 10_000.0), "rope_type": rope.get("type", "default"), **rope}
+    known = ("rope_theta", "rope_type", "partial_rotary_factor")
+    rope = {k: v for k, v in rope.items() if k in known or (k != "type" and rope["rope_type"] != "default")}
+    return flat | {f"{ROPE}.{key}": value for key, value in rope.items() if value is not None}
+
+
+def _nested(ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json as transformers 5 writes it."""
+    rope = {key.removeprefix(f"{ROPE}."): value for key, value in ours.items() if key.startswith(f"{ROPE}.")}
+    plain = {key: value for key, value in ours.items() if not key.startswith(f"{ROPE}.") and key != LOW_RANK_EPS}
     # torchtitan shortens max_seq_len to that of the training data; the scaled embeddings reach at least this far
-    shape["max_seq_len"] = max(rope.max_seq_len, int(rope.scaling_factor * original))
-    return Llama3Config(**shape, rope_scaling=scaling).to_hf()
+    reach = int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", 0))
+    return plain | {ROPE: rope, "max_position_embeddings": max(plain["max_position_embeddings"], reach)}

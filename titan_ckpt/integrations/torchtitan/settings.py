@@ -50,10 +50,13 @@ SETTINGS: Mapping[str, str] = {
     "initial_load_in_hf_quantized": "weights stored as codes and scales are found from the content",
     "additional_load_path": "checkpoint.initial_load.path of an adapter, after that of its base",
     "include_base": "checkpoint.save.include_base",
+    "allow": "checkpoint.allow: what is let through by name",
     "last_save_adapter": "with last_save_in_hf: merged weights, a PEFT folder in exports/step-N-peft, or both",
 }
 """Every setting of TitanCheckpointer.Config, and its meaning here."""
-OWN_SETTINGS = frozenset({"additional_load_path", "include_base", "last_save_adapter", "last_save_in_dcp", "store"})
+OWN_SETTINGS = frozenset(
+    {"additional_load_path", "allow", "include_base", "last_save_adapter", "last_save_in_dcp", "store"}
+)
 """The settings that torchtitan's manager does not have."""
 LastSave = Literal["merged", "peft", "both"]
 
@@ -215,6 +218,7 @@ def translated(config: Any, hf_assets_path: str | None = None) -> CheckpointConf
     return CheckpointConfig(
         folder=config.folder,
         store=config.store,
+        allow=tuple(config.allow),
         save=None if config.load_only else save,
         resume=ResumeConfig(exclude=tuple(excluded)),
         initial_load=tuple(initial),

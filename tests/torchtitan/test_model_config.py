@@ -1,0 +1,260 @@
+"""config.json of a folder beside the model's own args, and what an adapter's from_hf() checks."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.torchtitan.runs import config, distributed, logits_of, train
+from titan_ckpt.errors import ConfigError, KeyMapError, LoadMismatchError
+from titan_ckpt.integrations.torchtitan.adapter import check_reads, find_key_map
+from titan_ckpt.integrations.torchtitan.described import described
+from titan_ckpt.integrations.torchtitan.model_config import NO_EFFECT, check_folder, config_json
+
+ROPE_31 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 8192, "rope_theta": 500000.0}  # fmt: skip
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "heads": ({"num_attention_heads": 8, "num_key_value_heads": 8}, "num_attention_heads: 8 there, 16 here"),
+    "key heads": ({"num_key_value_heads": 8}, "num_key_value_heads: 8 there, 16 here"),
+    "head_dim": ({"head_dim": 8}, "head_dim: 8 there, 16 here"),
+    "eps": ({"rms_norm_eps": 1e-6}, r"rms_norm_eps: 1e-06 there, 1e-05 here; .*allow = \[\"config.json:rms_norm_eps"),
+    "no eps": ({"rms_norm_eps": None}, "rms_norm_eps: 1e-06 there, 1e-05 here"),
+    "theta": (
+        {"rope_parameters": ROPE_31 | {"factor": 8.0, "rope_theta": 1e6}},
+        r"rope_parameters.rope_theta: 1000000.0 there, 500000.0 here; .*allow = \[\"config.json:rope_param",
+    ),
+    "factor": ({"rope_parameters": ROPE_31}, "rope_parameters.factor: 32.0 there, 8.0 here"),
+    "no scaling": (
+        {"rope_parameters": None, "rope_theta": 500000.0, "rope_scaling": None},
+        "rope_parameters.rope_type: 'default' there, 'llama3' here",
+    ),
+    "half rotary": (
+        {"rope_parameters": ROPE_31 | {"factor": 8.0, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor: 0.5 there, 1.0 here",
+    ),
+    "per layer": ({"rope_parameters": {"full_attention": ROPE_31}}, "rope_parameters.rope_type: {.*} there, 'llama3'"),
+    "window": ({"sliding_window": 4096}, "sliding_window: 4096 there, None here"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act: 'gelu' there, 'silu' here"),
+    "tied": ({"tie_word_embeddings": True}, "tie_word_embeddings: True there, False here"),
+    "bias": ({"attention_bias": True}, "attention_bias: True there, False here"),
+    "model": ({"model_type": "mistral"}, "model_type: 'mistral' there, 'llama' here"),
+}
+"""What a folder's config.json says in place of what its export says, and the complaint."""
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_config_json_of_another_model_is_refused_by_both_values(case: str) -> None:
+    """Heads, rotary embedding, eps and all else that changes logits; what is absent has transformers' default."""
+    model = _spec("llama3", "debugmodel").model
+    change, complaint = CHANGES[case]
+    with pytest.raises(LoadMismatchError, match=f"^there: its config.json(.|\n)*{complaint}"):
+        check_folder("there", config_json(model, None) | change, model, ())
+
+
+def _spec(name: str, flavour: str, **settings: Any) -> Any:
+    return importlib.import_module(f"torchtitan.models.{name}").model_registry(flavour, **settings)
+
+
+MODELS = {
+    "llama3": ("llama3", "debugmodel"),
+    "qwen3": ("qwen3", "debugmodel"),
+    "qwen3-split": ("qwen3", "debugmodel_non_fused_qkv"),
+    "qwen3-moe": ("qwen3", "debugmodel_moe"),
+    "deepseek": ("deepseek_v3", "debugmodel"),
+}
+
+
+def _small(name: str) -> Any:
+    """Return the spec of a model of three layers, without the bias of experts that Qwen3 MoE has not."""
+    spec = _spec(*MODELS[name])
+    spec.model.layers = spec.model.layers[:3]
+    for layer in spec.model.layers:
+        if name == "qwen3-moe":
+            layer.moe.load_balance_coeff = None
+        if name == "deepseek":  # transformers has the eps of these as a constant
+            layer.attention.kv_norm.eps = layer.attention.q_norm.eps = 1e-6
+            if layer.moe is not None:  # as DeepSeek-V3 has it; the debug model chooses experts as V2 does
+                layer.moe.router = replace(layer.moe.router, score_func="sigmoid", route_norm=True, route_scale=2.5)
+    return spec
+
+
+@distributed(1)
+def _loaded(assets: Path, folder: Path, name: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def made(path: Path, **settings: Any) -> Any:
+        run = config(assets, folder / "run", steps=0, exact=True, initial_load_in_hf=True,
+                     initial_load_path=str(path), **settings)  # fmt: skip
+        run.model_spec = _small(name)
+        return run
+
+    torch.manual_seed(0)
+    said = config_json(_small(name).model, None)
+    build: Any = AutoModelForCausalLM.from_config
+    theirs = build(AutoConfig.for_model(said.pop("model_type"), **said)).eval()
+    theirs.save_pretrained(folder / "theirs")
+    tokens = torch.randint(3, 2000, (2, 16))
+    logits: list[torch.Tensor] = []
+    train(made(folder / "theirs"), then=lambda trainer: logits.append(logits_of(trainer, tokens)))
+    with torch.no_grad():
+        # torchtitan computes experts in bfloat16
+        atol = 2e-3 if name in ("qwen3-moe", "deepseek") else 2e-5
+        torch.testing.assert_close(logits[0], theirs(tokens).logits, rtol=2e-4, atol=atol)
+
+    path = folder / "theirs/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-3, "num_attention_heads": 64}))
+    with pytest.raises(LoadMismatchError, match=r"(?s)/theirs: .*num_attention_heads: 64 there.*rms_norm_eps: 0.001"):
+        train(made(folder / "theirs"))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_attention_heads": said["num_attention_heads"]}))
+    with pytest.raises(LoadMismatchError, match=r"rms_norm_eps: 0\.001 there"):
+        train(made(folder / "theirs"))
+    train(made(folder / "theirs", allow=["config.json:rms_norm_eps"]))
+    path.unlink()
+    with _warned("has no config.json, so nobody can tell"):
+        train(made(folder / "theirs"))
+
+
+@contextmanager
+def _warned(message: str) -> Iterator[None]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("titan_ckpt").addHandler(handler)
+    yield
+    assert any(message in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name.startswith("qwen3-s") else ()) for name in MODELS]
+)
+def test_a_folder_that_fits_has_the_logits_of_transformers(assets: Path, tmp_path: Path, name: str) -> None:
+    """config.json made of torchtitan's args builds the same model in transformers; a changed one is not loaded."""
+    _loaded(assets, tmp_path, name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_key_that_transformers_reads_is_compared_or_changes_no_logits(name: str) -> None:
+    """A key that a newer transformers adds to one of these models is found here."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    ours = described(_small(name).model)
+    theirs = AutoConfig.for_model(ours["model_type"]).to_dict().keys() - PretrainedConfig().to_dict().keys()
+    known = {"rope_parameters", "intermediate_size", "qk_head_dim", "num_local_experts"}
+    assert theirs - ours.keys() - NO_EFFECT - known == set()
+
+
+def _swap_rope(name: str) -> Any:
+    from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
+
+    spec = _spec(name, "debugmodel")
+    spec.model.layers = spec.model.layers[:2]
+    for layer in spec.model.layers:
+        rope = layer.attention.rope
+        kind = CosSinRoPE if isinstance(rope, ComplexRoPE.Config) else ComplexRoPE
+        values = {field.name: getattr(rope, field.name) for field in fields(rope) if field.init}
+        layer.attention.rope = kind.Config(**values | {"scaling": "none"})
+    return spec
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "deepseek_v3", "muse_glimmer"])
+def test_what_from_hf_of_an_adapter_checks_is_checked(name: str) -> None:
+    """torchtitan calls it on the data; here it is called before step 1, on tensors without values."""
+    spec = _swap_rope(name)
+    with torch.device("meta"):
+        shapes = {fqn: tuple(value.shape) for fqn, value in spec.model.build().state_dict().items()}
+    tied = {"lm_head.weight": "tok_embeddings.weight"} if spec.model.enable_weight_tying else {}
+    shapes = {fqn: shape for fqn, shape in shapes.items() if fqn not in tied}
+    with pytest.raises(KeyMapError, match=r"from_hf\(\) does not take this model: ValueError: HF checkpoint con"):
+        check_reads(spec.state_dict_adapter(spec.model, None), shapes, tied)
+
+
+@distributed(1)
+def _wrong_rope(assets: Path, folder: Path) -> None:
+    made = config(assets, folder / "run", steps=0, initial_load_in_hf=True, initial_load_path=str(assets))
+    made.model_spec = _swap_rope("llama3")
+    with pytest.raises(KeyMapError, match=rf"checkpoint.initial_load_in_hf \({assets}\): Llama3StateDictAdapter.from"):
+        made.build()
+
+
+def test_an_adapter_that_does_not_take_the_model_names_setting_and_folder(assets: Path, tmp_path: Path) -> None:
+    """The run is refused before step 1."""
+    _wrong_rope(assets, tmp_path)
+
+
+class _Own:
+    """An adapter of a user."""
+
+    def __init__(self, from_hf: Any, to_hf: Any = dict) -> None:
+        self.from_hf, self.to_hf = from_hf, to_hf
+
+
+@pytest.mark.parametrize(
+    ("from_hf", "complaint"),
+    [
+        (lambda s: {"a": s["a"]}, r"from_hf\(\) does not give back what to_hf\(\) took: b"),
+        (lambda s: s | {"c": s["a"]}, r"from_hf\(\) does not give back what to_hf\(\) took: c"),
+        (lambda s: s["c"], r"_Own.from_hf\(\) does not take this model: KeyError: 'c'; it was given a; b"),
+    ],
+)
+def test_an_adapter_that_does_not_read_what_it_writes_is_refused(from_hf: Any, complaint: str) -> None:
+    """An exception in it is one typed error that names the adapter."""
+    with pytest.raises(KeyMapError, match=complaint):
+        check_reads(_Own(from_hf), {"a": (2, 2), "b": (2,)}, {})
+    with pytest.raises(KeyMapError, match=r"_Own.to_hf\(\) does not take this model: ZeroDivisionError"):
+        find_key_map(_Own(None, lambda s: 1 / 0), {"a": (2, 2)}, {})
+
+
+def test_an_export_says_what_the_model_computes(tmp_path: Path) -> None:
+    """hf_assets_path gives what the model does not know; where the two differ the run is refused, or the model's go."""
+    model = _spec("llama3", "debugmodel").model
+    own = config_json(model, None)
+    given = own | {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_scaling": None, "bos_token_id": 5, "my_own": 1}
+    del given["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    with pytest.raises(ConfigError, match=r"hf_assets_path: .*rms_norm_eps: 1e-06 there, 1e-05 here") as error:
+        config_json(model, str(tmp_path))
+    names = [
+        f"config.json:{key}" for key in ("rms_norm_eps", "rope_parameters.rope_theta", "rope_parameters.rope_type")
+    ]
+    names += [f"config.json:rope_parameters.{key}" for key in own["rope_parameters"] if not key.startswith("rope")]
+    assert [name for name in names if f'checkpoint.allow = ["{name}"]' not in str(error.value)] == []
+    exported = config_json(model, str(tmp_path), names)
+    assert exported == own | {"bos_token_id": 5, "my_own": 1}
+    model.layers[1].ffn_norm.eps = 1e-6
+    with pytest.raises(ConfigError, match=r"rms_norm_eps is 1e-05 and 1e-06 in layers of one model"):
+        config_json(model, None)
+
+
+def test_classes_whose_settings_are_not_known_are_refused_by_name() -> None:
+    """A user's own part of a model too, unless checkpoint.allow names it."""
+    from torchtitan.models.common import RMSNorm
+
+    class Mine(RMSNorm):  # type: ignore[misc]  # torchtitan is not there when mypy runs
+        @dataclass(kw_only=True, slots=True)
+        class Config(RMSNorm.Config):  # type: ignore[misc]
+            gain: float = 2.0
+
+    model = _spec("llama3", "debugmodel").model
+    said = config_json(model, None)
+    model.norm = Mine.Config(normalized_shape=256)
+    name = f"{__name__}.{Mine.Config.__qualname__}"
+    with pytest.raises(LoadMismatchError, match=rf'allow = \["{re.escape(name)}"\]'):
+        check_folder("there", said, model, ())
+    check_folder("there", said, model, (name,))
+    with pytest.raises(LoadMismatchError, match="rms_norm_eps: 1e-06 there"):
+        check_folder("there", said | {"rms_norm_eps": 1e-6}, model, (name,))
+    muse = _spec("muse_glimmer", "debugmodel").model
+    with pytest.raises(
+        LoadMismatchError, match=r'allow = \["torchtitan.models.muse_glimmer.model.MuseGlimmerModel.Config'
+    ):
+        check_folder("there", said, muse, ())

@@ -1,0 +1,202 @@
+"""config.json of a torchtitan model: every setting of its own args that changes what the same weights compute.
+
+Owns what is known of each model's args. Reads attributes alone and imports no torchtitan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+ROPE = "rope_parameters"
+_OWN = ("torchtitan", "titan_ckpt", "builtins")
+LOW_RANK_EPS = "q_a_layernorm.eps, kv_a_layernorm.eps"
+"""What transformers and DeepSeek's own code have as a constant of 1e-6, and torchtitan as a setting."""
+
+
+def described(model: Any) -> dict[str, Any]:
+    """Return config.json as transformers 5 writes it; empty for a model whose args are not known.
+
+    A setting that differs between layers, which config.json cannot say, is a tuple of its values.
+    """
+    if model is None:
+        return {}
+    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__)
+    describe = next((_MODELS[name] for name in names if name in _MODELS), None)
+    return {} if describe is None else describe(model)
+
+
+def foreign_classes(model: Any) -> list[str]:
+    """Return the classes of args that are not torchtitan's own, whose settings are not known."""
+    kinds = (kind for args in tree(model) for kind in type(args).__mro__)
+    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
+    return [*dict.fromkeys(name for name in names if name.partition(".")[0] not in (*_OWN, "builtins"))]
+
+
+def tree(args: Any) -> Iterator[Any]:
+    """Yield the args of a model and of all its parts, as torchtitan's Config.traverse finds them."""
+    if isinstance(args, (list, tuple)):
+        for item in args:
+            yield from tree(item)
+    elif hasattr(type(args), "traverse"):
+        yield args
+        for name in type(args).__dataclass_fields__:
+            yield from tree(getattr(args, name, None))
+
+
+def _one(values: Iterable[Any]) -> Any:
+    """Return the value that all layers have, or else all of them."""
+    distinct = [*dict.fromkeys(v for value in values for v in (value if isinstance(value, tuple) else (value,)))]
+    return distinct[0] if len(distinct) == 1 else tuple(distinct)
+
+
+def _of_layers(model: Any, describe: Callable[[Any], Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what each layer says, with all values of a setting that differs between layers."""
+    layers = [describe(layer) for layer in model.layers]
+    keys = dict.fromkeys(key for layer in layers for key in layer)
+    return {key: _one(layer[key] for layer in layers if key in layer) for key in keys}
+
+
+def _decoder(model: Any, layer: Any) -> dict[str, Any]:
+    """Return what llama3 and qwen3 have in common."""
+    attention = layer.attention
+    norms = [model.norm, layer.attention_norm, layer.ffn_norm, *([attention.qk_norm] if attention.qk_norm else [])]
+    feed_forward = layer.feed_forward
+    left = getattr(attention.inner_attention, "window_size", (-1, 0))[0]
+    return {
+        "hidden_size": model.dim,
+        "num_hidden_layers": len(model.layers),
+        "num_attention_heads": attention.n_heads,
+        "num_key_value_heads": attention.n_kv_heads or attention.n_heads,
+        "head_dim": attention.head_dim or model.dim // attention.n_heads,
+        **({"intermediate_size": feed_forward.w1.out_features} if feed_forward else {}),
+        "vocab_size": model.vocab_size,
+        "rms_norm_eps": _one(norm.eps for norm in norms),
+        "tie_word_embeddings": model.enable_weight_tying,
+        "hidden_act": "silu",
+        "attention_bias": attention.wo.bias,
+        "sliding_window": None if left == -1 else left + 1,
+        "max_position_embeddings": attention.rope.max_seq_len,
+        **_rope(attention.rope),
+    }
+
+
+def _llama3(model: Any) -> dict[str, Any]:
+    if any(layer.feed_forward is None for layer in model.layers):
+        return {}
+    kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    return kind | _of_layers(model, lambda layer: _decoder(model, layer) | {"mlp_bias": layer.feed_forward.w1.bias})
+
+
+def _qwen3(model: Any) -> dict[str, Any]:
+    """Describe a dense Qwen3 or a Qwen3 MoE; other ways to choose experts are other models."""
+    shape = {"use_sliding_window": False} | _of_layers(model, partial(_decoder, model))
+    sparse = [layer for layer in model.layers if layer.moe is not None]
+    if not sparse:
+        return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"} | shape
+    routers = [layer.moe.router for layer in sparse]
+    known = all((r.score_func, r.route_scale, r.num_expert_groups) == ("softmax", 1.0, None) for r in routers)
+    if not known or any(layer.moe.shared_experts is not None for layer in sparse):
+        return {}
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        **shape,
+        "num_experts": _one(layer.moe.num_experts for layer in sparse),
+        "num_experts_per_tok": _one(router.top_k for router in routers),
+        "moe_intermediate_size": _one(layer.moe.routed_experts.inner_experts.hidden_dim for layer in sparse),
+        "norm_topk_prob": _one(router.route_norm for router in routers),
+        "mlp_only_layers": [i for i, layer in enumerate(model.layers) if layer.moe is None],
+        "decoder_sparse_step": 1,
+    }
+
+
+def _rope(rope: Any, mscale: float | None = None) -> dict[str, Any]:
+    """Return the rotary settings. `mscale`: factor of the attention's scale under yarn, as DeepSeek has it."""
+    found = {"rope_theta": float(rope.theta), "rope_type": "default"}
+    if rope.scaling == "llama":
+        original = rope.original_max_position_embeddings
+        found |= {name: getattr(rope, name) for name in ("low_freq_factor", "high_freq_factor")}
+        found |= {"rope_type": "llama3", "factor": rope.scaling_factor, "original_max_position_embeddings": original}
+    elif rope.scaling == "yarn" and rope.rope_factor > 1:
+        found |= {name: getattr(rope, name) for name in ("beta_fast", "beta_slow", "truncate")}
+        found |= {"rope_type": "yarn", "factor": rope.rope_factor}
+        found |= {"attention_factor": 1.0} if mscale is None else {"mscale": mscale, "mscale_all_dim": mscale}
+        found |= {"original_max_position_embeddings": rope.original_seq_len}
+    return {f"{ROPE}.{name}": value for name, value in found.items()}
+
+
+def _deepseek_v3(model: Any) -> dict[str, Any]:
+    """Describe a DeepSeek-V3; models with a vision encoder, or with the experts' scores of V2, are not known."""
+    sparse = [layer for layer in model.layers if layer.moe is not None]
+    dense = len(model.layers) - len(sparse)
+    known = sparse and dense and all(layer.moe is None for layer in model.layers[:dense])
+    if getattr(model, "vision_encoder", None) is not None or not known:
+        return {}
+    routers = [layer.moe.router for layer in sparse]
+    if any(router.score_func != "sigmoid" for router in routers):
+        return {}
+
+    def of_layer(layer: Any) -> dict[str, Any]:
+        attention = layer.attention
+        norms = (layer.attention_norm, layer.ffn_norm, model.norm)
+        return {
+            "hidden_size": model.dim,
+            "num_attention_heads": attention.n_heads,
+            "num_key_value_heads": attention.n_heads,
+            "q_lora_rank": attention.q_lora_rank or None,
+            "kv_lora_rank": attention.kv_lora_rank,
+            "qk_nope_head_dim": attention.qk_nope_head_dim,
+            "qk_rope_head_dim": attention.qk_rope_head_dim,
+            "head_dim": attention.qk_rope_head_dim,
+            "v_head_dim": attention.v_head_dim,
+            "rms_norm_eps": _one(norm.eps for norm in norms),
+            "max_position_embeddings": attention.rope.max_seq_len,
+            **_rope(attention.rope, attention.mscale),
+        }
+
+    low_rank = [norm.eps for layer in model.layers for norm in _low_rank_norms(layer.attention)]
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        **_of_layers(model, of_layer),
+        "num_hidden_layers": len(model.layers),
+        "first_k_dense_replace": dense,
+        "moe_layer_freq": 1,
+        "intermediate_size": _one(layer.feed_forward.w1.out_features for layer in model.layers[:dense]),
+        "moe_intermediate_size": _one(layer.moe.routed_experts.inner_experts.hidden_dim for layer in sparse),
+        "n_shared_experts": _one(_num_shared(layer.moe) for layer in sparse),
+        "n_routed_experts": _one(layer.moe.num_experts for layer in sparse),
+        "num_experts_per_tok": _one(router.top_k for router in routers),
+        "n_group": _one(router.num_expert_groups or 1 for router in routers),
+        "topk_group": _one(router.num_limited_groups or 1 for router in routers),
+        "norm_topk_prob": _one(router.route_norm for router in routers),
+        "routed_scaling_factor": _one(router.route_scale for router in routers),
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        LOW_RANK_EPS: _one(low_rank),
+        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.enable_weight_tying,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rope_interleave": True,
+    }
+
+
+def _num_shared(moe: Any) -> int:
+    """Return how many experts of the routed ones' size the shared ones are."""
+    size: int = 0 if moe.shared_experts is None else moe.shared_experts.w1.out_features
+    inner: int = moe.routed_experts.inner_experts.hidden_dim
+    return size // inner
+
+
+def _low_rank_norms(attention: Any) -> list[Any]:
+    return [attention.kv_norm, *([attention.q_norm] if attention.q_lora_rank else [])]
+
+
+_MODELS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    "torchtitan.models.llama3.model.Llama3Model.Config": _llama3,
+    "torchtitan.models.qwen3.model.Qwen3Model.Config": _qwen3,
+    "torchtitan.models.deepseek_v3.model.DeepSeekV3Model.Config": _deepseek_v3,
+}

@@ -452,7 +452,8 @@ class Run:
                 known = known + self.abandoned.get(step, [])
             values = self._exported(path)
             holds = {
-                n: [at for at, r in enumerate(known) if torch.equal(v, r.values[f"model.{n}"])] for n, v in values.items()
+                n: [at for at, r in enumerate(known) if torch.equal(v, r.values[f"model.{n}"])]
+                for n, v in values.items()
             }
             if not set.intersection(*map(set, holds.values())):
                 acts = [r.nonce for r in known]

@@ -81,12 +81,15 @@ class CheckpointManager:
         sd_transforms: StateDictTransforms | None = None,
         model_converters: ModelHooks | None = None,
         external_weights: ExternalWeights | None = None,
+        own_settings: Callable[[Mapping[str, Any]], frozenset[str]] = lambda _: frozenset(),
         base_folder: str | Path = ".",
     ) -> None:
         """Bind to a run's objects without touching a file. `config.folder` and export folders are under `base_folder`.
 
         `external_weights` fills the model at every load; it is required if `config.components` leaves the model out,
-        and refused otherwise.
+        and refused otherwise. `own_settings` is called with the stored `states`, and returns the settings of optimizer
+        groups, such as "weight_decay", of which a resume leaves this run's values; of "lr" also the group's
+        "initial_lr", and a schedule has its rates in its own state.
         Raises: ConfigError for a folder that is a URI, and if `external_weights` and `config.components` do not agree;
         StateEncodingError for tensors of the model that no checkpoint can hold.
         """
@@ -103,6 +106,7 @@ class CheckpointManager:
         self._run = RunState(
             self._model, optimizers, lr_schedulers, dataloader, dict(states or {}),
             rank=coordinator.rank, world_size=coordinator.world_size, left_out=config.left_out(),
+            own_settings=own_settings,
         )  # fmt: skip
         telemetry = self.base_folder if config.save or config.export else None  # a run that only loads writes nothing
         self.telemetry = Telemetry(telemetry, coordinator.rank, coordinator.world_size, config)

@@ -1,7 +1,7 @@
 """Train from a run file, look at checkpoints of any format, compare, convert and merge them, and prune a run's folder.
 
 Exit codes: 0 fine or the same; 1 different, damaged or refused; 2 wrong use, or input that cannot be read. `train` has
-codes of its own (titan_ckpt/training/launch/command.py). Completion of your shell:
+codes of its own (docs/resume.md). Completion of your shell:
 `titan-ckpt --tyro-print-completion bash` (or zsh, tcsh) prints a script to source.
 """
 

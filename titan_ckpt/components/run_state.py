@@ -67,6 +67,8 @@ class RunState:
     world_size: int = 1
     left_out: frozenset[str] = frozenset()
     """Components that are neither saved nor loaded; their objects are forgotten."""
+    own_settings: Callable[[Mapping[str, Any]], frozenset[str]] = lambda _: frozenset()
+    """Returns, by the stored `states`, the settings of optimizer groups of which a load leaves this run's values."""
 
     def __post_init__(self) -> None:
         """Raises: LoadMismatchError for optimizers that do not train this model's parameters."""
@@ -231,12 +233,13 @@ class RunState:
     def _log_replaced_settings(self, run: dict[str, Any], exclude: frozenset[str]) -> None:
         """Say which settings of this run's objects those of the checkpoint replace, and how to keep this run's."""
         states = [scheduler.state_dict() for scheduler in self.lr_schedulers]
+        own = self.own_settings(run.get("states", {}))
         lines = []
         if self.lr_schedulers and "lr_scheduler" not in exclude:
             stored = _one_for_each(run.get("lr_scheduler", []), len(states))
-            lines = schedules.replaced_settings(self.lr_schedulers, stored)
+            lines = schedules.replaced_settings(self.lr_schedulers, stored, own)
         if (optimizer := self.optimizer) is not None and "optimizer" not in exclude:
-            of_groups = optimizer.replaced_arguments(run["optimizer"], schedules.changed_settings(states))
+            of_groups = optimizer.replaced_arguments(run["optimizer"], schedules.changed_settings(states) | own)
             self._log_replaced("optimizer", of_groups)
             if self.lr_schedulers and "lr_scheduler" not in exclude:
                 lines += optimizer.replaced_settings(run["optimizer"], schedules.kept_in_groups(states))
@@ -266,6 +269,7 @@ class RunState:
             states = [scheduler.state_dict() for scheduler in self.lr_schedulers]
             afresh = "lr_scheduler" in exclude and any(type(state) is dict and "_last_lr" in state for state in states)
             kept = schedules.changed_settings(states) | schedules.GROUP_SETTINGS if afresh else frozenset()
+            kept |= schedules.with_rate_of_start(self.own_settings(run.get("states", {})))
             out["optimizer"] = (lambda: optimizer.apply(own, run["optimizer"], kept)) if "optimizer" in run else None
         if self.lr_schedulers:
             of_schedulers = _one_for_each(run.get("lr_scheduler", []), len(self.lr_schedulers))

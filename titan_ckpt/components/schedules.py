@@ -54,18 +54,23 @@ def kept_in_groups(states: Sequence[Any]) -> frozenset[str]:
     return _IN_GROUPS | ({"initial_lr"} if any(map(_has_phases, states)) else frozenset())
 
 
-def replaced_settings(schedulers: Sequence[Any], stored: Sequence[Any]) -> list[str]:
+def with_rate_of_start(settings: frozenset[str]) -> frozenset[str]:
+    """Return settings of an optimizer's groups, and with the rate the one that torch's schedules start from."""
+    return settings | {"initial_lr"} if "lr" in settings else settings
+
+
+def replaced_settings(schedulers: Sequence[Any], stored: Sequence[Any], own: frozenset[str] = frozenset()) -> list[str]:
     """Return a line for each setting of a schedule that the stored state of the schedule replaces by another value.
 
     Settings are what torch calls so, and arguments of the constructor; a schedule that is no LRScheduler has only the
-    rates from which it starts, if its state is that of one of torch.
+    rates from which it starts, if its state is that of one of torch. `own`: labels of settings that are left out.
     """
     lines: dict[str, None] = {}
     for scheduler, before in zip(schedulers, stored, strict=False):
         inner = getattr(scheduler, "scheduler", None)  # accelerate wraps it
         live = inner if isinstance(inner, LRScheduler) else scheduler
         lines |= dict.fromkeys(_replaced(live, before, live.state_dict()))
-    return list(lines)
+    return [line for line in lines if line.partition(" = ")[0] not in own]
 
 
 def _replaced(scheduler: Any, before: Any, now: Any) -> Iterator[str]:

@@ -57,7 +57,7 @@ from titan_ckpt.training.parallel.ranks import Ranks, process_group, world_size
 from titan_ckpt.training.parallel.tensor_parallel import Plan
 from titan_ckpt.training.precision import determinism, keep_stored_dtypes
 from titan_ckpt.training.run_data import find_encoder, find_tokenizer, make_data, make_held_out
-from titan_ckpt.training.schedule import Decay, find_decay, rate_factor
+from titan_ckpt.training.schedule import Decay, changed_settings, find_decay, rate_factor
 from titan_ckpt.training.train_state import TrainState
 from titan_ckpt.types import ModelHooks
 from titan_ckpt.weights.initialize import construct, materialise
@@ -394,6 +394,14 @@ class BuildSteps:
     def _compute_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.config.training.compute_dtype == "bfloat16" else torch.float32
 
+    def _taken_settings(self, stored: Mapping[str, Any]) -> frozenset[str]:
+        """Return the settings of the optimizer that a resume takes from the run file, because they have changed.
+
+        A schedule of one's own has rates that nobody else can compute, and goes on with those of the checkpoint.
+        """
+        changed = changed_settings(stored, self.state.optimizer)
+        return changed - {"lr"} if is_import_name(self.config.schedule.kind) else changed
+
     def build_manager(self) -> CheckpointManager:
         """Return the checkpoint manager of everything that was built."""
         tokenizer = self.tokenizer
@@ -413,6 +421,7 @@ class BuildSteps:
             ),
             model_converters=self.converters,
             external_weights=self._take_weights if self.config.checkpoint.external else None,
+            own_settings=lambda stored: self._taken_settings(stored.get("train", {}).get("optimizer", {})),
             base_folder=self.config.output_folder,
         )
         converters = self.converters.describe() if self.converters is not None else []

@@ -17,7 +17,7 @@ from titan_ckpt.errors import ConfigError, counted
 from titan_ckpt.training.train_state import TrainState
 
 if TYPE_CHECKING:
-    from titan_ckpt.training.config import RunConfig
+    from titan_ckpt.training.config import OptimizerConfig, RunConfig
 
 Ratio = Annotated[float, Check("a number from 0 to 1", lambda x: 0 <= x <= 1)]
 
@@ -164,6 +164,20 @@ def schedule_record(config: RunConfig, num_steps: int) -> dict[str, Any]:
     """Return the settings that the learning rate of a step depends on, by their keys; a checkpoint records them."""
     settings = {f"schedule.{k}": v for k, v in asdict(config.schedule).items() if v != {}}
     return {"training.steps": num_steps, **settings}
+
+
+def optimizer_record(config: OptimizerConfig) -> dict[str, Any]:
+    """Return the settings that the optimizer's groups are built with, by their names there, for the checkpoint."""
+    own = config.settings if is_import_name(config.name) else {"betas": list(config.betas), "eps": config.eps}
+    return {"lr": config.lr, "weight_decay": config.weight_decay, **own}
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> frozenset[str]:
+    """Return the settings of the optimizer that the run file gives another value than the run that saved had.
+
+    A checkpoint of an earlier version records nothing, and nothing is known to have changed.
+    """
+    return frozenset(name for name in before.keys() | now.keys() if before and before.get(name) != now.get(name))
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

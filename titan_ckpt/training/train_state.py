@@ -18,6 +18,10 @@ class TrainState:
         """The settings that the last bits of a step depend on (precision.py), as rank 0 has them."""
         self.saved_numerics: dict[str, Any] = {}
         """Those of the run that saved the checkpoint; empty before a load and in checkpoints without them."""
+        self.optimizer: dict[str, Any] = {}
+        """The settings of the optimizer by the run file, under their names in its groups."""
+        self.saved_optimizer: dict[str, Any] = {}
+        """Those of the run that saved the checkpoint; empty before a load and in checkpoints without them."""
         self.schedule: dict[str, Any] = {}
         """The settings that the learning rate depends on, to be compared on a resume."""
         self.saved_schedule: dict[str, Any] = {}
@@ -28,11 +32,13 @@ class TrainState:
             "step": self.step,
             "num_tokens": self.num_tokens,
             "seconds": self.seconds,
+            "optimizer": self.optimizer,
             "schedule": self.schedule,
             "numerics": self.numerics,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step, self.num_tokens, self.seconds = (state_dict[name] for name in ("step", "num_tokens", "seconds"))
+        self.saved_optimizer = dict(state_dict.get("optimizer", {}))
         self.saved_schedule = dict(state_dict.get("schedule", {}))
         self.saved_numerics = dict(state_dict.get("numerics", {}))

@@ -32,7 +32,15 @@ from titan_ckpt.training.outcome import STOPPED, Outcome, forget_stop, record_st
 from titan_ckpt.training.parallel.context_parallel import share_of
 from titan_ckpt.training.parallel.data_parallel import complete_gradients, prepare_backward, sum_and_clip
 from titan_ckpt.training.precision import numerics
-from titan_ckpt.training.schedule import changes, find_decay, own_schedule_faults, rescaled, schedule_record
+from titan_ckpt.training.schedule import (
+    changed_settings,
+    changes,
+    find_decay,
+    optimizer_record,
+    own_schedule_faults,
+    rescaled,
+    schedule_record,
+)
 from titan_ckpt.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -129,6 +137,7 @@ class Trainer(BuildSteps):
         self.lr_scheduler = self.build_lr_scheduler()
         self.training_context = self.build_training_context()
         self.state.schedule = schedule_record(self.config, self.num_steps)
+        self.state.optimizer = optimizer_record(self.config.optimizer)
         way = self.config.optimizer.implementation or "as torch does"
         self.state.numerics = self.ranks.of_first(numerics(self.ranks.device, optimizer=way))
         self.callbacks = self.build_callbacks()
@@ -163,6 +172,8 @@ class Trainer(BuildSteps):
         self.decay = find_decay(self.config, self.num_steps, self.tokens_per_step, self.state)
         scheduler = self.lr_scheduler
         if type(scheduler) is LambdaLR:
+            if "lr" in self._taken_settings(self.state.saved_optimizer):
+                scheduler.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
             # the checkpoint has the rate that its own run would have given to the next step
             peaks = zip(self.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
             for group, peak, factor in peaks:
@@ -177,7 +188,11 @@ class Trainer(BuildSteps):
         if self.lr_scheduler is None or "lr_scheduler" in self.config.checkpoint.resume.exclude:
             return
         state = self.lr_scheduler.state_dict()
-        if faults := own_schedule_faults(self.state.saved_schedule, self.state.schedule, state):
+        faults = own_schedule_faults(self.state.saved_schedule, self.state.schedule, state)
+        before, now = self.state.saved_optimizer, self.state.optimizer
+        if is_import_name(self.config.schedule.kind) and "lr" in changed_settings(before, now):
+            faults.append(f"optimizer.lr is {now['lr']}, and the checkpoint's schedule started from {before['lr']}")
+        if faults:
             raise ConfigError([*faults, _AFRESH])
 
     def _log_choices(self, *, resumed: bool) -> None:
@@ -188,6 +203,12 @@ class Trainer(BuildSteps):
             logger.warning("%s", line)
         if not resumed:
             return
+        before, now = self.state.saved_optimizer, self.state.optimizer
+        for name in sorted(self._taken_settings(before)):
+            logger.warning(
+                "optimizer: %s = %s from step %d on, and %s before", name, now.get(name, "its default"),
+                self.state.step + 1, before.get(name, "its default")
+            )  # fmt: skip
         changed = rescaled(self.state.saved_schedule, self.state.schedule, self.state.step)
         if changed and self.lr_scheduler is not None and not is_import_name(self.config.schedule.kind):
             logger.warning("the learning rate schedule is rescaled after step %d: %s", self.state.step, changed)

@@ -129,6 +129,8 @@ def _header_bytes(prefix: bytes, num_bytes: int, path: Source) -> int:
     """Return the length of the header. Raises: CorruptCheckpointError if the file cannot be so long."""
     if len(prefix) < 8:
         raise _corrupt(path, f"{num_bytes} bytes are too few for a safetensors file; it is cut short")
+    if prefix == b"version ":
+        raise _corrupt(path, "this is the pointer of a file in Git LFS; run `git lfs pull` where it was cloned")
     (length,) = struct.unpack("<Q", prefix)
     if length > MAX_HEADER_BYTES:
         raise _corrupt(path, f"the header claims {length} bytes, more than the limit of {MAX_HEADER_BYTES}")

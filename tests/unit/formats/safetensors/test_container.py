@@ -138,3 +138,11 @@ def test_a_damaged_header_is_refused_or_still_tiles_the_file(data: st.DataObject
         for entry in header.entries.values():
             assert entry.start == position
             position += entry.info.nbytes
+
+
+def test_a_pointer_of_git_lfs_says_how_to_get_the_file(tmp_path: Path) -> None:
+    """It is no huge header, and nothing is damaged."""
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    (tmp_path / "model.safetensors").write_text(pointer)
+    with pytest.raises(CorruptCheckpointError, match="pointer of a file in Git LFS; run `git lfs pull`"):
+        read_header(tmp_path / "model.safetensors")

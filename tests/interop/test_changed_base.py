@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.faults.shim import intercepted
 from tests.interop.test_lora_run import LoraRun, write_base
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig, converters
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
-from titan_ckpt.errors import ConfigError, ExportSettingError
+from titan_ckpt.errors import ConfigError, ExportError, ExportSettingError
 
 
 @pytest.fixture
@@ -189,3 +192,46 @@ def test_statistics_that_rest_leave_saves_to_the_adapter(tmp_path: Path, source:
     run.model.eval()
     run.train()
     assert kind(tmp_path / "run", 2) == "adapter"
+
+
+@pytest.mark.parametrize("format_", ["hf", "dcp"])
+def test_a_base_that_changes_while_an_export_reads_it_fails_the_export_by_name(
+    tmp_path: Path, base: Path, format_: Any
+) -> None:
+    """An export in the background merges the adapter's copy with the live base; what it read is that of no step."""
+    run = LoraRun.build(base, seed=1)
+    changed = threading.Event()
+
+    def late(_: str, operation: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        if threading.current_thread().name.startswith("titan_ckpt export"):
+            assert changed.wait(60)
+        return operation(*arguments)
+
+    export = (ExportConfig(format_, interval=1),)
+    with run.manager(tmp_path / "run", [base], save=SaveConfig(interval=1), export=export) as manager:
+        manager.load()
+        run.step()
+        with intercepted(late):
+            manager.save(1)
+            manager.maybe_wait_for_staging()
+            with torch.no_grad():
+                run.model.get_parameter("norm.weight").add_(1)
+            changed.set()
+            with pytest.raises(ExportError, match=r"norm\.weight of the frozen base changed .* Call wait\(\) before"):
+                manager.wait()
+    assert list((tmp_path / "run/exports").iterdir()) == []
+
+
+def test_a_frozen_base_that_other_code_has_changed_is_saved_with_its_adapter(tmp_path: Path, source: Path) -> None:
+    """As ReLoRA does, which merges its adapters into the base: a resume over the source would lose that."""
+    first = NormedRun(tmp_path / "run", 1, source)
+    first.model.eval()
+    with first.manager as manager:
+        manager.load()
+        with torch.no_grad():
+            first.model.last.weight.add_(1)
+        manager.save(2)
+    second = NormedRun(tmp_path / "run", 2, source)
+    with second.manager as manager:
+        assert manager.load().step == 2
+    assert torch.equal(first.model.last.weight, second.model.last.weight)

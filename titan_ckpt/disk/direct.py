@@ -238,11 +238,10 @@ class FileWriter:
         try:
             posix.pwrite_all(self._fd, view, offset)
         except OSError as error:
-            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+            if error.errno != errno.EINVAL:
                 raise
-            # some file systems accept O_DIRECT at open and refuse the write
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            # some file systems accept O_DIRECT at open and refuse the write; another thread may have met that before
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
             posix.pwrite_all(self._fd, view, offset)
 
     def finish(self) -> None:

@@ -36,6 +36,7 @@ from titan_ckpt.stores.settings import StoreConfig, split_url
 from titan_ckpt.stores.source import Source
 from titan_ckpt.types import ModelHooks, StateDict
 from titan_ckpt.weights.identity import base_settings
+from titan_ckpt.weights.live_memory import Watched
 from titan_ckpt.weights.quantise import QuantisesWeights, WeightQuantiser, quantised
 from titan_ckpt.weights.stored_names import MODEL
 from titan_ckpt.weights.transforms import FileDtype, FileGroup, StateDictTransforms, cast_all, with_tied_names
@@ -183,12 +184,14 @@ class Exporter:
 
         def jobs() -> list[ExportJob]:
             with _export_errors(step):
-                stage = self._stage_of(live, staged)
-                return [
+                constant = self._constant(live)
+                stage, changed = self._stage_of(live, staged, constant), Watched(constant).changed
+                made = [
                     self._job(config, step, base, {fqn: frozen(value, stage) for fqn, value in values.items()})
                     for config, values, wait in zip(configs, tensors, waits, strict=True)
                     if wait
                 ]
+                return [replace(job, writer=replace(job.writer, changed=changed)) for job in made]
 
         made = self.coordinator.together("export-stage", jobs)
         self._background.peers.connect(self.coordinator, lambda: {ranks for job in made for ranks in self._peers(job)})
@@ -210,17 +213,21 @@ class Exporter:
         """Close the connections of exports in the background."""
         self._background.peers.discard()
 
-    def _stage_of(self, live: StateDict, staged: Mapping[str, LazyTensor]) -> Stage:
+    def _constant(self, live: StateDict) -> StateDict:
+        """Return the base parameters without a copy. They are frozen: a save of adapters alone leaves them out."""
+        parameters = set(self.model.parameter_names().values())
+        base = self.model.state_dict("base")
+        return {fqn: v for fqn, v in base.items() if fqn in parameters and MODEL + fqn not in live}
+
+    def _stage_of(self, live: StateDict, staged: Mapping[str, LazyTensor], constant: StateDict) -> Stage:
         """Return the Stage (geometry/chunks.py) that maps a live tensor to its staged copy, to itself or to a clone.
 
-        `live`: the tensors that `staged` holds, by the same names. Base parameters without a copy are frozen: a save of
-        adapters alone leaves them out. They stand for themselves; any other tensor is cloned.
+        `live`: the tensors that `staged` holds, by the same names. Those of `constant` stand for themselves; any tensor
+        that is in neither is cloned.
         """
         stored = {name: value for name, value in live.items() if name.startswith((MODEL, OPTIMIZER))}
         copies = {_memory_of(value): staged[name] for name, value in stored.items()}
-        parameters = set(self.model.parameter_names().values())
-        base = self.model.state_dict("base")
-        constant = {_memory_of(v) for fqn, v in base.items() if fqn in parameters and MODEL + fqn not in stored}
+        frozen_memory = {*map(_memory_of, constant.values())}
 
         def stage(value: torch.Tensor) -> torch.Tensor | LazyTensor:
             if not local_tensor(value).numel():
@@ -228,7 +235,7 @@ class Exporter:
             memory = _memory_of(value)
             if memory in copies:
                 return copies[memory]
-            return value if memory in constant else value.detach().clone()
+            return value if memory in frozen_memory else value.detach().clone()
 
         return stage
 

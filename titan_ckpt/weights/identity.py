@@ -15,6 +15,7 @@ import xxhash
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import BaseMismatchError, ConverterError
 from titan_ckpt.weights.digest import Partial, logical_digests
+from titan_ckpt.weights.live_memory import Watched
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 BaseIdentity = dict[str, Any]
@@ -77,6 +78,7 @@ class TrackedBase:
         self._model = model
         self._coordinator = coordinator
         self._buffers: dict[str, list[Partial]] = {}
+        self._parameters = Watched({})
         self.identity: BaseIdentity | None = None
         """None without adapters, before a load, and for a base that training changes: no other folder holds that."""
         self.is_changed = False
@@ -91,6 +93,7 @@ class TrackedBase:
         """Take over what a load has found: None for a base that was changed, and for a run without adapters."""
         self.identity, self.is_changed = identity, identity is None
         self._buffers = {} if identity is None else self._model.base_buffers()
+        self._parameters = Watched({} if identity is None else self._model.base_parameters())
 
     def take_as_it_is(self) -> None:
         """Identify the base of a run that loads nothing. Collective."""
@@ -101,7 +104,8 @@ class TrackedBase:
     def changes(self) -> list[str]:
         """Return the tensors of the base on this rank that are trained, or that have changed since the load."""
         now = self._model.base_buffers()
-        return self._model.trained_base() + [fqn for fqn in now if now[fqn] != self._buffers.get(fqn)]
+        changed = self._parameters.changed() + [fqn for fqn in now if now[fqn] != self._buffers.get(fqn)]
+        return list(dict.fromkeys(self._model.trained_base() + changed))
 
     def forget_if_changed(self) -> list[str]:
         """Forget the identity of a base that any rank has changed, and return the changed tensors. Collective."""

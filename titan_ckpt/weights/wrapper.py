@@ -162,7 +162,11 @@ class ModelWrapper:
 
     def trained_base(self) -> list[str]:
         """Return the parameters that are trained and that no converter owns; a save of the owned ones loses them."""
-        return [fqn for value, fqn in self.parameter_names().items() if value.requires_grad and not self.owns(fqn)]
+        return [fqn for fqn, value in self.base_parameters().items() if value.requires_grad]
+
+    def base_parameters(self) -> dict[str, nn.Parameter]:
+        """Return each parameter that no converter owns, by fqn."""
+        return {fqn: value for value, fqn in self.parameter_names().items() if not self.owns(fqn)}
 
     def base_buffers(self) -> dict[str, list[Partial]]:
         """Return a digest of each persistent buffer that no converter owns, as this rank holds it, by fqn."""

@@ -110,3 +110,23 @@ def test_threads_that_read_around_the_page_cache_leave_no_descriptor(
     file.close()
     links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if os.path.islink(entry)]
     assert str(path) not in links
+
+
+def test_threads_whose_direct_writes_are_refused_at_the_same_time_write_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of them takes O_DIRECT away; the others find it gone, and write again, too."""
+    pwrite, all_refused = os.pwrite, threading.Barrier(4)
+
+    def refuse(fd: int, data: memoryview, offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            all_refused.wait(10)
+            raise OSError(errno.EINVAL, "no direct writes")
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with direct.FileWriter(tmp_path / "file", 4 * 4096) as file, direct.bounce_buffer() as buffer:
+        buffer.view[:4096] = bytes([7]) * 4096
+        run_workers(range(0, 4 * 4096, 4096), lambda start: file.write(buffer.view[:4096], start), 4)
+        file.finish()
+    assert (tmp_path / "file").read_bytes() == bytes([7]) * 4 * 4096

@@ -37,7 +37,7 @@ from titan_ckpt.formats.dcp.metadata import METADATA
 from titan_ckpt.formats.dcp.proof import DigestedFile
 from titan_ckpt.formats.publish.plan import coverage_faults
 from titan_ckpt.formats.publish.publication import Unpublished, published
-from titan_ckpt.formats.publish.run import compare_infos
+from titan_ckpt.formats.publish.run import compare_infos, refuse_changed
 from titan_ckpt.geometry.chunks import LazyTensor, TensorInfo, blocks_of, dtype_name, info_of, layout_of, run_through
 from titan_ckpt.geometry.requests import StoredValue
 from titan_ckpt.stores.bucket import Location
@@ -56,6 +56,8 @@ class DcpExport:
     """Digests of tensors that ranks might hold with values of their own, which the format has no place for."""
     groups: tuple[FileGroup, ...] = ()
     """The tensors whose columns ranks put together: none, because shards are written as they are."""
+    changed: Callable[[], list[str]] = list
+    """As of FolderExport."""
 
     def write(self, folder: Location, coordinator: Coordinator) -> None:
         """Write and prove the folder, and publish it atomically. Lazy tensors are resolved one at a time. Collective.
@@ -111,6 +113,7 @@ class DcpExport:
         written = gather_tables(coordinator, "dcp-places", write)
 
         def prove() -> None:
+            refuse_changed(self.changed())
             if coordinator.rank == 0:
                 _write_metadata(unpublished, written)
             file.prove(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from titan_ckpt.disk.direct import meanwhile
 from titan_ckpt.disk.unpublished_folder import copy_file
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import Ranks
-from titan_ckpt.errors import ExportError, PeerError, counted
+from titan_ckpt.errors import ExportError, PeerError, counted, listed
 from titan_ckpt.formats.publish.columns import ColumnExchange, Lost, agree, row_peers
 from titan_ckpt.formats.publish.plan import ExportFiles, ExportPlan, coverage_faults, plan_export
 from titan_ckpt.formats.publish.publication import Unpublished, published
@@ -73,6 +73,8 @@ class FolderExport:
 
     groups: Sequence[FileGroup]
     format: FolderFormat
+    changed: Callable[[], list[str]] = list
+    """Returns the names of the live tensors that have changed since the export was decided."""
 
     def write(self, folder: Location, coordinator: Coordinator) -> None:
         """Write, prove and publish a folder. Collective: ranks without tensors take part too.
@@ -84,7 +86,7 @@ class FolderExport:
         Raises: ExportError on every rank, with nothing under the folder's name.
         """
         started = time.perf_counter()
-        work = _Export(folder, self.groups, self.format, coordinator)
+        work = _Export(folder, self.groups, self.format, coordinator, self.changed)
         try:
             files = work.run()
         except BaseException as error:
@@ -113,6 +115,7 @@ class _Export:
     groups: Sequence[FileGroup]
     format: FolderFormat
     coordinator: Coordinator
+    changed: Callable[[], list[str]]
     is_proved: bool = False
 
     def run(self) -> ExportFiles:
@@ -248,6 +251,7 @@ class _Export:
         return sorted(groups, key=lambda g: (number[plan.files.file_of[next(iter(g.infos))]] - first) % len(number))
 
     def _prove(self, unpublished: Unpublished[Any], plan: ExportPlan, writer: ExportWriter) -> None:
+        refuse_changed(self.changed())
         source = unpublished.as_source()
         with ExitStack() as stack:
             stored = reader = stack.enter_context(self.format.open(source, dequantise=False))
@@ -269,6 +273,15 @@ def _upload(place: BucketPath, content: bytes | Path) -> None:
     place.bucket.put(place.key, data)
     if place.read(len(data)) != data:
         raise ExportError(f"{place} read back differs from what was written")
+
+
+def refuse_changed(names: Sequence[str]) -> None:
+    """Raises: ExportError if there are names: those of live tensors that an export has read, and that have changed."""
+    if names:
+        raise ExportError(
+            f"{listed(names, ', ', ' ')} of the frozen base changed while the export was reading "
+            f"{'it' if len(names) == 1 else 'them'}. Call wait() before code that changes the base"
+        )
 
 
 def compare_infos(expected: Mapping[str, TensorInfo], found: Mapping[str, TensorInfo]) -> list[str]:

@@ -10,13 +10,14 @@ import copy
 import functools
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, get_args
 
 import torch
 import xxhash
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -27,16 +28,17 @@ from titan_ckpt.components.files import STATES
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.optimizer import OptimizerState
 from titan_ckpt.components.optimizer_rehearsal import rehearse
+from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.config import Component
 from titan_ckpt.distributed.sharing import describe
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError, StateEncodingError, counted, listed
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import TensorInfo, blocks_of, local_tensor
-from titan_ckpt.geometry.nested import MAX_DEPTH, give_tensors, names_of, take_tensors
-from titan_ckpt.rng import RandomState
+from titan_ckpt.geometry.nested import MAX_DEPTH, give_tensors, names_of, take_tensors, unlike_plain
+from titan_ckpt.rng import RandomState, generators_kept
 from titan_ckpt.types import StateDict, Stateful
-from titan_ckpt.weights.wrapper import ModelWrapper
+from titan_ckpt.weights.wrapper import ModelWrapper, require_memory
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +73,23 @@ class RunState:
     """Returns, by the stored `states`, the settings of optimizer groups of which a load leaves this run's values."""
 
     def __post_init__(self) -> None:
-        """Raises: LoadMismatchError for optimizers that do not train this model's parameters."""
+        """Check that all objects can be asked for their state.
+
+        Raises: LoadMismatchError for optimizers that do not train this model's parameters; StateEncodingError for
+        objects that return no state.
+        """
         objects = {"optimizer": "optimizers", "lr_scheduler": "lr_schedulers", "states": "states"}
         for component in objects.keys() & self.left_out:
             object.__setattr__(self, objects[component], {} if component == "states" else ())
         if "dataloader" in self.left_out:
             object.__setattr__(self, "dataloader", None)
         _ = self.optimizer
+        if faults := [f"{place} ({class_name(value)})" for place, value in self._stateful() if not _is_stateful(value)]:
+            raise StateEncodingError(
+                f"no state_dict() and load_state_dict(), by which a checkpoint holds it: {listed(faults)}. Give an "
+                "object that has both, such as torchdata's StatefulDataLoader in place of a DataLoader",
+                faults[0],
+            )
         scalers = [s for o in self.optimizers if isinstance(s := getattr(o, "scaler", None), GradScaler)]
         scalers = [scaler for scaler in scalers if scaler.is_enabled()]
         if "states" not in self.left_out and any(s not in list(self.states.values()) for s in scalers):
@@ -85,6 +97,13 @@ class RunState:
                 "an optimizer scales gradients by a GradScaler that would not be saved: pass it, "
                 'states={"scaler": accelerator.scaler}'
             )
+
+    def _stateful(self) -> Iterator[tuple[str, Any]]:
+        """Yield (place, object) of everything beside optimizers that is asked for its state."""
+        yield from ((f"lr_schedulers[{i}]", scheduler) for i, scheduler in enumerate(self.lr_schedulers))
+        yield from ((f"states[{name!r}]", state) for name, state in self.states.items())
+        if self.dataloader is not None:
+            yield "dataloader", self.dataloader
 
     @property
     def optimizer(self) -> OptimizerState | None:
@@ -121,10 +140,14 @@ class RunState:
         return [name for name in COMPONENTS if has.get(name, True) and name not in self.left_out]
 
     def rehearse(self) -> None:
-        """Check before the first step that optimizers and schedulers can be saved and resumed exactly.
+        """Check before the first step that the model has memory, and that all other state can be saved and resumed.
+
+        A state that is iterated, such as a dataloader, is not asked, because its answer may begin an epoch.
 
         Raises: StateEncodingError listing every one that cannot.
         """
+        if "model" not in self.left_out:
+            require_memory(self.model.memory())
         faults = rehearse(self.optimizers)
         if not faults and (optimizer := self.optimizer) is not None:
             faults = typed_json.problems_of(optimizer.split()[1], "optimizer")
@@ -132,7 +155,11 @@ class RunState:
             try:
                 typed_json.encode(scheduler.state_dict(), f"lr_scheduler[{i}]")
             except StateEncodingError as error:
-                faults.append(f"{type(scheduler).__module__}.{type(scheduler).__qualname__}: {error}")
+                faults.append(f"{class_name(scheduler)}: {error}")
+        with generators_kept():
+            for name, state in self.states.items():
+                if isinstance(state, nn.Module) or not hasattr(type(state), "__iter__"):
+                    faults += _faults_of_state(name, state)
         if faults:
             raise StateEncodingError(f"{len(faults)} object(s) of this run cannot be saved: " + "\n".join(faults))
 
@@ -204,7 +231,7 @@ class RunState:
                     )
                 live: StateDict = {}
                 if wanted:
-                    take_tensors(state.state_dict(), f"{STATES}{name}", live)
+                    taken_state(name, state, live)
                 out |= {key: _room_for(available[key], live.get(key)) for key in wanted}
         return out, strangers
 
@@ -312,6 +339,33 @@ class RunState:
             step,
         )
         self.rng.reseed(seed)
+
+
+def taken_state(name: str, state: Stateful, into: StateDict) -> Any:
+    """Return a user state with its tensors moved to `into`, as `take_tensors` does.
+
+    Raises: StateEncodingError for tensors that would come back as something else.
+    """
+    value = state.state_dict()
+    if faults := [f"{path}: {fault}" for path, fault in unlike_plain(value, f"{STATES}{name}")]:
+        raise StateEncodingError(f"{listed(faults)}. Return plain, dense tensors: .detach().clone()", faults[0])
+    return take_tensors(value, f"{STATES}{name}", into)
+
+
+def _faults_of_state(name: str, state: Stateful) -> list[str]:
+    """Return why a user state cannot be saved, as far as it returns one before the first step."""
+    try:
+        return typed_json.problems_of(taken_state(name, state, {}), f"{STATES}{name}")
+    except StateEncodingError as error:
+        return [str(error)]
+    except Exception as error:  # it may have no state yet; the first save asks again
+        logger.debug("states[%r] returns no state before the first step: %s", name, error)
+        return []
+
+
+def _is_stateful(value: Any) -> bool:
+    methods = (getattr(value, method, None) for method in ("state_dict", "load_state_dict"))
+    return not isinstance(value, type) and all(map(callable, methods))
 
 
 def _one_for_each(stored: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:

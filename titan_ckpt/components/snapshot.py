@@ -15,18 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_ckpt.components.files import STATES
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.optimizer_content import innermost
-from titan_ckpt.components.run_state import RunState
-from titan_ckpt.errors import SaveError, StateEncodingError, counted, listed
+from titan_ckpt.components.run_state import RunState, taken_state
+from titan_ckpt.errors import SaveError, listed
 from titan_ckpt.geometry.chunks import local_tensor
-from titan_ckpt.geometry.nested import take_tensors
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.live_memory import Watched
 from titan_ckpt.weights.own_state import plain_attributes
 from titan_ckpt.weights.stored_names import MODEL
-from titan_ckpt.weights.wrapper import ModelState, without_memory
+from titan_ckpt.weights.wrapper import ModelState, require_memory
 
 _COPIED_BYTES = 1 << 20
 
@@ -85,12 +83,7 @@ def take_snapshot(run_state: RunState, step: int, model: ModelState, *, model_on
     `model_only`: the model and its extra state, nothing else.
     Raises: StateEncodingError for tensors that hold no values.
     """
-    if names := without_memory(model.tensors):
-        raise StateEncodingError(
-            f"no memory yet for {counted(len(names), 'tensor')} of the model, such as {names[0]}: materialise a "
-            "model that was built on meta (to_empty), and run a lazy one once, before it is saved",
-            names[0],
-        )
+    require_memory(model.tensors)
     tensors: StateDict = _named(model)
     run: dict[str, Any] = {"step": step}
     if "model" not in run_state.left_out and (extra := run_state.model.extra_state() | model.values):
@@ -220,10 +213,7 @@ def _counters(run_state: RunState) -> Snapshot:
         rank["data_parallel"] = [run_state.data_rank.rank, run_state.data_rank.size]
         rank["dataloader"] = run_state.dataloader.state_dict()
     if run_state.states:
-        run["states"] = {
-            name: take_tensors(state.state_dict(), f"{STATES}{name}", tensors)
-            for name, state in run_state.states.items()
-        }
+        run["states"] = {name: taken_state(name, state, tensors) for name, state in run_state.states.items()}
     rank["layout"] = run_state.layout
     if "rng" not in run_state.left_out:
         rank["rng"] = run_state.rng.state_dict()

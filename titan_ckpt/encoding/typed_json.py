@@ -13,7 +13,7 @@ import datetime
 import math
 import pathlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -194,7 +194,12 @@ class _Encoder:
         if value.nbytes > MAX_INLINE_BYTES:
             return self._refuse(path, f"an array of {value.nbytes} bytes, at most {MAX_INLINE_BYTES} are kept in JSON")
         data = to_base64(value.tobytes())
-        return {"$numpy.scalar": [name, data]} if scalar else {"$numpy": [name, list(value.shape), data]}
+        if scalar:
+            return {"$numpy.scalar": [name, data]}
+        if value.size and any(stride <= 0 < size - 1 for stride, size in zip(value.strides, value.shape, strict=True)):
+            return self._refuse(path, "an array that is a reversed or broadcast view; return a copy of it")
+        order = None if value.flags.c_contiguous else _memory_order(value.shape, value.strides)
+        return {"$numpy": [name, list(value.shape), data, *([] if order is None else [order])]}
 
     def _tensor(self, value: torch.Tensor, path: str) -> Json:
         name = str(value.dtype).removeprefix("torch.")
@@ -207,7 +212,8 @@ class _Encoder:
             return self._refuse(path, f"a tensor of {num_bytes} bytes, at most {MAX_INLINE_BYTES} are kept in JSON")
         flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-        return {"$tensor": [name, list(value.shape), to_base64(data)]}
+        order = None if value.is_contiguous() else _memory_order(value.shape, value.stride())
+        return {"$tensor": [name, list(value.shape), to_base64(data), *([] if order is None else [order])]}
 
 
 _CONTAINERS = frozenset({list, dict, tuple, set, frozenset, torch.Size, deque, defaultdict, OrderedDict, Counter})
@@ -227,6 +233,13 @@ _ATOMS: dict[type, tuple[str, Callable[[Any], Json]]] = {
     type(pathlib.Path()): ("$path", str),
     pathlib.PurePosixPath: ("$posixpath", str),
 }
+
+
+def _memory_order(sizes: Sequence[int], strides: Sequence[int]) -> list[Json] | None:
+    """Return the axes in the order of their strides, longest first; None if that is their own order."""
+    axes = [axis for axis, size in enumerate(sizes) if size > 1]
+    order = sorted(axes, key=lambda axis: -strides[axis])
+    return None if order == axes else [*order, *(axis for axis, size in enumerate(sizes) if size <= 1)]
 
 
 def _shown(key: Any) -> str:

@@ -124,15 +124,26 @@ def _deque_of(payload: Json, path: str, depth: int) -> Any:
 
 
 def _tensor_of(payload: Json, path: str, depth: int) -> torch.Tensor:
-    name, shape, data = as_list(payload, 3)
+    name, shape, data, *order = as_list(payload)
     dtype = TENSOR_DTYPES[as_str(name)]
     sizes = as_shape(shape)
+    axes, back = _axes_of(order, sizes)
     raw = bytearray(from_base64(data))
     if len(raw) != math.prod(sizes) * dtype.itemsize:
         raise ValueError(f"{len(raw)} bytes for shape {sizes} of {dtype}")
     if not raw:
         return torch.empty(sizes, dtype=dtype)
-    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(sizes)
+    made = torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(sizes)
+    return made.permute(axes).contiguous().permute(back)
+
+
+def _axes_of(order: list[Json], sizes: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Return the axes in the order that they have in memory, by the last item of a payload, and the way back."""
+    own = [*range(len(sizes))]
+    axes = own if not order else [as_int(axis) for axis in as_list(order[0], len(sizes))]
+    if len(order) > 1 or sorted(axes) != own:
+        raise ValueError(f"{order!r:.80} is no order of {len(sizes)} axes")
+    return axes, [axes.index(axis) for axis in own]
 
 
 def _numpy_dtype(name: Json) -> np.dtype[Any]:
@@ -142,8 +153,9 @@ def _numpy_dtype(name: Json) -> np.dtype[Any]:
 
 
 def _array_of(payload: Json, path: str, depth: int) -> Any:
-    name, shape, data = as_list(payload, 3)
+    name, shape, data, *order = as_list(payload)
     dtype, sizes, raw = _numpy_dtype(name), as_shape(shape), from_base64(data)
+    axes, back = _axes_of(order, sizes)
     if len(raw) != math.prod(sizes) * dtype.itemsize:
         raise ValueError(f"{len(raw)} bytes for shape {sizes} of {dtype}")
     if not raw:
@@ -151,7 +163,7 @@ def _array_of(payload: Json, path: str, depth: int) -> Any:
     array = np.frombuffer(bytearray(raw), dtype).reshape(sizes)
     if dtype.kind == "U" and array.reshape(-1).view(f"{dtype.byteorder}u4").max() > sys.maxunicode:
         raise ValueError("not text")
-    return array
+    return array.transpose(axes).copy().transpose(back) if order else array
 
 
 def _scalar_of(payload: Json, path: str, depth: int) -> Any:

@@ -96,13 +96,32 @@ def address(value: torch.Tensor) -> int:
         return id(value)
 
 
-def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor in nested state."""
+    return (tensor for _, tensor in _placed_tensors(value, "", 0))
+
+
+def _placed_tensors(value: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
-        yield value
+        yield path, value
     elif depth < MAX_DEPTH and (type(value) in _DICTS or type(value) in _LISTS):
-        for item in value.values() if type(value) in _DICTS else value:
-            yield from tensors_in(item, depth + 1)
+        for key, item in value.items() if type(value) in _DICTS else enumerate(value):
+            yield from _placed_tensors(item, f"{path}.{key}", depth + 1)
+
+
+def unlike_plain(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield (path, what it is) of every tensor in nested state that would not come back as it is."""
+    for place, tensor in _placed_tensors(value, path, 0):
+        if type(tensor) not in (torch.Tensor, DTensor):
+            yield place, f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
+        elif tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+            yield place, f"a tensor that is not dense ({tensor.dtype}, {tensor.device}, {tensor.layout})"
+        elif tensor.requires_grad:
+            yield place, "a tensor that requires gradients"
+        elif tensor.is_conj() or tensor.is_neg():
+            yield place, "a tensor that is conjugated or negated when it is read"
+        elif any(stride == 0 < size - 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            yield place, f"a tensor expanded to {list(tensor.shape)}"
 
 
 def memory_order(value: torch.Tensor) -> list[int] | None:

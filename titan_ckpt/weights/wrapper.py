@@ -244,7 +244,7 @@ class ModelWrapper:
                 if isinstance(module, FSDPModule):
                     module.reshard()  # after a forward without a backward it holds gathered parameters
                 for kind in kinds:
-                    own = module.__dict__[kind]  # named_parameters takes several times as long
+                    own = getattr(module, kind)  # named_parameters takes several times as long
                     of_part.update({prefix + name: v for name, v in own.items() if v is not None})
             if twice := [fqn for fqn in of_part if fqn in live and isinstance(of_part[fqn], nn.Parameter)]:
                 raise _held_by_two_parts(twice)
@@ -315,6 +315,16 @@ def _unfit(value: torch.Tensor) -> str | None:
 def without_memory(tensors: StateDict) -> list[str]:
     """Return the names of tensors without memory: on meta, or in a lazy module before its first forward."""
     return [fqn for fqn, value in tensors.items() if is_lazy(value) or value.is_meta]
+
+
+def require_memory(tensors: StateDict) -> None:
+    """Raises: StateEncodingError for tensors of a model that hold no values."""
+    if names := without_memory(tensors):
+        raise StateEncodingError(
+            f"no memory yet for {counted(len(names), 'tensor')} of the model, such as {names[0]}: materialise a "
+            "model that was built on meta (to_empty), and run a lazy one once, before it is loaded or saved",
+            names[0],
+        )
 
 
 def _held_by_two_parts(fqns: Sequence[str]) -> ConverterError:

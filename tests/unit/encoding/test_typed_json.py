@@ -223,6 +223,28 @@ def test_tensors_of_every_dtype_and_shape_come_back(dtype: torch.dtype) -> None:
         assert_round_trip({"t": tensor})
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.data(), hnp.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=3), st.booleans())
+def test_the_order_of_axes_in_memory_comes_back(draw: st.DataObject, shape: tuple[int, ...], of_torch: bool) -> None:
+    """Column-major arrays and tensors, and any other order, have the strides of a copy; gaps of a view are closed."""
+    axes = draw.draw(st.permutations(range(len(shape))))
+    array = np.arange(math.prod(shape), dtype=np.float32).reshape(shape).transpose(axes)[..., :2]
+    value: Any = torch.from_numpy(array) if of_torch else array
+    dense: Any = value.clone() if of_torch else value.copy("K")
+    assert_round_trip(value)
+    back = loads(dumps(value))
+    strides = [(v.stride() if of_torch else v.strides) for v in (back, dense)]
+    assert all(a == b for a, b, size in zip(*strides, value.shape, strict=True) if size > 1 and array.size)
+
+
+@pytest.mark.parametrize("array", [np.arange(6).reshape(2, 3)[:, ::-1], np.broadcast_to(np.arange(3), (2, 3))])
+def test_a_reversed_or_broadcast_array_is_refused(array: Any) -> None:
+    """Their memory would be another after a resume; a copy is stored."""
+    with pytest.raises(StateEncodingError, match="a reversed or broadcast view; return a copy of it"):
+        dumps({"a": array})
+    assert_round_trip({"a": array.copy()})
+
+
 def test_every_dtype_a_model_may_have_is_known() -> None:
     """The list of dtypes is closed but not short."""
     names = (
@@ -409,6 +431,9 @@ def test_what_is_too_large_or_too_deep_is_refused() -> None:
         '{"$tensor": ["qint8", [1], "AA=="]}',
         '{"$tensor": ["float32", [0, 4611686018427387904, 9], ""]}',
         '{"$numpy": ["|O", [1], "AAAAAAAAAAA="]}',
+        '{"$numpy": ["<f4", [1, 1], "AAAAAA==", [0, 0]]}',
+        '{"$tensor": ["float32", [1, 1], "AAAAAA==", [1]]}',
+        '{"$tensor": ["float32", [1, 1], "AAAAAA==", [1, 0], 1]}',
         '{"$numpy": ["<f4", [true], "AAAAAA=="]}',
         '{"$numpy": ["<U1", [1], "/////w=="]}',
         '{"$numpy": ["i4,f4", [1], "AAAAAAAAAAA="]}',

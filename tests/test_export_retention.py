@@ -129,6 +129,42 @@ def test_an_export_whose_removal_failed_is_removed_by_the_next_one(
     assert names(tmp_path) == ["step-2", "step-3"]
 
 
+def test_a_run_that_is_killed_before_its_first_save_makes_its_exports_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its exports are set aside by the restart. Those made since a save, and another run's, stay in the way."""
+    model = nn.Linear(2, 2, bias=False)
+
+    def run(steps: range, value: float, interval: int = 100, folder: str = "checkpoints") -> None:
+        save, exports = SaveConfig(interval=interval), (ExportConfig("dcp", interval=5),)
+        config = CheckpointConfig(folder=folder, save=save, export=exports)
+        with CheckpointManager(config, model_parts=[model], base_folder=tmp_path) as manager:
+            manager.load()
+            for step in steps:
+                manager.maybe_wait_for_staging()
+                nn.init.constant_(model.weight, value + step)
+                manager.save(step)
+
+    exports = tmp_path / "exports"
+    run(range(1, 13), 0.0)
+    assert names(tmp_path) == ["step-10", "step-5"]
+    with pytest.raises(ExportError, match="step-5 is there already"):
+        run(range(1, 13), 200.0, folder="others")
+    run(range(1, 8), 100.0)
+    assert exported(exports / "step-5") == 105.0
+    aside = [name for name in names(tmp_path) if ".abandoned-" in name]
+    assert sorted(exported(exports / name) for name in aside) == [5.0, 10.0]
+    assert "because this run went back to step 0" in caplog.text
+    run(range(1, 13), 300.0, interval=5)
+    assert [exported(exports / f"step-{n}") for n in (5, 10)] == [305.0, 310.0]
+    shutil.rmtree(tmp_path / "checkpoints")
+    caplog.clear()
+    with pytest.raises(ExportError, match="step-5 is there already"):
+        run(range(1, 13), 400.0)
+    assert "exports/step-5 is there from before this run" in caplog.text
+    assert [exported(exports / f"step-{n}") for n in (5, 10)] == [305.0, 310.0]
+
+
 def exported(folder: Path) -> float:
     """Return the value that every weight has in an export."""
     with open_reader(folder) as reader:
@@ -208,7 +244,9 @@ def test_a_folder_of_exports_that_rank_0_cannot_list_stops_all_ranks_at_once() -
 
     def check(rank: int) -> None:
         exporter: Any = SimpleNamespace(
-            coordinator=Coordinator(rank, 2, store, "exports", 60.0), made=lambda config: Unreachable()
+            coordinator=Coordinator(rank, 2, store, "exports", 60.0),
+            made=lambda config: Unreachable(),
+            start_over=lambda configs: None,
         )
         try:
             check_folders(exporter, [ExportConfig("dcp")], fresh=True)

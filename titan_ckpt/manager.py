@@ -200,6 +200,8 @@ class CheckpointManager:
         self._content.refuse_adapter_of_changed_base(self.config.export)
         self._resumed_from = restored.resumed_from
         self._exporter.went_back_to = named
+        is_unsaved = self.config.save is not None and restored.resumed_from is None
+        self._exporter.unsaved_in = self.config.folder if is_unsaved else None
         self._content.is_settled = False
         if self._saver is not None:  # before step 1: lease, permissions and space for the saves to come
             with event.phase("preflight"):
@@ -491,7 +493,7 @@ class CheckpointManager:
         failed: BaseException | None = None
         if save is not None:
             if save.error is None:
-                self.last_step.settled = save.step
+                self.last_step.settled, self._exporter.unsaved_in = save.step, None
             failed = self._failures.verdict("saved", save.step, save.error, is_last=is_last)
         if exports is not None and failed is not None and exports.error is not None:
             logger.error("the exports of step %d have failed, too", exports.step, exc_info=exports.error)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.stores.test_manager_in_bucket import _forget_leases, manifest_of, save, write
+from titan_ckpt.config import ExportConfig
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -392,6 +393,30 @@ def test_no_export_is_published_whose_files_another_run_has_deleted(when: str) -
             first.publish("step-1", attempt, "config.json", b"{}")
     left = {key for key in bucket.moments[-1] if key.startswith("e/step-1/")}
     assert left in ({"e/step-1/model.safetensors", "e/step-1/config.json"}, set())
+
+
+@pytest.mark.parametrize(("failing", "after"), [("put", 0), ("put", 1), ("delete", 0)])
+def test_an_export_that_could_not_be_set_aside_is_so_by_the_next_try(failing: str, after: int) -> None:
+    """Whichever request has failed, nobody can load the abandoned branch's export after the second call."""
+    bucket, config = Memory(), ExportConfig("dcp", interval=1, folder="s3://box/e")
+    exports = BucketExports(BucketPath(bucket, "e"))  # type: ignore[arg-type]
+    for step in (1, 2):
+        exports.publish(f"step-{step}", exports.begin(f"step-{step}"), ".metadata", b"weights")
+        exports.record(config, step)
+    works, calls = getattr(bucket, failing), iter(range(9))
+
+    def fails(*given: Any) -> None:
+        if next(calls) == after:
+            raise StoreError(errno.EIO, "no answer", is_final=True)
+        works(*given)
+
+    setattr(bucket, failing, fails)
+    with pytest.raises(StoreError, match="no answer"):
+        exports.set_aside(config, 1)
+    exports.set_aside(config, 1)
+    assert exports.is_there("step-1") and not exports.is_there("step-2")
+    assert bucket.content("e/step-2/.metadata.abandoned") == b"weights"
+    exports.begin("step-2")
 
 
 def test_no_run_takes_the_last_file_of_another_ones_export_for_its_own() -> None:

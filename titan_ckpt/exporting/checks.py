@@ -65,8 +65,9 @@ def check_folders(exporter: Exporter, configs: Sequence[ExportConfig], *, fresh:
 
     A bucket is asked whether this run may write, read, list and delete there.
 
-    `fresh`: the run begins at step 0, so no export that is there is its own; those are logged.
-    Raises: ExportError; KeyMapError; StoreError.
+    `fresh`: the run begins at step 0. Exports of its own that it made before it was ended without a committed step are
+    set aside; any others that are there are logged.
+    Raises: ExportError; KeyMapError; OSError.
     """
     for made in map(exporter.made, configs):
         if isinstance(made, BucketExports):
@@ -74,6 +75,7 @@ def check_folders(exporter: Exporter, configs: Sequence[ExportConfig], *, fresh:
     if fresh and configs:
 
         def steps_there() -> list[str]:
+            exporter.start_over(configs)
             return [str(exporter.folder(c, step)) for c in configs for step in exporter.made(c).steps_there(c)]
 
         there = exporter.coordinator.on_rank_0("export-before", steps_there)

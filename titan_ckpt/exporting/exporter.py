@@ -53,6 +53,8 @@ class ExportJob:
     folder: Location
     writer: FolderExport | DcpExport
     made: MadeExports | BucketExports
+    unsaved_in: str | None = None
+    """Where the run saves, if it has committed no step yet."""
 
     def run(self, coordinator: Coordinator) -> None:
         """Publish the folder, record it, and remove exports that have expired. Collective. Raises: ExportError."""
@@ -67,7 +69,7 @@ class ExportJob:
             raise ExportError(f"export of step {self.step} to {self.folder} {became}: {error}") from error
 
     def _record_and_expire(self) -> None:
-        self.made.record(self.config, self.step)
+        self.made.record(self.config, self.step, self.unsaved_in)
         self.made.expire(self.config, self.step)
 
 
@@ -101,6 +103,8 @@ class Exporter:
         self._in_buckets: dict[str, BucketExports] = {}
         self.went_back_to: int | None = None
         """The step that the user told this run to go back to, until the exports made after it are set aside."""
+        self.unsaved_in: str | None = None
+        """Where this run saves, while it has committed no step, so that a restart would begin at step 0 again."""
 
     def leave_abandoned_branch(self, configs: Sequence[ExportConfig]) -> None:
         """Set aside the exports of the branch that this run went back from. Collective. Raises: OSError; PeerError.
@@ -111,6 +115,20 @@ class Exporter:
         if above is not None:
             self.coordinator.on_rank_0("export-leave", lambda: [self.made(c).set_aside(c, above) for c in configs])
         self.went_back_to = None  # only now: if a rename failed, the next save or export tries it again
+
+    def start_over(self, configs: Sequence[ExportConfig]) -> None:
+        """Set aside the exports that this run made before it was ended without a committed step.
+
+        Rank 0 alone calls this. Raises: OSError.
+        """
+        for config in configs:
+            if (place := self._unsaved_in(config)) is not None:
+                self.made(config).set_aside(config, 0, place)
+
+    def _unsaved_in(self, config: ExportConfig) -> str | None:
+        """Return `unsaved_in` if it tells apart all runs that export there: many machines have one path on a disk."""
+        is_known = self.unsaved_in is not None and (split_url(self.unsaved_in) or not split_url(config.folder))
+        return self.unsaved_in if is_known else None
 
     def is_there(self, config: ExportConfig, step: int) -> bool:
         """Return whether rank 0 sees that this export was published before. Collective."""
@@ -146,7 +164,8 @@ class Exporter:
 
         def plan() -> ExportJob:
             with _export_errors(step):
-                return self._job(config, step, base, self._tensors(config))
+                job = self._job(config, step, base, self._tensors(config))
+                return replace(job, unsaved_in=self._unsaved_in(config))
 
         job = self.coordinator.together("export-plan", plan)
         job.run(self.coordinator)

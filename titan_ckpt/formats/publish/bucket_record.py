@@ -19,7 +19,7 @@ from titan_ckpt import policy
 from titan_ckpt.config import ExportConfig
 from titan_ckpt.encoding.strict_json import Json, parse
 from titan_ckpt.errors import CorruptCheckpointError, ExportError
-from titan_ckpt.formats.publish.record import RECORDS, steps_among, why_changed
+from titan_ckpt.formats.publish.record import RECORDS, UNSAVED_IN, steps_among, why_changed
 from titan_ckpt.stores.bucket import BucketPath, ObjectFacts
 
 LOADABLE = ("config.json", "adapter_config.json", ".metadata")
@@ -116,13 +116,17 @@ class BucketExports:
         if record is not None and record.get("attempt") == attempt and record.get("content") is None:
             self._delete(self._objects(name))
 
-    def record(self, config: ExportConfig, step: int) -> None:
-        """Record a published export. A failure is logged: the export is whole, and it never expires."""
+    def record(self, config: ExportConfig, step: int, unsaved_in: str | None = None) -> None:
+        """Record a published export. A failure is logged: the export is whole, and it never expires.
+
+        `unsaved_in`: where the run saves, if it has committed no step yet.
+        """
         name = _name(config, step)
         try:
             record = self._record(name) or {"folder": name}
             content: dict[str, Json] = {path: _mark(facts) for path, facts in self._objects(name).items()}
-            self._write(name, {**record, "published_unix_seconds": time.time(), "content": content})
+            made = {"published_unix_seconds": time.time(), "content": content, UNSAVED_IN: unsaved_in}
+            self._write(name, {**record, **made})
         except OSError as error:
             logger.warning("%s is not recorded, so it never expires: %s", self.root / name, error)
 
@@ -147,18 +151,23 @@ class BucketExports:
                 logger.info("export of step %d removed: only a part of it was there", expired)
         self._forget_deleted(config)
 
-    def set_aside(self, config: ExportConfig, above: int) -> None:
+    def set_aside(self, config: ExportConfig, above: int, unsaved_in: str | None = None) -> None:
         """Make the exports after step `above` unloadable, newest first, if they are as a run published them.
 
         A bucket renames nothing, so the file that makes an export loadable gets another name, and the others stay
-        until the export of that step is made again. Raises: StoreError.
+        until the export of that step is made again. `unsaved_in`: take only exports that were recorded with it.
+        Raises: StoreError.
         """
         for step in sorted(self.steps_there(config), reverse=True):
             name = _name(config, step)
-            if step > above and self.why_foreign(name) is None:
+            if unsaved_in is not None and (self._record(name) or {}).get(UNSAVED_IN) != unsaved_in:
+                continue
+            is_begun = (self._record(name) or {}).get("abandoned") is True  # by a call whose request failed
+            loadable = self._objects(name).keys() & {*LOADABLE}
+            if step > above and loadable and (is_begun or self.why_foreign(name) is None):
                 # the record goes first: without it nobody could export to this name again
                 self._write(name, {"folder": name, "content": None, "abandoned": True})
-                for path in self._objects(name).keys() & {*LOADABLE}:
+                for path in loadable:
                     place = self.root / name / path
                     place.bucket.put(f"{place.key}.abandoned", place.read())
                     place.bucket.delete([place.key])

@@ -29,6 +29,8 @@ from titan_ckpt.encoding.strict_json import Json, parse
 from titan_ckpt.errors import CorruptCheckpointError, SaveError, listed
 
 RECORDS = ".titan_ckpt-exports"
+UNSAVED_IN = "unsaved_in"
+"""Key of a record: where the run saves that had committed no step when it made the export. A restart makes it again."""
 _MAX_BYTES = 1 << 24
 _MAX_DIGESTED = 64 << 20
 """Longer files are known by their sizes: a digest of the weights would read all of them at every expiry."""
@@ -48,11 +50,14 @@ class MadeExports:
         """Return whether an export's folder is there, whoever made it."""
         return (self.run / name).is_dir()
 
-    def record(self, config: ExportConfig, step: int) -> None:
-        """Record an export. A failure is logged: the export is whole, and it never expires."""
+    def record(self, config: ExportConfig, step: int, unsaved_in: str | None = None) -> None:
+        """Record an export. A failure is logged: the export is whole, and it never expires.
+
+        `unsaved_in`: where the run saves, if it has committed no step yet.
+        """
         name = config.lands_in(step)
         try:
-            write_record(self.run, name, self.run / name)
+            write_record(self.run, name, self.run / name, unsaved_in)
         except OSError as error:
             logger.warning("%s is not recorded, so it never expires: %s", self.run / name, error)
 
@@ -64,13 +69,16 @@ class MadeExports:
             remove_export(self.run, config.lands_in(expired))
             logger.info("export of step %d removed: the newest %d are kept", expired, config.keep)
 
-    def set_aside(self, config: ExportConfig, above: int) -> None:
+    def set_aside(self, config: ExportConfig, above: int, unsaved_in: str | None = None) -> None:
         """Rename the exports after step `above`, newest first, to `step-N.abandoned-<id>`. Raises: OSError.
 
         Only folders that are as this run published them are renamed. Their records keep up with their names.
+        `unsaved_in`: take only exports that were recorded with it.
         """
         for step in sorted(self.steps_there(config), reverse=True):
             name = config.lands_in(step)
+            if unsaved_in is not None and _read_record(self.run, name).get(UNSAVED_IN) != unsaved_in:
+                continue
             if step > above and why_foreign(self.run, name) is None:
                 aside = f"{name}.abandoned-{uuid.uuid4().hex[:8]}"
                 write_record(self.run, aside, self.run / name)
@@ -109,11 +117,11 @@ def why_changed(written: Mapping[str, Json], content: Mapping[str, Json]) -> str
     return f"changed since: {listed(changed, ', ', most=3)}" if changed else None
 
 
-def write_record(run: Path, name: str, folder: Path) -> None:
+def write_record(run: Path, name: str, folder: Path, unsaved_in: str | None = None) -> None:
     """Record that `folder` is the run's export `name`, which is relative to the run's folder. Raises: OSError."""
     remove_record(run, name)
     posix.make_folders(run / RECORDS)
-    record = {"folder": name, "content": _content(folder)}
+    record = {"folder": name, "content": _content(folder), UNSAVED_IN: unsaved_in}
     posix.write_file(_path_of(run, name), json.dumps(record, indent=1).encode())
 
 
@@ -161,14 +169,19 @@ def why_foreign(run: Path, name: str) -> str | None:
     """Return why a folder is not an export as this run published it; None if it is."""
     if not posix.is_real_folder(run / name):
         return "it is no folder of its own"
+    written = _read_record(run, name).get("content")
+    if not isinstance(written, dict):
+        return "there is no record that this run made it"
+    return why_changed(written, _content(run / name))
+
+
+def _read_record(run: Path, name: str) -> dict[str, Json]:
+    """Return the record of a folder; {} without one that can be read."""
     record: Json = None
     with contextlib.suppress(OSError, CorruptCheckpointError):
         path = _path_of(run, name)
         record = parse(posix.read_whole(path, _MAX_BYTES), _MAX_BYTES, str(path))
-    written = record.get("content") if isinstance(record, dict) and record.get("folder") == name else None
-    if not isinstance(written, dict):
-        return "there is no record that this run made it"
-    return why_changed(written, _content(run / name))
+    return record if isinstance(record, dict) and record.get("folder") == name else {}
 
 
 def _path_of(run: Path, name: str) -> Path:

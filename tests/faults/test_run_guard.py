@@ -131,8 +131,10 @@ def test_f8_a_request_a_time_limit_and_a_second_signal(tmp_path: Path, whole: di
             assert job.ranks[0].poll() is None, job.text()
             time.sleep(0.01)
         assert job.steps()[0] == asked
+        job.ranks[0].send_signal(signal.SIGSTOP)  # it is there, and takes no request
+        assert cli(["save", "--run", str(tmp_path), "--timeout-seconds", "0.3"]) == 1
         job.ranks[0].kill()
-    assert cli(["save", "--run", str(tmp_path), "--timeout-seconds", "0.3"]) == 1
+    assert cli(["save", "--run", str(tmp_path)]) == 2, "nobody runs there"
     assert not (tmp_path / "save-request").exists()
     goes_on(tmp_path, whole, job.steps()[-1])
     with running(tmp_path / "limited", slow=0.2, checkpoint={"stop": {"after_hours": 13 / 3600}}) as job:

@@ -6,6 +6,7 @@ tests/format_programs read the folder; they know this package's format from its 
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import signal
@@ -330,6 +331,10 @@ class Run:
     def export(self, last: bool) -> None:
         step = self.counters.step
         self.note(step)
+        if last and self.program.optimizer == "schedulefree":  # the manager calls its eval()
+            net, optimizer = copy.deepcopy((self.net, self.optimizer))
+            optimizer.eval()  # type: ignore[attr-defined]
+            self.references[step].append(Reference(self.clock, self.values(net, optimizer), {}))
         if self.call(lambda: self.manager.export(step, last)) is not _FAILED:
             self.exporting.append(step)
             if last:
@@ -446,7 +451,9 @@ class Run:
             if step not in acknowledged:
                 known = known + self.abandoned.get(step, [])
             values = self._exported(path)
-            holds = {n: [r.nonce for r in known if torch.equal(v, r.values[f"model.{n}"])] for n, v in values.items()}
+            holds = {
+                n: [at for at, r in enumerate(known) if torch.equal(v, r.values[f"model.{n}"])] for n, v in values.items()
+            }
             if not set.intersection(*map(set, holds.values())):
                 acts = [r.nonce for r in known]
                 raise WrongError(f"export {step} is of none of the acts {acts} of its step and branch: {holds}")
@@ -460,11 +467,12 @@ class Run:
             self.exports[mark] = values
         return self.exports[mark]
 
-    def values(self) -> Values:
-        """Return copies of everything that a step holds as tensors, by its names there."""
-        values = {f"model.{n}": v for n, v in self.net.state_dict().items()}
-        for fqn, p in self.net.named_parameters():
-            state = self.optimizer.state.get(p, {})
+    def values(self, net: Net | None = None, optimizer: torch.optim.Optimizer | None = None) -> Values:
+        """Return copies of everything that a step holds as tensors, by its names there; of the run's own by default."""
+        net, optimizer = net or self.net, optimizer or self.optimizer
+        values = {f"model.{n}": v for n, v in net.state_dict().items()}
+        for fqn, p in net.named_parameters():
+            state = optimizer.state.get(p, {})
             values |= {f"optimizer.{fqn}.{k}": v for k, v in state.items() if k != "step" and v is not None}
         values["states.counters.average"] = self.counters.average
         return {name: value.detach().clone() for name, value in values.items()}

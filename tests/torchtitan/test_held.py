@@ -55,7 +55,8 @@ ELSEWHERE = {
 
 def _registry(model: str) -> ModuleType:
     """Return a registry of flavours; what loads images is not installed here, and not called."""
-    import datasets as datasets  # looks for torchvision itself
+    import datasets as datasets  # these two look for torchvision themselves
+    import transformers as transformers
 
     parts = ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional")
     for name in (f"torchvision{part}" for part in parts):

@@ -298,10 +298,10 @@ class Run:
                 raise WrongError(f"nothing was half loaded: {error}") from error
             self.load()
         except CheckpointError as error:
+            self.started, self.exporting = None, []
             if self.may_be_out_of_step or isinstance(error, PeerError):
                 self.is_out_of_step = True
                 raise OutOfStepError from error
-            self.started, self.exporting = None, []
             is_there = "committed already" in str(error) or "is there already" in str(error)
             if not (self.may_fail or is_there):
                 raise WrongError(f"a failure without a reason: {type(error).__name__}: {error}") from error
@@ -452,7 +452,8 @@ class Run:
                 known = known + self.abandoned.get(step, [])
             values = self._exported(path)
             holds = {
-                n: [at for at, r in enumerate(known) if torch.equal(v, r.values[f"model.{n}"])] for n, v in values.items()
+                n: [at for at, r in enumerate(known) if torch.equal(v, r.values[f"model.{n}"])]
+                for n, v in values.items()
             }
             if not set.intersection(*map(set, holds.values())):
                 acts = [r.nonce for r in known]

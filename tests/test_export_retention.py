@@ -234,6 +234,42 @@ def test_exports_of_a_branch_that_was_given_up_are_set_aside(
     assert "changed since: notes.md" in found.held[0]
 
 
+def test_a_run_that_went_back_exported_and_was_killed_goes_on_with_the_branch_of_its_export(tmp_path: Path) -> None:
+    """Steps are set aside with the exports, even if no save has begun; an export of the named step leaves no branch.
+
+    Another load of the same step, which names none, is no reason to take the exports of the branch before for its own.
+    """
+    model = nn.Linear(2, 2, bias=False)
+    config = CheckpointConfig(save=SaveConfig(interval=5), export=(ExportConfig("dcp", interval=1),))
+
+    def train(of: CheckpointManager, first: int, last: int, value: float) -> None:
+        for step in range(first, last + 1):
+            nn.init.constant_(model.weight, value + step)
+            of.save(step)
+
+    def manager() -> CheckpointManager:
+        return CheckpointManager(config, model_parts=[model], base_folder=tmp_path)
+
+    exports = tmp_path / "exports"
+    with manager() as first:
+        train(first, 1, 10, 0.0)
+    with manager() as second:
+        second.load(5)
+        second.export(5)
+    with manager() as third:
+        assert third.load().step == 10
+        third.load(5)
+        train(third, 6, 8, 100.0)
+    with manager() as fourth:
+        assert fourth.load().step == 5
+        assert [exported(exports / f"step-{n}") for n in range(1, 9)] == [1.0, 2.0, 3.0, 4.0, 5.0, 106.0, 107.0, 108.0]
+        fourth.load(5)
+        fourth.load()
+        train(fourth, 6, 7, 200.0)
+    assert [exported(exports / f"step-{n}") for n in (5, 6, 7)] == [5.0, 206.0, 207.0]
+    assert not (exports / "step-8").exists()
+
+
 def test_a_folder_of_exports_that_rank_0_cannot_list_stops_all_ranks_at_once() -> None:
     """Rank 1 is told; it does not wait for the timeout."""
     store, errors = dist.HashStore(), dict[int, BaseException]()

@@ -199,7 +199,9 @@ class CheckpointManager:
         self._base.loaded(restored.base)
         self._content.refuse_adapter_of_changed_base(self.config.export)
         self._resumed_from = restored.resumed_from
-        self._exporter.went_back_to = named
+        back = self._exporter.went_back_to
+        if named is not None or back is None or restored.result.step > back:  # or this load is of the same branch
+            self._exporter.went_back_to = named
         is_unsaved = self.config.save is not None and restored.resumed_from is None
         self._exporter.unsaved_in = self.config.folder if is_unsaved else None
         self._content.is_settled = False
@@ -292,8 +294,8 @@ class CheckpointManager:
         resumed_from = None if self._resumed_from is None else self._resumed_from["step"]
         todo = due
         try:
-            if due:
-                self._exporter.leave_abandoned_branch(self.config.export)
+            if due and (back := self._exporter.went_back_to) is not None and step > back:
+                self._leave_abandoned_branch()
             if is_repeated or policy.may_be_there(step, last_step, resumed_from):
                 todo = [export for export in due if not self._exporter.is_there(export, step)]
         except Exception as error:  # a bucket does not answer
@@ -396,8 +398,8 @@ class CheckpointManager:
         assert self._saver is not None and self.config.save is not None
         step, mark, model_only = due.step, due.mark, due.model_only
         self._look_before_saving(step)
-        try:  # before the steps, which are set aside when the save begins: no later start goes on without them
-            self._exporter.leave_abandoned_branch(self.config.export)
+        try:
+            self._leave_abandoned_branch()
         except Exception as error:
             _raise(self._failures.verdict("exported", step, error, is_last=due.last))
         if not self._content.is_adapter_only:
@@ -421,6 +423,16 @@ class CheckpointManager:
             self.wait()
         elif not self._may_copy_later:
             self._saver.wait_staged()
+
+    def _leave_abandoned_branch(self) -> None:
+        """Set aside the exports and the steps of the branch that this run was told to go back from. Collective.
+
+        Exports come first: a run that is killed between goes on from a newer step and meets no export of another one.
+        """
+        if self._exporter.went_back_to is not None:
+            self._exporter.leave_abandoned_branch(self.config.export)
+            if self._saver is not None:
+                self._directory.leave_abandoned_branch()
 
     def _snapshot(self, step: int, mark: Mark | None, model_only: str | None) -> Snapshot:
         if model_only is not None:

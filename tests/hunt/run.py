@@ -298,10 +298,10 @@ class Run:
                 raise WrongError(f"nothing was half loaded: {error}") from error
             self.load()
         except CheckpointError as error:
+            self.started, self.exporting = None, []
             if self.may_be_out_of_step or isinstance(error, PeerError):
                 self.is_out_of_step = True
                 raise OutOfStepError from error
-            self.started, self.exporting = None, []
             is_there = "committed already" in str(error) or "is there already" in str(error)
             if not (self.may_fail or is_there):
                 raise WrongError(f"a failure without a reason: {type(error).__name__}: {error}") from error

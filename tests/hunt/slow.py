@@ -6,6 +6,7 @@ So the order of what happens does not depend on how fast a machine is. Installed
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import sys
@@ -100,7 +101,7 @@ class Slow:
         seen: tuple[int, int] | None = None
         times = 0
         while point in self._holds and not self._flows and time.monotonic() < deadline:
-            frame = sys._current_frames().get(self.thread.ident or 0)
+            frame = self._frame()
             now = None if frame is None else (id(frame), frame.f_lasti)
             times = times + 1 if now == seen and frame is not None and _waits(frame) else 0
             seen = now
@@ -113,6 +114,19 @@ class Slow:
             time.sleep(0.001)
         self._holds.discard(point)
         self._is_held.clear()
+
+    def _frame(self) -> FrameType | None:
+        """Return where the training thread is.
+
+        CPython 3.11 holds a lock of all threads meanwhile: a collection that gave the GIL away would end in a deadlock.
+        """
+        is_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(self.thread.ident or 0)
+        finally:
+            if is_enabled:
+                gc.enable()
 
     def stand_still(self) -> None:
         """Wait until what runs in the background is held or has ended, so that every run of a program is the same."""

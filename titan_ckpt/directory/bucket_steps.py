@@ -138,7 +138,7 @@ class BucketSteps(Steps):
                 self._report([f"leftovers: {error}"])
                 if self._in_doubt:  # a commit that arrives later could be of the step that is saved now
                     raise
-        self._leave_abandoned_branch(lease)
+        self.leave_abandoned_branch()
         look = looks[0] if looks else self._commits.look()
         self._refuse_step_beside(step, [commit.step for commit in look.commits if commit.is_current])
         return self.attempt_at(step, uuid.uuid4().hex)
@@ -272,13 +272,14 @@ class BucketSteps(Steps):
         with contextlib.suppress(OSError):
             self._bucket.delete([f.key for f in self._bucket.list_objects((self.root / DATA / name).key)])
 
-    def _leave_abandoned_branch(self, lease: BucketLease) -> None:
+    def leave_abandoned_branch(self) -> None:
         """Set aside the commits after the step that this run went back to, newest first; damaged ones, too.
 
         Raises: CommitConflictError if another process has taken the lease, whose commits these may be; OSError.
         """
         above = self._rolled_back_to
         if above is not None:
+            lease = self.open()
             commits = [c for c in self._commits.look().commits if c.is_current and c.step > above]
             if commits:
                 lease.check()

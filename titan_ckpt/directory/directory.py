@@ -128,6 +128,14 @@ class CheckpointDirectory:
         """
         self._store.resume_from(step)
 
+    def leave_abandoned_branch(self) -> None:
+        """Set aside the steps after the one that this run went back to, as the next `begin` would. Collective.
+
+        Raises: CommitConflictError; PreflightError; PeerError.
+        """
+        what = f"{self.root}: newer steps are not set aside"
+        self._on_rank_0("leave branch", self._store.leave_abandoned_branch, SaveError, what)
+
     def present(self) -> list[tuple[int, str]]:
         """Return what `claim` compares: (step, id) of all that has the place of a step.
 

@@ -111,6 +111,10 @@ class Steps(ABC):
         """Give the lease back; idempotent."""
 
     @abstractmethod
+    def leave_abandoned_branch(self) -> None:
+        """Set aside the steps after the one that this run went back to. Raises: CommitConflictError; OSError."""
+
+    @abstractmethod
     def begin(self, step: int, num_bytes: int) -> Attempt:
         """Start a save of `num_bytes`. Raises: CommitConflictError; PreflightError; OSError."""
 

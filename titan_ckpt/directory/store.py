@@ -146,7 +146,7 @@ class StepStore(Steps):
         """Make the staging folder of a save of `num_bytes`. Raises: CommitConflictError; PreflightError; OSError."""
         self.open().check()
         self._clear_leftovers()
-        self._leave_abandoned_branch()
+        self.leave_abandoned_branch()
         self._refuse_conflict(step)
         self._require_space(num_bytes)
         attempt = self.attempt_at(step, uuid.uuid4().hex)
@@ -310,7 +310,7 @@ class StepStore(Steps):
             except OSError as error:
                 self._report([f"leftovers: {error}"])
 
-    def _leave_abandoned_branch(self) -> None:
+    def leave_abandoned_branch(self) -> None:
         step = self._rolled_back_to
         if step is not None:
             for name in trash.set_aside(self.root, step, self.open().check):

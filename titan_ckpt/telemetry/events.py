@@ -13,6 +13,7 @@ import os
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -79,9 +80,8 @@ class Telemetry:
         self._rank = rank
         self._world_size = world_size
         self._sinks: list[Sink] = []
-        self._guard = threading.Lock()
         self._failed: set[str] = set()
-        self._waiting: list[Mapping[str, Any]] = []
+        self._waiting: deque[Mapping[str, Any]] = deque()
         self._in_sink = threading.local()
 
     def add_sink(self, sink: Sink) -> None:
@@ -134,23 +134,30 @@ class Telemetry:
             self._emit(event.ended(error))
 
     def _emit(self, values: Mapping[str, Any]) -> None:
-        with self._guard:
-            if self._path is not None:
-                self._try("telemetry", partial(self._write, self._path, values))
+        if self._path is not None:
+            self._try("telemetry", partial(self._write, self._path, values))
         outer, self._in_sink.event = getattr(self._in_sink, "event", None), values["event"]
         try:
-            for sink in self._sinks:  # outside of the lock: a sink may take long, or do what makes an event
+            for sink in self._sinks:
                 self._try(f"the sink {sink!r}", partial(sink, values))
         finally:
             self._in_sink.event = outer
 
     def _write(self, path: Path, values: Mapping[str, Any]) -> None:
-        """Append an event to the file. A start that comes to nothing makes no folder: its lines wait for the next."""
+        """Append an event to the file. A start that comes to nothing makes no folder: its lines wait for the next.
+
+        Threads write beside each other without a lock, which an interrupt might leave locked. One line is written at a
+        time: a disk that is full for a while gets no line twice.
+        """
         self._waiting.append(values)
         if path.parent.is_dir() or (values["event"] not in ("start", "end") and not values["error"]):
-            while self._waiting:  # one by one: a disk that is full for a while gets no line twice
-                append_line(path, self._waiting[0])
-                del self._waiting[0]
+            with contextlib.suppress(IndexError):  # all lines are taken
+                while line := self._waiting.popleft():
+                    try:
+                        append_line(path, line)
+                    except BaseException:
+                        self._waiting.appendleft(line)
+                        raise
 
     def _try(self, what: str, act: Callable[[], None]) -> None:
         try:

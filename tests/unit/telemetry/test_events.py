@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.hunt.slow import Slow, interrupted
 from tests.run_folder import RunFolder
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, KeepConfig, SaveConfig
 from titan_ckpt.directory.manifest import Manifest
@@ -218,3 +221,20 @@ def test_a_line_that_a_kill_has_cut_costs_no_other(tmp_path: Path) -> None:
     append_line(path, {"event": "save", "step": 3})
     assert [event["step"] for event in read_events(path)] == [1, 3]
     assert json.loads(path.read_text().splitlines()[0])["step"] == 1
+
+
+def test_an_interrupt_at_any_opcode_of_an_event_leaves_nothing_that_the_next_one_waits_for(tmp_path: Path) -> None:
+    """Another thread writes the next event at once, so that a save or close() does not wait for ever."""
+    telemetry = Telemetry(tmp_path, 0, 1, None)
+    for at in itertools.count():
+        with suppress(KeyboardInterrupt), interrupted(Slow(), f"all@{at}"):
+            with telemetry.event("load"):
+                pass
+            break
+        thread = threading.Thread(target=telemetry.finish, daemon=True)
+        thread.start()
+        thread.join(5.0)
+        assert not thread.is_alive(), f"the event after an interrupt before opcode {at} is waited for"
+    assert at > 100
+    events = [event["event"] for event in read_events(tmp_path / TELEMETRY)]
+    assert events.count("end") == at

@@ -17,7 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from titan_ckpt import policy
-from titan_ckpt.components.optimizer_content import PROVED, steppers, switches
+from titan_ckpt.components import peft_adapters
+from titan_ckpt.components.optimizer_content import PROVED, innermost, steppers, switches
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.components.snapshot import (
     Mark,
@@ -32,7 +33,7 @@ from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.encoding.strict_json import Json
-from titan_ckpt.errors import CheckpointError, CommitConflictError, listed
+from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, listed
 from titan_ckpt.exporting.checks import check_exports, check_folders
 from titan_ckpt.exporting.exporter import Exporter, ExportJob
 from titan_ckpt.failures import Failures
@@ -90,12 +91,16 @@ class CheckpointManager:
         and refused otherwise. `own_settings` is called with the stored `states`, and returns the settings of optimizer
         groups, such as "weight_decay", of which a resume leaves this run's values; of "lr" also the group's
         "initial_lr", and a schedule has its rates in its own state.
-        Raises: ConfigError for a folder that is a URI, and if `external_weights` and `config.components` do not agree;
+        Raises: ConfigError for a folder that is a URI, if `external_weights` and `config.components` do not agree, and
+        for adapters and optimizers of PEFT that were not proved to continue exactly;
         StateEncodingError for tensors of the model that no checkpoint can hold.
         """
         transforms = sd_transforms or StateDictTransforms()
         require_local({"base_folder": base_folder, "sd_transforms.assets": transforms.assets})
         check_handler(config, ["external_weights"] if external_weights is not None else [])
+        optimizers_inside = [innermost(optimizer) for optimizer in optimizers]
+        if faults := [*peft_adapters.faults(model_parts, optimizers_inside, config.allow)]:
+            raise ConfigError(faults)
         self.config = config
         self.base_folder = Path(base_folder)
         self._hooks = model_converters
@@ -104,7 +109,8 @@ class CheckpointManager:
             self._model.check_tensors()
         coordinator = self._coordinator = Coordinator.current(config.save.timeout_seconds if config.save else 1800.0)
         self._run = RunState(
-            self._model, optimizers, lr_schedulers, dataloader, dict(states or {}),
+            self._model, optimizers, lr_schedulers, dataloader,
+            {**peft_adapters.adapter_states(model_parts), **(states or {})},
             rank=coordinator.rank, world_size=coordinator.world_size, left_out=config.left_out(),
             own_settings=own_settings,
         )  # fmt: skip

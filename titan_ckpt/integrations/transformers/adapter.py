@@ -1,16 +1,17 @@
-"""The two parts of a PEFT model: what a run changes, which is saved, and the base, of which a digest is saved.
+"""The two parts of a PEFT model: the adapters, which are saved, and the frozen base, of which a digest is saved.
 
 A run therefore never resumes an adapter on another base, and no save holds the base.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from titan_ckpt.components.peft_adapters import is_of_peft
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.weights.identity import check_base, identify_base
 from titan_ckpt.weights.names import clean_fqn
@@ -22,10 +23,40 @@ def is_adapter_model(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
+_TO_THE_BASE = frozenset({"base_layer", "base_model", "lora_model", "model", "original_module"})
+"""Attributes of PEFT's modules that lead to what they adapt."""
+_REPEATED = frozenset({True, False, "gaussian", "orthogonal", "eva", "mica", "pissa", "olora"})
+"""Values of init_lora_weights with which a new process has the same base again."""
+
+
 def adapter_part(model: nn.Module) -> nn.Module:
-    """Return a module with the trained parameters and all persistent buffers, by their names in the model."""
-    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    return _tree(trained | ModelWrapper([model]).buffers())
+    """Return a module with the adapters, frozen ones too, whatever else is trained, and all persistent buffers."""
+    base = frozen_base(model)
+    return _tree({n: p for n, p in model.named_parameters() if n not in base} | ModelWrapper([model]).buffers())
+
+
+def frozen_base(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the frozen parameters that are no part of an adapter, by their names in the model."""
+    of_peft = {name for name, module in model.named_modules() if is_of_peft(module)}
+    return {n: p for n, p in model.named_parameters() if not p.requires_grad and _is_of_base(n, of_peft)}
+
+
+def _is_of_base(name: str, of_peft: set[str]) -> bool:
+    """Return whether the innermost module of PEFT that holds a parameter leads by it to what it adapts."""
+    parts = name.split(".")
+    depth = next((i for i in range(len(parts) - 1, -1, -1) if ".".join(parts[:i]) in of_peft), None)
+    return depth is None or parts[depth] in _TO_THE_BASE
+
+
+def changed_bases(model: Any) -> Iterator[str]:
+    """Yield one line for each adapter with which a new process would have another base, which no step holds."""
+    for name, config in model.peft_config.items():
+        init = getattr(config, "init_lora_weights", True)
+        if init not in _REPEATED:
+            yield (
+                f"adapter {name!r}: init_lora_weights={init!r} changes the base at the start, and a new process would "
+                "change it otherwise: save the base too, SaveConfig(include_base=True)"
+            )
 
 
 class BaseWeights:
@@ -33,9 +64,8 @@ class BaseWeights:
 
     def __init__(self, model: nn.Module) -> None:
         """Digest the frozen parameters. Collective; reads each weight once."""
-        frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
         origin = {"path": getattr(getattr(model, "config", None), "name_or_path", None)}
-        self._identity = identify_base(ModelWrapper([_tree(frozen)]), origin, Coordinator.current())
+        self._identity = identify_base(ModelWrapper([_tree(frozen_base(model))]), origin, Coordinator.current())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the identity of the base."""

@@ -21,11 +21,12 @@ from typing import Any
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_callback import ExportableState
 
+from titan_ckpt.components.peft_adapters import adapter_states
 from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.run_guard import RunGuard
-from titan_ckpt.integrations.transformers.adapter import BaseWeights, adapter_part, is_adapter_model
+from titan_ckpt.integrations.transformers.adapter import BaseWeights, adapter_part, changed_bases, is_adapter_model
 from titan_ckpt.integrations.transformers.followers import Followers
 from titan_ckpt.integrations.transformers.loader import TrainerLoader
 from titan_ckpt.integrations.transformers.progress import RankProgress, RunProgress
@@ -56,6 +57,7 @@ def attach(trainer: Trainer, config: CheckpointConfig) -> TitanCheckpoint:
     has_adapter = is_adapter_model(trainer.model)
     if faults := [
         *problems(trainer, config, has_adapter=has_adapter),
+        *(changed_bases(trainer.model) if only_adapter else ()),
         *unsaved(trainer, config, has_adapter=has_adapter),
     ]:
         raise ConfigError(faults)
@@ -197,7 +199,7 @@ class TitanCheckpoint:
         if trainer.accelerator.scaler is not None:
             states["scaler"] = trainer.accelerator.scaler
         if self._only_adapter:
-            states["base"] = BaseWeights(trainer.model)
+            states |= {"base": BaseWeights(trainer.model), **adapter_states([trainer.model])}
         return CheckpointManager(
             self._config,
             model_parts=[adapter_part(trainer.model) if self._only_adapter else trainer.model],

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from titan_ckpt.components import peft_adapters
 from titan_ckpt.components.unsaved_state import LIBRARIES, faults
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.integrations.transformers.known import ARGUMENTS, CALLBACKS, REFUSED_ARGUMENTS, TRAINERS
@@ -80,6 +81,7 @@ def unsaved(trainer: Any, config: CheckpointConfig, *, has_adapter: bool) -> Ite
     live = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
     held = [("trainer", trainer), *callbacks]
     yield from faults(held, TRAINERS | CALLBACKS, config.allow, live=live, gives_state=gives_state)
+    yield from peft_adapters.faults(live, [], config.allow)
     functions = [
         ("compute_loss_func", getattr(trainer, "compute_loss_func", None)),
         ("data_collator", trainer.data_collator),

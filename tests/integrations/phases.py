@@ -37,8 +37,11 @@ def play(module: str, phases: Sequence[Phase], answers: str) -> None:
 
 
 def _play(programs: Any, phase: Phase, rank: int, port: int) -> None:
-    if phase.ranks > 1:
-        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": phase.ranks, "LOCAL_WORLD_SIZE": phase.ranks}
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": phase.ranks, "LOCAL_WORLD_SIZE": phase.ranks}
+    if phase.ranks == 1:
+        for name in world:  # a world of the zoo has them
+            os.environ.pop(name, None)
+    else:
         os.environ.update({name: str(value) for name, value in world.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     getattr(programs, phase.function)(phase.folder, *phase.arguments)

@@ -22,7 +22,7 @@ MARK = "<!-- The rest is written by `make zoo`. -->\n"
 _SECTION = "\n## "
 _EXACT = "Exact: "
 _VERDICTS = ("exact", "refused", "different")
-_LIBRARIES = ("torch", "transformers", "peft", "torchao", "lightning")
+_LIBRARIES = ("torch", "transformers", "peft", "trl", "torchao", "lightning")
 
 
 def main(wanted: Sequence[str]) -> int:

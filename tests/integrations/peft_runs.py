@@ -128,7 +128,7 @@ CASES: dict[str, Build] = {
         for make in (lorafa, loraplus, riemannian)
     },
 }
-"""Name of a kind, or of a setting or an optimizer of LoRA -> (function that adapts a base, that makes the optimizer)."""
+"""Name of a kind, or of a setting or an optimizer of LoRA -> (what adapts a base, what makes the optimizer)."""
 ALL = [*CASES, "LORA, DPOTrainer"]
 
 

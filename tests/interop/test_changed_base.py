@@ -100,6 +100,20 @@ def test_a_run_that_never_loads_records_its_base(tmp_path: Path, base: Path) -> 
         assert manager.export(2, last_step=True)
 
 
+def test_a_base_that_is_written_to_and_is_the_same_stays_what_it_was(tmp_path: Path, base: Path) -> None:
+    """As by DDP, which sends rank 0's weights when it is made: the adapter is saved and exported alone."""
+    run = LoraRun.build(base)
+    with run.manager(tmp_path / "run", [base], export=(ExportConfig("peft"),)) as manager:
+        manager.load()
+        run.step()
+        weight = run.model.get_parameter("norm.weight")
+        with torch.no_grad():
+            weight.copy_(weight.clone())
+        assert manager.save(2, last_step=True)
+    assert kind(tmp_path / "run", 2) == "adapter"
+    assert (tmp_path / "run/exports/step-2-peft/adapter_config.json").is_file()
+
+
 class Normed(nn.Module):
     """A model whose running statistics are buffers that every step of training changes."""
 

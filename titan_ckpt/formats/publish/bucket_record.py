@@ -125,7 +125,11 @@ class BucketExports:
         try:
             record = self._record(name) or {"folder": name}
             content: dict[str, Json] = {path: _mark(facts) for path, facts in self._objects(name).items()}
-            made = {"published_unix_seconds": time.time(), "content": content, UNSAVED_IN: unsaved_in}
+            made: dict[str, Json] = {
+                "published_unix_seconds": time.time(),
+                "content": dict(content),
+                UNSAVED_IN: unsaved_in,
+            }
             self._write(name, {**record, **made})
         except OSError as error:
             logger.warning("%s is not recorded, so it never expires: %s", self.root / name, error)

@@ -10,8 +10,9 @@ that worker processes draw are not restored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -19,17 +20,22 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titan_ckpt.components.data_position import DataRank
 from titan_ckpt.errors import ConfigError, LoadMismatchError
+from titan_ckpt.integrations.data_order import OrderWatch, sampler_faults, shuffled
 from titan_ckpt.rng import RandomState
 
+_END, _UNREAD = object(), object()
 _AFRESH = 'or start the data afresh: checkpoint.resume.exclude = ["dataloader"]'
 
 
 class PositionedLoader:
     """Iterates over a DataLoader, counts its batches, and continues where its state says."""
 
-    def __init__(self, loader: Any, inner: Any = None, data_rank: DataRank | None = None) -> None:
+    def __init__(
+        self, loader: Any, inner: Any = None, data_rank: DataRank | None = None, allow: Collection[str] = ()
+    ) -> None:
         """Wrap a loader. `inner`: the DataLoader inside of a trainer's wrapper. `data_rank`: whose share it reads.
 
+        `allow`: names of classes of samplers and streams that need not continue exactly.
         Raises: ConfigError for data whose position cannot be known.
         """
         self.loader = loader
@@ -45,8 +51,12 @@ class PositionedLoader:
         self._resumed: dict[str, Any] | None = None
         self._pending: dict[str, Any] | None = None
         """The same, from the start of an epoch until its order is drawn."""
-        if fault := self._fault():
-            raise ConfigError([f"data: {fault}"])
+        self._allow = allow
+        self._goes_on = False
+        """Whether this epoch has more batches than its length says."""
+        faults = [f"data: {fault}"] if (fault := self._fault()) else [*self._order_faults()]
+        if faults:
+            raise ConfigError(faults)
 
     # for subclasses
 
@@ -81,11 +91,11 @@ class PositionedLoader:
     @property
     def at_end(self) -> bool:
         """Return whether every batch of this epoch was returned; False while the length is unknown."""
-        return self.num_batches > 0 and self.num_batches == _length_of(self.loader)
+        return not self._goes_on and self.num_batches > 0 and self.num_batches == _length_of(self.loader)
 
     def next_epoch(self) -> None:
         """Leave the rest of this epoch out."""
-        self.epoch, self.num_batches = self.epoch + 1, 0
+        self.epoch, self.num_batches, self._goes_on = self.epoch + 1, 0, False
 
     def __iter__(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, None
@@ -96,11 +106,16 @@ class PositionedLoader:
             self._set_random(resumed["now"])
         self.begin_epoch()
         batches = self._begin(resumed)
-        for batch in batches:
+        batch = next(batches, _END)
+        while batch is not _END:
             self.num_batches += 1
+            following = _UNREAD
             if self.at_end and (_has_state(self.inner) or not isinstance(self.inner.dataset, IterableDataset)):
-                next(batches, None)  # its sampler may draw once more, and a loader with a state knows its end then
+                # its sampler may draw once more, and a loader with a state knows its end then
+                following = next(batches, _END)
+                self._goes_on = following is not _END  # a length may be an estimate
             yield self.deliver(batch)
+            batch = next(batches, _END) if following is _UNREAD else following
         self.end_epoch()
         self.next_epoch()
 
@@ -131,8 +146,13 @@ class PositionedLoader:
         if resumed and (skipped or resumed["is_kept"]):
             self._set_random(resumed["start"] if skipped else resumed["now"])
         self._start = self._get_random()
-        for _ in range(skipped):
-            next(order)
+        watch = OrderWatch(_samplers(self.inner))
+        first = next(order, _END)
+        if faults := [*watch.faults(self._allow)]:
+            raise ConfigError(faults)
+        order = order if first is _END else chain([first], order)
+        for _ in islice(order, skipped):
+            pass
         if resumed and skipped and resumed["now"]["random"] is not None:
             self._random.load_state_dict(resumed["now"]["random"])
         yield from order
@@ -161,6 +181,7 @@ class PositionedLoader:
         """Continue at a position. Raises: LoadMismatchError for a position in different batches."""
         self._check_facts(state_dict, self._facts())
         self._resumed = state_dict
+        self._goes_on = state_dict["batches"] == _length_of(self.loader)  # else it would be the end
         self.epoch, self.num_batches = state_dict["epoch"], state_dict["batches"]
 
     def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
@@ -208,6 +229,11 @@ class PositionedLoader:
         samplers = _samplers(self.inner)
         random = [s for s in samplers if getattr(s, "generator", 0) is None and not hasattr(s, "initial_seed")]
         return not random
+
+    def _order_faults(self) -> Iterator[str]:
+        yield from shuffled(getattr(self.inner, "dataset", None), self._allow)
+        if not _has_state(self.inner):
+            yield from sampler_faults(_samplers(self.inner), self._allow)
 
     def _fault(self) -> str | None:
         if _has_state(self.inner):

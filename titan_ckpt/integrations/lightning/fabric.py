@@ -6,7 +6,7 @@ Source: lightning 2.6, fabric/wrappers.py.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def fabric_manager(
         model_parts=[getattr(model, "_orig_mod", model).module],  # compiled, or not, by Fabric
         optimizers=[optimizer.optimizer for optimizer in optimizers],
         lr_schedulers=lr_schedulers,
-        dataloader=None if dataloader is None else _with_position(dataloader),
+        dataloader=None if dataloader is None else _with_position(dataloader, config.allow),
         states=stateful,
         sd_transforms=sd_transforms,
         model_converters=model_converters,
@@ -57,13 +57,13 @@ def fabric_manager(
     )
 
 
-def _with_position(loader: Any) -> Stateful:
+def _with_position(loader: Any, allow: Collection[str]) -> Stateful:
     """Make Fabric's wrapper iterate over a PositionedLoader, in place, because the loop holds the wrapper already."""
     if not hasattr(loader, "_dataloader"):
         raise ConfigError(
             [f"dataloader: {type(loader).__name__} is not what fabric.setup_dataloaders returns: pass it through that"]
         )
-    loader.titan_ckpt = position = _FabricPosition(loader)
+    loader.titan_ckpt = position = _FabricPosition(loader, allow)
     own = type(loader)
     if not issubclass(own, _Positioned):  # else an earlier manager in this process has changed it
         loader.__class__ = type(own.__name__, (_Positioned, own), {"__module__": own.__module__})
@@ -82,8 +82,8 @@ class _Positioned:
 class _FabricPosition(PositionedLoader):
     """The position in a loader, whose batches go to Fabric's device and whose sampler is told the epoch."""
 
-    def __init__(self, wrapper: Any) -> None:
-        super().__init__(wrapper._dataloader)  # noqa: SLF001 - the wrapper has no public name for it
+    def __init__(self, wrapper: Any, allow: Collection[str]) -> None:
+        super().__init__(wrapper._dataloader, allow=allow)  # noqa: SLF001 - the wrapper has no public name for it
         self._device = wrapper.device
         package = type(wrapper).__module__.rpartition(".")[0]
         self._to_device = importlib.import_module(f"{package}.utilities.apply_func").move_data_to_device

@@ -109,7 +109,7 @@ class TitanCheckpoint:
         self._guard, self._trainer, fit = None, trainer, trainer.fit_loop
         fit.setup_data()
         loaders = fit._combined_loader  # noqa: SLF001 - Lightning has no public name for its loops' parts
-        self._loader = _LightningLoader(*_only(loaders))
+        self._loader = _LightningLoader(_only(loaders), allow=self._config.allow)
         loaders.flattened = [self._loader]
         self.manager = self._opened.enter_context(self._new_manager(trainer, pl_module))
         self._completed = step = self.manager.load().step
@@ -191,8 +191,8 @@ class _LightningLoader(PositionedLoader):
         """Leave the sampler as Lightning has set it."""
 
 
-def _only(loaders: Any) -> list[Any]:
-    """Return the only train dataloader, as a list. Raises: ConfigError."""
+def _only(loaders: Any) -> Any:
+    """Return the only train dataloader. Raises: ConfigError."""
     found = [] if loaders is None else loaders.flattened
     if len(found) != 1:
         raise ConfigError([f"train_dataloaders: there are {len(found)}, and the position in one is saved: give one"])
@@ -201,7 +201,7 @@ def _only(loaders: Any) -> list[Any]:
     except TypeError:
         ahead = "Lightning reads ahead in a loader without a length, so its position is not that of the training"
         raise ConfigError([f"train_dataloaders: {ahead}: give its dataset __len__"]) from None
-    return [*found]
+    return found[0]
 
 
 def _skips_validation(loop: Any) -> bool:

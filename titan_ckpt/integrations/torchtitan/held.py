@@ -14,6 +14,7 @@ from typing import Any
 
 from titan_ckpt.components import unsaved_state
 from titan_ckpt.components.unsaved_state import LIBRARIES, class_name
+from titan_ckpt.integrations.data_order import shuffled
 from titan_ckpt.integrations.torchtitan.described import tree
 
 _OWN = ("torchtitan.", "torch.", "titan_ckpt.")
@@ -109,7 +110,7 @@ def faults(
         *check(others, known),
         *check([("model", model)] if model is not None else [], _with_adapted(model), gives_state=lambda _: True),
         *check([("model part", args) for args in _quantised(model)], known, gives_state=lambda _: True),
-        *(line for dataset in _datasets(dataloader) for line in _shuffled(dataset, allow)),
+        *(line for dataset in _datasets(dataloader) for line in shuffled(dataset, allow)),
         *_closures(_hooks(optimizers), allow),
         *_settings(getattr(trainer, "config", None), allow),
     ]
@@ -166,21 +167,6 @@ def _loses_its_end(dataset: Any) -> bool:
         getattr(source, "infinite", False)
         for source in dataset._datasets  # noqa: SLF001 - torchtitan has no other name
     )
-
-
-def _shuffled(dataset: Any, allow: Collection[str]) -> Iterator[str]:
-    """Yield the fault of a stream of `datasets` with a buffer that is shuffled, which its state_dict() leaves out."""
-    stream = getattr(getattr(dataset, "_data", dataset), "_ex_iterable", None)
-    name = "datasets.IterableDataset.shuffle"
-    while stream is not None and name not in allow:
-        if type(stream).__name__ == "BufferShuffledExamplesIterable":
-            yield (
-                f"dataset {class_name(dataset)}: it shuffles a stream in a buffer that no step holds, and a resumed "
-                "run never reads the rows in it: leave out streaming, or allow that they are lost: "
-                f'checkpoint.allow = ["{name}"]'
-            )
-            return
-        stream = getattr(stream, "ex_iterable", None)
 
 
 def _with_adapted(model: Any) -> dict[str, str]:

@@ -100,7 +100,7 @@ class TitanCheckpoint:
 
     def wrap(self, loader: Any) -> TrainerLoader:
         """Give the loader a position."""
-        self.loader = TrainerLoader(loader)
+        self.loader = TrainerLoader(loader, self._config.allow)
         return self.loader
 
     def resume(self, max_steps: int, num_epochs: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ Source: accelerate, data_loader.py DataLoaderShard.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard
@@ -27,14 +28,17 @@ _DIVIDED = (
 class TrainerLoader(PositionedLoader):
     """The loader that an attached Trainer iterates over."""
 
-    def __init__(self, loader: Any) -> None:
-        """Wrap the result of get_train_dataloader(). Raises: ConfigError for data whose position cannot be known."""
+    def __init__(self, loader: Any, allow: Collection[str] = ()) -> None:
+        """Wrap the result of get_train_dataloader(). `allow`: as of PositionedLoader.
+
+        Raises: ConfigError for data whose position cannot be known.
+        """
         is_dispatched = type(loader) is DataLoaderDispatcher
         self._is_prepared = is_dispatched or type(loader) is DataLoaderShard
         inner = loader.base_dataloader if self._is_prepared else loader
         if is_dispatched or isinstance(getattr(inner, "dataset", None), IterableDatasetShard):
             raise ConfigError([_DIVIDED])
-        super().__init__(loader, inner, _share(inner, is_prepared=self._is_prepared))
+        super().__init__(loader, inner, _share(inner, is_prepared=self._is_prepared), allow)
 
     def set_epoch(self, epoch: int) -> None:
         """Remember the epoch, as the Trainer says it before it iterates."""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from titan_ckpt import policy
 from titan_ckpt.components import peft_adapters
+from titan_ckpt.components.gradients import Gradients
 from titan_ckpt.components.optimizer_content import PROVED, innermost, steppers, switches
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.components.snapshot import (
@@ -147,8 +148,10 @@ class CheckpointManager:
 
         The forward pass of an embedding with `max_norm` changes its rows.
         """
+        self._gradients = Gradients(self._run.optimizers)
         self.last_step = LastStep(
             self._run,
+            self._gradients,
             self._saver,
             coordinator,
             save_mark=self._save_mark,
@@ -196,7 +199,7 @@ class CheckpointManager:
         self.last_step.mark, self._is_last_save, self._exported_step = None, False, None
         if self._saver is not None:
             self._saver.forget_copy()
-            self._coordinator.together("rehearse", self._run.rehearse)
+            self._coordinator.together("rehearse", lambda: self._run.rehearse(self.config.allow))
         with event.phase("restore"):
             named = step if step >= 0 else self.config.resume.step
             restored = self._restorer.restore(named)
@@ -443,6 +446,9 @@ class CheckpointManager:
     def _snapshot(self, step: int, mark: Mark | None, model_only: str | None) -> Snapshot:
         if model_only is not None:
             return take_snapshot(self._run, step, self._content.whole(model_only), model_only=True)
+        if not any(getattr(state, "holds_gradients", False) for state in self._run.states.values()):
+            unused = self._gradients.unused() if mark is None else mark.unused
+            self._gradients.refuse(unused, step, self._model.parameter_names())
         if mark is None:
             return take_snapshot(self._run, step, self._content.state())
         with as_marked(self._run, mark):
@@ -542,7 +548,7 @@ class CheckpointManager:
             if self._saver is not None and (self._saver.in_flight or self._saver.exports_in_flight):
                 raise
             error = e
-        for hook in self._step_hooks:
+        for hook in [*self._step_hooks, *self._gradients.hooks]:
             hook.remove()
         if self._saver is not None:
             self._saver.close()

@@ -1,8 +1,9 @@
 """A rehearsal of optimizers before the first step: whether their state can be stored, and whether it comes back.
 
 Owns the copy of an optimizer over tiny parameters, its steps and the comparison. Live objects are only read, and the
-generators are put back. An optimizer whose attributes hold more than plain data is not rehearsed, because its code may
-reach live objects through them; what it keeps is checked after its first step.
+generators are put back. An optimizer whose attributes hold more than plain data and other optimizers is not rehearsed,
+because its code may reach live objects through them: unsaved_state.py looks at its code and attributes instead, and
+what it keeps in its state is checked after its first step.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import copy
 import inspect
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,8 @@ from torch.optim import optimizer as torch_optimizer
 
 from titan_ckpt.components import quantised_state
 from titan_ckpt.components.optimizer import OptimizerState
-from titan_ckpt.components.optimizer_content import OF_TORCH, innermost, read
+from titan_ckpt.components.optimizer_content import OF_TORCH, innermost, read, speaks_for_itself
+from titan_ckpt.components.unsaved_state import class_name, faults, stored_by_code_of, unless_allowed
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import CheckpointError, StateEncodingError, listed
 from titan_ckpt.geometry.chunks import info_of, local_tensor
@@ -34,11 +37,17 @@ logger = logging.getLogger(__name__)
 
 _SIDE = 8
 _PER_GROUP = 3
+_FEW = 32
+"""A group of so many parameters is copied whole, because attributes may have a value for each."""
 _MAX_GROUPS = 8
+_LAST = 11
+"""Steps of a rehearsal: some optimizers do something at every tenth alone."""
 _MAX_NUMEL = 1 << 10
 _TABLES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _NOT_COPIED = frozenset({"param_groups", "state", "step", *_TABLES})
 """`step`: schedulers put a function there that steps the live optimizer."""
+_OF_EVERY = frozenset({"defaults", *_NOT_COPIED})
+"""Attributes that every optimizer has, and that its steps do not use."""
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _NEXT_STEP = (
     "Keep its state in optimizer.state, or return all of it from state_dict(), as numbers, text, tensors and "
@@ -46,19 +55,24 @@ _NEXT_STEP = (
 )
 
 
-def rehearse(optimizers: Sequence[Any]) -> list[str]:
-    """Return a line for every optimizer whose state could not be stored or would not come back."""
-    faults: dict[str, None] = {}
+def rehearse(optimizers: Sequence[Any], live: Sequence[nn.Module] = (), allow: Collection[str] = ()) -> list[str]:
+    """Return a line for every optimizer whose state could not be stored, or is not known to come back.
+
+    `live`: the modules that they train. `allow`: full names of classes that may lose what they keep in attributes.
+    """
+    lines: dict[str, None] = {}
     with generators_kept():
         for optimizer in map(innermost, optimizers):
-            name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+            name = class_name(optimizer)
             fault = _misaligned(optimizer)
-            if fault is None and not type(optimizer).__module__.startswith(OF_TORCH):
+            if fault is None and not name.startswith(OF_TORCH):
                 with torch.compiler.set_stance("force_eager"):
-                    fault = _fault(optimizer)
+                    lost = dict.fromkeys(_lost(optimizer, live, allow))
+                    fault = None if lost else _fault(optimizer, may_lose=name in allow)
+                lines |= lost
             if fault is not None:
-                faults[f"{name}: {fault}"] = None
-    return list(faults)
+                lines[f"{name}: {fault}"] = None
+    return list(lines)
 
 
 def _misaligned(optimizer: Optimizer) -> str | None:
@@ -83,17 +97,16 @@ def _misaligned(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _fault(optimizer: Optimizer) -> str | None:
-    """Return why the optimizer cannot be resumed; None if it can, or cannot be rehearsed."""
+def _fault(optimizer: Optimizer, *, may_lose: bool) -> str | None:
+    """Return why the optimizer cannot be resumed; None if it can, or cannot be rehearsed.
+
+    `may_lose`: other steps after a resume are no fault.
+    """
     try:
         read(optimizer)
     except StateEncodingError as error:
         return str(error)
-    try:
-        whole = _tiny(optimizer)
-        _steps(whole, 1, 2, 3)
-    except Exception as error:  # any error: code that needs more than tiny parameters says nothing about its state
-        logger.debug("%s cannot be rehearsed: %s", type(optimizer).__qualname__, error)
+    if (whole := _stepped_twin(optimizer, _LAST)) is None:
         return None
     first, other = _tiny(optimizer), _tiny(optimizer)
     _steps(first, 1, 2)
@@ -103,17 +116,57 @@ def _fault(optimizer: Optimizer) -> str | None:
             return f"its state cannot be stored: {listed(kept)}. {_NEXT_STEP}"
         _carry_over(first, other)
         equal = _same(first, other)
-        _steps(other, 3)
+        _steps(other, *range(3, _LAST + 1))
     except CheckpointError as error:
         return f"{error}. {_NEXT_STEP}"
     except Exception as error:
         return f"its state cannot be carried over: {type(error).__name__}: {error}. {_NEXT_STEP}"
-    if equal and _same(other, whole):
+    if may_lose or (equal and _same(other, whole)):
         return None
-    _steps(first, 3)
+    _steps(first, *range(3, _LAST + 1))
     if not _same(first, whole):  # its steps differ by chance, or depend on time
         return None
     return f"after a resume its steps would not be those of a run without a stop. {_NEXT_STEP}"
+
+
+def _lost(optimizer: Optimizer, live: Sequence[nn.Module], allow: Collection[str]) -> Iterator[str]:
+    """Yield a line if attributes of an optimizer change and are not in its state dict, as far as is known.
+
+    Of an optimizer that cannot be rehearsed, what its code sets and what can change counts, unless it has a state dict
+    of its own.
+    """
+    kinds = type(optimizer).__mro__
+    if (first := _stepped_twin(optimizer, _LAST)) is None:
+        known = {f"{kind.__module__}.{kind.__qualname__}": "" for kind in kinds}
+        yield from faults([("optimizer", optimizer)], known, allow, live=live, gives_state=speaks_for_itself)
+        return
+    other = _tiny(optimizer)
+    try:
+        _carry_over(first, other)
+    except Exception:  # `_fault` meets it again, and has the words for it
+        return
+    of_torch = {*stored_by_code_of(kind for kind in kinds if kind.__module__.startswith(OF_TORCH))}
+    mine, theirs = _kept(first), _kept(other)
+    lost = [f"self.{name}" for name, value in mine.items() if not _equal(value, theirs.get(name))]
+    if lost := [name for name in lost if name not in of_torch]:
+        reason = f"its steps change {listed(lost, ', ', ' ')}, and its state_dict() leaves that out. {_NEXT_STEP}"
+        yield from unless_allowed(class_name(optimizer), class_name(optimizer), reason, allow)
+
+
+def _stepped_twin(optimizer: Optimizer, steps: int) -> Optimizer | None:
+    """Return a tiny copy after some steps; None if the optimizer cannot be rehearsed."""
+    try:
+        twin = _tiny(optimizer)
+        _steps(twin, *range(1, steps + 1))
+    except Exception as error:  # any error: code that needs more than tiny parameters says nothing about its state
+        logger.debug("%s cannot be rehearsed: %s", type(optimizer).__qualname__, error)
+        return None
+    return twin
+
+
+def _kept(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the attributes of an optimizer beside those that every one has."""
+    return {name: value for name, value in vars(optimizer).items() if name not in _OF_EVERY}
 
 
 def _not_json(groups: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -125,34 +178,80 @@ def _not_json(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _tiny(optimizer: Optimizer) -> Optimizer:
-    """Return a copy without state over a few tiny parameters.
+    """Return a copy without state over a few tiny parameters, with copies of the optimizers that it holds.
 
     Raises: ValueError for an optimizer whose attributes reach more than plain data.
     """
-    own = vars(optimizer)
     if torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks:  # noqa: SLF001
         raise ValueError("a global hook")
-    if not {"param_groups", "state"} <= own.keys():
-        raise ValueError("its groups are those of another object")
-    groups = [_tiny_group(group) for group in optimizer.param_groups[:_MAX_GROUPS]]
-    if strange := [name for name, value in own.items() if name not in _NOT_COPIED and not _is_plain(value)]:
-        raise ValueError(f"attributes {strange}")
-    made = type(optimizer).__new__(type(optimizer))
-    vars(made).update({k: copy.deepcopy(v) for k, v in own.items() if k not in _NOT_COPIED})
-    vars(made).update({name: OrderedDict() for name in _TABLES})
-    vars(made).update(param_groups=groups, state=defaultdict(dict))
-    if callable(getattr(made, "train", None)):  # schedulefree steps in this mode only
-        made.train()  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    made: Optimizer = _Twins(optimizer).of(optimizer)
     return made
 
 
-def _tiny_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    rest = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-    if not _is_plain(rest):
-        raise ValueError("a parameter group with more than plain data")
-    kinds = {(p.dim(), p.dtype): p for p in group["params"]}
-    torch.manual_seed(0)
-    return copy.deepcopy(rest) | {"params": [_tiny_parameter(p) for p in list(kinds.values())[:_PER_GROUP]]}
+class _Twins:
+    """Copies of an optimizer and of what its attributes hold; one object stays one."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._made: dict[int, Any] = {}
+        self._shapes = {p.shape for group in optimizer.param_groups for p in group["params"]}
+
+    def of(self, value: Any) -> Any:
+        """Return the copy of a value. Raises: ValueError for more than plain data and optimizers."""
+        if id(value) not in self._made:
+            kind = type(value)
+            if isinstance(value, Optimizer):
+                self._optimizer(value)
+            elif isinstance(value, torch.Tensor):
+                self._made[id(value)] = self._tensor(value)
+            elif kind in (dict, OrderedDict, defaultdict):
+                self._made[id(value)] = made = copy.copy(value)
+                made.clear()
+                made.update({self._made.get(id(k), k): self.of(v) for k, v in value.items() if self._is_here(k)})
+            elif kind is list:
+                self._made[id(value)] = made = []
+                made += [self.of(item) for item in value if self._is_here(item)]
+            elif kind is tuple:
+                self._made[id(value)] = tuple(map(self.of, value))
+            elif _is_plain(value):
+                return copy.deepcopy(value)
+            else:
+                raise ValueError(f"a {kind.__qualname__}")
+        return self._made[id(value)]
+
+    def _is_here(self, value: Any) -> bool:
+        """Return whether a value is no parameter that has no copy."""
+        return not isinstance(value, nn.Parameter) or id(value) in self._made
+
+    def _optimizer(self, value: Optimizer) -> None:
+        own = vars(value)
+        if not {"param_groups", "state"} <= own.keys():
+            raise ValueError("its groups are those of another object")
+        self._made[id(value)] = made = type(value).__new__(type(value))
+        if id(value.param_groups) not in self._made:
+            self._made[id(value.param_groups)] = [self._group(group) for group in value.param_groups[:_MAX_GROUPS]]
+        vars(made).update({name: OrderedDict() for name in _TABLES})
+        vars(made).update(param_groups=self._made[id(value.param_groups)], state=defaultdict(dict))
+        vars(made).update({name: self.of(item) for name, item in own.items() if name not in _NOT_COPIED})
+        if callable(getattr(made, "train", None)):  # schedulefree steps in this mode only
+            made.train()  # type: ignore[attr-defined]
+
+    def _group(self, group: dict[str, Any]) -> dict[str, Any]:
+        if id(group) not in self._made:
+            kinds = {(p.dim(), p.dtype): p for p in group["params"]}
+            few = group["params"] if len(group["params"]) <= _FEW else [*kinds.values()][:_PER_GROUP]
+            for parameter in few:
+                if id(parameter) not in self._made:
+                    self._made[id(parameter)] = _tiny_parameter(parameter)
+            rest = {name: self.of(value) for name, value in group.items() if name not in ("params", "param_names")}
+            self._made[id(group)] = rest | {"params": [self._made[id(parameter)] for parameter in few]}
+        return self._made[id(group)]  # type: ignore[no-any-return]
+
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+        if type(value) is not torch.Tensor or (value.numel() > _MAX_NUMEL and value.shape not in self._shapes):
+            raise ValueError(f"a tensor {list(value.shape)}")
+        part = value[tuple(slice(_SIDE) for _ in value.shape)] if value.shape in self._shapes else value
+        return part.detach().clone()
 
 
 def _tiny_parameter(parameter: torch.Tensor) -> nn.Parameter:
@@ -173,14 +272,27 @@ def _is_plain(value: Any) -> bool:
 
 def _steps(optimizer: Optimizer, *numbers: int) -> None:
     step: Any = type(optimizer).step
-    closure = inspect.signature(step).parameters.get("closure")
-    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
-    given = [lambda: torch.ones((), requires_grad=True)] if needs_closure else []
+    takes = inspect.signature(step).parameters
     for number in numbers:
         torch.manual_seed(number)
         for parameter in _named(optimizer):
             parameter.grad = torch.randn(parameter.shape).to(parameter.device, parameter.dtype)
-        step(optimizer, *given)
+        try:
+            step(optimizer)
+        except Exception:
+            if "closure" not in takes:
+                raise
+            step(optimizer, partial(_loss, optimizer))  # an optimizer such as SAM needs it although it is optional
+
+
+def _loss(optimizer: Optimizer) -> torch.Tensor:
+    """Return a loss of the tiny weights, and set its gradients: a closure."""
+    with torch.enable_grad():
+        for parameter in _named(optimizer):
+            parameter.grad = None
+        loss = torch.stack([parameter.float().square().sum() for parameter in _named(optimizer)]).sum()
+        loss.backward()
+    return loss.detach()
 
 
 def _carry_over(source: Optimizer, target: Optimizer) -> None:
@@ -206,6 +318,12 @@ def _same(a: Optimizer, b: Optimizer) -> bool:
     return all(map(_equal, _named(a), _named(b))) and _equal(_stepped(a.state_dict()), _stepped(b.state_dict()))
 
 
+def _content(optimizer: Optimizer) -> list[Any]:
+    """Return the attributes of an optimizer that another one holds, its state, and the settings of its groups."""
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return [_kept(optimizer), [dict(optimizer.state.get(p, {})) for p in _named(optimizer)], settings]
+
+
 def _stepped(state_dict: Any) -> Any:
     """Return a state dict without empty states, which mean as much as none."""
     state = state_dict.get("state") if isinstance(state_dict, dict) else None
@@ -223,6 +341,8 @@ def _equal(a: Any, b: Any) -> bool:
         return alike and bool(
             (a.contiguous().view(-1).view(torch.uint8) == b.contiguous().view(-1).view(torch.uint8)).all()
         )
+    if isinstance(a, Optimizer):
+        return _equal(_content(a), _content(b))
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
     if isinstance(a, (set, frozenset)):

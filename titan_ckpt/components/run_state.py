@@ -139,16 +139,17 @@ class RunState:
         }
         return [name for name in COMPONENTS if has.get(name, True) and name not in self.left_out]
 
-    def rehearse(self) -> None:
+    def rehearse(self, allow: Collection[str] = ()) -> None:
         """Check before the first step that the model has memory, and that all other state can be saved and resumed.
 
-        A state that is iterated, such as a dataloader, is not asked, because its answer may begin an epoch.
+        A state that is iterated, such as a dataloader, is not asked, because its answer may begin an epoch. `allow`:
+        full names of optimizers that may lose what they keep in attributes.
 
         Raises: StateEncodingError listing every one that cannot.
         """
         if "model" not in self.left_out:
             require_memory(self.model.memory())
-        faults = rehearse(self.optimizers)
+        faults = rehearse(self.optimizers, self.model.parts, allow)
         if not faults and (optimizer := self.optimizer) is not None:
             faults = typed_json.problems_of(optimizer.split()[1], "optimizer")
         for i, scheduler in enumerate(self.lr_schedulers):

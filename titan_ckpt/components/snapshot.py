@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from titan_ckpt.components.gradients import Unused
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.optimizer_content import innermost
 from titan_ckpt.components.run_state import RunState, taken_state
@@ -75,6 +76,8 @@ class Mark:
     shards; the version counters of the optimizers' state."""
     attributes: dict[str, tuple[Any, ...]]
     """Plain attributes of modules with state-dict code of their own, to show whether that code would return more."""
+    unused: Unused
+    """Gradients that no step of an optimizer had used."""
 
 
 def take_snapshot(run_state: RunState, step: int, model: ModelState, *, model_only: bool = False) -> Snapshot:
@@ -118,7 +121,7 @@ def _volatile(tensors: Collection[str], run_state: RunState, model: ModelState) 
     return frozenset(n for n in tensors if not n.startswith(OPTIMIZER) and not _is_in(n, parameters))
 
 
-def take_mark(run_state: RunState, step: int) -> Mark:
+def take_mark(run_state: RunState, step: int, unused: Unused) -> Mark:
     """Record the state that the next step changes before `optimizer.step()`, so that this step can still be saved.
 
     Cheap: it copies generators, counters, buffers and small state, and takes the version counters of large state.
@@ -135,7 +138,7 @@ def take_mark(run_state: RunState, step: int) -> Mark:
             marked.tensors[name] = value.clone()
         else:
             versions[name] = value._version  # noqa: SLF001 - torch has no other name for it
-    return Mark(step, marked, versions, _trained(run_state), plain_attributes(run_state.model.parts))
+    return Mark(step, marked, versions, _trained(run_state), plain_attributes(run_state.model.parts), unused)
 
 
 def _trained(run_state: RunState) -> tuple[list[torch.Tensor], list[int], list[int], list[int]]:

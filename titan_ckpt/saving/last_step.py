@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from titan_ckpt.components.gradients import Gradients
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.components.snapshot import Mark, take_mark
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -16,6 +17,7 @@ class LastStep:
     """The last completed step of a run, for RunGuard, which saves it when the next one is interrupted."""
 
     run: RunState
+    gradients: Gradients
     saver: Saver | None
     coordinator: Coordinator
     save_mark: Callable[[Mark | None], None]
@@ -38,7 +40,7 @@ class LastStep:
         Call it after the optimizer, schedulers and counters of the step. Not collective, and cheap.
         """
         if self.saver is not None and not self.is_half_loaded():
-            self.mark, self.is_changing = take_mark(self.run, step), False
+            self.mark, self.is_changing = take_mark(self.run, step, self.gradients.unused()), False
 
     @property
     def saved(self) -> int | None:

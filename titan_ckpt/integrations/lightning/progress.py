@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from titan_ckpt.components.gradients import is_used
 from titan_ckpt.components.unsaved_state import unless_allowed
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.lightning.known import overrides
@@ -28,9 +29,8 @@ class Progress:
     def __init__(self, trainer: Any, allow: Collection[str] = ()) -> None:
         self._trainer, self._allow = trainer, allow
         self._accumulated: dict[str, torch.Tensor] = {}
-        if not trainer.lightning_module.automatic_optimization:
-            for optimizer in trainer.optimizers:
-                optimizer.register_step_post_hook(_note_used)
+        self.holds_gradients = not trainer.lightning_module.automatic_optimization
+        """The manager refuses to save gradients that no step has used, unless a state has them."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that Lightning's own checkpoint has, without weights and optimizers."""
@@ -110,14 +110,10 @@ class Progress:
     def _gradients(self) -> dict[str, torch.Tensor]:
         """Return gradients that a manual optimization has accumulated since its optimizers stepped."""
         module = self._trainer.lightning_module
-        if module.automatic_optimization:  # Lightning clears them first
+        if not self.holds_gradients:  # Lightning clears them first
             return {}
         of_parameters = {name: parameter.grad for name, parameter in module.named_parameters()}
-        return {
-            name: grad
-            for name, grad in of_parameters.items()
-            if grad is not None and getattr(grad, _USED, None) != grad._version  # noqa: SLF001 - torch has no other
-        }
+        return {name: grad for name, grad in of_parameters.items() if grad is not None and not is_used(grad)}
 
     def _tell_module(self, stored: dict[str, Any]) -> None:
         """Call on_load_checkpoint when the weights are loaded. Raises: ConfigError if it changes them in the dict."""
@@ -148,17 +144,6 @@ class Progress:
             "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             "hyper_parameters": dict(module.hparams),
         }
-
-
-_USED = "_titan_ckpt_version_at_step"
-"""Attribute of a gradient: its version when an optimizer has stepped by it."""
-
-
-def _note_used(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                setattr(parameter.grad, _USED, parameter.grad._version)  # noqa: SLF001 - torch has no other
 
 
 def _like(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,217 @@
+"""State that optimizers keep in attributes, inner optimizers included: all of it comes back, or load() names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from tests.interop.test_optimizer_content import Plain
+from tests.zoo.optimizer_runs import Case, judge
+from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from titan_ckpt.errors import StateEncodingError
+
+
+class Sam(Optimizer):
+    """Sharpness-aware minimisation as davda54/sam has it: its state dict leaves out the base optimizer."""
+
+    def __init__(self, params: Any, base: Any = SGD, rho: float = 0.05, **settings: Any) -> None:
+        super().__init__(params, {"rho": rho, **settings})
+        self.base_optimizer = base(self.param_groups, **settings)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "sharpness-aware minimisation requires a closure"
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for p in parameters:
+            if p.grad is not None:
+                self.state[p]["old_p"] = p.clone()
+                p.add_(p.grad, alpha=self.param_groups[0]["rho"])
+        torch.enable_grad()(closure)()
+        for p in parameters:
+            if p.grad is not None:
+                p.copy_(self.state[p]["old_p"])
+        self.base_optimizer.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.base_optimizer.param_groups = self.param_groups
+
+
+class WholeSam(Sam):
+    """Returns the state of the base optimizer, too."""
+
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+        super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"base": self.base_optimizer.state_dict()["state"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        rest = dict(state_dict)
+        base = rest.pop("base")
+        super().load_state_dict(rest)
+        numbered = [p for group in self.param_groups for p in group["params"]]
+        self.base_optimizer.state.update({numbered[i]: dict(own) for i, own in base.items()})
+
+
+class Lookahead(Plain):
+    """Keeps slow weights in a list and a count, and uses both at every fifth step alone."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.count += 1
+        if self.count % 5 == 0:
+            for group, slow in zip(self.param_groups, self.slow, strict=True):
+                for p, s in zip(group["params"], slow, strict=True):
+                    p.copy_(s.lerp_(p, 0.5))
+
+
+class SlowAlone(Lookahead):
+    """Counts in its groups, so that the list is all that is lost."""
+
+    count = property(
+        lambda self: self.param_groups[0].get("count", 0), lambda self, n: self.param_groups[0].update(count=n)
+    )
+
+
+class WholeLookahead(Lookahead):
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"slow": self.slow, "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        rest = dict(state_dict)
+        self.slow, self.count = rest.pop("slow"), rest.pop("count")
+        super().load_state_dict(rest)
+
+
+class Lion(Plain):
+    """Keeps momenta in a dict of its own, by parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.momenta: dict[torch.Tensor, torch.Tensor] = {}
+
+    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
+        assert p.grad is not None
+        momentum = self.momenta.setdefault(p, torch.zeros_like(p))
+        return momentum.lerp_(p.grad, 0.1).sign()
+
+
+class Trace(Plain):
+    """Keeps one tensor in an attribute, and changes it in place."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.trace = torch.zeros(3)
+
+    def begin(self) -> None:
+        self.trace += 1
+
+    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
+        assert p.grad is not None
+        return p.grad * self.trace[0]
+
+
+class Large(Trace):
+    """Keeps a tensor that is too large to be rehearsed."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.trace = torch.zeros(5000)
+
+
+class Calls(Plain):
+    """Counts, and holds an object of a class of its own, so that it is not rehearsed."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.schedule, self.count = nn.Identity(), 0
+
+    def begin(self) -> None:
+        self.count += 1
+
+    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
+        assert p.grad is not None
+        return p.grad / self.count
+
+
+class Constant(Plain):
+    """Holds parameters, numbers and tensors that never change."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.all = [p for group in self.param_groups for p in group["params"]]
+        self.factor, self.eye = 0.5, torch.eye(2)
+
+    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
+        assert p.grad is not None
+        return p.grad * self.factor * self.eye[0, 0]
+
+
+Build = Callable[[nn.Module], Any]
+LOSES: dict[str, tuple[Build, str]] = {
+    "sam": (lambda m: Sam(m.parameters(), lr=0.1, momentum=0.9), "self.base_optimizer"),
+    "sam of AdamW": (lambda m: Sam(m.parameters(), AdamW, lr=0.1), "self.base_optimizer"),
+    "lookahead": (lambda m: Lookahead(m.parameters()), "self.slow, self.count"),
+    "slow weights": (lambda m: SlowAlone(m.parameters()), "self.slow"),
+    "lion": (lambda m: Lion(m.parameters()), "self.momenta"),
+    "a tensor": (lambda m: Trace(m.parameters()), "its steps change self.trace"),
+    "a large tensor": (lambda m: Large(m.parameters()), "its code sets self.trace"),
+    "not rehearsed": (lambda m: Calls(m.parameters()), "its code sets self.count"),
+}
+
+
+def manager(folder: Path, model: nn.Module, optimizer: Any, allow: tuple[str, ...] = ()) -> CheckpointManager:
+    config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled"), allow=allow)
+    return CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=folder)
+
+
+@pytest.mark.parametrize("name", LOSES)
+def test_what_an_optimizer_keeps_in_attributes_alone_is_refused_before_the_first_step(
+    name: str, tmp_path: Path
+) -> None:
+    """Numbers, tensors, containers and inner optimizers alike: the class and the attribute are named."""
+    build, said = LOSES[name]
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = build(model)
+    with (
+        manager(tmp_path, model, optimizer) as m,
+        pytest.raises(StateEncodingError, match=rf"(?s)\.{type(optimizer).__qualname__}: .*({said})"),
+    ):
+        m.load()
+
+
+def test_attributes_that_may_be_lost_are_allowed_by_the_class(tmp_path: Path) -> None:
+    """The run goes on, as for callbacks."""
+    model = nn.Linear(2, 2)
+    with manager(tmp_path, model, Lookahead(model.parameters()), (f"{__name__}.Lookahead",)) as m:
+        m.load()
+
+
+EXACT: dict[str, Build] = {
+    "sam": lambda m: WholeSam(m.parameters(), lr=0.1, momentum=0.9),
+    "sam of AdamW": lambda m: WholeSam(m.parameters(), AdamW, lr=0.1),
+    "lookahead": lambda m: WholeLookahead(m.parameters()),
+    "constant": lambda m: Constant(m.parameters()),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_an_optimizer_that_returns_all_of_it_goes_on_exactly(name: str, tmp_path: Path) -> None:
+    """Base optimizers, slow weights and counts in the state dict; attributes that never change are in no one's way."""
+    assert judge(Case(name, EXACT[name], kind="plain"), tmp_path) == ("exact", "")

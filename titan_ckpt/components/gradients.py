@@ -1,0 +1,108 @@
+"""Gradients that no step of their optimizer has used: no checkpoint holds them, and a resumed run would lose them.
+
+Owns the mark on a gradient that a step has used, which is the version that it had then: a new gradient has no mark, and
+one that backward() has added to has another version.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from titan_ckpt.components.optimizer_content import innermost
+from titan_ckpt.errors import SaveError, counted
+from titan_ckpt.geometry.chunks import local_tensor
+
+logger = logging.getLogger(__name__)
+
+_USED = "_titan_ckpt_version_at_step"
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """The gradients that no step had used at one moment."""
+
+    parameters: Sequence[nn.Parameter] = ()
+    everywhere: bool = False
+    """Whether no optimizer had used all of its gradients; one may get gradients that it clears, as a GAN's do."""
+    largest: torch.Tensor | None = None
+    """Their largest value, on the device; of those that zero_grad(set_to_none=False) has cleared it is 0."""
+
+    @property
+    def count(self) -> bool:
+        """Return whether they would change weights: a GradScaler leaves a step out for those that are not finite."""
+        return self.largest is not None and 0.0 < float(self.largest) < math.inf
+
+
+class Gradients:
+    """Watches the steps of optimizers, and says what they have not used."""
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        """Gradients that are there now count as used. An optimizer without hooks is not watched."""
+        inner = [innermost(optimizer) for optimizer in optimizers]
+        self._optimizers = [optimizer for optimizer in inner if hasattr(optimizer, "_optimizer_step_post_hooks")]
+        self.hooks: list[RemovableHandle] = [o.register_step_post_hook(note_used) for o in self._optimizers]
+        self._told = False
+        for optimizer in self._optimizers:
+            note_used(optimizer)
+
+    def unused(self) -> Unused:
+        """Return the gradients that no step has used; waits for no device."""
+        of_optimizers = [[p for p in _parameters(o) if p.grad is not None] for o in self._optimizers]
+        unused = [[p for p in parameters if not is_used(p.grad)] for parameters in of_optimizers]
+        if not (every := [p for parameters in unused for p in parameters]):
+            return Unused()
+        everywhere = all(new for has, new in zip(of_optimizers, unused, strict=True) if has)
+        values = [v for p in every if (v := _values(p.grad)).numel()]
+        return Unused(every, everywhere, nn.utils.get_total_norm(values, math.inf))
+
+    def refuse(self, unused: Unused, step: int, names: Mapping[nn.Parameter, str]) -> None:
+        """Raises: SaveError if these gradients would be lost; if an optimizer has used its own, warn, once."""
+        if not unused.count or (self._told and not unused.everywhere):
+            return
+        first = next((names[p] for p in unused.parameters if p in names), "a parameter beside the model")
+        what = (
+            f"{counted(len(unused.parameters), 'gradient')}, such as that of {first}, came after the last step of the "
+            "optimizer, and no checkpoint holds gradients"
+        )
+        if unused.everywhere:
+            raise SaveError(
+                f"step {step} is not saved: {what}. Save after optimizer.step(), or call optimizer.zero_grad() "
+                "first if they are not to count"
+            )
+        self._told = True
+        logger.warning(
+            "step %d: %s. That is right if zero_grad() clears them before they are used; otherwise save at a step of "
+            "that optimizer",
+            step,
+            what,
+        )
+
+
+def note_used(optimizer: Optimizer, *_: Any) -> None:
+    """Mark the gradients of an optimizer as used by the step that has ended."""
+    for parameter in _parameters(optimizer):
+        if (grad := parameter.grad) is not None:
+            setattr(grad, _USED, grad._version)  # noqa: SLF001 - torch has no other name for it
+
+
+def is_used(grad: Any) -> bool:
+    """Return whether a step has used a gradient, and nothing has changed it since."""
+    return bool(getattr(grad, _USED, None) == grad._version)  # noqa: SLF001 - as above
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _values(grad: Any) -> torch.Tensor:
+    local = local_tensor(grad).detach()
+    return local if local.layout is torch.strided else local.coalesce().values()

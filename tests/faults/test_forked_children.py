@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import mmap
 import os
 import signal
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,12 +20,14 @@ import torch
 
 from tests.forked import fork
 from titan_ckpt.config import CheckpointConfig, SaveConfig
-from titan_ckpt.disk import posix
+from titan_ckpt.disk import descriptors, posix
 from titan_ckpt.disk.direct import FileReader
+from titan_ckpt.disk.memory import SharedBuffer
 from titan_ckpt.disk.shared_file import SharedFile
 from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointError
+from titan_ckpt.formats.native.writer_process import WriterProcess
 from titan_ckpt.guard.notices import NoticeBoard
 from titan_ckpt.manager import CheckpointManager
 
@@ -172,3 +177,23 @@ def test_a_worker_that_is_forked_during_a_save_waits_for_nothing(
     assert worker.end() == 0
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-1", "step-2"]
     assert caplog.text.count("Traceback") == 0
+
+
+def test_a_worker_keeps_a_file_whose_number_was_that_of_a_pipe_to_a_collected_writer(tmp_path: Path) -> None:
+    """A manager that is dropped and never closed leaves no number behind that a fork would take for its own."""
+    shared = SharedBuffer.allocate(4096)
+    writer = WriterProcess(shared)
+    numbers = {pipe.fileno() for pipe in writer._pipes}
+    writer._process.kill()
+    writer._process.wait()
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+        del writer
+        gc.collect()
+    (tmp_path / "rows").write_bytes(b"rows")
+    with ExitStack() as files:
+        opened = [files.enter_context(open(tmp_path / "rows", "rb")) for _ in range(64)]
+        assert numbers <= {file.fileno() for file in opened}
+        worker = Worker(lambda: [file.read().decode() for file in opened], tmp_path / "none", [])
+        assert worker.answer == ["rows"] * 64
+        assert worker.end() == 0
+    descriptors.close(shared.fd)

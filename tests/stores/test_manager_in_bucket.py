@@ -184,7 +184,7 @@ def test_a_commit_whose_answer_is_lost_for_good_is_kept_and_one_that_never_arriv
             attempt = steps.begin(step, 10)
             write(attempt)
             broken = through(place, proxy, retry_seconds=0.5).bucket
-            broken.content = lambda key: None  # type: ignore[method-assign]  # nor can it be read back
+            broken.content = lambda key, max_bytes=0: None  # type: ignore[method-assign]  # nor can it be read back
             commit = steps.commit
 
             def commit_without_answer(attempt: Attempt, manifest: Manifest) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, CorruptCheckpointError, ExportError
 from titan_ckpt.formats.publish.bucket_record import BucketExports
 from titan_ckpt.saving.saver import _write_all
-from titan_ckpt.stores.bucket import BucketPath, ObjectFacts, StoreError, Version
+from titan_ckpt.stores.bucket import MAX_SMALL_BYTES, BucketPath, ObjectFacts, StoreError, Version
 
 Objects = dict[str, tuple[bytes, Version]]
 
@@ -57,8 +58,11 @@ class Memory:
         for key in keys:
             self.moments.append({k: content for k, content in self.moments[-1].items() if k != key})
 
-    def read(self, key: str, max_bytes: int = 0) -> tuple[bytes, Version]:
-        return _read(self.moments[-1], key)
+    def read(self, key: str, max_bytes: int = MAX_SMALL_BYTES) -> tuple[bytes, Version]:
+        content, version = _read(self.moments[-1], key)
+        if len(content) > max_bytes:
+            raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", self.url(key))
+        return content, version
 
     def content(self, key: str) -> bytes | None:
         return self.moments[-1].get(key, (None,))[0]
@@ -270,6 +274,24 @@ def test_a_place_that_lost_its_commits_is_no_fresh_start_and_loses_nothing_more(
     assert {key for key in bucket.moments[-1] if key.startswith("run/data/")} == files
 
 
+def test_a_commit_that_is_too_large_is_a_fault_of_its_own_step(caplog: pytest.LogCaptureFixture) -> None:
+    """The log names the object, the other steps can be loaded, and a run that goes on from one sets it aside."""
+    bucket = Memory()
+    steps = steps_in(bucket)
+    for step in (1, 2):
+        save(steps, step)
+    (commit,) = [key for key in bucket.moments[-1] if key.startswith("run/commits/step-2.")]
+    bucket.put(commit, bytes(MAX_SMALL_BYTES + 1))
+    steps.close()
+    assert CheckpointDirectory(steps.root, Coordinator(0, 1, None, "", 10.0)).steps() == [1]
+    assert re.search(r"step-2 is not a checkpoint.*commits/step-2\.[0-9a-f]{32}\.json.*more than 33554432", caplog.text)
+    again = steps_in(bucket)
+    again.resume_from(1)
+    save(again, 2)
+    assert [step.step for step in again.survey().steps] == [1, 2]
+    again.close()
+
+
 def test_the_age_of_a_fence_is_counted_by_the_clock_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose clock is years off deletes no fence that is needed, and keeps none for ever."""
     bucket = Memory()
@@ -399,11 +421,11 @@ def test_no_export_is_published_whose_files_another_run_has_deleted(when: str) -
 def test_an_export_that_could_not_be_set_aside_is_so_by_the_next_try(failing: str, after: int) -> None:
     """Whichever request has failed, nobody can load the abandoned branch's export after the second call."""
     bucket, config = Memory(), ExportConfig("dcp", interval=1, folder="s3://box/e")
-    exports = BucketExports(BucketPath(bucket, "e"))  # type: ignore[arg-type]
+    exports, weights = BucketExports(BucketPath(bucket, "e")), bytes(MAX_SMALL_BYTES + 1)  # type: ignore[arg-type]
     for step in (1, 2):
-        exports.publish(f"step-{step}", exports.begin(f"step-{step}"), ".metadata", b"weights")
+        exports.publish(f"step-{step}", exports.begin(f"step-{step}"), ".metadata", weights)
         exports.record(config, step)
-    works, calls = getattr(bucket, failing), iter(range(9))
+    works, calls = getattr(bucket, failing), iter(range(9))  # its metadata is large, as that of many ranks is
 
     def fails(*given: Any) -> None:
         if next(calls) == after:
@@ -415,7 +437,7 @@ def test_an_export_that_could_not_be_set_aside_is_so_by_the_next_try(failing: st
         exports.set_aside(config, 1)
     exports.set_aside(config, 1)
     assert exports.is_there("step-1") and not exports.is_there("step-2")
-    assert bucket.content("e/step-2/.metadata.abandoned") == b"weights"
+    assert bucket.content("e/step-2/.metadata.abandoned") == weights
     exports.begin("step-2")
 
 

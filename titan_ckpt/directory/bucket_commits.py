@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_ckpt.directory.manifest import Manifest
+from titan_ckpt.directory.manifest import MAX_BYTES, Manifest
 from titan_ckpt.directory.names import COMMITS, DATA, manifest_path, step_name
 from titan_ckpt.disk.direct import run_workers
 from titan_ckpt.errors import CorruptCheckpointError
@@ -131,8 +131,11 @@ class Commits:
 
     def _read(self, facts: Iterable[ObjectFacts]) -> None:
         """Read the objects whose versions have not been read; forget those that are not asked for."""
+        facts = tuple(facts)
         listed = {f.key: f.version for f in facts}
         self._seen = {k: seen for k, seen in self._seen.items() if k in listed and _is_of(seen[1], listed[k])}
+        # no manifest is so large: such an object is the fault of its own step, and is not asked for
+        self._seen |= {f.key: (b"", f.version) for f in facts if f.num_bytes > MAX_BYTES}
 
         def read(key: str) -> None:
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile

@@ -80,10 +80,10 @@ class Manifest:
         values["files"] = "FILES"
         try:
             lines = ",\n".join(f"{to_text(name)}: {to_text(value)}" for name, value in values.items())
+            files = ",\n".join(" " + to_text(asdict(record)) for record in self.files)
+            body = ("{\n" + lines.replace('"files": "FILES"', f'"files": [\n{files}\n]')).encode()
         except (TypeError, ValueError) as error:
             raise StateEncodingError(f"{MANIFEST_NAME} of step {self.step}: not plain JSON: {error}") from None
-        files = ",\n".join(" " + to_text(asdict(record)) for record in self.files)
-        body = ("{\n" + lines.replace('"files": "FILES"', f'"files": [\n{files}\n]')).encode()
         data = body + f',\n"digest": "{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode()
         self._prove(data)
         return data

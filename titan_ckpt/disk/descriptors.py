@@ -20,19 +20,14 @@ def open_file(path: str | os.PathLike[str], flags: int, mode: int = 0o777) -> in
 
 
 def keep_from_children(fd: int) -> int:
-    """Note an open descriptor, which `close` closes, or for which `forget` is called before it is closed."""
+    """Note an open descriptor, which `close` closes, and which no object closes when it is collected."""
     _open.add(fd)
     return fd
 
 
-def forget(fd: int) -> None:
-    """Take a descriptor off the list. Its number may soon be that of another file, which children inherit."""
-    _open.discard(fd)
-
-
 def close(fd: int) -> None:
     """Close a descriptor. Raises: OSError."""
-    forget(fd)
+    _open.discard(fd)  # first: its number may soon be that of another file, which children inherit
     os.close(fd)
 
 

@@ -16,7 +16,8 @@ from titan_ckpt.errors import ConfigError
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")
 _SHELL = re.compile(r"~[^/]*(/|$)|.*(\$[{(A-Z_]|`)", re.DOTALL)
-_TORN = re.compile(r"\s|.*(\s$|[\x00-\x1f\x7f])", re.DOTALL)
+_TORN = re.compile(r"\s|.*(\s$|[\x00-\x1f\x7f\ud800-\udfff])", re.DOTALL)
+"""Also lone surrogates, which stand for bytes that are not UTF-8: manifests and records name folders, and are UTF-8."""
 _EXPECTED = "a path on a mounted file system (no URI such as s3:// is supported)"
 
 
@@ -51,7 +52,8 @@ def require(
 
 WRITTEN_OUT = "a path without ~ and $NAME, which only a shell replaces: write it out"
 Whole = Check(
-    "a path without spaces around it, control characters such as line breaks, and names of more than 255 bytes",
+    "a path without spaces around it, control characters such as line breaks, bytes that are not UTF-8, and names of "
+    "more than 255 bytes",
     lambda path: not (_TORN.match(path) or any(len(name.encode(errors="replace")) > 255 for name in path.split("/"))),
 )
 Written = Check(WRITTEN_OUT, lambda path: not needs_shell(path))

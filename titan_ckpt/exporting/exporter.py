@@ -284,7 +284,8 @@ class Exporter:
             about = adapter.file_config(self.transforms.key_map)
             if base is not None:
                 about |= base_settings(base)
-            writer = FolderExport(self.transforms.to_file(tensors, hooks, dtype), PeftFormat(about))
+            groups = self.transforms.to_file(tensors, hooks, dtype)
+            writer = FolderExport(groups, PeftFormat(about), self.model.buffers().keys())
         return ExportJob(config, step, self.folder(config, step), writer, self.made(config))
 
     def _dcp_names(self, config: ExportConfig, tensors: StateDict) -> StateDict:
@@ -320,7 +321,8 @@ class Exporter:
             as_base=config.file_layout == "base",
             verified=transforms.key_map.verified,
         )
-        return FolderExport(groups if quantiser is None else quantised(groups, quantiser), format_)
+        groups = groups if quantiser is None else quantised(groups, quantiser)
+        return FolderExport(groups, format_, self.model.buffers().keys())
 
     def source(self) -> tuple[InitialLoadConfig, Source] | None:
         """Return the Hugging Face folder (or file) that the run's weights came from, if there is exactly one."""

@@ -102,11 +102,12 @@ class Bucket:
             mode = "overwrite"
         started = time.monotonic()
         pause = 0.1
+        most = max(len(data), MAX_SMALL_BYTES)
         while True:
             try:
                 return _version(self._api.put(self._store, key, data, mode=mode, use_multipart=False))
             except (self._api.exceptions.AlreadyExistsError, self._api.exceptions.PreconditionError) as error:
-                content = self.content(key)
+                content = self.content(key, most)
                 if content == data:  # an answer was lost, and this is the second request
                     return {}
                 if isinstance(mode, dict) and content is not None and self.read(key)[1] == mode:  # nobody changed it
@@ -129,17 +130,17 @@ class Bucket:
                 if not self._is_of_client(error):
                     raise
                 failure = store_error(error, "write", self.url(key), time.monotonic() - started)
-                if not failure.is_final and self.content(key) == data:
+                if not failure.is_final and self.content(key, most) == data:
                     return {}
             if failure.is_final or time.monotonic() - started > self.settings.retry_seconds:
                 raise failure
             time.sleep(pause * random.uniform(0.5, 1.5))
             pause = min(2 * pause, 5.0)
 
-    def content(self, key: str) -> bytes | None:
-        """Return a small object, None if it is not there. Raises: StoreError."""
+    def content(self, key: str, max_bytes: int = MAX_SMALL_BYTES) -> bytes | None:
+        """Return a small object, None if it is not there. Raises: as `read`."""
         with contextlib.suppress(FileNotFoundError):
-            return self.read(key)[0]
+            return self.read(key, max_bytes)[0]
         return None
 
     def put(self, key: str, data: bytes) -> None:

@@ -195,6 +195,7 @@ def test_a_newer_schema_says_so() -> None:
         {"converters": [{"kind": "x", "value": object}]},
         {"base": {1: 2}},
         {"base": {"x": math.nan}},
+        {"base": {"path": "a folder whose name is no UTF-8: \udcff", "revision": None, "format": None, "digest": None}},
         {"resumed_from": {"x": {1}}},
         {"files": ()},
         {"files": (FileRecord("a/b", 1, "a" * 32),)},

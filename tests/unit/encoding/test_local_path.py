@@ -85,9 +85,12 @@ def test_every_setting_that_names_a_folder_refuses_what_only_a_shell_replaces(pa
     assert all(f'{said}"{path}' in line for line in raised.value.problems)
 
 
-@pytest.mark.parametrize("path", ["a ", " a", "a\n", "a\nb", "a\x00b", "\ta", "a\x7f", "ü" * 128])
+@pytest.mark.parametrize("path", ["a ", " a", "a\n", "a\nb", "a\x00b", "\ta", "a\x7f", "a\udcff", "ü" * 128])
 def test_every_setting_that_names_a_folder_refuses_what_was_pasted_with_too_much(path: str) -> None:
-    """A space at an end is not seen in a message or a listing; no path has a null byte or a name of 256 bytes."""
+    """A space at an end is not seen in a message or a listing; no path has a null byte or a name of 256 bytes.
+
+    A manifest is UTF-8, and could not name a folder of other bytes.
+    """
     with pytest.raises(ConfigError) as raised:
         from_dict(RunConfig, settings_with(path))
     problems = [line for line in raised.value.problems if not line.startswith("checkpoint.initial_load.2")]

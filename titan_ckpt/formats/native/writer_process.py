@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 
-from titan_ckpt.disk import descriptors
 from titan_ckpt.disk.kernel import map_memory
 from titan_ckpt.disk.memory import Buffer, SharedBuffer, round_up
 from titan_ckpt.errors import SaveError
@@ -68,8 +67,6 @@ class WriterProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._pipes = (self._process.stdin, self._process.stdout)
-        for pipe in self._pipes:
-            descriptors.keep_from_children(pipe.fileno())
         _running.add(self)
 
     @property
@@ -114,11 +111,9 @@ class WriterProcess:
         if not requests.closed:
             with suppress(BrokenPipeError):
                 requests.write(_END.encode())
-            descriptors.forget(requests.fileno())
             requests.close()
         self._process.wait()
         if not answers.closed:
-            descriptors.forget(answers.fileno())
             answers.close()
 
     def disown(self) -> None:

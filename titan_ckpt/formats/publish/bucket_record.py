@@ -12,7 +12,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from titan_ckpt import policy
@@ -125,11 +125,7 @@ class BucketExports:
         try:
             record = self._record(name) or {"folder": name}
             content: dict[str, Json] = {path: _mark(facts) for path, facts in self._objects(name).items()}
-            made: dict[str, Json] = {
-                "published_unix_seconds": time.time(),
-                "content": dict(content),
-                UNSAVED_IN: unsaved_in,
-            }
+            made: dict[str, Json] = {"published_unix_seconds": time.time(), "content": content, UNSAVED_IN: unsaved_in}
             self._write(name, {**record, **made})
         except OSError as error:
             logger.warning("%s is not recorded, so it never expires: %s", self.root / name, error)
@@ -167,13 +163,13 @@ class BucketExports:
             if unsaved_in is not None and (self._record(name) or {}).get(UNSAVED_IN) != unsaved_in:
                 continue
             is_begun = (self._record(name) or {}).get("abandoned") is True  # by a call whose request failed
-            loadable = self._objects(name).keys() & {*LOADABLE}
+            loadable = {path: facts for path, facts in self._objects(name).items() if path in LOADABLE}
             if step > above and loadable and (is_begun or self.why_foreign(name) is None):
                 # the record goes first: without it nobody could export to this name again
                 self._write(name, {"folder": name, "content": None, "abandoned": True})
-                for path in loadable:
+                for path, facts in loadable.items():
                     place = self.root / name / path
-                    place.bucket.put(f"{place.key}.abandoned", place.read())
+                    place.bucket.put(f"{place.key}.abandoned", place.read(facts.num_bytes))
                     place.bucket.delete([place.key])
                 logger.warning(
                     "%s: set aside, because this run went back to step %d: %s is named *.abandoned. Retention does not "
@@ -185,8 +181,8 @@ class BucketExports:
 
         An export that is under way has a newer record, or objects.
         """
-        old = time.time() - _CUT_SHORT_SECONDS
         records = self.root.bucket.list_objects((self.root / RECORDS).key)
+        old = _newest(records) - _CUT_SHORT_SECONDS
         names = [facts.key.rpartition("/")[2] for facts in records if facts.unix_seconds < old]
         gone = [name for name in names if _PROBE.fullmatch(name)]
         if steps := steps_among((name.removesuffix(".json") for name in names if name.endswith(".json")), config):
@@ -227,8 +223,8 @@ class BucketExports:
         if record is None or record.get("content") is not None or record.get("abandoned") is True:
             return False
         objects = self._objects(name)
-        newest = max((facts.unix_seconds for facts in objects.values()), default=0.0)
-        is_old = time.time() - newest > _CUT_SHORT_SECONDS
+        now = _newest(self.root.bucket.list_objects((self.root / RECORDS).key))
+        is_old = now - _newest(objects.values()) > _CUT_SHORT_SECONDS
         return record.get("expired") is True or (is_old and not {*LOADABLE} & objects.keys())
 
     def _objects(self, name: str) -> dict[str, ObjectFacts]:
@@ -258,6 +254,11 @@ class BucketExports:
 
 def _name(config: ExportConfig, step: int) -> str:
     return config.lands_in(step).rpartition("/")[2]
+
+
+def _newest(objects: Iterable[ObjectFacts]) -> float:
+    """Return when the newest object was put. Of the records, that is about now, by the store's clock and no other."""
+    return max((facts.unix_seconds for facts in objects), default=0.0)
 
 
 def _mark(facts: ObjectFacts) -> str:

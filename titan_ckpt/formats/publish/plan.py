@@ -6,7 +6,7 @@ Owns the plan. The layout is the same on every rank and for any parallelism, so 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,12 +67,16 @@ class ExportPlan:
 
 @gc_paused()
 def plan_export(
-    groups: Sequence[FileGroup], pack: PackFiles, header: MakeHeader, coordinator: Coordinator
+    groups: Sequence[FileGroup],
+    pack: PackFiles,
+    header: MakeHeader,
+    coordinator: Coordinator,
+    buffers: Collection[str] = (),
 ) -> ExportPlan:
     """Agree on all tensors and on the rank that writes each part. Collective.
 
     1. Every rank posts the digest of its table; the lowest rank of each distinct one posts the table. 2. The tensors
-    are divided over the ranks that hold them. 3. Every rank lays out all files.
+    are divided over the ranks that hold them, `buffers` as in a save. 3. Every rank lays out all files.
     Raises: ExportError if ranks disagree about a tensor, or there is none.
     """
     tables = coordinator.gather_distinct("export/tables", lambda: {"table": _table(groups)})["table"]
@@ -91,7 +95,7 @@ def plan_export(
             else:
                 known[fqn] = layout
                 shares[fqn] = ()
-    for share in divide(known, coordinator).shares:
+    for share in divide(known, coordinator, buffers).shares:
         shares[share.fqn] = (*(shares[share.fqn] or ()), share.chunk)
     packed = pack(infos)
     metadata = {"format": "pt", **header(infos, quantised)}

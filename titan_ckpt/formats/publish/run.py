@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +75,8 @@ class FolderExport:
     format: FolderFormat
     changed: Callable[[], list[str]] = list
     """Returns the names of the live tensors that have changed since the export was decided."""
+    buffers: Collection[str] = ()
+    """Names of tensors whose replicas may differ: those of a module are written by one rank."""
 
     def write(self, folder: Location, coordinator: Coordinator) -> None:
         """Write, prove and publish a folder. Collective: ranks without tensors take part too.
@@ -86,7 +88,7 @@ class FolderExport:
         Raises: ExportError on every rank, with nothing under the folder's name.
         """
         started = time.perf_counter()
-        work = _Export(folder, self.groups, self.format, coordinator, self.changed)
+        work = _Export(folder, self.groups, self.format, coordinator, self.changed, self.buffers)
         try:
             files = work.run()
         except BaseException as error:
@@ -105,7 +107,7 @@ class FolderExport:
 
         Raises: ExportError on every rank, as `write` would.
         """
-        files = plan_export(self.groups, self.format.pack, self.format.header, coordinator).files
+        files = plan_export(self.groups, self.format.pack, self.format.header, coordinator, self.buffers).files
         coordinator.on_rank_0("export/companions", lambda: [*self.format.companions(files)])
 
 
@@ -116,11 +118,12 @@ class _Export:
     format: FolderFormat
     coordinator: Coordinator
     changed: Callable[[], list[str]]
+    buffers: Collection[str]
     is_proved: bool = False
 
     def run(self) -> ExportFiles:
         """Take all steps. If it raises, it leaves no staging folder behind."""
-        plan = plan_export(self.groups, self.format.pack, self.format.header, self.coordinator)
+        plan = plan_export(self.groups, self.format.pack, self.format.header, self.coordinator, self.buffers)
         files = plan.files
         with published(self.folder, self.coordinator, "export/", lambda: self.format.companions(files)) as unpublished:
             self._fill(unpublished, plan, dict(unpublished.prepared or {}))

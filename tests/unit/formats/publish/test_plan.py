@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,3 +27,24 @@ def test_a_shard_that_one_rank_exports_alone_is_refused() -> None:
             plan_export(groups, lambda infos: pack_model_files(infos, 256), lambda *_: {}, alone)
     finally:
         dist.destroy_process_group()
+
+
+def test_the_buffers_of_a_module_are_exported_from_one_rank() -> None:
+    """Each rank has statistics of its own, and the mean and variance of two ranks do not fit together."""
+    store, names = dist.HashStore(), [f"{i}.norm.running_{kind}" for i in range(4) for kind in ("mean", "var")]
+    written: list[list[str]] = [[], []]
+
+    def plan(rank: int) -> None:
+        groups = StateDictTransforms().to_file({name: torch.full((3,), rank) for name in names}, None, None)
+        line = Coordinator(rank, 2, store, "plan", 60.0)
+        made = plan_export(groups, lambda infos: pack_model_files(infos, 256), lambda *_: {}, line, names)
+        written[rank] = [group.fqns[0] for group in groups if made.writes(group)]
+
+    threads = [threading.Thread(target=plan, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    modules = [{name.rpartition(".")[0] for name in of_rank} for of_rank in written]
+    assert sorted(written[0] + written[1]) == sorted(names)
+    assert all(modules) and not set.intersection(*modules)

@@ -22,6 +22,7 @@ from tests.forked import fork
 from titan_ckpt.config import CheckpointConfig, SaveConfig
 from titan_ckpt.disk import descriptors, posix
 from titan_ckpt.disk.direct import FileReader
+from titan_ckpt.disk.kernel import libc
 from titan_ckpt.disk.memory import SharedBuffer
 from titan_ckpt.disk.shared_file import SharedFile
 from titan_ckpt.disk.unpublished_folder import StagedFolder
@@ -99,6 +100,22 @@ def use_addresses() -> list[mmap.mmap]:
     for memory in made:
         memory[:] = b"1" * len(memory)
     return made
+
+
+def test_a_process_that_was_forked_just_now_does_not_hold_the_lease_of_a_manager_that_was_closed(
+    tmp_path: Path,
+) -> None:
+    """A process that has not run Python since the fork has closed nothing; the next manager opens the folder."""
+    first = manager_of(tmp_path, "thread")
+    if (pid := libc().fork()) == 0:
+        while True:
+            signal.pause()
+    try:
+        first.close()
+        manager_of(tmp_path, "thread").close()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])

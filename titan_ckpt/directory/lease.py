@@ -90,6 +90,7 @@ class Lease:
             try:
                 if read_holder(self._fd) == self._holder:
                     posix.truncate(self._fd, 0)
+                    posix.unlock(self._fd)
             except OSError:
                 posix.close(self._fd)
                 raise

@@ -30,8 +30,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
-_WHOLE_FILE = struct.pack("hhqqq", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-"""Linux's struct flock for a write lock."""
+_LOCK, _UNLOCK = (struct.pack("hhqqq", kind, os.SEEK_SET, 0, 0, 0) for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK))
+"""Linux's struct flock for the whole file."""
 
 
 def _mutating(function: _Function) -> _Function:
@@ -300,11 +300,12 @@ def is_real_folder(path: Path) -> bool:
 def lock(fd: int) -> bool | None:
     """Lock the whole file for this descriptor; return whether we hold it, None where the file system has no locks.
 
-    The lock ends when this process ends, or closes this descriptor by `close`; other descriptors of the file do not
-    matter, also of this process. A POSIX lock of another process is in its way, and the reverse.
+    The lock ends by `unlock`, or when this process ends or closes this descriptor by `close`, if no process that it
+    forked still has the descriptor; other descriptors of the file do not matter, also of this process. A POSIX lock of
+    another process is in its way, and the reverse.
     """
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False
@@ -312,6 +313,12 @@ def lock(fd: int) -> bool | None:
             return None
         raise
     return True
+
+
+def unlock(fd: int) -> None:
+    """End the lock of this descriptor, also for a forked process that has not closed it yet."""
+    with suppress(OSError):  # there are no locks here
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _UNLOCK)
 
 
 def _fallocate(fd: int, num_bytes: int) -> int:

@@ -66,7 +66,10 @@ class Coordinator:
         self.timeout_seconds = timeout_seconds
         self._store = store
         self._prefix = prefix
-        self._sequence = itertools.count()
+        self._number = 0
+        """The number of the exchange that this rank has begun last."""
+        self._is_open = False
+        """Whether an interrupt has left it in the middle, perhaps before this rank has posted."""
         self._clones = itertools.count()
         self._stale: list[str] = []
         self._over: PeerError | None = None
@@ -147,11 +150,17 @@ class Coordinator:
             self._run(leave, "close", bound)
 
     def leave(self, store: Store, verdict: _Verdict) -> list[str]:
-        """Post the verdict of this line's next exchange; return the keys that nobody reads after all have left."""
+        """Post the verdict of this line's next exchange, and of one that was left in the middle.
+
+        Return the keys that nobody reads after all have left.
+        """
         self._over = self._over or PeerError("this rank has left its Coordinator", [self.rank])
-        exchange = self._next_exchange(store)
-        exchange.end(verdict)
-        return [*self._stale, *exchange.keys()]
+        keys = [*self._stale]
+        for number in range(self._number + (not self._is_open), self._number + 2):
+            exchange = self._exchange(store, number)
+            exchange.end(verdict)
+            keys += exchange.keys()
+        return keys
 
     def together(self, tag: str, act: Callable[[], _Value]) -> _Value:
         """Call `act` on every rank, and return its value on this rank. Collective; fails on all ranks if one fails.
@@ -241,13 +250,16 @@ class Coordinator:
         post: dict[str, Json] = {"tag": tag, "value": value}
         if error is not None:
             post = {"tag": tag, "error": f"{type(error).__name__}: {error}"}
-        exchange = self._next_exchange(self._store)
+        self._is_open = True
+        self._number += 1
+        exchange = self._exchange(self._store, self._number)
         try:
             verdict = self._run(lambda: exchange.run(post, bound, self._stale), tag, bound)
         except PeerError:
             if error is None:
                 raise
             raise error from None
+        self._is_open = False
         if not verdict.failures:
             return verdict.values
         by_cause: dict[str, list[int]] = {}
@@ -260,8 +272,8 @@ class Coordinator:
             self._over = fault
         raise error or fault
 
-    def _next_exchange(self, store: Store) -> _Exchange:
-        prefix = f"{self._prefix}/{next(self._sequence)}"
+    def _exchange(self, store: Store, number: int) -> _Exchange:
+        prefix = f"{self._prefix}/{number}"
         return _Exchange(store, prefix, self.rank, self.world_size, lambda: self._looks * _LOOK_SECONDS)
 
     def first_post(self, key: str, text: str | None) -> str | None:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -331,6 +332,35 @@ def test_who_leaves_tells_all_at_once(leaver: int) -> None:
         for kind, named, message in waited:
             assert (kind, named) == ("PeerError", [leaver])
             assert f"rank {leaver} has left because of ValueError: a batch that cannot be" in message
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("moment", ["start", "join"])
+def test_who_is_interrupted_in_an_exchange_tells_all_at_once(leaver: int, moment: str) -> None:
+    """Before it has posted, the others wait in this very exchange; after that, they may be in the next one."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def body(line: Coordinator) -> Any:
+        line.barrier("before")
+        if line.rank != leaver:
+            time.sleep(0.5 if moment == "join" else 0)  # the leaver waits then
+            waited = [outcome(partial(line.barrier, "save")) for _ in range(2)][-1]
+            line.close()
+            return waited
+        time.sleep(0.5 if moment == "start" else 0)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(threading.Thread, moment, interrupted)
+                line.barrier("save")
+        except KeyboardInterrupt:
+            line.close()
+        return None
+
+    kind, named, message = run(2, body, timeout=200)[1 - leaver]
+    assert (kind, named) == ("PeerError", [leaver])
+    assert f"rank {leaver} has left because of KeyboardInterrupt" in message
 
 
 def test_ranks_that_all_leave_leave_no_key_behind() -> None:

@@ -137,11 +137,12 @@ class CheckpointManager:
         self._step_hooks = [  # so that a loop without maybe_wait_for_staging() saves no mixture of two steps
             optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()) for optimizer in hooked
         ]
-        renorms = any(getattr(m, "max_norm", None) is not None for part in model_parts for m in part.modules())
-        self._may_copy_later = bool(hooked) and not renorms and all(type(o) in PROVED for o in hooked)
+        modules = [module for part in model_parts for module in part.modules()]
+        moves = any(getattr(m, "max_norm", None) is not None or peft_adapters.changes_weights(m) for m in modules)
+        self._may_copy_later = bool(hooked) and not moves and all(type(o) in PROVED for o in hooked)
         """Whether the weights change in optimizer.step() alone, which waits for a copy that is under way.
 
-        The forward pass of an embedding with `max_norm` changes its rows.
+        The forward pass of an embedding with `max_norm` changes its rows, and PEFT's for target_parameters the weight.
         """
         self.last_step = LastStep(
             self._run,

@@ -40,7 +40,7 @@ _GIVEN: dict[str, dict[str, Any]] = {
     "MULTITASK_PROMPT_TUNING": {"num_virtual_tokens": 3, "num_tasks": 2, "num_ranks": 2},
     "P_TUNING": {"num_virtual_tokens": 3, "encoder_hidden_size": 8},
     "PREFIX_TUNING": {"num_virtual_tokens": 3},
-    "CPT": {"cpt_token_ids": [1, 2, 3], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 3]},
+    "CPT": {"cpt_token_ids": [1, 2, 3], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 4]},
     "CARTRIDGE": {"num_virtual_tokens": 3},
     "ADALORA": {"target_modules": TARGETS, **_ADALORA},
     "ADAPTION_PROMPT": {"adapter_len": 2, "adapter_layers": 1},
@@ -73,7 +73,11 @@ _OF_LORA: dict[str, dict[str, Any]] = {
     "monteclora_config": {"monteclora_config": peft.tuners.lora.MontecloraConfig()},
     "modules_to_save": {"modules_to_save": ["lm_head"]},
     "trainable_token_indices": {"trainable_token_indices": [1, 2]},
-    "target_parameters": {"target_parameters": ["gate_proj.weight"], "target_modules": ["up_proj"]},
+    "target_parameters": {
+        "target_parameters": ["gate_proj.weight"],
+        "target_modules": ["up_proj"],
+        "lora_dropout": 0.0,
+    },
     "bias": {"bias": "lora_only"},
     **{
         f"init_lora_weights={kind}": {"init_lora_weights": kind, "lora_dropout": 0.0}
@@ -195,9 +199,9 @@ def trainer_of(folder: Path, name: str, seed: int) -> Trainer:
         def seeded() -> Any:
             base = model()
             seed_all(seed)
-            return base
+            return adapted(base, "LORA", {"init_lora_weights": False})
 
-        return of_trl(folder, "trl.trainer.dpo_trainer.DPOTrainer", "pair", {"model": seeded}, adapter=True)
+        return of_trl(folder, "trl.trainer.dpo_trainer.DPOTrainer", "pair", {"model": seeded})  # it adds a reference
     adapt, optimizer_of = CASES[name]
     base = model()
     owned = {id(p) for p in base.parameters()}

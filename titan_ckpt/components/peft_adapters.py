@@ -1,7 +1,7 @@
 """PEFT's adapters in a model: which kinds continue exactly after a resume, and what they keep beside the weights.
 
 Owns the table of kinds. "" stands for what tests/zoo/test_peft_kinds.py has killed and resumed bit for bit; anything
-else is the reason why it is refused and the next step. A kind that is not here is refused by name. PEFT is not imported.
+else is the reason why it is refused and the next step. A kind that is not here is refused by name. Imports no PEFT.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ class CheckpointManager:
         transforms = sd_transforms or StateDictTransforms()
         require_local({"base_folder": base_folder, "sd_transforms.assets": transforms.assets})
         check_handler(config, ["external_weights"] if external_weights is not None else [])
-        optimizers_inside = [innermost(optimizer) for optimizer in optimizers]
-        if faults := [*peft_adapters.faults(model_parts, optimizers_inside, config.allow)]:
+        inside = [innermost(optimizer) for optimizer in optimizers if isinstance(optimizer, Optimizer)]
+        if faults := [*peft_adapters.faults(model_parts, inside, config.allow)]:
             raise ConfigError(faults)
         self.config = config
         self.base_folder = Path(base_folder)

@@ -99,8 +99,8 @@ class CheckpointManager:
         transforms = sd_transforms or StateDictTransforms()
         require_local({"base_folder": base_folder, "sd_transforms.assets": transforms.assets})
         check_handler(config, ["external_weights"] if external_weights is not None else [])
-        optimizers_inside = [innermost(optimizer) for optimizer in optimizers]
-        if faults := [*peft_adapters.faults(model_parts, optimizers_inside, config.allow)]:
+        inside = [innermost(optimizer) for optimizer in optimizers if isinstance(optimizer, Optimizer)]
+        if faults := [*peft_adapters.faults(model_parts, inside, config.allow)]:
             raise ConfigError(faults)
         self.config = config
         self.base_folder = Path(base_folder)
@@ -142,11 +142,12 @@ class CheckpointManager:
         self._step_hooks = [  # so that a loop without maybe_wait_for_staging() saves no mixture of two steps
             optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()) for optimizer in hooked
         ]
-        renorms = any(getattr(m, "max_norm", None) is not None for part in model_parts for m in part.modules())
-        self._may_copy_later = bool(hooked) and not renorms and all(type(o) in PROVED for o in hooked)
+        modules = [module for part in model_parts for module in part.modules()]
+        moves = any(getattr(m, "max_norm", None) is not None or peft_adapters.changes_weights(m) for m in modules)
+        self._may_copy_later = bool(hooked) and not moves and all(type(o) in PROVED for o in hooked)
         """Whether the weights change in optimizer.step() alone, which waits for a copy that is under way.
 
-        The forward pass of an embedding with `max_norm` changes its rows.
+        The forward pass of an embedding with `max_norm` changes its rows, and PEFT's for target_parameters the weight.
         """
         self._gradients = Gradients(self._run.optimizers)
         self.last_step = LastStep(

@@ -27,9 +27,11 @@ from tests.zoo.worlds import Row
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.transformers import attach
+from titan_ckpt.integrations.transformers.adapter import frozen_base
 
 STEPS = 7
 CONFIG = CheckpointConfig(save=SaveConfig(interval=INTERVAL))
+WITH_BASE = CheckpointConfig(save=SaveConfig(interval=INTERVAL, include_base=True))
 TARGETS = ["q_proj", "v_proj"]
 TASKS: Any = {"task_type": "CAUSAL_LM"}
 _ADALORA = {"init_r": 4, "target_r": 2, "total_step": 6, "tinit": 0, "tfinal": 2, "deltaT": 1}
@@ -38,7 +40,7 @@ _GIVEN: dict[str, dict[str, Any]] = {
     "MULTITASK_PROMPT_TUNING": {"num_virtual_tokens": 3, "num_tasks": 2, "num_ranks": 2},
     "P_TUNING": {"num_virtual_tokens": 3, "encoder_hidden_size": 8},
     "PREFIX_TUNING": {"num_virtual_tokens": 3},
-    "CPT": {"cpt_token_ids": [1, 2, 3], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 3]},
+    "CPT": {"cpt_token_ids": [1, 2, 3], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 4]},
     "CARTRIDGE": {"num_virtual_tokens": 3},
     "ADALORA": {"target_modules": TARGETS, **_ADALORA},
     "ADAPTION_PROMPT": {"adapter_len": 2, "adapter_layers": 1},
@@ -55,10 +57,13 @@ _GIVEN: dict[str, dict[str, Any]] = {
     "GRALORA": {"target_modules": TARGETS, "r": 4, "gralora_k": 2},
     "TINYLORA": {"target_modules": TARGETS},
     "SHADOW": {"r": 2},
+    "POLY": {"target_modules": TARGETS, "r": 2, "n_tasks": 2},
 }
 """Settings of the kinds that need more than a rank and the modules."""
 _OF_LORA: dict[str, dict[str, Any]] = {
     "use_dora": {"use_dora": True},
+    "use_dora, embeddings": {"use_dora": True, "target_modules": ["embed_tokens"]},
+    "mica, embeddings": {"init_lora_weights": "mica", "target_modules": ["embed_tokens"]},
     "use_rslora, lora_bias": {"use_rslora": True, "lora_bias": True},
     "use_qalora": {"use_qalora": True, "qalora_group_size": 4},
     "use_bdlora": {"use_bdlora": peft.tuners.lora.BdLoraConfig(nblocks=2, target_modules_bd_a=TARGETS), "r": 4},
@@ -68,7 +73,11 @@ _OF_LORA: dict[str, dict[str, Any]] = {
     "monteclora_config": {"monteclora_config": peft.tuners.lora.MontecloraConfig()},
     "modules_to_save": {"modules_to_save": ["lm_head"]},
     "trainable_token_indices": {"trainable_token_indices": [1, 2]},
-    "target_parameters": {"target_parameters": ["gate_proj.weight"], "target_modules": ["up_proj"]},
+    "target_parameters": {
+        "target_parameters": ["gate_proj.weight"],
+        "target_modules": ["up_proj"],
+        "lora_dropout": 0.0,
+    },
     "bias": {"bias": "lora_only"},
     **{
         f"init_lora_weights={kind}": {"init_lora_weights": kind, "lora_dropout": 0.0}
@@ -128,8 +137,11 @@ CASES: dict[str, Build] = {
         for make in (lorafa, loraplus, riemannian)
     },
 }
-"""Name of a kind, or of a setting or an optimizer of LoRA -> (what adapts a base, what makes the optimizer)."""
+"""Name of a kind, a setting or an optimizer of LoRA -> (function that adapts a base, that makes the optimizer)."""
 ALL = [*CASES, "LORA, DPOTrainer"]
+_WITH_BASE = ("LORA, init_lora_weights=pissa_niter_4", "LORA, lorafa")
+"""Those that the Trainer takes only if steps hold the base."""
+_WITH_TASKS = ("MULTITASK_PROMPT_TUNING", "POLY")
 
 
 class WithTasks(Tokens):
@@ -187,15 +199,18 @@ def trainer_of(folder: Path, name: str, seed: int) -> Trainer:
         def seeded() -> Any:
             base = model()
             seed_all(seed)
-            return base
+            return adapted(base, "LORA", {"init_lora_weights": False})
 
-        return of_trl(folder, "trl.trainer.dpo_trainer.DPOTrainer", "pair", {"model": seeded}, adapter=True)
+        return of_trl(folder, "trl.trainer.dpo_trainer.DPOTrainer", "pair", {"model": seeded})  # it adds a reference
     adapt, optimizer_of = CASES[name]
     base = model()
+    owned = {id(p) for p in base.parameters()}
     seed_all(seed)
     network = adapt(base)
+    frozen = {id(p) for p in network.parameters() if not p.requires_grad}
+    assert {id(p) for p in frozen_base(network).values()} == owned & frozen
     made: Any = (optimizer_of(network), None)
-    args = TrainingArguments(**settings(folder))
+    args = TrainingArguments(**settings(folder, remove_unused_columns=name not in _WITH_TASKS))
     kind: Any = Trainer
     callbacks = [Allocate()] if name == "ADALORA" else []
     trainer: Trainer = kind(network, args, train_dataset=data_of(name), optimizers=made, callbacks=callbacks)
@@ -204,7 +219,7 @@ def trainer_of(folder: Path, name: str, seed: int) -> Trainer:
 
 def data_of(name: str) -> Tokens:
     """Return the data that a kind takes."""
-    return WithTasks(18) if name in ("MULTITASK_PROMPT_TUNING", "POLY") else Tokens(18)
+    return WithTasks(18) if name in _WITH_TASKS else Tokens(18)
 
 
 def seed_all(seed: int) -> None:
@@ -224,7 +239,7 @@ def run_case(folder: str, name: str, killed_at: int | None) -> None:
         trainer = trainer_of(path, name, seed)
         for callback in kill_after(killed_at, path, INTERVAL):
             trainer.add_callback(callback)
-        attach(trainer, CONFIG)
+        attach(trainer, WITH_BASE if name in _WITH_BASE else CONFIG)
         trainer.train()
     except ConfigError as error:
         (path / "refused.txt").write_text(str(error))

@@ -1,7 +1,7 @@
 """PEFT's adapters in a model: which kinds continue exactly after a resume, and what they keep beside the weights.
 
-Owns the table of kinds. "" stands for what was killed and resumed bit for bit; anything else is the reason why it is
-refused and the next step. A kind that is not here is refused by name. PEFT is not imported.
+Owns the table of kinds. "" stands for what tests/zoo/test_peft_kinds.py has killed and resumed bit for bit; anything
+else is the reason why it is refused and the next step. A kind that is not here is refused by name. Imports no PEFT.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ _CONFIGS = (
     "supertuning.SupertuningConfig tinylora.TinyLoraConfig trainable_tokens.TrainableTokensConfig "
     "unilora.UniLoraConfig vblora.VBLoRAConfig vera.VeraConfig waveft.WaveFTConfig"
 )
-_VARIANTS = "DoraLinear DoraEmbedding DoraConv1d DoraConv2d DoraConv3d QALoraLinear ALoraLinear BdLoraLinear MiCALinear"
+_VARIANTS = "DoraLinear DoraEmbedding QALoraLinear ALoraLinear BdLoraLinear MiCALinear MiCAEmbedding KasaLinear"
 _UNPROVED = "it was not proved to continue exactly after a resume: train with another kind of adapter"
 KNOWN: Mapping[str, str] = {
     **{f"peft.tuners.{home}.config.{kind}": "" for home, kind in (name.split(".") for name in _CONFIGS.split())},
     "peft.tuners.adamss.config.AdamssConfig": _UNPROVED,
     "peft.tuners.xlora.config.XLoraConfig": _UNPROVED,
-    **{f"peft.tuners.lora.variants.{name}Variant": "" for name in (*_VARIANTS.split(), "MiCAEmbedding", "KasaLinear")},
-    "peft.tuners.lora.variants.ArrowLinearVariant": _UNPROVED,
+    **{f"peft.tuners.lora.variants.{name}Variant": "" for name in _VARIANTS.split()},
+    **{
+        f"peft.tuners.lora.variants.{name}Variant": _UNPROVED
+        for name in ("ArrowLinear", "DoraConv1d", "DoraConv2d", "DoraConv3d")
+    },
     "peft.tuners.lora.variants.MontecloraLinearVariant": "it keeps random samples and their number in no step: leave "
     "monteclora_config out",
     "peft.tuners.lora.variants.VeloraLinearVariant": "no step says whether its projection was computed: leave "
@@ -63,6 +66,11 @@ def faults(models: Sequence[nn.Module], optimizers: Sequence[Any], allow: Collec
                 held[f"{role} {name!r}", unsaved_state.class_name(value)] = value
     own = {("optimizer", unsaved_state.class_name(value)): value for value in optimizers if is_of_peft(value)}
     yield from unsaved_state.faults([(role, value) for (role, _), value in (held | own).items()], KNOWN, allow)
+
+
+def changes_weights(module: nn.Module) -> bool:
+    """Return whether the forward pass of a module of PEFT puts its adapter into the weight, and takes it off again."""
+    return is_of_peft(module) and type(module).__name__ == "ParamWrapper"
 
 
 def adapter_states(models: Sequence[nn.Module]) -> dict[str, Stateful]:
@@ -112,7 +120,7 @@ class AdapterState:
     def _tensors(self) -> dict[str, torch.Tensor]:
         found: dict[str, Any] = {}
         for path, module in self._modules:
-            own = {name: module._buffers[name] for name in module._non_persistent_buffers_set}  # noqa: SLF001 - no public name
+            own: dict[str, Any] = {name: module._buffers.get(name) for name in module._non_persistent_buffers_set}  # noqa: SLF001 - no public name
             for name, value in vars(module).items():
                 if name not in ("_parameters", "_buffers", "_modules"):
                     items = {f"{name}.{key}": item for key, item in value.items()} if type(value) is dict else {}

@@ -48,14 +48,18 @@ def _is_of_base(name: str, of_peft: set[str]) -> bool:
     return depth is None or parts[depth] in _TO_THE_BASE
 
 
-def changed_bases(model: Any) -> Iterator[str]:
-    """Yield one line for each adapter with which a new process would have another base, which no step holds."""
+def needs_base(model: Any, optimizer: Any) -> Iterator[str]:
+    """Yield one line for each reason why steps without the base are not enough. `optimizer`: None before it is made."""
+    with_base = "save the base too, SaveConfig(include_base=True)"
+    groups = optimizer.param_groups if optimizer is not None else []
+    if {id(p) for p in frozen_base(model).values()} & {id(p) for group in groups for p in group["params"]}:
+        yield f"optimizer {type(optimizer).__qualname__}: its groups have frozen parameters of the base: {with_base}"
     for name, config in model.peft_config.items():
         init = getattr(config, "init_lora_weights", True)
         if init not in _REPEATED:
             yield (
                 f"adapter {name!r}: init_lora_weights={init!r} changes the base at the start, and a new process would "
-                "change it otherwise: save the base too, SaveConfig(include_base=True)"
+                f"change it otherwise: {with_base}"
             )
 
 

@@ -26,7 +26,7 @@ from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.run_guard import RunGuard
-from titan_ckpt.integrations.transformers.adapter import BaseWeights, adapter_part, changed_bases, is_adapter_model
+from titan_ckpt.integrations.transformers.adapter import BaseWeights, adapter_part, is_adapter_model, needs_base
 from titan_ckpt.integrations.transformers.followers import Followers
 from titan_ckpt.integrations.transformers.loader import TrainerLoader
 from titan_ckpt.integrations.transformers.progress import RankProgress, RunProgress
@@ -57,7 +57,7 @@ def attach(trainer: Trainer, config: CheckpointConfig) -> TitanCheckpoint:
     has_adapter = is_adapter_model(trainer.model)
     if faults := [
         *problems(trainer, config, has_adapter=has_adapter),
-        *(changed_bases(trainer.model) if only_adapter else ()),
+        *(needs_base(trainer.model, trainer.optimizer) if only_adapter else ()),
         *unsaved(trainer, config, has_adapter=has_adapter),
     ]:
         raise ConfigError(faults)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titan_ckpt.components.data_position import DataRank
 from titan_ckpt.errors import ConfigError, LoadMismatchError
-from titan_ckpt.rng import RandomState
+from titan_ckpt.rng import RandomState, get_random, is_random, set_random
 
 _AFRESH = 'or start the data afresh: checkpoint.resume.exclude = ["dataloader"]'
 
@@ -43,8 +43,9 @@ class PositionedLoader:
         self._random = RandomState()
         self._start: dict[str, Any] | None = None
         self._resumed: dict[str, Any] | None = None
+        self._is_random_restored = False
         self._pending: dict[str, Any] | None = None
-        """The same, from the start of an epoch until its order is drawn."""
+        """The position to continue at, from the start of an epoch until its order is drawn."""
         if fault := self._fault():
             raise ConfigError([f"data: {fault}"])
 
@@ -92,8 +93,11 @@ class PositionedLoader:
         if self.num_batches and not resumed:  # the loop has left the rest of an epoch out
             self.next_epoch()
         self.num_batches = resumed["batches"] if resumed else 0
-        if resumed and not self.num_batches and not resumed["is_kept"]:
+        if resumed and self._is_random_restored:
+            resumed = {**resumed, "now": self._get_random()}  # hooks of the epoch may have drawn
+        elif resumed and not self.num_batches and not resumed["is_kept"]:
             self._set_random(resumed["now"])
+        self._is_random_restored = False
         self.begin_epoch()
         batches = self._begin(resumed)
         for batch in batches:
@@ -139,6 +143,17 @@ class PositionedLoader:
 
     # its position
 
+    @property
+    def is_resumed_within(self) -> bool:
+        """Return whether the next batch is the first after a resume, and not the first of its epoch."""
+        return self._resumed is not None and self.num_batches > 0
+
+    def restore_random(self) -> None:
+        """Set the random states of an epoch's end, before hooks of the next epoch draw from them."""
+        if self._resumed and not self.num_batches:
+            self._set_random(self._resumed["now"])
+            self._is_random_restored = True
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batches that were returned."""
         done = self.at_end
@@ -154,6 +169,7 @@ class PositionedLoader:
             "at_once": self.num_batches_at_once,
             "is_kept": getattr(self.inner, "persistent_workers", False) and self._start is not None,
             "source": None if source is None else source.state_dict(),
+            "of_data": [get_random(generator) for generator in self._of_data()],
             "facts": self._facts(),
         }
 
@@ -162,6 +178,8 @@ class PositionedLoader:
         self._check_facts(state_dict, self._facts())
         self._resumed = state_dict
         self.epoch, self.num_batches = state_dict["epoch"], state_dict["batches"]
+        for generator, state in zip(self._of_data(), state_dict["of_data"], strict=True):
+            set_random(generator, state)
 
     def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
         """Continue at the position of a different number of ranks, if it is one of whole batches.
@@ -259,6 +277,16 @@ class PositionedLoader:
         owners = [self.inner, *_samplers(self.inner)]
         found = [getattr(o, "generator", None) for o in owners if not hasattr(o, "initial_seed")]
         return [*{id(g): g for g in found if isinstance(g, torch.Generator)}.values()]
+
+    def _of_data(self) -> list[Any]:
+        """Return the generators that a map-style dataset of the user's own, and those that it wraps, draw from."""
+        waiting, found = [getattr(self.inner, "dataset", None)], []
+        while waiting:
+            dataset = waiting.pop()
+            if dataset is not None and not isinstance(dataset, IterableDataset):
+                found += [value for value in getattr(dataset, "__dict__", {}).values() if is_random(value)]
+                waiting += [getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ())]
+        return [*{id(generator): generator for generator in found}.values()]
 
 
 def _samplers(loader: Any) -> list[Any]:

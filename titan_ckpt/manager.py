@@ -99,7 +99,7 @@ class CheckpointManager:
         transforms = sd_transforms or StateDictTransforms()
         require_local({"base_folder": base_folder, "sd_transforms.assets": transforms.assets})
         check_handler(config, ["external_weights"] if external_weights is not None else [])
-        inside = [innermost(optimizer) for optimizer in optimizers if isinstance(optimizer, Optimizer)]
+        inside = [innermost(o) for o in optimizers if hasattr(o, "param_groups")]
         if faults := [*peft_adapters.faults(model_parts, inside, config.allow)]:
             raise ConfigError(faults)
         self.config = config

@@ -49,6 +49,30 @@ class RandomState:
         torch.manual_seed(seed)
 
 
+def is_random(value: Any) -> bool:
+    """Return whether an object is a generator of random numbers, of Python, NumPy or torch."""
+    return isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState))
+
+
+def get_random(generator: Any) -> Any:
+    """Return the state of one generator, as typed JSON encodes it."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def set_random(generator: Any, state: Any) -> None:
+    """Set the state of one generator."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
 @contextmanager
 def generators_kept() -> Iterator[RandomState]:
     """Put the generators back after a block that draws from them or sets them."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -47,13 +48,16 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
     def __init__(self, number: int, name: str) -> None:
         self.values = torch.randn(number, 5, generator=torch.Generator().manual_seed(1))
         self.name = name
+        if name == "read":
+            self.own = random.Random(1)
 
     def __len__(self) -> int:
         return len(self.values)
 
     def __getitem__(self, index: int) -> torch.Tensor:
         EVENTS.append([self.name, index])
-        return self.values[index] + 0.1 * torch.rand(5)
+        drawn = self.own.random() if self.name == "read" else 0
+        return self.values[index] + 0.1 * torch.rand(5) + 0.1 * drawn
 
 
 class Watch(L.Callback):
@@ -154,6 +158,42 @@ class Bringing(Logging):
 
     def configure_callbacks(self) -> Any:
         return [of_lightning.GradientAccumulationScheduler({0: 1, 1: 2})]
+
+
+class Switching(Logging):
+    """Freezes, draws random numbers, and changes the optimizer and a mode, in the hooks of a begin."""
+
+    def __init__(self, *death: Any) -> None:
+        super().__init__(*death)
+        self.network.get_submodule("0").requires_grad_(False)
+
+    def on_train_start(self) -> None:
+        self.trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.1
+        torch.rand(1)
+
+    def on_train_epoch_start(self) -> None:
+        torch.rand(3)
+        self.trainer.optimizers[0].param_groups[0]["weight_decay"] *= 2
+        if self.current_epoch == 1:
+            self.network.get_submodule("0").requires_grad_(True)
+            self.network.get_submodule("1").eval()
+
+
+class Restarting(L.Callback):
+    """Gives its state, and sets it anew when the training begins."""
+
+    def on_train_start(self, *_: Any) -> None:
+        self.seen = 0
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.seen += 1
+        trainer.optimizers[0].param_groups[0]["lr"] = 1e-3 * self.seen
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen = state_dict["seen"]
 
 
 class Scheduled(Logging):
@@ -282,6 +322,9 @@ CASES = {
         8, {"max_epochs": 2, "strategy": "ddp_find_unused_parameters_true"}, module=Accumulating, ranks=2
     ),
     "a callback of the module": Case(8, {"max_epochs": 3}, module=Bringing),
+    "hooks of a begin, within": Case(8, {"max_epochs": 3}, lambda: [Restarting()], module=Switching),
+    "hooks of a begin, at an epoch's end": Case(6, {"max_epochs": 3}, lambda: [Restarting()], module=Switching),
+    "hooks of a begin, one epoch on": Case(14, {"max_epochs": 3}, lambda: [Restarting()], module=Switching),
     "schedules and skipped batches, within": Case(8, {"max_epochs": 4}, module=Scheduled),
     "schedules and skipped batches, at a shortened epoch's end": Case(10, {"max_epochs": 4}, module=Scheduled),
     "schedules and skipped batches, by steps": Case(6, {"max_steps": 17}, module=Scheduled),

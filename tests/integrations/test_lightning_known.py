@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from tests.integrations.lightning_runs import Samples, model
 from titan_ckpt import CheckpointConfig, SaveConfig
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.integrations.lightning import attach
+from titan_ckpt.integrations.lightning import attach, fabric_manager
 from titan_ckpt.integrations.lightning.known import KNOWN, callback_faults, plugin_faults
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # a Trainer in this process warns of its loaders and of torch
@@ -145,6 +145,16 @@ def test_a_callback_of_the_users_own_whose_state_would_be_lost_is_refused(
     """Before the first step, and with the way to allow it."""
     with pytest.raises(ConfigError, match=f"{reason}(?s:.*)checkpoint.allow"):
         fit(tmp_path, callback)
+
+
+def test_a_callback_of_fabric_whose_state_would_be_lost_is_refused(tmp_path: Path) -> None:
+    """One that is among the states runs."""
+    counting, giving = Counting(), Giving()
+    fabric = L.Fabric(accelerator="cpu", devices=1, callbacks=[counting, giving])
+    network = fabric.setup_module(model())
+    with pytest.raises(ConfigError, match=r"Counting: its code sets self\.seen") as error:
+        fabric_manager(fabric, CheckpointConfig(), model=network, states={"seen": giving}, base_folder=tmp_path)
+    assert "Giving" not in str(error.value)
 
 
 def test_a_callback_that_is_allowed_runs_and_every_step_says_so(tmp_path: Path) -> None:

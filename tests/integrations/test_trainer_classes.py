@@ -9,15 +9,16 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tests.integrations import trainer_grid
-from tests.integrations.trainer_cases import CASES, Counting, judge, plain
+from tests.integrations.trainer_cases import CASES, Counting, Giving, judge, plain
 from titan_ckpt import CheckpointConfig, SaveConfig
 from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.directory.manifest import Manifest
@@ -92,6 +93,22 @@ class Storing(Trainer):
         return loss
 
 
+def summing() -> Any:
+    """Return functions that keep what they have seen: in a variable around them, and in an attribute."""
+    seen = 0
+
+    def around(out: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        nonlocal seen
+        seen += 1
+        return seen * out.logits.sum()
+
+    def attribute(predictions: Any) -> dict[str, float]:
+        attribute.best = 1.0  # type: ignore[attr-defined]  # it is one of the function
+        return {}
+
+    return around, attribute
+
+
 class Unknown(TrainerCallback):
     __module__ = "transformers.new_callbacks"
 
@@ -102,6 +119,11 @@ class Unknown(TrainerCallback):
         ({"callbacks": [Counting]}, "callback .*Counting: its code sets self.counted, and no step holds it"),
         ({"callbacks": [Unknown]}, r"callback transformers\.new_callbacks\.Unknown: it was not proved to continue"),
         ({"kind": Storing}, "trainer .*Storing: its code sets self.newest"),
+        (
+            {"compute_loss_func": partial(summing()[0])},
+            r"compute_loss_func .*around: its code sets seen, which is outside of it(?s:.*)allow = \[\".*around\"\]",
+        ),
+        ({"compute_metrics": summing()[1]}, r"compute_metrics .*: its code sets attribute\.best"),
         ({"ignore_data_skip": True}, "ignore_data_skip is True: a resumed run would read batches again: leave it out"),
     ],
 )
@@ -127,6 +149,16 @@ def test_what_is_allowed_runs_and_every_step_records_it(tmp_path: Path, caplog: 
     for step in (3, 6, 7):
         data = (tmp_path / f"checkpoints/step-{step}/MANIFEST.json").read_bytes()
         assert Manifest.from_bytes(data).allowed == (name,)
+
+
+def test_a_callback_that_is_added_moves_no_state_of_another(tmp_path: Path) -> None:
+    """A restart may report to one more service."""
+    for steps, callbacks in ((7, [Giving]), (9, [PrinterCallback, Giving])):
+        trainer: Any = plain(tmp_path, callbacks=callbacks)
+        trainer.args.max_steps = steps
+        attach(trainer, CONFIG)
+        trainer.train()
+        assert next(c for c in trainer.callback_handler.callbacks if isinstance(c, Giving)).counted == steps
 
 
 class StopAt4(TrainerCallback):

@@ -14,6 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from peft import LoraConfig
@@ -60,6 +61,8 @@ INTERVAL, KILLED_AT = 3, 5
 """The killed run resumes from step 3, which is between two logs and within an epoch."""
 
 Case = Callable[[Path], Trainer]
+GIVEN = ("model_init", "compute_loss_func", "compute_metrics")
+"""Arguments of a Trainer itself."""
 
 
 def settings(folder: Path, **own: Any) -> dict[str, Any]:
@@ -67,14 +70,16 @@ def settings(folder: Path, **own: Any) -> dict[str, Any]:
     return arguments(folder, max_steps=7, **{"eval_strategy": "no", **own})
 
 
-def plain(folder: Path, *, callbacks: Any = (), kind: type[Any] = Trainer, **own: Any) -> Trainer:
+def plain(
+    folder: Path, *, callbacks: Any = (), kind: type[Any] = Trainer, data: type[Any] = Tokens, **own: Any
+) -> Trainer:
     """Return a Trainer."""
     made = [callback() if isinstance(callback, type | partial) else callback for callback in callbacks]
-    given = {name: own.pop(name) for name in ("model_init", "compute_loss_func") if name in own}
+    given = {name: own.pop(name) for name in GIVEN if name in own}
     network = None if "model_init" in given else model()
     arguments_of = Seq2SeqTrainingArguments if kind is Seq2SeqTrainer else TrainingArguments
     args = arguments_of(**settings(folder, **{"metric_for_best_model": "loss", **own}))
-    trainer: Trainer = kind(network, args, train_dataset=Tokens(18), eval_dataset=Tokens(4), callbacks=made, **given)
+    trainer: Trainer = kind(network, args, train_dataset=data(18), eval_dataset=Tokens(4), callbacks=made, **given)
     return trainer
 
 
@@ -239,7 +244,11 @@ class Averaging(Trainer):
 
 
 class Weighted(Trainer):
-    """A user's trainer that overrides methods and stores nothing."""
+    """A user's trainer that overrides methods and stores nothing but the loss function that it is built with."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.weighted = torch.nn.CrossEntropyLoss(torch.ones(2))
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs)
@@ -280,13 +289,62 @@ class Giving(Counting):
         self.counted = state_dict["counted"]
 
 
+class Beginning(Giving):
+    """Sets its state anew when the training begins; counts, draws and changes the optimizer when an epoch begins."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        self.counted = 0
+        optimizer.param_groups[0]["weight_decay"] = 0.1
+        torch.rand(1)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        self.counted += 10
+        optimizer.param_groups[0]["weight_decay"] *= 2
+        torch.rand(3)
+
+
+class BeginningExported(Beginning, Exporting):
+    """Does the same, and gives its state as transformers asks for it."""
+
+
+class Unfreezing(TrainerCallback):
+    """Freezes a layer when the training begins, and trains it from the third step on."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        model.model.layers[0].requires_grad_(False)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == 2:
+            model.model.layers[0].requires_grad_(True)
+
+
+class Drawing(Tokens):
+    """Changes tokens by generators of its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.place, self.token = random.Random(1), np.random.default_rng(2)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = super().__getitem__(index)["input_ids"]
+        ids[self.place.randrange(8)] = int(self.token.integers(32))
+        return {"input_ids": ids, "labels": ids}
+
+
 OWN: dict[str, Case] = {
     "a trainer that stores nothing": partial(plain, kind=Weighted),
     "a trainer with state_dict": partial(plain, kind=Averaging),
     "a callback that is an ExportableState": partial(plain, callbacks=[Exporting]),
     "a callback with state_dict": partial(plain, callbacks=[Giving]),
+    "a callback that begins anew, within an epoch": partial(plain, callbacks=[Beginning]),
+    "a callback that begins anew, at an epoch's end": partial(
+        plain, callbacks=[Beginning], gradient_accumulation_steps=3
+    ),
+    "an ExportableState that begins anew": partial(plain, callbacks=[BeginningExported]),
+    "a callback that unfreezes a layer": partial(plain, callbacks=[Unfreezing]),
+    "a dataset with generators": partial(plain, data=Drawing),
 }
-"""Classes of a user that give their state, or have none."""
+"""Classes of a user that give their state, or have none that a step does not hold."""
 
 _OF_SCHEDULES = {
     SchedulerType.WARMUP_STABLE_DECAY: {"num_decay_steps": 2},

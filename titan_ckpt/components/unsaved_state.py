@@ -11,6 +11,7 @@ import dis
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from inspect import unwrap
 from io import IOBase
@@ -20,12 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from titan_ckpt.rng import is_random
+
 logger = logging.getLogger(__name__)
 
 LIBRARIES = frozenset(
     {
-        "accelerate", "datasets", "lightning", "lightning_fabric", "peft", "pytorch_lightning", "torch", "torchao",
-        "torchdata", "torchmetrics", "torchtitan", "transformers", "trl",
+        "accelerate", "datasets", "evaluate", "lightning", "lightning_fabric", "peft", "pytorch_lightning", "torch",
+        "torchao", "torchdata", "torchmetrics", "torchtitan", "transformers", "trl",
     }
 )  # fmt: skip
 """Packages whose classes are listed one by one; a class of any other package is looked at as the user's own."""
@@ -38,8 +41,9 @@ _BUILDS = ("__init__", "__new__", "__post_init__", "__set_name__", "__init_subcl
 
 
 def class_name(value: Any) -> str:
-    """Return the full name of an object's class, such as "lightning.pytorch.callbacks.timer.Timer"."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    """Return the full name of a function or of an object's class, such as "lightning.pytorch.callbacks.timer.Timer"."""
+    named = value if isinstance(value, FunctionType) else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def faults(
@@ -97,6 +101,8 @@ def _changing(value: Any, of_library: type | None, saved: Collection[int], path:
 
     `of_library`: the listed class that it extends, whose own attributes do not count.
     """
+    if isinstance(value, FunctionType):
+        yield from _kept_by(value)
     kinds = type(value).__mro__
     own = kinds if of_library is None else kinds[: kinds.index(of_library)]
     where = f" of self{path}" if path else ""
@@ -125,21 +131,18 @@ def _changing_item(item: Any, saved: Collection[int], path: str, depth: int) -> 
 
 def _holds_data(item: Any) -> bool:
     """Return whether an object of a library is there to hold values that change."""
-    if isinstance(item, IOBase):
+    if isinstance(item, IOBase) or type(item).__module__ == "torch.nn.modules.loss":
         return False
     kinds = (list, dict, set, bytearray, torch.Tensor, torch.Generator, nn.Module, torch.optim.Optimizer, Iterator)
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(item).__mro__}
     foreign = {
         "numpy.ndarray",
-        "numpy.random._generator.Generator",
-        "numpy.random.mtrand.RandomState",
-        "_random.Random",
         "types.SimpleNamespace",
         "queue.Queue",
+        "collections.deque",
+        "torchmetrics.metric.Metric",
     }
-    return isinstance(item, kinds) or not names.isdisjoint(
-        foreign | {"collections.deque", "torchmetrics.metric.Metric"}
-    )
+    return isinstance(item, kinds) or is_random(item) or not names.isdisjoint(foreign)
 
 
 def _package(kind: type) -> str:
@@ -155,6 +158,23 @@ def stored_by_code_of(kinds: Iterable[type], builds: Collection[str] = ()) -> It
         for name, method in vars(kind).items():
             if name not in _BUILDS and name not in builds:
                 yield from _stored(method)
+
+
+def _kept_by(function: FunctionType) -> Iterator[str]:
+    """Yield what a function keeps between calls: variables around it and attributes of its own, which its code sets."""
+    code = function.__code__
+    before: Any = None
+    for instruction in dis.get_instructions(code):
+        name = instruction.argval
+        if instruction.opname == "STORE_GLOBAL" or (instruction.opname == "STORE_DEREF" and name in code.co_freevars):
+            yield f"its code sets {name}, which is outside of it"
+        if instruction.opname == "STORE_ATTR" and before.argval == function.__name__:
+            yield f"its code sets {before.argval}.{name}"
+        before = instruction
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # an empty cell
+            if is_random(cell.cell_contents):
+                yield f"it draws from {name}, a {type(cell.cell_contents).__qualname__}"
 
 
 def _stored(method: Any) -> Iterator[str]:

@@ -285,7 +285,7 @@ class Exporter:
             if base is not None:
                 about |= base_settings(base)
             groups = self.transforms.to_file(tensors, hooks, dtype)
-            writer = FolderExport(groups, PeftFormat(about), self.model.buffers().keys())
+            writer = FolderExport(groups, PeftFormat(about), buffers=self.model.buffers().keys())
         return ExportJob(config, step, self.folder(config, step), writer, self.made(config))
 
     def _dcp_names(self, config: ExportConfig, tensors: StateDict) -> StateDict:
@@ -322,7 +322,7 @@ class Exporter:
             verified=transforms.key_map.verified,
         )
         groups = groups if quantiser is None else quantised(groups, quantiser)
-        return FolderExport(groups, format_, self.model.buffers().keys())
+        return FolderExport(groups, format_, buffers=self.model.buffers().keys())
 
     def source(self) -> tuple[InitialLoadConfig, Source] | None:
         """Return the Hugging Face folder (or file) that the run's weights came from, if there is exactly one."""

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from titan_ckpt.components.data_position import DataRank
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.data_order import OrderWatch, sampler_faults, shuffled
-from titan_ckpt.rng import RandomState
+from titan_ckpt.rng import RandomState, get_random, is_random, set_random
 
 _END, _UNREAD = object(), object()
 _AFRESH = 'or start the data afresh: checkpoint.resume.exclude = ["dataloader"]'
@@ -49,8 +49,9 @@ class PositionedLoader:
         self._random = RandomState()
         self._start: dict[str, Any] | None = None
         self._resumed: dict[str, Any] | None = None
+        self._is_random_restored = False
         self._pending: dict[str, Any] | None = None
-        """The same, from the start of an epoch until its order is drawn."""
+        """The position to continue at, from the start of an epoch until its order is drawn."""
         self._allow = allow
         self._goes_on = False
         """Whether this epoch has more batches than its length says."""
@@ -102,8 +103,11 @@ class PositionedLoader:
         if self.num_batches and not resumed:  # the loop has left the rest of an epoch out
             self.next_epoch()
         self.num_batches = resumed["batches"] if resumed else 0
-        if resumed and not self.num_batches and not resumed["is_kept"]:
+        if resumed and self._is_random_restored:
+            resumed = {**resumed, "now": self._get_random()}  # hooks of the epoch may have drawn
+        elif resumed and not self.num_batches and not resumed["is_kept"]:
             self._set_random(resumed["now"])
+        self._is_random_restored = False
         self.begin_epoch()
         batches = self._begin(resumed)
         batch = next(batches, _END)
@@ -135,7 +139,7 @@ class PositionedLoader:
             self._set_random(resumed["now"])
         yield from batches
 
-    def _in_order(self, order: Iterator[Any]) -> Iterator[Any]:
+    def _in_order(self, sampler: Any) -> Iterator[Any]:
         """Yield the entries of a sampler after those that were read.
 
         A sampler draws its order at its first entry, after a DataLoader has drawn a seed for its workers, which it does
@@ -146,6 +150,7 @@ class PositionedLoader:
         if resumed and (skipped or resumed["is_kept"]):
             self._set_random(resumed["start"] if skipped else resumed["now"])
         self._start = self._get_random()
+        order = iter(sampler)
         watch = OrderWatch(_samplers(self.inner))
         first = next(order, _END)
         if faults := [*watch.faults(self._allow)]:
@@ -158,6 +163,17 @@ class PositionedLoader:
         yield from order
 
     # its position
+
+    @property
+    def is_resumed_within(self) -> bool:
+        """Return whether the next batch is the first after a resume, and not the first of its epoch."""
+        return self._resumed is not None and self.num_batches > 0
+
+    def restore_random(self) -> None:
+        """Set the random states of an epoch's end, before hooks of the next epoch draw from them."""
+        if self._resumed and not self.num_batches:
+            self._set_random(self._resumed["now"])
+            self._is_random_restored = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batches that were returned."""
@@ -174,6 +190,7 @@ class PositionedLoader:
             "at_once": self.num_batches_at_once,
             "is_kept": getattr(self.inner, "persistent_workers", False) and self._start is not None,
             "source": None if source is None else source.state_dict(),
+            "of_data": [get_random(generator) for generator in self._of_data()],
             "facts": self._facts(),
         }
 
@@ -183,6 +200,8 @@ class PositionedLoader:
         self._resumed = state_dict
         self._goes_on = state_dict["batches"] == _length_of(self.loader)  # else it would be the end
         self.epoch, self.num_batches = state_dict["epoch"], state_dict["batches"]
+        for generator, state in zip(self._of_data(), state_dict["of_data"], strict=True):
+            set_random(generator, state)
 
     def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
         """Continue at the position of a different number of ranks, if it is one of whole batches.
@@ -286,6 +305,16 @@ class PositionedLoader:
         found = [getattr(o, "generator", None) for o in owners if not hasattr(o, "initial_seed")]
         return [*{id(g): g for g in found if isinstance(g, torch.Generator)}.values()]
 
+    def _of_data(self) -> list[Any]:
+        """Return the generators that a map-style dataset of the user's own, and those that it wraps, draw from."""
+        waiting, found = [getattr(self.inner, "dataset", None)], []
+        while waiting:
+            dataset = waiting.pop()
+            if dataset is not None and not isinstance(dataset, IterableDataset):
+                found += [value for value in getattr(dataset, "__dict__", {}).values() if is_random(value)]
+                waiting += [getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ())]
+        return [*{id(generator): generator for generator in found}.values()]
+
 
 def _samplers(loader: Any) -> list[Any]:
     """Return a loader's samplers, from the outermost to the innermost."""
@@ -323,18 +352,18 @@ def _share_of(loader: Any) -> DataRank:
 class _Through:
     """A sampler whose entries go through a function. Workers that are kept use the same one in every epoch."""
 
-    def __init__(self, sampler: Any, function: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
+    def __init__(self, sampler: Any, function: Callable[[Any], Iterator[Any]]) -> None:
         self._sampler, self._function = sampler, function
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self._function(iter(self._sampler))
+        yield from self._function(self._sampler)
 
 
 @contextmanager
-def _through(loader: Any, function: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[None]:
+def _through(loader: Any, function: Callable[[Any], Iterator[Any]]) -> Iterator[None]:
     """Let the entries of the loader's sampler go through a function: no data of those that it drops is read."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     whole = loader.__dict__[name]

@@ -10,9 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from titan_ckpt.components.unsaved_state import faults
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.integrations.lightning.known import plugin_faults
+from titan_ckpt.integrations.lightning.known import KNOWN, plugin_faults
 from titan_ckpt.integrations.loader_position import PositionedLoader
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.types import ModelHooks, Stateful
@@ -38,9 +41,14 @@ def fabric_manager(
     is that of any CheckpointManager; do not call fabric.save and fabric.load.
     Raises: ConfigError for FSDP1, DeepSpeed, XLA, and for data whose position cannot be known.
     """
-    if faults := [*plugin_faults(fabric.strategy, fabric.strategy.precision, config.allow)]:
-        raise ConfigError(faults)
     stateful = dict(states or {})
+    own = [c for c in fabric._callbacks if not any(c is state for state in stateful.values())]  # noqa: SLF001 - Fabric has no public name for them
+    own = [callback for callback in own if not isinstance(callback, nn.Module)]  # Fabric adds every module to them
+    if problems := [
+        *plugin_faults(fabric.strategy, fabric.strategy.precision, config.allow),
+        *faults([("callback", callback) for callback in own], KNOWN, config.allow, live=[model]),
+    ]:
+        raise ConfigError(problems)
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     if scaler is not None:
         stateful.setdefault("scaler", scaler)

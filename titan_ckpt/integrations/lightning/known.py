@@ -134,8 +134,8 @@ def own_faults(callbacks: Iterable[Any], module: nn.Module, allow: Collection[st
     for callback in callbacks:
         if _is_of_library(type(callback)) or _listed(type(callback)):
             continue
-        yield from faults([("callback", callback)], KNOWN, allow, live=[module], gives_state=_gives_state)
-        if _gives_state(callback) and not _is_of_library(_home(callback, "on_fit_start")):
+        yield from faults([("callback", callback)], KNOWN, allow, live=[module], gives_state=gives_state)
+        if gives_state(callback) and not _is_of_library(_home(callback, "on_fit_start")):
             reason = "its on_fit_start is called before its state is loaded: name the method on_train_start"
             yield from unless_allowed(f"callback {class_name(callback)}", class_name(callback), reason, allow)
     for name, metric in metrics_of(module):
@@ -165,7 +165,7 @@ def overrides(value: Any, home: str) -> bool:
     return any(hook is not None and not hook.__module__.endswith(home) for hook in hooks)  # LambdaCallback's own too
 
 
-def _gives_state(callback: Any) -> bool:
+def gives_state(callback: Any) -> bool:
     """Return whether the user's own classes, and not only Lightning's, give and take the state of a callback."""
     return not any(_is_of_library(_home(callback, name)) for name in ("state_dict", "load_state_dict"))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from titan_ckpt.components.gradients import is_used
 from titan_ckpt.components.unsaved_state import unless_allowed
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.integrations.lightning.known import overrides
+from titan_ckpt.integrations.begun import Switches, trained
+from titan_ckpt.integrations.lightning.known import gives_state, overrides
 from titan_ckpt.integrations.lightning.metrics import load_metrics, state_of_metrics
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,9 @@ class Progress:
         self._accumulated: dict[str, torch.Tensor] = {}
         self.holds_gradients = not trainer.lightning_module.automatic_optimization
         """The manager refuses to save gradients that no step has used, unless a state has them."""
+        self._loaded: dict[str, Any] | None = None
+        modes = ((name, part, "training") for name, part in trainer.lightning_module.named_modules())
+        self._switches = Switches([*trained(trainer.lightning_module), *modes])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that Lightning's own checkpoint has, without weights and optimizers."""
@@ -47,6 +52,7 @@ class Progress:
             "metrics": state_of_metrics(trainer),
             "gradients": self._gradients(),
             "should_stop": trainer.should_stop,
+            "switches": self._switches.changed(),
         }
         offered = self._checkpoint(state)
         checkpoint = dict(offered)
@@ -64,6 +70,7 @@ class Progress:
             fit.epoch_loop.val_loop._restarting = True  # noqa: SLF001 - the first batch sets it to False
         load_metrics(trainer, state_dict["metrics"])
         self._accumulated = state_dict["gradients"]
+        self._loaded = state_dict | {"callbacks": deepcopy(state_dict["callbacks"])}
         trainer.should_stop = state_dict["should_stop"]
         self._load_callbacks(state_dict)
         self._tell_module(state_dict)
@@ -96,6 +103,15 @@ class Progress:
         for callback in trainer.callbacks:
             if getattr(callback, "_duration", None) is not None and hasattr(callback, "_check_time_remaining"):
                 callback._check_time_remaining(trainer)  # noqa: SLF001 - Timer's on_fit_start came before its state
+
+    def begin(self) -> None:
+        """Set again what hooks of the training's begin have set anew since the load."""
+        if self._loaded is not None:
+            self._switches.restore(self._loaded["switches"])
+            for callback in self._trainer.callbacks:
+                if gives_state(callback) and callback.state_key in self._loaded["callbacks"]:
+                    callback.load_state_dict(self._loaded["callbacks"][callback.state_key])
+        self._loaded = None
 
     def go_on(self) -> None:
         """Set what Lightning clears when fit() begins, and what callbacks set at the start of the epoch."""

@@ -16,6 +16,7 @@ from typing import Any
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError, listed
 from titan_ckpt.guard.run_guard import RunGuard
+from titan_ckpt.integrations.begun import Groups
 from titan_ckpt.integrations.lightning.known import callback_faults, own_faults, plugin_faults, unsaved_attributes
 from titan_ckpt.integrations.lightning.progress import Progress
 from titan_ckpt.integrations.loader_position import PositionedLoader
@@ -113,6 +114,7 @@ class TitanCheckpoint:
         loaders.flattened = [self._loader]
         self.manager = self._opened.enter_context(self._new_manager(trainer, pl_module))
         self._completed = step = self.manager.load().step
+        self._groups = Groups(trainer.optimizers)
         self._counted = trainer.global_step
         iter(fit._data_fetcher)  # noqa: SLF001 - as above
         for loop, name, then, unless in (
@@ -138,6 +140,10 @@ class TitanCheckpoint:
         self._opened.close()
 
     def _run_started(self) -> None:
+        self._progress.begin()
+        if self._completed:
+            self._groups.restore()
+        self._loader.restore_random()
         if self._loader.num_batches:  # within an epoch
             self._progress.go_on()
 

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, Trainer
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from titan_ckpt.components.peft_adapters import adapter_states
 from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.run_guard import RunGuard
+from titan_ckpt.integrations.begun import Groups, Restored
 from titan_ckpt.integrations.transformers.adapter import BaseWeights, adapter_part, is_adapter_model, needs_base
 from titan_ckpt.integrations.transformers.followers import Followers
 from titan_ckpt.integrations.transformers.loader import TrainerLoader
@@ -115,8 +116,11 @@ class TitanCheckpoint:
         self._followers = Followers(self._trainer)
         self.manager = self._opened.enter_context(self._new_manager())
         step = self.manager.load().step
+        self._groups = Groups([trainer.optimizer.optimizer])
         self._guard = self._opened.enter_context(RunGuard(self.manager))
         self._trainer.state.global_step = self._completed = step
+        trainer.add_callback(last := _Begun(self))
+        self._opened.callback(trainer.remove_callback, last)
         if self._run.ended and step < max_steps:
             _log.warning(
                 f"nothing is left to train: a callback ended the run at step {step}. To train on, change the callback "
@@ -131,6 +135,24 @@ class TitanCheckpoint:
     def is_resumed(self) -> bool:
         """Return whether a step was loaded."""
         return self._completed > 0
+
+    def restore(self) -> None:
+        """Set again what callbacks have set anew since the load."""
+        if self.is_resumed:
+            self._run.restore()
+            self._groups.restore()
+            for state in self._own:
+                state.restore()
+
+    def training_begun(self) -> None:
+        """Restore what `on_train_begin` of a callback has set anew."""
+        self.restore()
+        self.loader.restore_random()
+
+    def epoch_begun(self) -> None:
+        """Restore what `on_epoch_begin` has set anew, within an epoch that had begun before the resume."""
+        if self.loader.is_resumed_within:
+            self.restore()
 
     def begin(self) -> None:
         """Set what the Trainer and its callbacks have made when the training began; again, it does nothing."""
@@ -191,11 +213,10 @@ class TitanCheckpoint:
         trainer = self._trainer
         states: dict[str, Stateful] = {"trainer": self._run, **self._followers.states}
         own = [trainer, *trainer.callback_handler.callbacks]
-        states |= {
-            f"{class_name(value)} {number}": value
-            for number, value in enumerate(own)
-            if gives_state(value) and not isinstance(value, ExportableState)
-        }
+        own = [value for value in own if gives_state(value) and not isinstance(value, ExportableState)]
+        self._own = [Restored(value) for value in own]
+        names = [class_name(value) for value in own]
+        states |= {f"{name} {names[:i].count(name)}": self._own[i] for i, name in enumerate(names)}
         if trainer.accelerator.scaler is not None:
             states["scaler"] = trainer.accelerator.scaler
         if self._only_adapter:
@@ -240,6 +261,19 @@ class TitanCheckpoint:
             if path.is_file():
                 shutil.copy(path, folder)
         return folder
+
+
+class _Begun(TrainerCallback):
+    """The last callback of a run, which sees what the others have done when the training and an epoch begin."""
+
+    def __init__(self, checkpoint: TitanCheckpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._checkpoint.training_begun()
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self._checkpoint.epoch_begun()
 
 
 class _Attached(Trainer):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers.trainer_callback import ExportableState
 
 from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.errors import ConfigError, LoadMismatchError
+from titan_ckpt.integrations.begun import Switches, trained
 from titan_ckpt.integrations.transformers import completions
 from titan_ckpt.integrations.transformers.known import KEPT
 from titan_ckpt.integrations.transformers.loader import TrainerLoader
@@ -33,6 +35,9 @@ class RunProgress:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._history: list[str] = []
+        model: Any = trainer.model
+        self._trained = Switches(trained(model))
+        self._loaded: dict[str, Any] | None = None
         self.ended = False
         """Whether a callback has ended the training before its last step."""
 
@@ -47,6 +52,7 @@ class RunProgress:
             "log_history": [*self._history],
             "callbacks": [[name, _attributes(callback)] for name, callback in self._callbacks()],
             "ended": self.ended,
+            "trained": self._trained.changed(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -57,12 +63,20 @@ class RunProgress:
             raise ConfigError(
                 [f"callbacks: those with state were {before}, and are {now}: give the trainer the same ones"]
             )
-        for (_, callback), (_, attributes) in zip(own, stored, strict=True):
-            vars(callback).update(attributes)
+        self._loaded = state_dict
+        self.restore()
         for name in _FIELDS:
             setattr(self._trainer.state, name, state_dict[name])
         self.ended = state_dict["ended"]
         self._trainer.state.log_history = [json.loads(line) for line in state_dict["log_history"]]
+
+    def restore(self) -> None:
+        """Set again what a hook may have changed since the load: callbacks' attributes, and which parameters train."""
+        if self._loaded is None:
+            return
+        for (_, callback), (_, attributes) in zip(self._callbacks(), self._loaded["callbacks"], strict=True):
+            vars(callback).update(deepcopy(attributes))
+        self._trained.restore(self._loaded["trained"])
 
     def _callbacks(self) -> list[tuple[str, Any]]:
         found = [(class_name(callback), callback) for callback in self._trainer.callback_handler.callbacks]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import MISSING, fields
+from functools import partial
 from typing import Any
 
 import transformers
@@ -82,12 +83,13 @@ def unsaved(trainer: Any, config: CheckpointConfig, *, has_adapter: bool) -> Ite
     held = [("trainer", trainer), *callbacks]
     yield from faults(held, TRAINERS | CALLBACKS, config.allow, live=live, gives_state=gives_state)
     yield from peft_adapters.faults(live, [], config.allow)
-    functions = [
-        ("compute_loss_func", getattr(trainer, "compute_loss_func", None)),
-        ("data_collator", trainer.data_collator),
-    ]
+    names = ["compute_loss_func", "data_collator", "preprocess_logits_for_metrics"]
+    if not trainer.args.batch_eval_metrics:  # with it, compute_metrics sums up one evaluation, and begins anew
+        names.append("compute_metrics")
+    functions = [(name, getattr(trainer, name, None)) for name in names]
     functions += [("reward function", function) for function in getattr(trainer, "reward_funcs", None) or []]
-    for role, function in functions:
+    for role, given in functions:
+        function = given.func if isinstance(given, partial) else given
         owner = getattr(function, "__self__", function)
         if owner is not None and owner is not trainer and not isinstance(owner, nn.Module):
             of_libraries = {f"{kind.__module__}.{kind.__qualname__}": "" for kind in type(owner).__mro__}

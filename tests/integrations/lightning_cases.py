@@ -182,6 +182,8 @@ class Switching(Logging):
 class Restarting(L.Callback):
     """Gives its state, and sets it anew when the training begins."""
 
+    seen = 0
+
     def on_train_start(self, *_: Any) -> None:
         self.seen = 0
 

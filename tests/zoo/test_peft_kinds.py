@@ -80,7 +80,7 @@ def test_a_killed_run_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert verdict == ("refused" if refused else "exact"), note
 
 
-class NewConfig(peft.LoraConfig):  # type: ignore[misc]  # PEFT has no types
+class NewConfig(peft.LoraConfig):
     __module__ = "peft.tuners.new.config"
 
 

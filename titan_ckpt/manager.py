@@ -99,15 +99,15 @@ class CheckpointManager:
         transforms = sd_transforms or StateDictTransforms()
         require_local({"base_folder": base_folder, "sd_transforms.assets": transforms.assets})
         check_handler(config, ["external_weights"] if external_weights is not None else [])
-        inside = [innermost(o) for o in optimizers if hasattr(o, "param_groups")]
-        if faults := [*peft_adapters.faults(model_parts, inside, config.allow)]:
-            raise ConfigError(faults)
         self.config = config
         self.base_folder = Path(base_folder)
         self._hooks = model_converters
         self._model = ModelWrapper(model_parts, model_converters)
         if not config.external:
             self._model.check_tensors()
+        inside = [innermost(optimizer) for optimizer in optimizers if isinstance(optimizer, Optimizer)]
+        if faults := [*peft_adapters.faults(model_parts, inside, config.allow)]:
+            raise ConfigError(faults)
         coordinator = self._coordinator = Coordinator.current(config.save.timeout_seconds if config.save else 1800.0)
         self._run = RunState(
             self._model, optimizers, lr_schedulers, dataloader,

@@ -120,7 +120,8 @@ class AdapterState:
     def _tensors(self) -> dict[str, torch.Tensor]:
         found: dict[str, Any] = {}
         for path, module in self._modules:
-            own: dict[str, Any] = {name: module._buffers.get(name) for name in module._non_persistent_buffers_set}  # noqa: SLF001 - no public name
+            hidden = module._non_persistent_buffers_set  # noqa: SLF001 - it has no public name
+            own: dict[str, Any] = {name: getattr(module, name, None) for name in hidden}
             for name, value in vars(module).items():
                 if name not in ("_parameters", "_buffers", "_modules"):
                     items = {f"{name}.{key}": item for key, item in value.items()} if type(value) is dict else {}

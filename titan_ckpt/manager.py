@@ -105,7 +105,7 @@ class CheckpointManager:
         self._model = ModelWrapper(model_parts, model_converters)
         if not config.external:
             self._model.check_tensors()
-        inside = [innermost(optimizer) for optimizer in optimizers if isinstance(optimizer, Optimizer)]
+        inside = [innermost(o) for o in optimizers if hasattr(o, "param_groups")]
         if faults := [*peft_adapters.faults(model_parts, inside, config.allow)]:
             raise ConfigError(faults)
         coordinator = self._coordinator = Coordinator.current(config.save.timeout_seconds if config.save else 1800.0)

@@ -121,7 +121,7 @@ class AdapterState:
         found: dict[str, Any] = {}
         for path, module in self._modules:
             hidden = module._non_persistent_buffers_set  # noqa: SLF001 - it has no public name
-            own: dict[str, Any] = {name: getattr(module, name, None) for name in hidden}
+            own: dict[str, Any] = {n: b for n, b in module.named_buffers(recurse=False) if n in hidden}
             for name, value in vars(module).items():
                 if name not in ("_parameters", "_buffers", "_modules"):
                     items = {f"{name}.{key}": item for key, item in value.items()} if type(value) is dict else {}

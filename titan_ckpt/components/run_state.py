@@ -157,12 +157,16 @@ class RunState:
                 typed_json.encode(scheduler.state_dict(), f"lr_scheduler[{i}]")
             except StateEncodingError as error:
                 faults.append(f"{class_name(scheduler)}: {error}")
+        of_states: list[str] = []
         with generators_kept():
             for name, state in self.states.items():
                 if isinstance(state, nn.Module) or not hasattr(type(state), "__iter__"):
-                    faults += _faults_of_state(name, state)
+                    of_states += _faults_of_state(name, state)
+        if of_states:
+            faults += [*of_states, "  Return plain values, tensors or arrays from state_dict()."]
         if faults:
-            raise StateEncodingError(f"{len(faults)} object(s) of this run cannot be saved: " + "\n".join(faults))
+            number = len(faults) - bool(of_states)
+            raise StateEncodingError(f"{number} object(s) of this run cannot be saved: " + "\n".join(faults))
 
     def check_stepped(self) -> None:
         """Check after the first step that the state of the optimizers can be stored. Raises: StateEncodingError."""

@@ -61,7 +61,9 @@ def test_a_strategy_without_named_shards_is_refused_by_name(kind: type, instead:
     """FSDP1, DeepSpeed and XLA are refused before anything runs, with what to use instead."""
     strategy: Any = type(kind.__name__, (kind,), {"precision": None})  # a subclass is refused like its base
     with pytest.raises(ConfigError, match=f"(?s){kind.__name__}: .*{instead}"):
-        fabric_manager(SimpleNamespace(strategy=object.__new__(strategy)), CheckpointConfig(), model=None)
+        fabric_manager(
+            SimpleNamespace(strategy=object.__new__(strategy), _callbacks=[]), CheckpointConfig(), model=None
+        )
 
 
 def test_a_trainer_is_told_all_that_does_not_fit_at_once() -> None:
@@ -109,9 +111,9 @@ def test_batches_of_any_nesting_go_to_the_device_of_fabric(tmp_path: Path) -> No
     """Every tensor within dicts and tuples is moved, as Fabric does; a second manager may take the same loader."""
     samples: Any = [{"x": torch.ones(2), "y": (torch.zeros(1), "name")}] * 4
     loader: Any = _FabricDataLoader(DataLoader(samples, 2), torch.device("meta"))
-    fabric = SimpleNamespace(strategy=SingleDeviceStrategy())
+    fabric = SimpleNamespace(strategy=SingleDeviceStrategy(), _callbacks=[])
     for _ in range(2):
-        model = SimpleNamespace(module=torch.nn.Linear(1, 1))
+        model = torch.nn.ModuleDict({"module": torch.nn.Linear(1, 1)})
         fabric_manager(fabric, CheckpointConfig(), model=model, dataloader=loader, base_folder=tmp_path).close()
         (first, *_) = loader
         assert (first["x"].device.type, first["y"][0].device.type) == ("meta", "meta")

@@ -62,7 +62,9 @@ def test_a_strategy_without_named_shards_is_refused_by_name(kind: type, instead:
     strategy: Any = type(kind.__name__, (kind,), {"precision": None})  # a subclass is refused like its base
     with pytest.raises(ConfigError, match=f"(?s){kind.__name__}: .*{instead}"):
         fabric_manager(
-            SimpleNamespace(strategy=object.__new__(strategy), _callbacks=[]), CheckpointConfig(), model=None
+            SimpleNamespace(strategy=object.__new__(strategy), _callbacks=[]),
+            CheckpointConfig(),
+            model=torch.nn.Module(),
         )
 
 

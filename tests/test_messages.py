@@ -80,6 +80,7 @@ def saved(folder: Path, net: nn.Module, *steps: int, **objects: Any) -> Path:
             net(torch.ones(2, first.shape[1], dtype=first.dtype)).sum().backward()
             for optimizer in objects.get("optimizers", []):
                 optimizer.step()
+            net.zero_grad()
             run.save(step)
     return folder / "checkpoints" / f"step-{steps[-1]}"
 
@@ -278,8 +279,8 @@ def a_state_that_was_not_saved(folder: Path) -> None:
 
 
 @says(
-    "1 value(s) cannot be stored as typed JSON:\n"
-    "  run state.states.counter.value: a builtins.function\n"
+    "1 object(s) of this run cannot be saved: 1 value(s) cannot be stored as typed JSON:\n"
+    "  states.counter.value: a builtins.function\n"
     "  Return plain values, tensors or arrays from state_dict()."
 )
 def a_state_that_cannot_be_stored(folder: Path) -> None:

@@ -352,12 +352,12 @@ def taken_state(name: str, state: Stateful, into: StateDict) -> Any:
 def _faults_of_state(name: str, state: Stateful) -> list[str]:
     """Return why a user state cannot be saved, as far as it returns one before the first step."""
     try:
-        return typed_json.problems_of(taken_state(name, state, {}), f"{STATES}{name}")
+        typed_json.encode(taken_state(name, state, {}), f"{STATES}{name}")
     except StateEncodingError as error:
         return [str(error)]
     except Exception as error:  # it may have no state yet; the first save asks again
         logger.debug("states[%r] returns no state before the first step: %s", name, error)
-        return []
+    return []
 
 
 def _is_stateful(value: Any) -> bool:

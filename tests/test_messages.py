@@ -279,7 +279,8 @@ def a_state_that_was_not_saved(folder: Path) -> None:
 
 
 @says(
-    "1 object(s) of this run cannot be saved: states.counter.value: a builtins.function\n"
+    "1 object(s) of this run cannot be saved: 1 value(s) cannot be stored as typed JSON:\n"
+    "  states.counter.value: a builtins.function\n"
     "  Return plain values, tensors or arrays from state_dict()."
 )
 def a_state_that_cannot_be_stored(folder: Path) -> None:

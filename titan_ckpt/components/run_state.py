@@ -157,16 +157,12 @@ class RunState:
                 typed_json.encode(scheduler.state_dict(), f"lr_scheduler[{i}]")
             except StateEncodingError as error:
                 faults.append(f"{class_name(scheduler)}: {error}")
-        of_states: list[str] = []
         with generators_kept():
             for name, state in self.states.items():
                 if isinstance(state, nn.Module) or not hasattr(type(state), "__iter__"):
-                    of_states += _faults_of_state(name, state)
-        if of_states:
-            faults += [*of_states, "  Return plain values, tensors or arrays from state_dict()."]
+                    faults += _faults_of_state(name, state)
         if faults:
-            number = len(faults) - bool(of_states)
-            raise StateEncodingError(f"{number} object(s) of this run cannot be saved: " + "\n".join(faults))
+            raise StateEncodingError(f"{len(faults)} object(s) of this run cannot be saved: " + "\n".join(faults))
 
     def check_stepped(self) -> None:
         """Check after the first step that the state of the optimizers can be stored. Raises: StateEncodingError."""
@@ -360,12 +356,12 @@ def taken_state(name: str, state: Stateful, into: StateDict) -> Any:
 def _faults_of_state(name: str, state: Stateful) -> list[str]:
     """Return why a user state cannot be saved, as far as it returns one before the first step."""
     try:
-        return typed_json.problems_of(taken_state(name, state, {}), f"{STATES}{name}")
+        typed_json.encode(taken_state(name, state, {}), f"{STATES}{name}")
     except StateEncodingError as error:
         return [str(error)]
     except Exception as error:  # it may have no state yet; the first save asks again
         logger.debug("states[%r] returns no state before the first step: %s", name, error)
-        return []
+    return []
 
 
 def _is_stateful(value: Any) -> bool:

@@ -281,7 +281,7 @@ class State:
         self.value = value
 
     def state_dict(self) -> Any:
-        return self.value
+        return None if isinstance(self.value, Exception) else self.value
 
     def load_state_dict(self, state_dict: Any) -> None:
         if isinstance(self.value, Exception):

@@ -40,6 +40,11 @@ UNREACHED = 10**9
 """Nothing has so many bytecodes: this position counts them, once, because a wait that looks again has more."""
 
 
+def _is_finalizer(frame: Any) -> bool:
+    """Return whether Python runs this for memory that has gone: it ignores what is raised there, and prints it."""
+    return "_unmap" in (frame.f_code.co_name, frame.f_back.f_code.co_name)
+
+
 class Interrupt:
     """Raises KeyboardInterrupt in this thread before the n-th bytecode of the package that the block runs.
 
@@ -52,7 +57,7 @@ class Interrupt:
         self.raised: list[KeyboardInterrupt] = []
 
     def _trace(self, frame: Any, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
+        if not frame.f_code.co_filename.startswith(PACKAGE) or _is_finalizer(frame):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode" and frame.f_code.co_code[frame.f_lasti] != dis.opmap["RERAISE"]:

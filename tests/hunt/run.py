@@ -348,6 +348,8 @@ class Run:
 
     def load(self, back: int = 0) -> None:
         steps = self.committed()
+        if not steps and self.started is None:
+            self.exporting = []  # a run that has no step starts over, and sets its exports aside
         target = steps[max(0, len(steps) - 1 - back)] if back and steps else -1
         result = self.settle(lambda: self.manager.load(target))
         if result is _FAILED:  # by the save in flight: the load comes now

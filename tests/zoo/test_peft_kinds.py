@@ -57,6 +57,7 @@ def test_every_function_that_makes_an_optimizer_has_a_run() -> None:
     assert {f"LORA, {name}" for name in made} <= CASES.keys()
 
 
+@pytest.mark.filterwarnings("ignore:.*lora_bias=True")
 def test_what_is_listed_as_exact_has_a_run() -> None:
     """Adapters are found in a model by the same way as in a run."""
     without = {name for name, why in KNOWN.items() if not why}

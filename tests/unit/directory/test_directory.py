@@ -604,7 +604,11 @@ def test_a_killed_writer_is_succeeded_while_a_worker_that_it_forked_lives(tmp_pa
     def hold() -> None:
         _elsewhere()
         commit_step(open_directory(tmp_path), 1)
-        os.write(write, str(fork(signal.pause)).encode())
+        fork(work)
+        signal.pause()
+
+    def work() -> None:
+        os.write(write, str(os.getpid()).encode())  # it has given up its copy of the lease
         signal.pause()
 
     pid = fork(hold)

@@ -27,7 +27,7 @@ _CONFIGS = (
     "supertuning.SupertuningConfig tinylora.TinyLoraConfig trainable_tokens.TrainableTokensConfig "
     "unilora.UniLoraConfig vblora.VBLoRAConfig vera.VeraConfig waveft.WaveFTConfig"
 )
-_VARIANTS = "DoraLinear DoraEmbedding QALoraLinear ALoraLinear BdLoraLinear MiCALinear MiCAEmbedding KasaLinear"
+_VARIANTS = "DoraLinear DoraEmbedding ALoraLinear BdLoraLinear MiCALinear MiCAEmbedding KasaLinear"
 _UNPROVED = "it was not proved to continue exactly after a resume: train with another kind of adapter"
 KNOWN: Mapping[str, str] = {
     **{f"peft.tuners.{home}.config.{kind}": "" for home, kind in (name.split(".") for name in _CONFIGS.split())},
@@ -36,7 +36,7 @@ KNOWN: Mapping[str, str] = {
     **{f"peft.tuners.lora.variants.{name}Variant": "" for name in _VARIANTS.split()},
     **{
         f"peft.tuners.lora.variants.{name}Variant": _UNPROVED
-        for name in ("ArrowLinear", "DoraConv1d", "DoraConv2d", "DoraConv3d")
+        for name in ("ArrowLinear", "DoraConv1d", "DoraConv2d", "DoraConv3d", "QALoraLinear")
     },
     "peft.tuners.lora.variants.MontecloraLinearVariant": "it keeps random samples and their number in no step: leave "
     "monteclora_config out",

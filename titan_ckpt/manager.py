@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from titan_ckpt import policy
 from titan_ckpt.components import peft_adapters
 from titan_ckpt.components.gradients import Gradients
-from titan_ckpt.components.optimizer_content import PROVED, innermost, steppers, switches
+from titan_ckpt.components.optimizer_content import PROVED, steppers, switches
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.components.snapshot import (
     Mark,
@@ -105,8 +105,8 @@ class CheckpointManager:
         self._model = ModelWrapper(model_parts, model_converters)
         if not config.external:
             self._model.check_tensors()
-        inside = [innermost(o) for o in optimizers if hasattr(o, "param_groups")]
-        if faults := [*peft_adapters.faults(model_parts, inside, config.allow)]:
+        hooked = steppers(optimizers) or []
+        if faults := [*peft_adapters.faults(model_parts, hooked, config.allow)]:
             raise ConfigError(faults)
         coordinator = self._coordinator = Coordinator.current(config.save.timeout_seconds if config.save else 1800.0)
         self._run = RunState(
@@ -138,7 +138,6 @@ class CheckpointManager:
                 "of its eval()",
                 type(self._switches[0]).__name__,
             )
-        hooked = steppers(optimizers) or []
         self._step_hooks = [  # so that a loop without maybe_wait_for_staging() saves no mixture of two steps
             optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()) for optimizer in hooked
         ]

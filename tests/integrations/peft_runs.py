@@ -65,7 +65,6 @@ _OF_LORA: dict[str, dict[str, Any]] = {
     "use_dora, embeddings": {"use_dora": True, "target_modules": ["embed_tokens"]},
     "mica, embeddings": {"init_lora_weights": "mica", "target_modules": ["embed_tokens"]},
     "use_rslora, lora_bias": {"use_rslora": True, "lora_bias": True},
-    "use_qalora": {"use_qalora": True, "qalora_group_size": 4},
     "use_bdlora": {"use_bdlora": peft.tuners.lora.BdLoraConfig(nblocks=2, target_modules_bd_a=TARGETS), "r": 4},
     "alora_invocation_tokens": {"alora_invocation_tokens": [1]},
     "kasa_config": {"kasa_config": peft.tuners.lora.KasaConfig()},

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 from safetensors.torch import load_file
-from schedulefree import AdamWScheduleFree, ScheduleFreeWrapper
+from schedulefree import AdamWScheduleFree, ScheduleFreeWrapper, SGDScheduleFree
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from titan_ckpt.components.optimizer_content import PROVED
 from titan_ckpt.config import CheckpointConfig, ExportConfig, SaveConfig
-from titan_ckpt.errors import PeerError, SaveError
+from titan_ckpt.errors import HalfLoadedError, PeerError, SaveError
 from titan_ckpt.formats.native import writer
 from titan_ckpt.formats.native.segments import Segments
 from titan_ckpt.manager import CheckpointManager
@@ -340,3 +340,37 @@ def test_versions_tell_of_every_change_that_torch_makes() -> None:
             assert watched.changed() == []
             change()
             assert watched.changed() == ["weight"]
+
+
+class Interrupted(SGDScheduleFree):  # type: ignore[misc]  # schedulefree has no types
+    """Is interrupted when it has set the first of two weights."""
+
+    is_interrupted = True
+
+    def eval(self) -> None:
+        if self.is_interrupted:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1)
+            raise KeyboardInterrupt
+        super().eval()
+
+
+def test_an_interrupt_while_the_weights_of_evaluation_are_set_leaves_nothing_that_is_exported(tmp_path: Path) -> None:
+    """A second call would export a mixture: it is refused until a load has put the step's weights back."""
+    model = nn.Linear(2, 2)
+    optimizer = Interrupted(model.parameters(), lr=0.1)
+    optimizer.train()
+    config = CheckpointConfig(save=SaveConfig(interval=1), export=(ExportConfig("dcp"),))
+    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path) as manager:
+        manager.load()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        weights = model.weight.detach().clone()
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(1, last_step=True)
+        with pytest.raises(HalfLoadedError, match=r"the weights of Interrupted\.eval\(\) began to overwrite this run"):
+            manager.export(1, last_step=True)
+        optimizer.is_interrupted = False
+        assert manager.load().step == 1
+        assert torch.equal(model.weight, weights)
+        assert manager.export(1, last_step=True)

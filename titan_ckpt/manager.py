@@ -17,8 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from titan_ckpt import policy
-from titan_ckpt.components import peft_adapters
 from titan_ckpt.components.gradients import Gradients
+from titan_ckpt.components.known import peft_adapters
+from titan_ckpt.components.known.streams import stream_faults
 from titan_ckpt.components.optimizer_content import PROVED, steppers, switches
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.components.snapshot import (
@@ -92,13 +93,15 @@ class CheckpointManager:
         and refused otherwise. `own_settings` is called with the stored `states`, and returns the settings of optimizer
         groups, such as "weight_decay", of which a resume leaves this run's values; of "lr" also the group's
         "initial_lr", and a schedule has its rates in its own state.
-        Raises: ConfigError for a folder that is a URI, if `external_weights` and `config.components` do not agree, and
-        for adapters and optimizers of PEFT that were not proved to continue exactly;
-        StateEncodingError for tensors of the model that no checkpoint can hold.
+        Raises: ConfigError for a folder that is a URI, if `external_weights` and `config.components` do not agree, for
+        streams that would lose examples, and for adapters and optimizers of PEFT that were not proved to continue
+        exactly; StateEncodingError for tensors of the model that no checkpoint can hold.
         """
         transforms = sd_transforms or StateDictTransforms()
         require_local({"base_folder": base_folder, "sd_transforms.assets": transforms.assets})
         check_handler(config, ["external_weights"] if external_weights is not None else [])
+        if faults := [*stream_faults(getattr(dataloader, "dataset", dataloader), config.allow)]:
+            raise ConfigError(faults)
         self.config = config
         self.base_folder = Path(base_folder)
         self._hooks = model_converters
@@ -260,8 +263,8 @@ class CheckpointManager:
             finite = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
             done = last_step and not force  # with both, the run is stopped, and is to be resumed from this step
             model_only = self.config.save.model_only_last if self.config.save and done else None
-            for optimizer in self._switches if model_only else ():
-                optimizer.eval()  # nobody could compute these weights without the state that is left out
+            if model_only:
+                self._evaluate()  # nobody could compute these weights without the state that is left out
             skippable = not (force or last_step)
             saved = self.save_step(DueSave(step, finite, skippable=skippable, last=last_step, model_only=model_only))
         if export:
@@ -339,10 +342,20 @@ class CheckpointManager:
             for export in exports:
                 if export.training_state:
                     self._export_now(export, step, last_step)
-            for optimizer in self._switches if last_step and weights else ():
-                optimizer.eval()  # the step is saved by now, with the weights of training
+            if last_step and weights:
+                self._evaluate()  # the step is saved by now, with the weights of training
             for export in weights:
                 self._export_now(export, step, last_step)
+
+    def _evaluate(self) -> None:
+        """Let optimizers set the weights that they evaluate with. If one is interrupted, the weights are a mixture."""
+        names = self._model.parameter_names()
+        for optimizer in self._switches:
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            self._half_loaded.begin(f"the weights of {type(optimizer).__name__}.eval()", [names[p] for p in parameters])
+            optimizer.eval()
+        if self._switches:
+            self._half_loaded.end()
 
     def _timed_export(self, job: ExportJob, coordinator: Coordinator) -> None:
         about = {"step": job.step, "format": job.config.format, "folder": str(job.folder), "background": True}

@@ -271,6 +271,8 @@ class Run:
         """Go on as a notebook does in which a cell was interrupted."""
         if name == "step" and self.program.ranks == 2:
             self.step()  # as the other rank has done
+        elif name == "export":
+            self.may_be_half_loaded = self.program.optimizer == "schedulefree"  # within its eval()
         elif name == "close":
             if self.manager is manager:
                 self.reopen()

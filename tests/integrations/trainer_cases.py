@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 import signal
 import warnings
@@ -71,15 +72,16 @@ def settings(folder: Path, **own: Any) -> dict[str, Any]:
 
 
 def plain(
-    folder: Path, *, callbacks: Any = (), kind: type[Any] = Trainer, data: type[Any] = Tokens, **own: Any
+    folder: Path, *, callbacks: Any = (), kind: type[Any] = Trainer, data: Callable[[], Any] | None = None, **own: Any
 ) -> Trainer:
     """Return a Trainer."""
     made = [callback() if isinstance(callback, type | partial) else callback for callback in callbacks]
     given = {name: own.pop(name) for name in GIVEN if name in own}
     network = None if "model_init" in given else model()
+    samples = Tokens(18) if data is None else data()
     arguments_of = Seq2SeqTrainingArguments if kind is Seq2SeqTrainer else TrainingArguments
     args = arguments_of(**settings(folder, **{"metric_for_best_model": "loss", **own}))
-    trainer: Trainer = kind(network, args, train_dataset=data(18), eval_dataset=Tokens(4), callbacks=made, **given)
+    trainer: Trainer = kind(network, args, train_dataset=samples, eval_dataset=Tokens(4), callbacks=made, **given)
     return trainer
 
 
@@ -331,7 +333,46 @@ class Drawing(Tokens):
         return {"input_ids": ids, "labels": ids}
 
 
+class Turning(torch.utils.data.Sampler[int]):
+    """A user's sampler, which begins elsewhere in each epoch and gives its state."""
+
+    turns = 0
+
+    def __len__(self) -> int:
+        return 18
+
+    def __iter__(self) -> Iterator[int]:
+        self.turns += 5
+        return iter([(number + self.turns) % 18 for number in range(18)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"turns": self.turns}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.turns = state_dict["turns"]
+
+
+class Sampled(Trainer):
+    """A user's trainer with that sampler."""
+
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return Turning()
+
+
+def stream(number: int) -> Any:
+    """Return sequences that datasets reads one after another, in three pieces, and changes by the batch."""
+    rows = Dataset.from_dict({"input_ids": Tokens(number).ids.tolist()}).to_iterable_dataset(num_shards=3)
+    return rows.map(lambda some: {**some, "labels": some["input_ids"]}, batched=True, batch_size=5)
+
+
+UNDIVIDED = partial(plain, accelerator_config={"dispatch_batches": False})
 OWN: dict[str, Case] = {
+    "a sampler with state_dict": partial(plain, kind=Sampled, gradient_accumulation_steps=1),
+    "a sampler with state_dict, accumulation": partial(plain, kind=Sampled),
+    "a sampler with state_dict, two ranks": partial(plain, kind=Sampled),
+    "a stream": partial(UNDIVIDED, data=partial(stream, 18), gradient_accumulation_steps=1),
+    "a stream, accumulation": partial(UNDIVIDED, data=partial(stream, 14)),
+    "a stream that ends at the save": partial(UNDIVIDED, data=partial(stream, 6), gradient_accumulation_steps=1),
     "a trainer that stores nothing": partial(plain, kind=Weighted),
     "a trainer with state_dict": partial(plain, kind=Averaging),
     "a callback that is an ExportableState": partial(plain, callbacks=[Exporting]),
@@ -342,7 +383,7 @@ OWN: dict[str, Case] = {
     ),
     "an ExportableState that begins anew": partial(plain, callbacks=[BeginningExported]),
     "a callback that unfreezes a layer": partial(plain, callbacks=[Unfreezing]),
-    "a dataset with generators": partial(plain, data=Drawing),
+    "a dataset with generators": partial(plain, data=partial(Drawing, 18)),
 }
 """Classes of a user that give their state, or have none that a step does not hold."""
 
@@ -402,7 +443,7 @@ def run_case(folder: str, name: str, killed_at: int | None) -> None:
         (path / "refused.txt").write_text(str(error))
         return
     write(path, trainer, 0)
-    torch.save(followers(trainer), path / "beside-0.pt")
+    torch.save(followers(trainer), path / f"beside-{os.environ.get('RANK', 0)}.pt")
 
 
 def followers(trainer: Any) -> dict[str, Any]:
@@ -420,7 +461,7 @@ def followers(trainer: Any) -> dict[str, Any]:
 
 def judge(name: str, folder: Path) -> list[Row]:
     """Return whether a run that is killed and resumed equals one that is not."""
-    return [(name, *verdict_of(__name__, "run_case", name, 1, KILLED_AT, folder))]
+    return [(name, *verdict_of(__name__, "run_case", name, 1 + ("two ranks" in name), KILLED_AT, folder))]
 
 
 def verdict_of(module: str, function: str, name: str, ranks: int, killed_at: int, folder: Path) -> tuple[str, str]:

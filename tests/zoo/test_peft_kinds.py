@@ -22,7 +22,7 @@ from tests.integrations.trainer_runs import model
 from tests.zoo.sample import chosen
 from tests.zoo.worlds import Row
 from titan_ckpt import CheckpointConfig, CheckpointManager
-from titan_ckpt.components.peft_adapters import KNOWN, adapter_states
+from titan_ckpt.components.known.peft_adapters import KNOWN, adapter_states
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.transformers import attach
 

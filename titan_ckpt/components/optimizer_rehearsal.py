@@ -132,8 +132,8 @@ def _fault(optimizer: Optimizer, *, may_lose: bool) -> str | None:
 def _lost(optimizer: Optimizer, live: Sequence[nn.Module], allow: Collection[str]) -> Iterator[str]:
     """Yield a line if attributes of an optimizer change and are not in its state dict, as far as is known.
 
-    Of an optimizer that cannot be rehearsed, what its code sets and what can change counts, unless it has a state dict
-    of its own.
+    If an optimizer cannot be rehearsed and has no state dict of its own, all counts that its code sets or that can
+    change.
     """
     kinds = type(optimizer).__mro__
     if (first := _stepped_twin(optimizer, _LAST)) is None:

@@ -54,7 +54,7 @@ class ExportJob:
     writer: FolderExport | DcpExport
     made: MadeExports | BucketExports
     unsaved_in: str | None = None
-    """Where the run saves, if it has committed no step yet."""
+    """The place of the steps of a run that has committed none yet; None for other runs."""
 
     def run(self, coordinator: Coordinator) -> None:
         """Publish the folder, record it, and remove exports that have expired. Collective. Raises: ExportError."""
@@ -104,7 +104,7 @@ class Exporter:
         self.went_back_to: int | None = None
         """The step that the user told this run to go back to, until the exports made after it are set aside."""
         self.unsaved_in: str | None = None
-        """Where this run saves, while it has committed no step, so that a restart would begin at step 0 again."""
+        """The place of this run's steps while none is committed, so that a restart would begin at step 0 again."""
 
     def leave_abandoned_branch(self, configs: Sequence[ExportConfig]) -> None:
         """Set aside the exports of the branch that this run went back from. Collective. Raises: OSError; PeerError.

@@ -1,4 +1,4 @@
-"""What hooks of a trainer may set once more when a resumed training begins, although a step has brought it back.
+"""Puts back what hooks of a trainer set once more when a resumed training begins, although a step has restored it.
 
 Owns what hooks change beside weights: which parameters train, the numbers of an optimizer's groups, and the state of
 the user's own objects.

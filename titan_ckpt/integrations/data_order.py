@@ -1,8 +1,9 @@
-"""Decides whether the order of a loader's data continues exactly: its samplers, and streams of `datasets`.
+"""Decides whether the order in which samplers give indices continues exactly after a resume.
 
 A resumed loader asks its samplers for their order again and leaves out what was read. So an order may depend on the
-epoch, on a torch.Generator named `generator` and on the process's random state, and on nothing that an earlier order
-has changed. A sampler of a library is listed if that was seen; one of the user's own is looked at.
+epoch, on a torch.Generator named `generator`, on the process's random state and on the state that a sampler gives, and
+on nothing else that an earlier order has changed. A sampler of a library is listed if that was seen; one of the user's
+own is looked at.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, stored_by
 SAMPLERS: Mapping[str, str] = {
     **{
         f"torch.utils.data.sampler.{name}Sampler": ""
-        for name in ("Batch", "Random", "Sequential", "SubsetRandom", "WeightedRandom")
+        for name in ("", "Batch", "Random", "Sequential", "SubsetRandom", "WeightedRandom")
     },
     "torch.utils.data.distributed.DistributedSampler": "",
     "torch.utils.data.dataloader._InfiniteConstantSampler": "",
@@ -29,6 +30,8 @@ SAMPLERS: Mapping[str, str] = {
     "torchdata.stateful_dataloader.sampler.StatefulDistributedSampler": "",
     "accelerate.data_loader.BatchSamplerShard": "",
     "accelerate.data_loader.SeedableRandomSampler": "",
+    "accelerate.data_loader.SkipBatchSampler": "",
+    "transformers.trainer_pt_utils.BatchRebalanceSampler": "",
     "transformers.trainer_pt_utils.DistributedLengthGroupedSampler": "",
     "transformers.trainer_pt_utils.DistributedSamplerWithLoop": "",
     "transformers.trainer_pt_utils.LengthGroupedSampler": "",
@@ -39,18 +42,29 @@ SAMPLERS: Mapping[str, str] = {
         for package in ("lightning.fabric", "lightning_fabric")
     },
     **{
-        f"{package}.overrides.distributed.{name}": ""
+        f"{package}.{name}": ""
         for package in ("lightning.pytorch", "pytorch_lightning")
-        for name in ("UnrepeatedDistributedSampler", "UnrepeatedDistributedSamplerWrapper", "_IndexBatchSamplerWrapper")
+        for name in (
+            "demos.lstm.SequenceSampler",
+            "overrides.distributed.UnrepeatedDistributedSampler",
+            "overrides.distributed.UnrepeatedDistributedSamplerWrapper",
+        )
     },
 }
-"""Full name of a library's class of samplers -> "": it was seen to continue exactly. Others are refused."""
+"""Full name of a library's class of samplers -> "": it was seen to continue exactly. Others are refused.
 
-_BASE = "torch.utils.data.sampler.Sampler"
+The base Sampler has no order of its own, and torch gives _InfiniteConstantSampler to streams alone.
+"""
+
 _ADVICE = (
-    "a resumed run would go on in another order: let it depend on the epoch and self.generator alone, use torchdata's "
-    "StatefulDataLoader"
+    "a resumed run would go on in another order: let it depend on the epoch and self.generator alone, or give the "
+    "sampler state_dict and load_state_dict"
 )
+
+
+def has_state(value: Any) -> bool:
+    """Return whether an object gives its state and takes it back."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def sampler_faults(samplers: Collection[Any], allow: Collection[str]) -> Iterator[str]:
@@ -60,11 +74,11 @@ def sampler_faults(samplers: Collection[Any], allow: Collection[str]) -> Iterato
         of_library = next((kind for kind in kinds[:-1] if kind.__module__.partition(".")[0] in LIBRARIES), None)
         own = kinds[: kinds.index(of_library)] if of_library is not None else kinds[:-1]
         name = class_name(sampler)
-        known = of_library is None or f"{of_library.__module__}.{of_library.__qualname__}" in {*SAMPLERS, _BASE}
+        known = of_library is None or f"{of_library.__module__}.{of_library.__qualname__}" in SAMPLERS
         if not known:
             reason = "its order was not proved to continue after a resume: take another sampler"
             yield from unless_allowed(f"sampler {name}", name, reason, allow)
-        elif stored := next(stored_by_code_of(own, builds=("set_epoch",)), None):
+        elif not has_state(sampler) and (stored := next(stored_by_code_of(own, builds=("set_epoch",)), None)):
             reason = f"its code sets {stored}, which no step holds, so {_ADVICE}"
             yield from unless_allowed(f"sampler {name}", name, reason, allow)
 
@@ -73,10 +87,11 @@ _VALUES = (list, dict, set, tuple, str, bytes, np.ndarray, torch.Tensor)
 
 
 class OrderWatch:
-    """What the user's own samplers hold before an order is drawn, to see whether drawing it changes them."""
+    """Says whether an order that is drawn changes the user's own samplers that give no state."""
 
     def __init__(self, samplers: Collection[Any]) -> None:
-        self._before = [(s, _content(s)) for s in samplers if class_name(s) not in SAMPLERS]
+        own = (sampler for sampler in samplers if class_name(sampler) not in SAMPLERS and not has_state(sampler))
+        self._before = [(sampler, _content(sampler)) for sampler in own]
 
     def faults(self, allow: Collection[str]) -> Iterator[str]:
         """Yield one line for each sampler that has changed."""
@@ -99,23 +114,3 @@ def _content(sampler: Any) -> dict[str, bytes]:
             with suppress(Exception):  # whatever the user's object raises, it cannot be compared
                 found[name] = pickle.dumps(value)
     return found
-
-
-def shuffled(dataset: Any, allow: Collection[str]) -> Iterator[str]:
-    """Yield the fault of a stream of `datasets` with a buffer that is shuffled, which its state_dict() leaves out.
-
-    Source: datasets, iterable_dataset.py BufferShuffledExamplesIterable.
-    """
-    waiting = [getattr(getattr(dataset, "_data", dataset), "_ex_iterable", None)]
-    name = "datasets.IterableDataset.shuffle"
-    while waiting:
-        stream = waiting.pop()
-        if type(stream).__name__ == "BufferShuffledExamplesIterable":
-            reason = (
-                "it shuffles a stream in a buffer that no step holds, and a resumed run never reads the rows in it: "
-                "leave out streaming"
-            )
-            yield from unless_allowed(f"dataset {class_name(dataset)}", name, reason, allow)
-            return
-        if stream is not None:
-            waiting += [getattr(stream, "ex_iterable", None), *getattr(stream, "ex_iterables", ())]

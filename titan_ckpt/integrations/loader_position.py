@@ -19,8 +19,9 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titan_ckpt.components.data_position import DataRank
+from titan_ckpt.components.known.streams import stream_faults
 from titan_ckpt.errors import ConfigError, LoadMismatchError
-from titan_ckpt.integrations.data_order import OrderWatch, sampler_faults, shuffled
+from titan_ckpt.integrations.data_order import OrderWatch, has_state, sampler_faults
 from titan_ckpt.rng import RandomState, get_random, is_random, set_random
 
 _END, _UNREAD = object(), object()
@@ -114,7 +115,7 @@ class PositionedLoader:
         while batch is not _END:
             self.num_batches += 1
             following = _UNREAD
-            if self.at_end and (_has_state(self.inner) or not isinstance(self.inner.dataset, IterableDataset)):
+            if self.at_end and (has_state(self.inner) or not isinstance(self.inner.dataset, IterableDataset)):
                 # its sampler may draw once more, and a loader with a state knows its end then
                 following = next(batches, _END)
                 self._goes_on = following is not _END  # a length may be an estimate
@@ -132,8 +133,11 @@ class PositionedLoader:
                 batches = iter(self.inner)
             yield from batches
             return
+        dataset: Any = getattr(self.inner, "dataset", None)
         if resumed and resumed["source"] is not None:
             source.load_state_dict(resumed["source"])
+        elif self.epoch and hasattr(dataset, "_starting_state_dict"):  # datasets would begin there in each epoch again
+            dataset.load_state_dict(None)
         batches = iter(self.inner)
         if resumed and self.num_batches:
             self._set_random(resumed["now"])
@@ -155,6 +159,9 @@ class PositionedLoader:
         first = next(order, _END)
         if faults := [*watch.faults(self._allow)]:
             raise ConfigError(faults)
+        if first is _END and resumed and self._stateful_samplers():  # its state was that of its last epoch's end
+            order = iter(sampler)
+            first = next(order, _END)
         order = order if first is _END else chain([first], order)
         for _ in islice(order, skipped):
             pass
@@ -212,6 +219,8 @@ class PositionedLoader:
         self._check_facts(first, {name: fact for name, fact in self._facts().items() if name != "length"})
         total = first["batches"] * first["at_once"]
         alike = all((s["epoch"], s["batches"]) == (first["epoch"], first["batches"]) for s in state_dicts)
+        orders = [(state["start"] or state["now"])["samplers"] for state in state_dicts]
+        alike = alike and all(order == orders[0] for order in orders)
         stored, own = first["start"] or first["now"], self._get_random()
         same_order = len(stored["generators"]) == len(own["generators"]) and self._has_own_order
         if not alike or total % self.num_batches_at_once or first["source"] is not None or not same_order:
@@ -221,7 +230,7 @@ class PositionedLoader:
                 f"{_AFRESH}"
             )
         batches = total // self.num_batches_at_once
-        start = {"random": None, "generators": stored["generators"]}
+        start = {**stored, "random": None}
         self._resumed = {**first, "batches": batches, "start": start, "now": start, "is_kept": False}
         self.epoch, self.num_batches = first["epoch"], batches
 
@@ -238,7 +247,7 @@ class PositionedLoader:
     @property
     def _source(self) -> Any:
         """Return the object that knows its own position: the loader or its dataset; None if indices are counted."""
-        if _has_state(self.inner):
+        if has_state(self.inner):
             return self.inner
         return self.inner.dataset if isinstance(self.inner.dataset, IterableDataset) else None
 
@@ -250,12 +259,12 @@ class PositionedLoader:
         return not random
 
     def _order_faults(self) -> Iterator[str]:
-        yield from shuffled(getattr(self.inner, "dataset", None), self._allow)
-        if not _has_state(self.inner):
+        yield from stream_faults(getattr(self.inner, "dataset", None), self._allow)
+        if not has_state(self.inner):
             yield from sampler_faults(_samplers(self.inner), self._allow)
 
     def _fault(self) -> str | None:
-        if _has_state(self.inner):
+        if has_state(self.inner):
             return None
         if not isinstance(self.inner, DataLoader):
             return (
@@ -266,7 +275,7 @@ class PositionedLoader:
         if not isinstance(dataset, IterableDataset):
             return None
         name = type(dataset).__name__
-        if not _has_state(dataset):
+        if not has_state(dataset):
             return (
                 f"{name} is an IterableDataset without state_dict and load_state_dict, so a resume would read all of "
                 "it again: give it both, as datasets.IterableDataset has them"
@@ -291,13 +300,23 @@ class PositionedLoader:
         }
 
     def _get_random(self) -> dict[str, Any]:
-        return {"random": self._random.state_dict(), "generators": [g.get_state() for g in self._generators()]}
+        return {
+            "random": self._random.state_dict(),
+            "generators": [generator.get_state() for generator in self._generators()],
+            "samplers": [sampler.state_dict() for sampler in self._stateful_samplers()],
+        }
 
     def _set_random(self, stored: dict[str, Any]) -> None:
         if stored["random"] is not None:
             self._random.load_state_dict(stored["random"])
         for generator, state in zip(self._generators(), stored["generators"], strict=True):
             generator.set_state(state)
+        for sampler, state in zip(self._stateful_samplers(), stored["samplers"], strict=True):
+            sampler.load_state_dict(state)
+
+    def _stateful_samplers(self) -> list[Any]:
+        """Return the samplers that give their state, which is set as it was before an epoch's order was drawn."""
+        return [] if has_state(self.inner) else [sampler for sampler in _samplers(self.inner) if has_state(sampler)]
 
     def _generators(self) -> list[torch.Generator]:
         """Return the generators that decide the order; one that is seeded anew for each epoch is none of them."""
@@ -325,6 +344,7 @@ def _samplers(loader: Any) -> list[Any]:
         if sampler is not None and not any(sampler is other for other in found):
             found.append(sampler)
             waiting += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
+            waiting.append(getattr(getattr(sampler, "dataset", None), "_sampler", None))  # of Lightning's wrapper
     return found
 
 
@@ -333,10 +353,6 @@ def _length_of(data: Any) -> int | None:
         return len(data)
     except TypeError:  # an IterableDataset without a length
         return None
-
-
-def _has_state(value: Any) -> bool:
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def _share_of(loader: Any) -> DataRank:

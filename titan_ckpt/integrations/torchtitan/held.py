@@ -13,8 +13,8 @@ from types import FunctionType
 from typing import Any
 
 from titan_ckpt.components import unsaved_state
+from titan_ckpt.components.known.streams import stream_faults
 from titan_ckpt.components.unsaved_state import LIBRARIES, class_name
-from titan_ckpt.integrations.data_order import shuffled
 from titan_ckpt.integrations.torchtitan.described import tree
 
 _OWN = ("torchtitan.", "torch.", "titan_ckpt.")
@@ -110,7 +110,11 @@ def faults(
         *check(others, known),
         *check([("model", model)] if model is not None else [], _with_adapted(model), gives_state=lambda _: True),
         *check([("model part", args) for args in _quantised(model)], known, gives_state=lambda _: True),
-        *(line for dataset in _datasets(dataloader) for line in shuffled(dataset, allow)),
+        *(
+            line
+            for dataset in _datasets(dataloader)
+            for line in stream_faults(getattr(dataset, "_data", dataset), allow)
+        ),
         *_closures(_hooks(optimizers), allow),
         *_settings(getattr(trainer, "config", None), allow),
     ]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_ckpt.components.peft_adapters import is_of_peft
+from titan_ckpt.components.known.peft_adapters import is_of_peft
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.weights.identity import check_base, identify_base
 from titan_ckpt.weights.names import clean_fqn

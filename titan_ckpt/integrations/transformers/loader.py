@@ -19,9 +19,9 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.loader_position import PositionedLoader
 
 _DIVIDED = (
-    "data: accelerate divides an IterableDataset among ranks while it is read, which has no position to return to: "
-    "override get_train_dataloader to return torchdata's StatefulDataLoader over each rank's own share, or use a "
-    "dataset with a length"
+    "data: accelerate divides an IterableDataset among ranks while it is read, and it cannot return to a position: "
+    'with one process, set accelerator_config={"dispatch_batches": False}; with more, override get_train_dataloader to '
+    "return torchdata's StatefulDataLoader over each rank's own share, or use a dataset with a length"
 )
 
 
@@ -44,7 +44,7 @@ class TrainerLoader(PositionedLoader):
         """Remember the epoch, as the Trainer says it before it iterates."""
         self.epoch = epoch
         if self._resumed is None:
-            self.num_batches = 0
+            self.num_batches, self._goes_on = 0, False
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(epoch)
 

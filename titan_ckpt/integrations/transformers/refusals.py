@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from titan_ckpt.components import peft_adapters
+from titan_ckpt.components.known import peft_adapters
 from titan_ckpt.components.unsaved_state import LIBRARIES, faults
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.integrations.transformers.known import ARGUMENTS, CALLBACKS, REFUSED_ARGUMENTS, TRAINERS

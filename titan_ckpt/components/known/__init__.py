@@ -1,0 +1,1 @@
+"""Tables of what other libraries hold: whether it continues exactly after a resume."""

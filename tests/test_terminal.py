@@ -151,7 +151,7 @@ class ToldStory(demo_checks.Story):
 def test_what_the_demo_prints_on_a_terminal(columns: int, tmp_path: Path) -> None:
     """Bars with their titles and losses, the table of claims, the losses beside each other, the closing sentence."""
     whole = Told("uninterrupted", "pretrain_hf_export", demo.PRETRAIN_STEPS, {})
-    story = ToldStory(whole, whole, whole, whole, whole.course()[: demo.KILL_AT])
+    story = ToldStory(whole, whole, whole, whole, whole.course()[: demo.KILL_AT], "")
     claims = [
         demo_checks.Claim("resume from step 120: losses bit for bit", "120 of 120 steps equal", holds=True),
         demo_checks.Claim("merged export in transformers", "largest difference 1.9e-06", holds=False),

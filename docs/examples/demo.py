@@ -226,7 +226,7 @@ def train() -> Story | None:
         return None
     from docs.examples.demo_checks import Story
 
-    return Story(whole, killed, first, second, before_kill)
+    return Story(whole, killed, first, second, before_kill, new_text="\n\n".join(docstrings()))
 
 
 def main() -> int:

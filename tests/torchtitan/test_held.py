@@ -396,7 +396,7 @@ OWN: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "loss": (_smoothed, f"loss {_of_user(Smoothed)}: its code sets self.last"),
     "metrics": (_part("metrics", Counting), f"metrics processor {_of_user(Counting)}: its code sets self.lines"),
     "validator": (_best, f"validator {_of_user(Best)}: its code sets self.best"),
-    "stream": (_streamed, "ChatDataset: it shuffles a stream in a buffer that no step holds"),
+    "stream": (_streamed, "the state of a stream leaves out the buffer of shuffle()"),
     "interleaved": (_ending, "InterleavedDataset: which sources have ended is not in its state"),
 }
 """Objects of a user, or of torchtitan as a user may set them, whose state a resumed run would lose."""

@@ -13,6 +13,12 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
+_ANY_BYTES = ctypes.c_char * (1 << 46)
+"""An array longer than any memory, of which views are cut: a type for each length would be made anew each time."""
+
+_read_mappings: dict[int, int] = {}
+"""Bytes at each address where a file is mapped for reading: madvise for each of them slows a load down by 4 %."""
+
 
 @functools.cache
 def libc() -> ctypes.CDLL:
@@ -38,7 +44,7 @@ def map_memory(num_bytes: int, fd: int = -1, offset: int = 0, *, shared: bool = 
     """Map zero pages, or bytes of an open file; they are unmapped with the last view of them.
 
     Processes that are forked from now on have no such memory: a fork would share its pages, the next write to each
-    would copy it first, and a worker would keep a deleted file on the disk. A forked process does not unmap it either,
+    would copy it first, and a worker would keep a deleted file on the disk. A forked process does not unmap it later,
     because memory of its own may be at that address. Python's mmap would, and it holds a descriptor that is inherited.
     Raises: OSError.
     """
@@ -47,10 +53,13 @@ def map_memory(num_bytes: int, fd: int = -1, offset: int = 0, *, shared: bool = 
     if address == _MAP_FAILED:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-    libc().madvise(address, num_bytes, mmap.MADV_DONTFORK)
-    memory = (ctypes.c_char * num_bytes).from_address(address)
+    if shared or fd < 0:
+        libc().madvise(address, num_bytes, mmap.MADV_DONTFORK)
+    else:
+        _read_mappings[address] = num_bytes
+    memory = _ANY_BYTES.from_address(address)
     weakref.finalize(memory, _unmap, os.getpid(), address, num_bytes).atexit = False
-    return memoryview(memory).cast("B")
+    return memoryview(memory).cast("B")[:num_bytes]
 
 
 def advise(view: memoryview, advice: int) -> None:
@@ -62,4 +71,14 @@ def advise(view: memoryview, advice: int) -> None:
 
 def _unmap(pid: int, address: int, num_bytes: int) -> None:
     if os.getpid() == pid:
+        _read_mappings.pop(address, None)
         libc().munmap(address, num_bytes)
+
+
+def _give_up_in_child() -> None:
+    for address, num_bytes in _read_mappings.items():
+        libc().munmap(address, num_bytes)
+    _read_mappings.clear()
+
+
+os.register_at_fork(after_in_child=_give_up_in_child)
